@@ -1,0 +1,162 @@
+"""What Baton asks of an inference engine. Implementations stand beside this file, one each."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+from baton.messages import FinishReason, KvSource, Sampling, TokenLogprob
+
+
+class Leg(StrEnum):
+    """Which part of a request this engine runs."""
+
+    WHOLE = "whole"
+    """Prompt and generation, nothing handed over."""
+    PREFILL = "prefill"
+    """Compute the prompt and hold its KV under lease for a decode worker; the sampled token is discarded."""
+    DECODE = "decode"
+    """Pull the prompt's KV from `source`, then generate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineRequest:
+    """One attempt as an engine sees it. `(request, attempt)` is unique within an engine's life."""
+
+    request: str
+    attempt: int
+    leg: Leg
+    tokens: Sequence[int]
+    sampling: Sampling
+    cache_salt: str = ""
+    source: KvSource | None = None
+    """Set exactly when `leg` is DECODE."""
+    budget_s: float
+    """The engine gives up after this; for DECODE it also bounds the pull."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDelta:
+    """What one engine step added. The last delta of a request has a `finish`."""
+
+    tokens: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprob] = ()
+    finish: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens this engine held before the request; set from the first delta on."""
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV was pulled."""
+    transferred_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFacts:
+    """What is fixed once an engine has started."""
+
+    engine: str
+    """Name and version, such as `vllm 0.32.0`."""
+    model_digest: str
+    """See `baton.blocks.model_digest`."""
+    block_tokens: int
+    kv_blocks: int
+    kv_bytes_per_token: int
+    running_max: int
+    context_tokens_max: int
+    agents: tuple[str, ...] = ()
+    """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """A snapshot of the engine's scheduler."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    """Share of the KV blocks in use by requests or held under lease, 0 to 1; cached free blocks are not in use."""
+    leased_blocks: int = 0
+    prompt_tokens_computed: int = 0
+    """Since the start, computed here: not cached, not pulled."""
+    prompt_tokens_cached: int = 0
+    prompt_tokens_pulled: int = 0
+    bytes_pulled: int = 0
+    preemptions: int = 0
+    pulls_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBlocksStored:
+    """The engine filled a run of its blocks. Hashes are opaque, scoped to this engine's life."""
+
+    parent: bytes | None
+    hashes: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    """Of all blocks of the run, `block_tokens` each."""
+    block_tokens: int
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBlocksRemoved:
+    """The engine dropped these blocks. The same hash may be stored and removed more than once: count."""
+
+    hashes: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBlocksCleared:
+    """The engine dropped its whole cache."""
+
+
+EngineBlockEvent = EngineBlocksStored | EngineBlocksRemoved | EngineBlocksCleared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineEventBatch:
+    sequence: int
+    """Counts from 1 without gaps; a gap means events were lost and the worker must clear its shadow map."""
+    events: tuple[EngineBlockEvent, ...] = field(default_factory=tuple)
+
+
+class Engine(Protocol):
+    """An inference engine in this process or a child of it, which dies with it.
+
+    Safe for one event loop. After `close`, or once the engine died, every method raises EngineFailed.
+    """
+
+    async def start(self) -> EngineFacts:
+        """Load the model. Raises ConfigurationError with a sentence for the user when it cannot."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        """Run one attempt; the last delta carries `finish`. Closing the iterator aborts the attempt.
+
+        Raises InvalidRequest (the engine refuses these parameters), TransferFailed (KV did not arrive
+        whole and verified; nothing was generated), EngineFailed, DeadlineExceeded. For Leg.PREFILL
+        the iterator ends when the prompt is computed; its KV stays under lease after that, until
+        decode releases it, `release` is called or the lease's time is up.
+        """
+        ...
+
+    async def abort(self, request: str, attempt: int) -> None:
+        """End an attempt wherever it stands, a held lease included; its iterator ends with CANCELLED.
+
+        Returns once the engine has been told; unknown attempts are ignored.
+        """
+        ...
+
+    def load(self) -> EngineLoad: ...
+
+    def events(self) -> AsyncIterator[EngineEventBatch]:
+        """Return changes of the prefix cache, in order, from the engine's start on; one consumer."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise EngineFailed when the engine cannot serve any more."""
+        ...
+
+    async def close(self) -> None:
+        """End everything, the engine's processes included."""
+        ...

@@ -1,0 +1,468 @@
+"""Every message that crosses the bus, defined once.
+
+Messages are frozen tagged structs in MessagePack maps. Fields may be added with defaults; the meaning
+of a field never changes. Every message of a request carries its `Context`: which attempt it belongs
+to, how much of the deadline is left (a remaining time, since wall clocks differ between machines) and
+the W3C trace context. Token ids travel packed, as little-endian uint32 (`pack_tokens`).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final
+
+import msgspec
+
+from baton.errors import BatonError, MalformedMessage, error_from_code
+
+TOKEN_BYTES: Final = 4
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
+    """Base of everything that crosses the bus."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of what stands inside a message."""
+
+
+class Context(Part):
+    """Which attempt a message belongs to, the rest of its deadline, and its trace."""
+
+    request: str
+    attempt: int = 0
+    budget_s: float
+    trace: str = ""
+    """W3C `traceparent` of the span that sent this message; empty when the request is not traced."""
+
+
+class ErrorReport(Part):
+    """A failure on its way across the bus: `code` of the class in `baton.errors`, and its sentence."""
+
+    code: str
+    detail: str
+    retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, error: BatonError) -> ErrorReport:
+        return cls(code=error.code, detail=error.detail, retry_after_s=error.retry_after_s)
+
+    def to_error(self) -> BatonError:
+        return error_from_code(self.code, self.detail, retry_after_s=self.retry_after_s)
+
+
+# ---------------------------------------------------------------- workers
+
+class Role(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Disaggregation(StrEnum):
+    """Whether prefill runs on another worker than decode."""
+
+    ALWAYS = "always"
+    AUTO = "auto"
+    NEVER = "never"
+
+
+class WorkerAddress(Part):
+    """One life of one worker. A message for an older `generation` is refused."""
+
+    worker: str
+    generation: int
+    agents: tuple[str, ...] = ()
+    """Endpoint of the transfer agent of each tensor-parallel rank, opaque outside `baton.transfer`."""
+
+
+class Heartbeat(Message, tag="heartbeat"):
+    """What a worker says of itself, on `subjects.HEARTBEAT`, several times a second."""
+
+    address: WorkerAddress
+    role: Role
+    model: str
+    """The name that clients use."""
+    model_path: str
+    """Where the gateway finds the tokenizer: a folder or a hub id."""
+    model_digest: str
+    """Hex digest over configuration and weights: the root of block identity."""
+    engine: str
+    block_tokens: int
+    """Size of a canonical block (the index's unit), in tokens."""
+    context_tokens_max: int
+    running: int = 0
+    waiting: int = 0
+    running_max: int
+    kv_blocks_used: int = 0
+    kv_blocks_total: int
+    engine_block_tokens: int
+    """Size of the engine's own block, in tokens: the unit of `kv_blocks_*`."""
+    prefill_tokens_queued: int = 0
+    """Prompt tokens accepted and not yet computed."""
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    """Of one sequence at the present batch size: the inverse of the token interval."""
+    transfer_bytes_per_s: float
+    kv_bytes_per_token: int
+    attempts: tuple[tuple[str, int], ...] = ()
+    """(request, attempt) of everything this worker holds."""
+    events_sequence: int = 0
+    """Sequence of the newest `KvEvents` sent, so that the index sees a lost tail."""
+    draining: bool = False
+
+
+class Goodbye(Message, tag="goodbye"):
+    """A worker leaves on purpose; what it held is gone."""
+
+    address: WorkerAddress
+
+
+# ---------------------------------------------------------------- placement
+
+class Place(Message, tag="place"):
+    """Gateway to any scheduler: where shall this attempt run? Answered by `Placement` or `Refused`."""
+
+    context: Context
+    model: str
+    blocks: bytes
+    """Block ids of the prompt, 16 bytes each, see `baton.blocks`."""
+    prompt_tokens: int
+    output_tokens_max: int
+    disaggregation: Disaggregation | None = None
+    """None: the deployment's default."""
+    exclude: tuple[str, ...] = ()
+    """Workers that failed an earlier attempt."""
+    exclude_pairs: tuple[tuple[str, str], ...] = ()
+    """(prefill, decode) pairs whose agents cannot reach each other."""
+
+
+class Candidate(Part):
+    """One possible placement and what the scheduler predicted of it."""
+
+    decode: str
+    prefill: str = ""
+    cached_tokens: int = 0
+    """On the worker that would prefill."""
+    decode_cached_tokens: int = 0
+    predicted_ttft_s: float
+    predicted_token_interval_s: float = 0.0
+
+
+class Placement(Message, tag="placement"):
+    decode: WorkerAddress
+    prefill: WorkerAddress | None = None
+    reason: str
+    predicted: Candidate
+    candidates: tuple[Candidate, ...] = ()
+
+
+class Refused(Message, tag="refused"):
+    """The one negative answer to any request on the bus."""
+
+    error: ErrorReport
+
+
+class Match(Message, tag="match"):
+    """Scheduler to any kvindex: who holds how much of this prompt? Answered by `Matched`."""
+
+    context: Context
+    model_digest: str
+    blocks: bytes
+
+
+class Matched(Message, tag="matched"):
+    held: dict[str, int]
+    """Worker → number of leading blocks it holds; workers that hold none are left out."""
+
+
+# ---------------------------------------------------------------- the attempt
+
+class Sampling(Part):
+    """How to choose tokens. `extensions` holds engine parameters that Baton passes through unread."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Number of alternatives reported beside each sampled token; None: no log-probabilities."""
+    extensions: dict[str, object] = {}
+
+
+class KvSource(Part):
+    """Where a decode worker pulls the prompt's KV from. The lease's key is `lease_key(request, attempt)`."""
+
+    address: WorkerAddress
+
+
+class TokenChunk(Message, tag="chunk"):
+    """A leading part of a prompt that is too long for one message; sent before its task, in order."""
+
+    context: Context
+    offset: int
+    tokens: bytes
+
+
+class PrefillTask(Message, tag="prefill"):
+    """Compute the prompt's KV and hold it under lease. Answered by `Accepted` or `Busy`."""
+
+    context: Context
+    gateway: str
+    generation: int
+    """Of the worker this is meant for; another life answers `Busy`."""
+    tokens: bytes
+    """The prompt's tail: what no `TokenChunk` carried."""
+    prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+
+
+class DecodeTask(Message, tag="decode"):
+    """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here."""
+
+    context: Context
+    gateway: str
+    generation: int
+    tokens: bytes
+    prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+    source: KvSource | None = None
+
+
+class Accepted(Message, tag="accepted"):
+    """The worker's ledger holds a reservation for this attempt."""
+
+    worker: str
+    generation: int
+
+
+class Busy(Message, tag="busy"):
+    """The worker will not run this attempt, and holds nothing of it."""
+
+    worker: str
+    reason: str
+    """One of: `full`, `leases`, `draining`, `generation`, `role`, `tombstone`, `expired`, `incomplete`, `malformed`."""
+    detail: str = ""
+
+
+class Cancel(Message, tag="cancel"):
+    """Gateway to worker: end this attempt and keep a tombstone, the task may still come."""
+
+    context: Context
+    reason: str = ""
+
+
+class Acknowledge(Message, tag="acknowledge"):
+    """Gateway to worker: the final frame arrived, forget the attempt."""
+
+    context: Context
+
+
+class Resend(Message, tag="resend"):
+    """Gateway to decode: frames are missing, send all tokens from `index` on."""
+
+    context: Context
+    index: int
+
+
+class Usage(Part):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV the worker that computed the prompt held before."""
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV decode pulled."""
+    transferred_bytes: int = 0
+    computed_tokens: int = 0
+    """Prompt tokens that the decode worker computed itself."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """End-of-sequence or a stop token: the last token of the output is that token."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Finish(Part):
+    reason: FinishReason
+    usage: Usage
+    error: ErrorReport | None = None
+
+
+class TokenLogprob(Part):
+    """Log-probability of a sampled token, and of the most likely alternatives as (token, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Frame(Part):
+    """What one engine step added to one attempt. `index` counts output tokens before `tokens`."""
+
+    request: str
+    attempt: int
+    index: int
+    tokens: bytes = b""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """As many as tokens, or none."""
+    finish: Finish | None = None
+
+
+class Frames(Message, tag="frames"):
+    """What one engine step added to the attempts of one gateway."""
+
+    worker: str
+    generation: int
+    frames: tuple[Frame, ...]
+
+
+class Hint(Message, tag="hint"):
+    """Prefill to gateway: my part of this attempt failed. Only decode's word or a timer ends an attempt."""
+
+    context: Context
+    worker: str
+    error: ErrorReport
+
+
+class AttemptState(StrEnum):
+    """Where an attempt stands on a worker, see the protocol in `docs/handoff.md`."""
+
+    RESERVED = "reserved"
+    QUEUED = "queued"
+    PULLING = "pulling"
+    RUNNING = "running"
+    RETAINED = "retained"
+    COMPUTING = "computing"
+    HELD = "held"
+
+
+class DigestEntry(Part):
+    request: str
+    attempt: int
+    emitted: int
+    state: AttemptState
+
+
+class Digest(Message, tag="digest"):
+    """Each second, worker to gateway: all that this worker holds for it. Absent twice means lost."""
+
+    worker: str
+    generation: int
+    entries: tuple[DigestEntry, ...] = ()
+
+
+class GatewayBeat(Message, tag="gateway_beat"):
+    """Each second, on `subjects.GATEWAY_BEAT`. Workers abort what belongs to a gateway silent for 5 s."""
+
+    gateway: str
+
+
+# ---------------------------------------------------------------- KV events
+
+class BlocksStored(Part, tag="stored", tag_field="t"):
+    """A run of canonical blocks, each the child of the one before."""
+
+    parent: bytes
+    """Id of the block before the first; empty at the root of the tree."""
+    blocks: bytes
+    """16 bytes each."""
+
+
+class BlocksRemoved(Part, tag="removed", tag_field="t"):
+    blocks: bytes
+
+
+class BlocksCleared(Part, tag="cleared", tag_field="t"):
+    """The worker dropped everything."""
+
+
+BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
+
+
+class KvEvents(Message, tag="kv_events"):
+    """Changes of a worker's cache, in order. JetStream message id: `worker/generation/sequence`."""
+
+    worker: str
+    generation: int
+    model_digest: str
+    sequence: int
+    """Counts messages from 1 within a generation; a gap makes the index resync this worker."""
+    events: tuple[BlockEvent, ...]
+
+
+class ShadowQuery(Message, tag="shadow_query"):
+    """Index to worker: page through everything you hold. Answered by `ShadowPage`."""
+
+    cursor: int = 0
+    """0, or `next_cursor` of the page before."""
+
+
+class ShadowPage(Message, tag="shadow_page"):
+    """Runs of the worker's shadow map; `sequence` is the newest event it contains."""
+
+    worker: str
+    generation: int
+    model_digest: str
+    sequence: int
+    runs: tuple[BlocksStored, ...] = ()
+    next_cursor: int = 0
+    """0: this was the last page."""
+
+
+AnyMessage = (
+    Heartbeat | Goodbye | Place | Placement | Refused | Match | Matched | TokenChunk | PrefillTask | DecodeTask
+    | Accepted | Busy | Cancel | Acknowledge | Resend | Frames | Hint | Digest | GatewayBeat | KvEvents
+    | ShadowQuery | ShadowPage
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """Return the message in `payload`. Raises MalformedMessage, naming what is wrong."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"{len(payload)} bytes from the bus are no message of ours: {error}") from error
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32. Raises MalformedMessage for an id outside uint32."""
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise MalformedMessage(f"a token id does not fit 32 bits: {error}") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return the token ids in `packed`. Raises MalformedMessage where its length is no multiple of 4."""
+    if len(packed) % TOKEN_BYTES:
+        raise MalformedMessage(f"{len(packed)} bytes are no whole number of packed token ids")
+    tokens = array("I", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tolist()

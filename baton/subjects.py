@@ -1,0 +1,48 @@
+"""Every subject on the bus, in one place."""
+
+from __future__ import annotations
+
+from typing import Final
+
+HEARTBEAT: Final = "baton.heartbeat"
+"""Workers to all: `Heartbeat`, `Goodbye`."""
+
+GATEWAY_BEAT: Final = "baton.gateway_beat"
+"""Gateways to all workers: `GatewayBeat`."""
+
+PLACE: Final = "baton.place"
+"""Gateway to one of the schedulers (queue group `SCHEDULERS`): `Place`."""
+
+MATCH: Final = "baton.match"
+"""Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
+
+SCHEDULERS: Final = "schedulers"
+INDEXES: Final = "indexes"
+
+KV_STREAM: Final = "BATON_KV"
+"""JetStream stream of all `kv_events` subjects."""
+
+KV_EVENTS_ALL: Final = "baton.kv.*"
+
+
+def task(worker: str) -> str:
+    """Gateway to one worker: `TokenChunk`, `PrefillTask`, `DecodeTask`, `Cancel`, `Acknowledge`, `Resend`.
+
+    One subject, since order is only kept per publisher and subject: a prompt's chunks come before its task.
+    """
+    return f"baton.worker.{worker}.task"
+
+
+def shadow(worker: str) -> str:
+    """Index to one worker: `ShadowQuery`."""
+    return f"baton.worker.{worker}.shadow"
+
+
+def gateway(gateway: str) -> str:
+    """Workers to one gateway: `Frames`, `Digest`, `Hint`."""
+    return f"baton.gateway.{gateway}.frames"
+
+
+def kv_events(worker: str) -> str:
+    """Worker to the index, through JetStream: `KvEvents`."""
+    return f"baton.kv.{worker}"

@@ -1,0 +1,204 @@
+"""Moving KV blocks between engines: the one module that knows `baton_native`'s transfer agent.
+
+One agent per engine rank. On the **source** side (prefill) an agent opens a lease per attempt: an
+append-only list of blocks of its pool, and per layer the number of tokens that are ready. On the
+**sink** side (decode) an agent pulls a lease's blocks layer by layer, as they become ready, into
+blocks of its own pool; only these reads ever write the sink's blocks. Generation and checksum are
+checked after the bytes arrived. Agents talk to each other directly, not over the bus.
+
+Threads: every method returns at once and may be called from any thread; the agent moves bytes on its
+own thread, without the GIL. Results come as events (`poll`), announced by `fileno`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from hashlib import blake2b
+from typing import Protocol
+
+KEY_BYTES = 16
+
+
+def lease_key(request: str, attempt: int) -> bytes:
+    """Return the key under which prefill leases this attempt's KV and decode asks for it."""
+    return blake2b(f"{request}/{attempt}".encode(), digest_size=KEY_BYTES).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A paged KV cache in this process. Block b of layer l lies at `layer_addresses[l] + b * block_stride_bytes`."""
+
+    layer_addresses: tuple[int, ...]
+    """Virtual addresses, in the model's layer order. The memory must outlive the agent."""
+    blocks: int
+    block_bytes: int
+    """Of one layer's block: K and V, all heads of this rank."""
+    block_stride_bytes: int
+    block_tokens: int
+    fingerprint: str
+    """Model digest, dtype and inner layout. Agents with different fingerprints refuse each other, naming both."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """Injected faults, for tests and benchmarks. All off by default."""
+
+    delay_s: float = 0.0
+    """Each pull's first bytes are held back at the source for this long."""
+    corrupt_every: int = 0
+    """Flip one bit of every n-th data chunk, after its checksum was taken. 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentOptions:
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0: any free port."""
+    secret: str = ""
+    """Shared key; a peer that cannot prove it can neither read nor write."""
+    backends: tuple[str, ...] = ("shm", "tcp")
+    """In order of preference; the handshake takes the first that works between both hosts."""
+    checksum: bool = True
+    lease_ttl_s: float = 5.0
+    """A lease dies this long after the last keep-alive of a sink that wants it."""
+    unclaimed_ttl_s: float = 30.0
+    """A lease that nobody ever asked for dies after this."""
+    wanted_timeout_s: float = 10.0
+    """A pull fails when its source neither opens nor refuses the lease for this long."""
+    connect_timeout_s: float = 1.0
+    stall_timeout_s: float = 10.0
+    """A pull fails when an open lease makes no progress (no new ready tokens, no bytes, no keep-alive answer) for this long."""
+    faults: Faults = Faults()
+
+
+class EventKind(StrEnum):
+    PULL_PROGRESS = "pull_progress"
+    """Sink: layers 0 to `layers` - 1 have arrived and verified, whole. At most one per layer."""
+    PULL_DONE = "pull_done"
+    """Sink: everything arrived and verified. The lease was released at the source."""
+    PULL_FAILED = "pull_failed"
+    """Sink: nothing writes the destination blocks any more; `cause` and `detail` say why."""
+    LEASE_RELEASED = "lease_released"
+    """Source: the sink is done, the blocks may be reused."""
+    LEASE_ENDED = "lease_ended"
+    """Source: expired (`cause` = expired) or revoked; the blocks may be reused."""
+
+
+class Cause(StrEnum):
+    NONE = "none"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    UNREACHABLE = "unreachable"
+    """No connection to the source, or it was lost and could not be made again."""
+    REFUSED = "refused"
+    """Secret, fingerprint or lengths do not match; `detail` names both sides."""
+    REVOKED = "revoked"
+    """The source gave the lease up and did not open a new generation before the deadline."""
+    EXPIRED = "expired"
+    CHECKSUM = "checksum"
+    STALLED = "stalled"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferEvent:
+    kind: EventKind
+    key: bytes
+    cause: Cause = Cause.NONE
+    detail: str = ""
+    layers: int = 0
+    bytes: int = 0
+    tokens: int = 0
+    waiting_s: float = 0.0
+    """Time in which nothing was ready to move."""
+    moving_s: float = 0.0
+    backend: str = ""
+    restarts: int = 0
+    """How often the pull began again because the source's generation rose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentStats:
+    leases: int
+    """Open now, at the source."""
+    leased_blocks: int
+    pulls: int
+    """Running now, at the sink."""
+    parked: int
+    """Asked for, not opened yet, at the source."""
+    pulled_bytes: int
+    pulled_blocks: int
+    """Counted per layer: one block of a model with L layers counts L."""
+    served_bytes: int
+    pulls_done: int
+    pulls_failed: int
+    leases_expired: int
+    leases_revoked: int
+    checksum_failures: int
+
+
+class TransferAgent(Protocol):
+    """See the module's text. Keys have `KEY_BYTES` bytes; unknown keys are ignored, as messages may cross."""
+
+    endpoint: str
+    """How other agents reach this one; opaque."""
+
+    def fileno(self) -> int:
+        """Return an eventfd that is readable while `poll` has something to return."""
+        ...
+
+    def poll(self) -> list[TransferEvent]:
+        """Take all events since the last call."""
+        ...
+
+    def set_pool(self, pool: Pool) -> None:
+        """Name the memory that leases and pulls speak of; once, before either."""
+        ...
+
+    # Source.
+
+    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+        """Open a lease, or raise the generation of one that was revoked; return its generation, from 1."""
+        ...
+
+    def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None:
+        """Append blocks of the pool. Ignored for an older generation."""
+        ...
+
+    def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None:
+        """Say that the first `tokens` tokens of `layer` lie in the lease's blocks; only ever grows. -1: all layers."""
+        ...
+
+    def complete_lease(self, key: bytes, generation: int, tokens: int) -> None:
+        """Say how many tokens the whole lease has; a sink that wants more is refused."""
+        ...
+
+    def revoke_lease(self, key: bytes, *, final: bool) -> None:
+        """Give up the present generation, before its blocks are overwritten. Returns once no reader can
+        take bytes that change after this for good. `final`: no new generation will come; sinks fail at once."""
+        ...
+
+    # Sink.
+
+    def pull(self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float) -> None:
+        """Fill `blocks` of the pool with the lease's KV for tokens [first_token, tokens).
+
+        `first_token` is a multiple of the block size; `blocks[0]` receives the source's block at that
+        token. Ends with exactly one PULL_DONE or PULL_FAILED.
+        """
+        ...
+
+    def cancel_pull(self, key: bytes) -> None:
+        """Stop a pull and tell its source; PULL_FAILED with cause CANCELLED follows once nothing writes any more."""
+        ...
+
+    def release(self, key: bytes, endpoint: str) -> None:
+        """Tell a source that its lease is not needed (all of it was cached here)."""
+        ...
+
+    def stats(self) -> AgentStats: ...
+
+    def close(self) -> None:
+        """Stop the thread, close connections; open pulls fail, open leases end."""
+        ...
