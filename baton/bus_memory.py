@@ -1,0 +1,274 @@
+"""The bus in memory: the semantics of NATS without a server, with faults on demand.
+
+A `MemoryNetwork` plays the server; each `MemoryBus` is one connection to it. With `Faults` the network
+drops, duplicates, delays and reorders core messages, decided by a seed: the same seed, the same run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from baton.bus_delivery import Arrival, Mailbox, check_payload, check_subject, matches
+from baton.bus_memory_stream import Follower, MemoryStream
+from baton.bus_protocol import BusLimits, Handler, Subscription
+from baton.clock import Clock, SystemClock
+from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
+from baton.messages import AnyMessage, decode, encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Faults:
+    """What the network does to core messages, replies included; shares are probabilities per message."""
+
+    drop: float = 0.0
+    duplicate: float = 0.0
+    delay_s_max: float = 0.0
+    """Each message takes a random time up to this; order per sender and receiver is kept."""
+    reorder: float = 0.0
+    """Share of messages that may overtake others; needs a delay."""
+
+
+class _Receiver(Protocol):
+    def offer(self, arrival: Arrival) -> None: ...
+
+
+@dataclass(eq=False, slots=True)
+class _Interest:
+    pattern: str
+    group: str
+    mailbox: Mailbox
+
+
+@dataclass(order=True, slots=True)
+class _InFlight:
+    due_s: float
+    order: int
+    receiver: _Receiver = field(compare=False)
+    arrival: Arrival = field(compare=False)
+
+
+class MemoryNetwork:
+    """The server's part: who listens where, what is under way, and the streams."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock | None = None,
+        seed: int = 0,
+        faults: Faults | None = None,
+        payload_bytes_max: int = 8 << 20,
+    ) -> None:
+        self.clock: Clock = clock or SystemClock()
+        self.faults = faults or Faults()
+        self.payload_bytes_max = payload_bytes_max
+        self.reachable = True
+        """False: every bus raises BusUnavailable, as while a server is down."""
+        self.streams: dict[str, MemoryStream] = {}
+        self._random = random.Random(seed)
+        self._interests: list[_Interest] = []
+        self._routes: dict[str, list[_Interest]] = {}
+        self._in_flight: list[_InFlight] = []
+        self._last_due_s: dict[tuple[object, object], float] = {}
+        self._sent = 0
+        self._changed = asyncio.Event()
+        self._carrier: asyncio.Task[None] | None = None
+
+    def add(self, interest: _Interest) -> None:
+        self._interests.append(interest)
+        self._routes.clear()
+
+    def remove(self, interest: _Interest) -> None:
+        if interest in self._interests:
+            self._interests.remove(interest)
+            self._routes.clear()
+
+    def publish(self, sender: object, arrival: Arrival) -> int:
+        """Send to everyone who listens, and to one member of each group; return to how many."""
+        if arrival.subject not in self._routes:
+            self._routes[arrival.subject] = [i for i in self._interests if matches(i.pattern, arrival.subject)]
+        groups: dict[str, list[_Interest]] = {}
+        receivers: list[_Interest] = []
+        for interest in self._routes[arrival.subject]:
+            if interest.group:
+                groups.setdefault(interest.group, []).append(interest)
+            else:
+                receivers.append(interest)
+        receivers.extend(self._random.choice(members) for members in groups.values())
+        for interest in receivers:
+            self.send(sender, interest.mailbox, arrival)
+        return len(receivers)
+
+    def send(self, sender: object, receiver: _Receiver, arrival: Arrival) -> None:
+        """Bring one message to one receiver, through the faults."""
+        faults = self.faults
+        if faults == Faults():
+            receiver.offer(arrival)
+            return
+        if self._random.random() < faults.drop:
+            return
+        for _ in range(2 if self._random.random() < faults.duplicate else 1):
+            due_s = self.clock.now_s() + self._random.uniform(0.0, faults.delay_s_max)
+            link = (sender, receiver)
+            if self._random.random() >= faults.reorder:
+                due_s = max(due_s, self._last_due_s.get(link, 0.0))
+                self._last_due_s[link] = due_s
+            self._sent += 1
+            heapq.heappush(self._in_flight, _InFlight(due_s, self._sent, receiver, arrival))
+        self._changed.set()
+        if self._carrier is None or self._carrier.done():
+            self._carrier = asyncio.create_task(self._carry(), name="memory network")
+
+    async def close(self) -> None:
+        """Lose what is under way."""
+        self._in_flight.clear()
+        self._last_due_s.clear()
+        if self._carrier is not None:
+            self._carrier.cancel()
+            await asyncio.wait([self._carrier])
+
+    async def _carry(self) -> None:
+        while self._in_flight:
+            wait_s = self._in_flight[0].due_s - self.clock.now_s()
+            if wait_s > 0:
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    async with self.clock.timeout(wait_s):
+                        await self._changed.wait()
+                continue
+            landed = heapq.heappop(self._in_flight)
+            landed.receiver.offer(landed.arrival)
+        self._last_due_s.clear()
+
+
+class _Reply:
+    """Receives the first answer to one request."""
+
+    def __init__(self) -> None:
+        self.payload: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    def offer(self, arrival: Arrival) -> None:
+        if not self.payload.done():
+            self.payload.set_result(arrival.payload)
+
+
+class MemoryBus:
+    """One connection to a `MemoryNetwork`, by default to one of its own."""
+
+    def __init__(
+        self, network: MemoryNetwork | None = None, *, name: str = "", limits: BusLimits | None = None
+    ) -> None:
+        self.name = name
+        self.network = network or MemoryNetwork()
+        self._owns_network = network is None
+        self._limits = limits or BusLimits()
+        self._subscriptions: set[_MemorySubscription | Follower] = set()
+        self._closed = False
+
+    @property
+    def payload_bytes_max(self) -> int:
+        return self.network.payload_bytes_max
+
+    async def publish(self, subject: str, message: AnyMessage) -> None:
+        self.publish_payload(subject, encode(message))
+
+    def publish_payload(self, subject: str, payload: bytes, *, reply_to: _Reply | None = None) -> int:
+        """Send bytes as they are, so that tests can send what is no message; return to how many they go."""
+        check_subject(subject)
+        self._check_open()
+        check_payload(payload, self.payload_bytes_max)
+        return self.network.publish(self, Arrival(subject, payload, self._responder(subject, reply_to)))
+
+    async def request(self, subject: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
+        return decode(await self.request_payload(subject, encode(message), timeout_s=timeout_s))
+
+    async def request_payload(self, subject: str, payload: bytes, *, timeout_s: float) -> bytes:
+        reply = _Reply()
+        try:
+            async with self.network.clock.timeout(timeout_s):
+                if self.publish_payload(subject, payload, reply_to=reply) == 0:
+                    raise NoResponders(f"nobody listens on {subject}")
+                return await reply.payload
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None
+
+    async def subscribe(self, subject: str, handler: Handler, *, group: str = "") -> Subscription:
+        check_subject(subject, wildcards=True)
+        self._check_open()
+        interest = _Interest(subject, group, Mailbox(subject, handler, self._limits))
+        subscription = _MemorySubscription(self.network, interest, self._subscriptions.discard)
+        self.network.add(interest)
+        self._subscriptions.add(subscription)
+        return subscription
+
+    async def append(self, stream: str, subject: str, message: AnyMessage, *, message_id: str) -> int:
+        check_subject(subject)
+        self._check_open()
+        payload = encode(message)
+        check_payload(payload, self.payload_bytes_max)
+        target = self._stream(stream, subject)
+        if not matches(target.pattern, subject):
+            raise ConfigurationError(f"the stream {stream} holds {target.pattern}, not {subject}")
+        return target.append(subject, payload, message_id)
+
+    async def follow(self, stream: str, subject: str, handler: Handler, *, after: int = 0) -> Subscription:
+        check_subject(subject, wildcards=True)
+        self._check_open()
+        target = self._stream(stream, subject)
+        follower = Follower(target, subject, handler, after, self._limits, self._subscriptions.discard)
+        self._subscriptions.add(follower)
+        return follower
+
+    async def close(self) -> None:
+        self._closed = True
+        for subscription in list(self._subscriptions):
+            await subscription.unsubscribe()
+        if self._owns_network:
+            await self.network.close()
+
+    def _check_open(self) -> None:
+        if self._closed or not self.network.reachable:
+            raise BusUnavailable("the message bus is closed" if self._closed else "the message bus cannot be reached")
+
+    def _stream(self, name: str, subject: str) -> MemoryStream:
+        if name not in self.network.streams:
+            self.network.streams[name] = MemoryStream(subject, self.network.clock, self._limits)
+        return self.network.streams[name]
+
+    def _responder(self, subject: str, reply_to: _Reply | None) -> Callable[[AnyMessage], Awaitable[None]] | None:
+        if reply_to is None:
+            return None
+
+        async def respond(message: AnyMessage) -> None:
+            payload = encode(message)
+            check_payload(payload, self.payload_bytes_max)
+            self.network.send(subject, reply_to, Arrival(subject, payload))
+
+        return respond
+
+
+class _MemorySubscription:
+    def __init__(
+        self, network: MemoryNetwork, interest: _Interest, on_end: Callable[[_MemorySubscription], None]
+    ) -> None:
+        self._network = network
+        self._interest = interest
+        self._on_end = on_end
+
+    @property
+    def dropped_messages(self) -> int:
+        return self._interest.mailbox.dropped_messages
+
+    @property
+    def malformed_messages(self) -> int:
+        return self._interest.mailbox.malformed_messages
+
+    async def unsubscribe(self) -> None:
+        self._network.remove(self._interest)
+        self._on_end(self)
+        await self._interest.mailbox.close()

@@ -1,0 +1,64 @@
+"""Requests over NATS: one inbox per connection, in which every answer finds its question.
+
+nats-py has this too, but there a question whose connection is lost waits for its whole timeout.
+"""
+
+# nats-py leaves some of its parameters without types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js.api import Header
+
+from baton.errors import BusUnavailable, DeadlineExceeded, NoResponders
+
+_NO_RESPONDERS = "503"
+
+
+class Requests:
+    """The questions under way on one connection."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._inbox = client.new_inbox()
+        self._asked = 0
+        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+
+    async def open(self) -> None:
+        await self._client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+
+    async def ask(self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Msg:
+        """Return the first answer. Raises NoResponders and BusUnavailable at once, DeadlineExceeded after `timeout_s`."""
+        self._asked += 1
+        answer_to = f"{self._inbox}.{self._asked}"
+        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        self._waiting[answer_to] = answer
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._client.publish(subject, payload, reply=answer_to, headers=headers)
+                message = await answer
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None
+        except (nats.errors.Error, OSError) as error:
+            raise BusUnavailable(f"the message bus failed: {error}") from error
+        finally:
+            del self._waiting[answer_to]
+        if message.headers is not None and message.headers.get(Header.STATUS.value) == _NO_RESPONDERS:
+            raise NoResponders(f"nobody listens on {subject}")
+        return message
+
+    def fail(self, reason: str) -> None:
+        """The connection is gone: no answer will come to what was asked on it."""
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(BusUnavailable(reason))
+
+    async def _on_answer(self, message: Msg) -> None:
+        answer = self._waiting.get(message.subject)
+        if answer is not None and not answer.done():
+            answer.set_result(message)

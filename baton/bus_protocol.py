@@ -1,0 +1,120 @@
+"""The message bus as services see it: one small protocol; NATS and an in-memory implementation stand beside it.
+
+Core subjects lose messages (a full subscription drops, nobody may be listening) and keep order per
+publisher and subject only; the protocols above detect that themselves. Streams (JetStream) keep
+messages, give each a sequence and drop duplicates by message id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.messages import AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One message as it arrived. `stream_sequence` is 0 on core subjects."""
+
+    subject: str
+    message: AnyMessage
+    stream_sequence: int
+    _respond: Callable[[AnyMessage], Awaitable[None]] | None
+
+    @property
+    def wants_reply(self) -> bool:
+        return self._respond is not None
+
+    async def respond(self, message: AnyMessage) -> None:
+        """Answer a `request`; does nothing where no answer is wanted."""
+        if self._respond is not None:
+            await self._respond(message)
+
+
+Handler = Callable[[Delivery], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BusLimits:
+    """Bounds of everything that a bus holds back or keeps."""
+
+    pending_messages_max: int = 8192
+    """Per subscription; what comes beyond is dropped and counted."""
+    pending_bytes_max: int = 64 << 20
+    """Per subscription, and for what waits to be sent."""
+    handler_grace_s: float = 10.0
+    """How long `unsubscribe` waits for the running handler before it cancels it."""
+    reply_timeout_s: float = 5.0
+    """For the server's own answers: acknowledgements of `append`, creation of streams, round trips."""
+    stream_age_s_max: float = 3600.0
+    stream_bytes_max: int = 256 << 20
+    duplicate_window_s: float = 120.0
+
+
+class Subscription(Protocol):
+    @property
+    def dropped_messages(self) -> int:
+        """Messages lost here because the handler was too slow."""
+        ...
+
+    @property
+    def malformed_messages(self) -> int:
+        """Payloads that were no message of ours: counted, and answered with `Refused` where a reply was wanted."""
+        ...
+
+    async def unsubscribe(self) -> None:
+        """Stop deliveries and wait for the running handler; a handler may unsubscribe itself."""
+        ...
+
+
+class Bus(Protocol):
+    """Messages between services. All methods raise BusUnavailable while the server cannot be reached.
+
+    A subject that is none (empty parts, spaces, a wildcard where one subject is meant) raises InvalidRequest.
+    """
+
+    @property
+    def payload_bytes_max(self) -> int:
+        """The largest payload that the server accepts; longer prompts are cut into `TokenChunk`s."""
+        ...
+
+    async def publish(self, subject: str, message: AnyMessage) -> None:
+        """Send without waiting for anyone. Raises PayloadTooLarge."""
+        ...
+
+    async def request(self, subject: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
+        """Send and return the first reply. Raises NoResponders at once, DeadlineExceeded after `timeout_s`.
+
+        A `Refused` reply is returned, not raised; one comes as well when the handler failed.
+        """
+        ...
+
+    async def subscribe(self, subject: str, handler: Handler, *, group: str = "") -> Subscription:
+        """Call `handler` for each message, one at a time and in order; `*` stands for one part of a subject.
+
+        Within a `group` each message goes to one member. An exception in a handler is logged with its
+        message and does not end the subscription. On return the server knows of the subscription.
+        """
+        ...
+
+    async def append(self, stream: str, subject: str, message: AnyMessage, *, message_id: str) -> int:
+        """Store in a stream, created on first use with `subject`'s parent wildcard; return the stream sequence.
+
+        A `message_id` that the stream saw in the last two minutes is not stored again: after a
+        BusUnavailable the same call can be repeated.
+        """
+        ...
+
+    async def follow(self, stream: str, subject: str, handler: Handler, *, after: int = 0) -> Subscription:
+        """Call `handler` for each message of a stream, in order, from the one after sequence `after` on.
+
+        Nothing is dropped: the server waits for a slow handler. Survives reconnects without loss or
+        duplicates. A stream that was made anew, so that `after` lies beyond its end, is read from its start.
+        """
+        ...
+
+    async def close(self) -> None:
+        """End all subscriptions, send what is left and disconnect."""
+        ...

@@ -1,0 +1,210 @@
+"""What `baton up` starts: the user's wishes, checked, and one `Program` per process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+
+from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
+from baton.cli.processes import Program
+from baton.engines.vllm_options import local_model
+from baton.errors import ConfigurationError
+from baton.messages import Disaggregation, Role
+
+EngineName = Literal["vllm", "simulated"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+TINY_NAME: Final = "tiny"
+SERVICE_START_TIMEOUT_S: Final = 30.0
+SIMULATED_START_TIMEOUT_S: Final = 30.0
+VLLM_START_TIMEOUT_S: Final = 600.0
+"""Real models load for minutes from slow disks."""
+DRAIN_S: Final = 2
+"""Ctrl-C means now: what still streams gets this long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wishes:
+    """What the user asked for."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    prefill: int = 1
+    decode: int = 1
+    model: str = ""
+    """A folder or a hub id; empty: the tiny model."""
+    engine: EngineName = "vllm"
+    device: DeviceName = "auto"
+    disaggregation: Disaggregation = Disaggregation.ALWAYS
+    engine_options: Mapping[str, object]
+    nats_url: str = ""
+    redis_url: str = ""
+    vllm_python: Path
+    """The Python whose environment has vLLM: engines pin their own torch, so each has an environment."""
+    folder: Path
+    """Logs, servers' data and the tiny model go under it."""
+
+    @property
+    def tiny(self) -> bool:
+        return not self.model
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model: a hub id as it is, a folder by its last part."""
+        if self.tiny:
+            return TINY_NAME
+        path = Path(self.model).expanduser()
+        return path.resolve().name if path.is_dir() else self.model
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / ".run" / str(self.port)
+
+    @property
+    def logs_folder(self) -> Path:
+        return self.run_folder / "logs"
+
+    @property
+    def tiny_model_folder(self) -> Path:
+        return self.folder / ".cache" / "models" / "tiny-qwen3"
+
+    @property
+    def local_host(self) -> str:
+        """Where this machine reaches the gateway."""
+        return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+
+    @property
+    def address(self) -> str:
+        host = f"[{self.local_host}]" if ":" in self.local_host else self.local_host
+        return f"http://{host}:{self.port}"
+
+
+def check_wishes(wishes: Wishes) -> None:
+    """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
+    if wishes.prefill < 0 or wishes.decode < 1:
+        raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
+    if wishes.prefill == 0 and wishes.disaggregation is Disaggregation.ALWAYS:
+        raise ConfigurationError(
+            "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"
+        )
+    if wishes.engine == "vllm" and not wishes.vllm_python.is_file():
+        raise ConfigurationError(
+            f"the environment with vLLM is missing ({wishes.vllm_python}): make it with `make environment-vllm`, "
+            "or try ENGINE=simulated, which needs none"
+        )
+    _check_port(wishes.host, wishes.port)
+
+
+def _check_port(host: str, port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise ConfigurationError(f"PORT={port} is no port: choose one from 1 to 65535")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
+            # As the gateway will: a port whose last connections are still closing is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigurationError(
+                f"port {port} is in use on {host}: end what listens there, or choose another, such as PORT={port + 1}"
+            ) from error
+        raise ConfigurationError(
+            f"the gateway cannot listen on {host}, port {port}: {error.strerror or error}"
+        ) from error
+
+
+def find_model(model: str) -> Path:
+    """Return the folder of the user's model, loaded from the hub where it is an id. Raises ConfigurationError."""
+    folder = local_model(model)
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ConfigurationError(f"the folder {folder} holds no weights (*.safetensors): is the model complete?")
+    return folder
+
+
+def choose_device(wish: DeviceName) -> Literal["cpu", "cuda"]:
+    """Return the device to compute on; `auto` takes the GPU where the driver shows one."""
+    if wish == "auto":
+        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
+    return wish
+
+
+def service_programs(
+    wishes: Wishes, *, nats_url: str, redis_url: str, environ: Mapping[str, str]
+) -> tuple[Program, Program, Program]:
+    """Return index, scheduler and gateway, in the order in which they start."""
+
+    def program(service: str, *flags: str, **settings: str) -> Program:
+        return Program(
+            name=service,
+            command=(sys.executable, "-m", f"baton_{service}", *flags),
+            environ={**environ, **_variables(service, nats_url=nats_url, **settings)},
+            log_path=wishes.logs_folder / f"{service}.log",
+            start_timeout_s=SERVICE_START_TIMEOUT_S,
+        )
+
+    return (
+        program("kvindex", redis_url=redis_url),
+        program("scheduler", "--disaggregation", wishes.disaggregation),
+        program("gateway", "--host", wishes.host, "--port", str(wishes.port), "--drain-s", str(DRAIN_S)),
+    )
+
+
+def _variables(service: str, **settings: str) -> dict[str, str]:
+    """Return settings as a service's environment: unlike a command line, other users cannot read it."""
+    return {f"BATON_{service.upper()}_{name.upper()}": value for name, value in settings.items()}
+
+
+def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
+    """Return the workers, prefill first."""
+    device = choose_device(wishes.device)
+    workers = wishes.prefill + wishes.decode
+    options = engine_defaults(wishes.engine, device=device, tiny=wishes.tiny, workers_per_device=workers)
+    if wishes.engine == "vllm" and not wishes.tiny:
+        options |= context_limit(_model_config(model_path), device=device)
+    options |= wishes.engine_options
+    threads = worker_threads(device, cores=os.cpu_count() or 1, workers=workers)
+    python = str(wishes.vllm_python) if wishes.engine == "vllm" else sys.executable
+
+    # Known to this deployment's transfer agents only: no other process can read or write their KV.
+    agent_secret = secrets.token_urlsafe(24)
+
+    def program(role: Role, number: int) -> Program:
+        name = f"{role}-{number}"
+        flags = {
+            "--worker": name,
+            "--model": str(model_path),
+            "--model-name": wishes.model_name,
+            "--engine": wishes.engine,
+            "--engine-options": json.dumps(options),
+            "--device": device,
+            "--drain-s": str(DRAIN_S),
+        }
+        return Program(
+            name=name,
+            command=(python, "-m", f"baton_{role}", *(part for flag in flags.items() for part in flag)),
+            environ={**threads, **environ, **_variables(role, nats_url=nats_url, agent_secret=agent_secret)},
+            log_path=wishes.logs_folder / f"{name}.log",
+            start_timeout_s=VLLM_START_TIMEOUT_S if wishes.engine == "vllm" else SIMULATED_START_TIMEOUT_S,
+        )
+
+    counts = {Role.PREFILL: wishes.prefill, Role.DECODE: wishes.decode}
+    return [program(role, number) for role, count in counts.items() for number in range(count)]
+
+
+def _model_config(model_path: Path) -> Mapping[str, object]:
+    try:
+        return msgspec.json.decode((model_path / "config.json").read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"the model's config.json in {model_path} cannot be read: {error}") from error

@@ -1,0 +1,42 @@
+"""Engine options that suit a first run on this machine; whatever the user names wins."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+TINY_BLOCKS: Final = 1024
+TINY_STEP_TOKENS_MAX: Final = 512
+CPU_CONTEXT_TOKENS_MAX: Final = 8192
+"""Long contexts of real models are slow on a CPU, and their KV takes memory that a laptop needs."""
+CUDA_MEMORY_SHARE: Final = 0.85
+"""Of one GPU, for all workers on it together."""
+SIMULATED_SPEED: Final = 1.0
+"""As fast as the engine that it stands for: tokens are seen to come one by one."""
+
+
+def engine_defaults(engine: str, *, device: str, tiny: bool, workers_per_device: int) -> dict[str, object]:
+    """Return the options for each of `workers_per_device` workers that share this machine's CPU or GPU."""
+    if engine == "simulated":
+        return {"speed": SIMULATED_SPEED}
+    options: dict[str, object] = {}
+    if tiny:
+        # float32: with random weights the best two tokens are often so close that bfloat16 decides by chance.
+        options |= {"dtype": "float32", "max_num_batched_tokens": TINY_STEP_TOKENS_MAX, "max_num_seqs": 32}
+        options |= {"num_gpu_blocks_override": TINY_BLOCKS} if device == "cpu" else {}
+    if device == "cuda":
+        options["gpu_memory_utilization"] = round(CUDA_MEMORY_SHARE / workers_per_device, 3)
+    return options
+
+
+def context_limit(model_config: Mapping[str, object], *, device: str) -> dict[str, object]:
+    """Return an option that bounds a real model's context on a CPU; none where its own limit is lower."""
+    limit = model_config.get("max_position_embeddings")
+    if device != "cpu" or not isinstance(limit, int) or limit <= CPU_CONTEXT_TOKENS_MAX:
+        return {}
+    return {"max_model_len": CPU_CONTEXT_TOKENS_MAX}
+
+
+def worker_threads(device: str, *, cores: int, workers: int) -> dict[str, str]:
+    """Return how many threads each worker computes with, so that together they use the machine once."""
+    return {"OMP_NUM_THREADS": str(max(1, cores // workers))} if device == "cpu" else {}

@@ -1,0 +1,95 @@
+"""The `baton` command: arguments in, exit status out."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.cli.deployment import Wishes
+from baton.cli.processes import die_with_parent
+from baton.cli.up import up
+from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
+from baton.errors import BatonError, ConfigurationError
+from baton.messages import Disaggregation
+
+
+def main() -> int:
+    try:
+        return run(sys.argv[1:], os.environ)
+    except BatonError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return EXIT_MISCONFIGURED if isinstance(error, ConfigurationError) else EXIT_FAILED
+
+
+def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
+    parsed = _parser().parse_args(arguments)
+    if parsed.die_with_parent:
+        die_with_parent(os.getppid(), signal.SIGTERM)
+    wishes = Wishes(
+        host=parsed.host,
+        port=parsed.port,
+        prefill=parsed.prefill,
+        decode=parsed.decode,
+        model=parsed.model,
+        engine=parsed.engine,
+        device=parsed.device,
+        disaggregation=Disaggregation(parsed.disaggregation),
+        engine_options=_parse_engine_options(parsed.engine_options),
+        nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
+        redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
+        vllm_python=parsed.vllm_python.absolute(),
+        folder=parsed.folder.absolute(),
+    )
+    up(wishes, environ, lambda text: print(f"baton: {text}", flush=True))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="baton", description="Serve a model with prefill and decode separated.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "up",
+        help="start everything on this machine and serve",
+        description="Start NATS, Redis, the services and the workers on this machine; Ctrl-C ends them all.",
+    )
+    add = command.add_argument
+    add("--host", default="127.0.0.1", help="address that the gateway listens on; default: %(default)s")
+    add("--port", type=int, default=8000, help="port that the gateway listens on; default: %(default)s")
+    add("--prefill", type=int, default=1, metavar="N", help="prefill workers; default: %(default)s")
+    add("--decode", type=int, default=1, metavar="N", help="decode workers; default: %(default)s")
+    add("--model", default="", metavar="MODEL", help="a folder or a hub id; default: a tiny model with random weights")
+    add("--engine", choices=("vllm", "simulated"), default="vllm", help="simulated needs no vLLM; default: %(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what vLLM computes on; default: %(default)s")
+    add(
+        "--disaggregation",
+        choices=tuple(Disaggregation),
+        default=Disaggregation.ALWAYS,
+        help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
+        "default: %(default)s",
+    )
+    add("--engine-options", default="", metavar="JSON", help='flags for every engine, as {"max_model_len": 4096}')
+    add("--nats-url", metavar="URL", help="use this NATS and start none; default: NATS_URL")
+    add("--redis-url", metavar="URL", help="use this Redis and start none; default: REDIS_URL")
+    add(
+        "--vllm-python",
+        type=Path,
+        default=Path(sys.executable),
+        metavar="PATH",
+        help="Python that has vLLM; default: this",
+    )
+    add("--folder", type=Path, default=Path(), metavar="DIR", help="where .run/ and .cache/ are made; default: here")
+    add("--die-with-parent", action="store_true", help="end everything when the calling process ends, however it ends")
+    return parser
+
+
+def _parse_engine_options(text: str) -> Mapping[str, object]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, object]) if text else {}
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(f"the engine options are no JSON object: {error}") from error

@@ -1,0 +1,161 @@
+"""Child processes of the launcher: one log each, and none outlives the launcher, however that ends.
+
+Each child leads a session of its own, so a Ctrl-C at the terminal reaches the launcher alone, which
+then ends the children in order; and the kernel kills a child whose launcher is gone (PR_SET_PDEATHSIG).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+PR_SET_PDEATHSIG: Final = 1
+_prctl = ctypes.CDLL(None).prctl
+
+TAIL_LINES: Final = 15
+
+
+def die_with_parent(parent_pid: int, with_signal: signal.Signals) -> None:
+    """Have the kernel send `with_signal` to this process when the thread that started it ends."""
+    _prctl(PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0)
+    if os.getppid() != parent_pid:
+        # The parent ended before the call above, so the kernel will never say so.
+        os.kill(os.getpid(), with_signal)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """How to start one process."""
+
+    name: str
+    command: Sequence[str]
+    environ: Mapping[str, str]
+    """The whole environment. Secrets travel here: every user of a machine can read a command line."""
+    log_path: Path
+    start_timeout_s: float
+    stop_timeout_s: float = 10.0
+    """How long it may take to end by itself after SIGTERM."""
+
+
+class Child:
+    """One running (or ended) process of a `Program`; can be started again."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return self.program.name
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the process. Call it on the main thread: PR_SET_PDEATHSIG watches the calling thread."""
+        launcher_pid = os.getpid()
+        with self.program.log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.program.command,
+                env=self.program.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                # Safe here: the launcher has one thread, so no lock can be held by another one at the fork.
+                preexec_fn=lambda: die_with_parent(launcher_pid, signal.SIGKILL),  # noqa: PLW1509
+            )
+
+    async def wait(self) -> int:
+        """Wait for the end of the process and return its exit status; negative: the signal that ended it."""
+        process = self._process
+        assert process is not None, "wait before start"
+        if process.poll() is None:
+            loop = asyncio.get_running_loop()
+            ended = asyncio.Event()
+            descriptor = os.pidfd_open(process.pid)
+            loop.add_reader(descriptor, ended.set)
+            try:
+                await ended.wait()
+            finally:
+                loop.remove_reader(descriptor)
+                os.close(descriptor)
+        return process.wait()
+
+    async def stop(self) -> None:
+        """End the process: SIGTERM, then SIGKILL, also for what it left behind in its session's process group."""
+        process = self._process
+        if process is None:
+            return
+        try:
+            if process.poll() is None:
+                process.terminate()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(self.program.stop_timeout_s):
+                        await self.wait()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the process and its process group at once."""
+        process = self._process
+        if process is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+    def log_tail(self, lines: int = TAIL_LINES) -> str:
+        """Return the last lines of the log, indented."""
+        with suppress(OSError):
+            text = self.program.log_path.read_text(errors="replace")
+            return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])
+        return ""
+
+
+def describe_exit(status: int) -> str:
+    """Say how a process ended: `was killed (SIGKILL)` or `ended with status 2`."""
+    if status >= 0:
+        return f"ended with status {status}"
+    with suppress(ValueError):
+        return f"was killed ({signal.Signals(-status).name})"
+    return f"was killed (signal {-status})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """How long to wait before a process that died is started again: doubling, until one life was long enough."""
+
+    first_s: float = 0.5
+    max_s: float = 10.0
+    healthy_s: float = 30.0
+    """A process that lived this long starts the count anew."""
+
+    def next_s(self, previous_s: float | None, lived_s: float) -> float:
+        if previous_s is None or lived_s >= self.healthy_s:
+            return self.first_s
+        return min(self.max_s, previous_s * 2)
+
+
+async def keep_alive(child: Child, tell: Callable[[str], None], *, backoff: Backoff | None = None) -> None:
+    """Start `child` again whenever it ends, until cancelled. The child must be running."""
+    backoff = backoff or Backoff()
+    loop = asyncio.get_running_loop()
+    wait_s: float | None = None
+    while True:
+        started_s = loop.time()
+        status = await child.wait()
+        wait_s = backoff.next_s(wait_s, loop.time() - started_s)
+        tell(f"{child.name} {describe_exit(status)}; starting it again in {wait_s:g} s (log: {child.program.log_path})")
+        await asyncio.sleep(wait_s)
+        child.kill()
+        child.start()

@@ -1,0 +1,54 @@
+"""When a worker or the gateway is ready: heard on the bus, asked over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+from baton import subjects
+from baton.bus import Bus, Delivery
+from baton.messages import Heartbeat
+
+REQUEST_TIMEOUT_S = 2.0
+
+
+class Roster:
+    """The workers that send heartbeats, and which of their lives that is."""
+
+    def __init__(self) -> None:
+        self._generations: dict[str, int] = {}
+        self._heard = asyncio.Condition()
+
+    async def follow(self, bus: Bus) -> None:
+        await bus.subscribe(subjects.HEARTBEAT, self._hear)
+
+    async def _hear(self, delivery: Delivery) -> None:
+        if isinstance(delivery.message, Heartbeat):
+            address = delivery.message.address
+            if address.generation != self._generations.get(address.worker):
+                async with self._heard:
+                    self._generations[address.worker] = address.generation
+                    self._heard.notify_all()
+
+    def generation(self, worker: str) -> int | None:
+        """Return the newest life of `worker`; None before its first heartbeat."""
+        return self._generations.get(worker)
+
+    async def next_life(self, worker: str, *, after: int | None) -> None:
+        """Wait for a heartbeat of `worker` with another generation than `after`."""
+        async with self._heard:
+            await self._heard.wait_for(lambda: self._generations.get(worker, after) != after)
+
+
+async def http_status(host: str, port: int, path: str) -> tuple[int, str]:
+    """Return status and body of a GET; (0, "") when nobody answers in time."""
+    with suppress(OSError, TimeoutError, ValueError, IndexError):
+        async with asyncio.timeout(REQUEST_TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+                head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
+                return int(head.split()[1]), body
+            finally:
+                writer.close()
+    return 0, ""

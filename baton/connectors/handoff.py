@@ -1,0 +1,280 @@
+"""The scheduler's side of the hand-off, as plain decisions: what each step's workers have to do.
+
+One `HandoffScheduler` lives beside an engine's scheduler. It is told what the scheduler decided and
+answers two questions (how many tokens will come from elsewhere, may blocks be freed) and, once per step,
+with the `StepPlan` for the workers' agents. It knows no engine; `baton.connectors.vllm` feeds it.
+
+    prefill   new ──first scheduled──▶ leased ──prompt computed──▶ held ──lease ended on all ranks──▶ gone
+                                         └──preempted──▶ revoked ──scheduled again──▶ leased (generation + 1)
+                                         └──aborted──▶ revoked for good ──▶ gone
+    decode    new ──blocks allocated──▶ pulling ──done or failed──▶ consumed
+                └──nothing lacks──▶ consumed, lease released      └──aborted──▶ pull cancelled, then freed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+
+from baton.transfer import Cause
+
+
+class HandoffLeg(StrEnum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request says of its hand-off, inside the engine's `kv_transfer_params`."""
+
+    leg: HandoffLeg
+    key: bytes
+    """See `baton.transfer.lease_key`."""
+    endpoints: tuple[str, ...] = ()
+    """Of the source's agents, by tensor-parallel rank. Decode only."""
+    deadline_s: float = 0.0
+    """Instant on this machine's monotonic clock at which a pull has lost its sense. Decode only."""
+
+
+class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How one rank's pull ended."""
+
+    key: bytes
+    cause: Cause = Cause.NONE
+    detail: str = ""
+    tokens: int = 0
+    moved_bytes: int = 0
+    moving_s: float = 0.0
+    failed: bool = False
+
+
+class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What the workers' agents have to say, once per step, to the streaming process."""
+
+    pulls: tuple[PullOutcome, ...] = ()
+    leases_ended: tuple[bytes, ...] = ()
+    leased_blocks: dict[int, int] = {}
+    """By rank, when it has changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseStep:
+    """A prompt of which this step computes a part."""
+
+    request: str
+    key: bytes
+    opens: bool
+    """First step, or first since a preemption: open the lease, a new generation."""
+    blocks: tuple[int, ...]
+    """New since the last step."""
+    ready_before: int
+    """Tokens that were there before the step; cached ones when it opens the lease."""
+    ready_after: int
+    tokens: int
+    """Of the whole prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullStep:
+    """Blocks were allocated for KV that has to come from a peer."""
+
+    request: str
+    key: bytes
+    endpoints: tuple[str, ...]
+    first_token: int
+    tokens: int
+    blocks: tuple[int, ...]
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """One step's orders, applied in this order."""
+
+    revoke: tuple[bytes, ...] = ()
+    """Preempted: their blocks are overwritten in this step."""
+    end: tuple[bytes, ...] = ()
+    """Aborted or failed: revoke for good."""
+    held: tuple[bytes, ...] = ()
+    """The engine is done with these leases and waits for their end."""
+    leases: tuple[LeaseStep, ...] = ()
+    cancel: tuple[bytes, ...] = ()
+    release: tuple[tuple[bytes, tuple[str, ...]], ...] = ()
+    pulls: tuple[PullStep, ...] = ()
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A request on the prefill leg."""
+
+    handoff: Handoff
+    tokens: int
+    leased: bool = False
+    open: bool = False
+    """Whether the present generation is open, or the next step has to open one."""
+    blocks_sent: int = 0
+
+
+@dataclass(slots=True)
+class _Sink:
+    """A request on the decode leg."""
+
+    handoff: Handoff
+    tokens: int
+    consumed: bool = False
+    """The source has been asked, or told that it is not needed. Never again after that."""
+    pulling: bool = False
+
+
+@dataclass(slots=True)
+class _Orders:
+    revoke: list[bytes] = field(default_factory=list[bytes])
+    end: list[bytes] = field(default_factory=list[bytes])
+    held: list[bytes] = field(default_factory=list[bytes])
+    cancel: list[bytes] = field(default_factory=list[bytes])
+    release: list[tuple[bytes, tuple[str, ...]]] = field(default_factory=list[tuple[bytes, tuple[str, ...]]])
+    pulls: list[PullStep] = field(default_factory=list[PullStep])
+
+
+class HandoffScheduler:
+    """Requests are named by the engine's own ids. Ids without a hand-off are ignored everywhere."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self._block_tokens = block_tokens
+        self._prompts: dict[str, _Prompt] = {}
+        self._sinks: dict[str, _Sink] = {}
+        self._orders = _Orders()
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the workers must be told something even if nothing else is to be computed."""
+        orders = self._orders
+        return any((orders.revoke, orders.end, orders.held, orders.cancel, orders.release, orders.pulls))
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._prompts and not self._sinks
+
+    def admit(self, request: str, handoff: Handoff, prompt_tokens: int) -> None:
+        if handoff.leg is HandoffLeg.PREFILL:
+            self._prompts[request] = _Prompt(handoff, prompt_tokens)
+        else:
+            self._sinks[request] = _Sink(handoff, prompt_tokens)
+
+    def leases(self, request: str) -> bool:
+        """Whether steps of this request belong into `plan`."""
+        return request in self._prompts
+
+    # Decode.
+
+    def tokens_from_source(self, request: str, computed_tokens: int) -> int:
+        """Return how many tokens beyond `computed_tokens` will be pulled. Asked any number of times.
+
+        The last token of the prompt is always computed here: its forward pass samples the first token.
+        """
+        sink = self._sinks.get(request)
+        if sink is None or sink.consumed:
+            return 0
+        return max(sink.tokens - 1 - computed_tokens, 0)
+
+    def allocated(self, request: str, blocks: Sequence[int], external_tokens: int) -> None:
+        """The engine allocated `blocks`, the request's whole table, of which the last tokens are to be pulled."""
+        sink = self._sinks.get(request)
+        if sink is None or sink.consumed:
+            return
+        sink.consumed = True
+        if external_tokens == 0:
+            self._orders.release.append((sink.handoff.key, sink.handoff.endpoints))
+            return
+        sink.pulling = True
+        tokens = sink.tokens - 1
+        first_token = tokens - external_tokens
+        first_block = first_token // self._block_tokens
+        self._orders.pulls.append(
+            PullStep(
+                request=request,
+                key=sink.handoff.key,
+                endpoints=sink.handoff.endpoints,
+                first_token=first_token,
+                tokens=tokens,
+                blocks=tuple(blocks[first_block : -(-tokens // self._block_tokens)]),
+                deadline_s=sink.handoff.deadline_s,
+            )
+        )
+
+    def pulled(self, request: str) -> None:
+        """All ranks have ended their pull, one way or the other."""
+        if sink := self._sinks.get(request):
+            sink.pulling = False
+
+    # Prefill.
+
+    def preempted(self, request: str) -> None:
+        """The engine took the request's blocks away and will overwrite them in this step."""
+        prompt = self._prompts.get(request)
+        if prompt is None or not prompt.open:
+            return
+        prompt.open = False
+        prompt.blocks_sent = 0
+        self._orders.revoke.append(prompt.handoff.key)
+
+    def computes(self, request: str, blocks: Sequence[int], tokens_before: int, tokens_after: int) -> LeaseStep:
+        """The step computes tokens [before, after) of a prompt; `blocks` is its whole table."""
+        prompt = self._prompts[request]
+        opens = not prompt.open
+        new_blocks = tuple(blocks[prompt.blocks_sent : -(-prompt.tokens // self._block_tokens)])
+        prompt.leased = prompt.open = True
+        prompt.blocks_sent += len(new_blocks)
+        return LeaseStep(
+            request=request,
+            key=prompt.handoff.key,
+            opens=opens,
+            blocks=new_blocks,
+            ready_before=tokens_before,
+            ready_after=min(tokens_after, prompt.tokens),
+            tokens=prompt.tokens,
+        )
+
+    # Both.
+
+    def finished(self, request: str, *, computed: bool) -> bool:
+        """The engine is done with a request; return whether its blocks must stay until the lease has ended.
+
+        `computed`: the prompt was computed in full, as opposed to aborted or failed.
+        """
+        if sink := self._sinks.pop(request, None):
+            if sink.pulling:
+                self._orders.cancel.append(sink.handoff.key)
+            elif not sink.consumed:
+                self._orders.release.append((sink.handoff.key, sink.handoff.endpoints))
+            return False
+        prompt = self._prompts.get(request)
+        if prompt is None:
+            return False
+        if not prompt.leased:
+            del self._prompts[request]
+            return False
+        if not computed or not prompt.open:
+            self._orders.end.append(prompt.handoff.key)
+        self._orders.held.append(prompt.handoff.key)
+        return True
+
+    def freed(self, request: str) -> None:
+        """All ranks have seen the lease end, and the engine frees the blocks."""
+        self._prompts.pop(request, None)
+
+    def plan(self, leases: Sequence[LeaseStep]) -> StepPlan:
+        """Return this step's orders and forget them. `leases` comes from `computes`."""
+        orders, self._orders = self._orders, _Orders()
+        return StepPlan(
+            revoke=tuple(orders.revoke),
+            end=tuple(orders.end),
+            held=tuple(orders.held),
+            leases=tuple(leases),
+            cancel=tuple(orders.cancel),
+            release=tuple(orders.release),
+            pulls=tuple(orders.pulls),
+        )

@@ -1,0 +1,293 @@
+"""Baton's KV connector for vLLM, out of tree: thin glue between vLLM's hooks and the hand-off.
+
+vLLM builds it twice: as SCHEDULER in the `EngineCore` process, where it feeds a `HandoffScheduler`, and
+as WORKER in each rank's process, where it feeds a `HandoffRank`. The order of a worker's calls per step:
+
+    handle_preemptions → bind_connector_metadata → per layer wait_for_layer_load, save_kv_layer
+    → start_load_kv → wait_for_save → get_transfer_results → get_kv_connector_stats → clear_connector_metadata
+
+Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sched/scheduler.py` (0.32).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.request import RequestStatus
+
+from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
+from baton.connectors.rank import ALL_LAYERS, HandoffRank
+from baton.engines.vllm_process import bind_to_parent
+from baton.errors import ConfigurationError
+from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+_log = logging.getLogger(__name__)
+
+AGENT_SETTING = "agent"
+"""In `kv_connector_extra_config`: an `AgentSetting`, or None for an engine that does not hand off."""
+
+DIGEST_SETTING = "model_digest"
+
+
+class AgentSetting:
+    """Agent options on their way through vLLM's configuration, whose text ends up in logs: the secret does not."""
+
+    def __init__(self, options: AgentOptions) -> None:
+        self.options = options
+
+    def __repr__(self) -> str:
+        return "AgentSetting(…)"
+
+
+@dataclass
+class StepMetadata(KVConnectorMetadata):
+    plan: StepPlan = field(default_factory=StepPlan)
+
+
+class BatonStats(KVConnectorStats):
+    """A `TransferReport` in the form that vLLM carries to the streaming process."""
+
+    @classmethod
+    def of(cls, report: TransferReport) -> BatonStats:
+        return cls(data=msgspec.to_builtins(report, builtin_types=(bytes,)))
+
+    def is_empty(self) -> bool:
+        return not self.data
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def reduce(self) -> dict[str, int | float]:
+        report = msgspec.convert(self.data, TransferReport)
+        return {"pulls": len(report.pulls), "leases_ended": len(report.leases_ended)}
+
+    def aggregate(self, other: KVConnectorStats) -> BatonStats:
+        """Join the reports of two ranks, or of two steps."""
+        ours, theirs = (msgspec.convert(data, TransferReport) for data in (self.data, other.data))
+        joined = TransferReport(
+            pulls=ours.pulls + theirs.pulls,
+            leases_ended=ours.leases_ended + theirs.leases_ended,
+            leased_blocks=ours.leased_blocks | theirs.leased_blocks,
+        )
+        return BatonStats.of(joined)
+
+
+class BatonConnector(KVConnectorBase_V1):
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        bind_to_parent()
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config
+        setting = settings.get(AGENT_SETTING)
+        self._agent_options = setting.options if isinstance(setting, AgentSetting) else None
+        self._model_digest = str(settings.get(DIGEST_SETTING, ""))
+        self._scheduler: HandoffScheduler | None = None
+        self._rank: HandoffRank | None = None
+        self._layers: dict[str, int] = {}
+        self.kv_block_bytes = 0
+        """Of one block of the cache, all layers of this rank."""
+        if self._agent_options is None:
+            return
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ConfigurationError(
+                f"this model has {len(kv_cache_config.kv_cache_groups)} groups of KV caches; "
+                "Baton hands off models with one (engine option handoff=false serves it whole)"
+            )
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = HandoffScheduler(vllm_config.cache_config.block_size)
+
+    # ------------------------------------------------------------------ scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        if self._scheduler is None or not request.kv_transfer_params:
+            return
+        try:
+            handoff = msgspec.convert(request.kv_transfer_params, Handoff)
+        except msgspec.ValidationError:
+            # The request then runs here as a whole, which is slower and right.
+            _log.exception("a request's hand-off is malformed")
+            return
+        self._scheduler.admit(request.request_id, handoff, request.num_prompt_tokens)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        tokens = self._scheduler.tokens_from_source(request.request_id, num_computed_tokens)
+        return tokens, tokens > 0
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        if self._scheduler is not None:
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        scheduler = self._scheduler
+        if scheduler is None:
+            return StepMetadata()
+        for request in scheduler_output.preempted_req_ids or ():
+            scheduler.preempted(request)
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        leases: list[LeaseStep] = []
+        for request, tokens in scheduler_output.num_scheduled_tokens.items():
+            if scheduler.leases(request):
+                assert self._kv_cache_manager is not None
+                table = self._kv_cache_manager.get_block_ids(request)[0]
+                leases.append(scheduler.computes(request, table, computed[request], computed[request] + tokens))
+        return StepMetadata(scheduler.plan(leases))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        if self._scheduler is not None:
+            for request in connector_output.finished_recving or ():
+                self._scheduler.pulled(request)
+            for request in connector_output.finished_sending or ():
+                self._scheduler.freed(request)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
+        if self._scheduler is None:
+            return False, None
+        computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+        return self._scheduler.finished(request.request_id, computed=computed), None
+
+    def has_pending_push_work(self) -> bool:
+        """Keep the engine stepping while the workers have not heard of an order."""
+        return self._scheduler is not None and self._scheduler.has_orders
+
+    # ------------------------------------------------------------------ worker
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        names = sorted(kv_caches, key=extract_layer_index)
+        self._layers = {name: layer for layer, name in enumerate(names)}
+        tensors = [kv_caches[name] for name in names]
+        blocks = self._kv_cache_config.num_blocks
+        self.kv_block_bytes = sum(tensor.nbytes for tensor in tensors) // blocks
+        if self._agent_options is None:
+            return
+        agent = self.make_agent(self._agent_options)
+        agent.set_pool(self._pool(tensors, blocks))
+        self._rank = HandoffRank(agent, get_tensor_model_parallel_rank())
+
+    def make_agent(self, options: AgentOptions) -> TransferAgent:
+        """Return this rank's agent; tests may bring their own."""
+        return NativeAgent(options)
+
+    def _pool(self, tensors: list[torch.Tensor], blocks: int) -> Pool:
+        """Describe the cache's memory. One block of one layer is one contiguous span in vLLM's CPU layout."""
+        first = tensors[0]
+        block_bytes = first.nbytes // blocks
+        for tensor in tensors:
+            if tensor.device.type != "cpu":
+                raise ConfigurationError(
+                    f"the KV cache lies on {tensor.device.type}, and this build moves host memory only "
+                    "(engine option handoff=false serves requests whole)"
+                )
+            if tensor.shape != first.shape or tensor.shape[0] != blocks or not tensor[0].is_contiguous():
+                raise ConfigurationError(
+                    f"the KV cache is not one contiguous span per block and layer: {tuple(tensor.shape)}, "
+                    f"strides {tensor.stride()}"
+                )
+        cache = self._vllm_config.cache_config
+        parallel = self._vllm_config.parallel_config
+        # What must be equal on both sides for a block's bytes to mean the same.
+        fingerprint = "/".join(
+            (
+                self._model_digest,
+                str(first.dtype),
+                "x".join(map(str, first.shape[1:])),
+                f"layers={len(tensors)}",
+                f"block={cache.block_size}",
+                f"inner={self._inner_layout()}",
+                f"tp={parallel.tensor_parallel_size}",
+            )
+        )
+        return Pool(
+            layer_addresses=tuple(tensor.data_ptr() for tensor in tensors),
+            blocks=blocks,
+            block_bytes=block_bytes,
+            block_stride_bytes=first.stride(0) * first.element_size(),
+            block_tokens=cache.block_size,
+            fingerprint=fingerprint,
+        )
+
+    def _inner_layout(self) -> str:
+        """Return how the CPU kernels pack a block's inside, which depends on the processor."""
+        layer = self._vllm_config.compilation_config.static_forward_context[next(iter(self._layers))]
+        return str(getattr(layer, "isa", "unknown"))
+
+    @property
+    def rank(self) -> HandoffRank | None:
+        return self._rank
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        if self._rank is not None and isinstance(kv_connector_metadata, StepMetadata):
+            self._rank.revoke(kv_connector_metadata.plan)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Pulls start here rather than in `start_load_kv`, which comes after the forward pass: submitting
+        # one costs microseconds, and its blocks are no part of this step.
+        if self._rank is not None and isinstance(connector_metadata, StepMetadata):
+            self._rank.begin(connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
+        """Nothing: see `bind_connector_metadata`."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: no step is scheduled before its KV is here."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
+    ) -> None:
+        if self._rank is not None:
+            self._rank.layer_saved(self._layers[layer_name])
+
+    def wait_for_save(self) -> None:
+        if self._rank is not None:
+            self._rank.layer_saved(ALL_LAYERS)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        if self._rank is None:
+            return KVConnectorTransferResults()
+        results = self._rank.end()
+        return KVConnectorTransferResults(
+            finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
+        )
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        report = self._rank.report() if self._rank is not None else None
+        return None if report is None else BatonStats.of(report)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KVConnectorStats | None:
+        return BatonStats(data=data or {})
+
+    def set_faults(self, faults: Faults) -> None:
+        if self._rank is not None:
+            self._rank.agent.set_faults(faults)
+
+    def shutdown(self) -> None:
+        if self._rank is not None:
+            self._rank.agent.close()

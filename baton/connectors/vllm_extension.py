@@ -1,0 +1,48 @@
+"""What the streaming process may ask of an engine's ranks beside the scheduler's steps.
+
+vLLM mixes this class into its worker (`worker_extension_cls`); `AsyncLLM.collective_rpc` calls the methods by
+name, between two steps, on every rank. Values are plain, since they cross a process by MessagePack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+from baton.connectors.vllm import BatonConnector
+from baton.transfer import Faults
+
+
+class BatonWorker:
+    def _baton(self) -> BatonConnector:
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if not isinstance(connector, BatonConnector):
+            raise TypeError(f"the engine runs {type(connector).__name__}, not Baton's connector")
+        return connector
+
+    def baton_facts(self) -> dict[str, object]:
+        """Return the agent's endpoint, empty without one, and the bytes of one KV block on this rank."""
+        connector = self._baton()
+        rank = connector.rank
+        return {
+            "endpoint": rank.agent.endpoint if rank is not None else "",
+            "kv_block_bytes": connector.kv_block_bytes,
+        }
+
+    def baton_end_lease(self, key: bytes) -> None:
+        """Revoke a lease for good; its blocks are freed with the next step."""
+        rank = self._baton().rank
+        if rank is not None:
+            rank.end_lease(key)
+
+    def baton_transfer_stats(self) -> dict[str, object]:
+        """Return the agent's counters, and the layers that have arrived of each pull that runs."""
+        rank = self._baton().rank
+        if rank is None:
+            return {}
+        return {**asdict(rank.agent.stats()), "layers_arrived": dict(rank.layers_arrived)}
+
+    def baton_set_faults(self, delay_s: float, corrupt_every: int) -> None:
+        """Inject faults at this rank's agent, for tests and benchmarks."""
+        self._baton().set_faults(Faults(delay_s=delay_s, corrupt_every=corrupt_every))

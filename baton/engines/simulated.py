@@ -1,0 +1,413 @@
+"""The simulated engine: everything of an inference engine but the model, without torch and without a GPU.
+
+It schedules (`simulated_scheduler`), keeps real KV bytes in a paged pool (`simulated_kv`), hands them
+off with a real transfer agent, and takes as long as a timing model says (`simulated_options`). This
+file is the shell around those: it waits, moves what the scheduler decided, and answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import Final
+
+from baton.blocks import model_digest
+from baton.clock import Clock, SystemClock
+from baton.engines.engine import EngineDelta, EngineEventBatch, EngineFacts, EngineLoad, EngineRequest, Leg
+from baton.engines.simulated_blocks import HASH_BYTES, BlockCache
+from baton.engines.simulated_handoff import Handoff
+from baton.engines.simulated_kv import ContextReader, KvPool, TokenChunk, read_contexts
+from baton.engines.simulated_options import SimulatedOptions, parse_options
+from baton.engines.simulated_sampling import SimulatedModel, choose_token, read_model, stop_tokens
+from baton.engines.simulated_scheduler import Attempt, Chunk, Phase, Scheduler, Step
+from baton.engines.simulated_stream import Stream, check_request
+from baton.errors import (
+    BatonError,
+    ConfigurationError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    TransferFailed,
+)
+from baton.messages import FinishReason, Role, TokenLogprob
+from baton.transfer import AgentOptions, NativeAgent, TransferAgent, lease_key
+
+ENGINE: Final = "simulated 1"
+_EVENT_BATCHES_MAX: Final = 65_536
+"""Batches kept for a slow consumer; beyond that the oldest are lost, which the gap in their sequence shows."""
+_LAG_MAX_S: Final = 0.05
+"""Steps that end late, since timers are coarse, are made up for up to this much."""
+
+_log = logging.getLogger(__name__)
+
+
+class SimulatedEngine:
+    """See `Engine`. `model` is a folder with config.json and tokenizer.json, or just a name."""
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        role: Role,
+        options: Mapping[str, object],
+        agent: AgentOptions,
+        clock: Clock | None = None,
+        make_agent: Callable[[AgentOptions], TransferAgent] = NativeAgent,
+    ) -> None:
+        self._model_name = model
+        self._role = role
+        self._options: SimulatedOptions = parse_options(options)
+        self._agent_options = agent
+        self._clock: Clock = clock or SystemClock()
+        self._make_agent = make_agent
+        self._random = random.Random(self._options.seed)
+        self._streams: dict[bytes, Stream] = {}
+        self._batches: deque[EngineEventBatch] = deque(maxlen=_EVENT_BATCHES_MAX)
+        self._batches_made = 0
+        self._batches_changed = asyncio.Event()
+        self._work = asyncio.Event()
+        self._steps: asyncio.Task[None] | None = None
+        self._step_end_s = 0.0
+        self._failure: EngineFailed | None = EngineFailed("the engine has not been started")
+        self._model: SimulatedModel
+        self._context_tokens_max: int
+        self._pool: KvPool
+        self._cache: BlockCache
+        self._scheduler: Scheduler
+        self._handoff: Handoff
+
+    # ------------------------------------------------------------ life
+
+    async def start(self) -> EngineFacts:
+        options = self._options
+        folder = _model_folder(self._model_name)
+        self._model = await asyncio.to_thread(read_model, folder, options.vocabulary)
+        digest = await asyncio.to_thread(_digest, self._model_name, folder)
+        capacity_tokens = options.blocks * options.block_tokens
+        self._context_tokens_max = options.context_tokens_max or min(self._model.context_tokens_max, capacity_tokens)
+        self._pool = KvPool(
+            layers=options.layers,
+            blocks=options.blocks,
+            block_tokens=options.block_tokens,
+            layer_words=options.layer_words,
+        )
+        self._cache = BlockCache(
+            blocks=options.blocks, block_tokens=options.block_tokens, nonce=self._random.randbytes(HASH_BYTES)
+        )
+        self._scheduler = Scheduler(
+            self._cache, running_max=options.running_max, step_tokens_max=options.step_tokens_max
+        )
+        agent = self._make_agent(self._agent_options)
+        agent.set_pool(self._pool.describe(f"{digest}/{ENGINE}/{options.layers} layers/{options.layer_words} words"))
+        self._handoff = Handoff(agent, self._pull_over, self._lease_over, self._agent_broke)
+        self._handoff.watch(asyncio.get_running_loop())
+        self._failure = None
+        self._step_end_s = self._clock.now_s()
+        self._steps = asyncio.create_task(self._run(), name="simulated engine")
+        return EngineFacts(
+            engine=ENGINE,
+            model_digest=digest,
+            block_tokens=options.block_tokens,
+            kv_blocks=options.blocks,
+            kv_bytes_per_token=options.kv_bytes_per_token,
+            running_max=options.running_max,
+            context_tokens_max=self._context_tokens_max,
+            agents=(agent.endpoint,),
+        )
+
+    async def check_health(self) -> None:
+        self._check_alive()
+
+    async def close(self) -> None:
+        if self._steps is None:
+            self._failure = EngineFailed("the engine is closed")
+            return
+        self._fail(EngineFailed("the engine is closed"))
+        self._steps.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._steps
+        self._steps = None
+        # The agent writes into the pool until it is closed, so it goes first.
+        await asyncio.to_thread(self._handoff.close)
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _fail(self, failure: EngineFailed) -> None:
+        self._failure = failure
+        if self._steps is not None:
+            self._handoff.unwatch(asyncio.get_running_loop())
+        for stream in self._streams.values():
+            if stream.finish is None and stream.error is None:
+                stream.error = failure
+            stream.changed.set()
+        self._streams.clear()
+        self._batches_changed.set()
+
+    # ------------------------------------------------------------ requests
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
+        stream = self._submit(request)
+        finished = False
+        try:
+            while not finished:
+                delta = await self._next_delta(stream)
+                finished = delta.finish is not None
+                yield delta
+        finally:
+            if not finished:
+                self._drop(stream)
+
+    async def abort(self, request: str, attempt: int) -> None:
+        self._check_alive()
+        stream = self._streams.get(lease_key(request, attempt))
+        if stream is not None:
+            self._drop(stream)
+            if stream.finish is None:
+                stream.finish = FinishReason.CANCELLED
+            stream.changed.set()
+
+    def load(self) -> EngineLoad:
+        self._check_alive()
+        leased = self._scheduler.leased
+        return EngineLoad(
+            running=self._scheduler.running,
+            waiting=self._scheduler.waiting,
+            kv_usage=self._cache.used_blocks / self._cache.blocks,
+            leased_blocks=sum(len(attempt.blocks) for attempt in leased),
+            leased=frozenset(attempt.key for attempt in leased),
+            prompt_tokens_computed=self._scheduler.prompt_tokens_computed,
+            prompt_tokens_cached=self._scheduler.prompt_tokens_cached,
+            prompt_tokens_pulled=self._scheduler.prompt_tokens_pulled,
+            bytes_pulled=self._handoff.bytes_pulled,
+            preemptions=self._scheduler.preemptions,
+            pulls_failed=self._handoff.pulls_failed,
+        )
+
+    async def events(self) -> AsyncIterator[EngineEventBatch]:
+        while True:
+            self._check_alive()
+            while self._batches:
+                yield self._batches.popleft()
+            self._batches_changed.clear()
+            # Ends with the engine: `_fail` sets it too.
+            await self._batches_changed.wait()
+
+    def _submit(self, request: EngineRequest) -> Stream:
+        self._check_alive()
+        check_request(request, vocabulary=self._model.vocabulary, context_tokens_max=self._context_tokens_max)
+        key = lease_key(request.request, request.attempt)
+        if key in self._streams:
+            raise InvalidRequest(f"attempt {request.attempt} of request {request.request!r} is here already")
+        stop = stop_tokens(self._model, request.sampling)
+        stream = Stream.of(request, ContextReader(self._pool), stop, self._clock.now_s())
+        self._streams[key] = stream
+        self._scheduler.submit(stream.attempt)
+        self._work.set()
+        return stream
+
+    async def _next_delta(self, stream: Stream) -> EngineDelta:
+        delta = stream.take_delta()
+        while delta is None:
+            try:
+                async with self._clock.timeout(max(0.0, stream.deadline_s - self._clock.now_s())):
+                    await stream.changed.wait()
+            except TimeoutError as error:
+                raise DeadlineExceeded(f"the engine gave up after {stream.request.budget_s:g} s") from error
+            delta = stream.take_delta()
+        return delta
+
+    def _drop(self, stream: Stream) -> None:
+        """Free what an attempt holds, wherever it stands; blocks that a pull writes follow when it has ended."""
+        if self._streams.get(stream.lease.key) is not stream:
+            return
+        if stream.attempt.phase is Phase.PULLING:
+            self._handoff.cancel_pull(stream.lease)
+        # Before the blocks are free: nobody may read what the next owner writes.
+        self._handoff.revoke(stream.lease, final=True)
+        self._scheduler.end(stream.attempt)
+        self._forget_ended(stream)
+
+    def _forget_ended(self, stream: Stream) -> None:
+        if stream.attempt.phase is Phase.ENDED:
+            del self._streams[stream.lease.key]
+        self._work.set()
+
+    # ------------------------------------------------------------ what the agent reports
+
+    def _pull_over(self, key: bytes, error: BatonError | None) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        if error is None:
+            self._scheduler.pull_done(stream.attempt)
+        else:
+            if stream.attempt.phase is Phase.PULLING:
+                stream.error = error
+                stream.changed.set()
+            self._scheduler.pull_failed(stream.attempt)
+        self._forget_ended(stream)
+
+    def _agent_broke(self, error: TransferFailed) -> None:
+        self._fail(EngineFailed(f"the transfer agent failed: {error.detail}"))
+
+    def _lease_over(self, key: bytes) -> None:
+        stream = self._streams.get(key)
+        if stream is None:
+            return
+        self._handoff.give_up(stream.lease)
+        # A prefill that still computes goes on: its blocks are worth caching, and it frees them when done.
+        if stream.attempt.phase is Phase.HELD:
+            self._scheduler.end(stream.attempt)
+            self._forget_ended(stream)
+
+    # ------------------------------------------------------------ steps
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._work.clear()
+                step = self._scheduler.plan_step()
+                self._begin(step)
+                if step.chunks:
+                    await self._compute(step)
+                    self._scheduler.complete_step(step)
+                    self._hold(step)
+                    self._sample(step)
+                self._publish_events()
+                if step.is_empty:
+                    # Nothing can move until a request comes, ends, or is answered by the agent: each sets it.
+                    await self._work.wait()
+                    self._step_end_s = self._clock.now_s()
+        except Exception as error:  # noqa: BLE001 - the one boundary of the engine's own task.
+            _log.exception("the simulated engine died")
+            self._fail(EngineFailed(f"the simulated engine died: {error!r}"))
+
+    def _begin(self, step: Step) -> None:
+        """Revoke what was preempted, before its blocks are written again, then tell the agent of the rest."""
+        for attempt in step.preempted:
+            stream = self._stream(attempt)
+            stream.reader.forget()
+            self._handoff.revoke(stream.lease, final=False)
+        for pull in step.pulls:
+            stream = self._stream(pull.attempt)
+            source = stream.request.source
+            assert source is not None, "only a decode leg pulls"
+            budget_s = max(0.0, stream.deadline_s - self._clock.now_s())
+            self._handoff.pull(stream.lease, source.address.agents[0], pull, budget_s)
+        for chunk in step.chunks:
+            if chunk.attempt.leg is Leg.PREFILL:
+                self._handoff.lease_blocks(self._stream(chunk.attempt).lease, chunk.attempt.blocks, ready=chunk.start)
+
+    async def _compute(self, step: Step) -> None:
+        """Write the step's KV into the pool over the time that the step takes."""
+        posting = [chunk for chunk in step.chunks if chunk.attempt.leg is Leg.PREFILL]
+        layers = self._options.layers
+        # A dedicated prefill engine posts layer by layer, one that also decodes posts per step.
+        layerwise = bool(posting) and self._role is Role.PREFILL
+        spans = [slice(layer, layer + 1) for layer in range(layers)] if layerwise else [slice(0, layers)]
+        start_s = max(self._step_end_s, self._clock.now_s() - _LAG_MAX_S)
+        duration_s = self._options.step_s(
+            prefill_tokens=sum(chunk.end - chunk.start for chunk in step.chunks if chunk.end - chunk.start > 1),
+            decode_sequences=sum(1 for chunk in step.chunks if chunk.end - chunk.start == 1),
+            context_tokens=sum(chunk.end for chunk in step.chunks),
+        )
+        for number, span in enumerate(spans, start=1):
+            chunks = [
+                TokenChunk(chunk.attempt.blocks, chunk.attempt.tokens[chunk.start : chunk.end], chunk.start)
+                for chunk in _alive(step.chunks)
+            ]
+            self._pool.write(chunks, span)
+            self._step_end_s = start_s + duration_s * number / len(spans)
+            await self._sleep_until(self._step_end_s)
+            for chunk in _alive(posting):
+                self._handoff.post(self._stream(chunk.attempt).lease, span.start if layerwise else -1, chunk.end)
+
+    async def _sleep_until(self, instant_s: float) -> None:
+        # Even a step that takes no time lets others run.
+        await self._clock.sleep(max(0.0, instant_s - self._clock.now_s()))
+
+    def _hold(self, step: Step) -> None:
+        """Answer the prefills that this step completed. Their blocks stay, unless decode is done with them already."""
+        for chunk in step.chunks:
+            if chunk.attempt.phase is not Phase.HELD:
+                continue
+            stream = self._stream(chunk.attempt)
+            stream.finish = FinishReason.LENGTH
+            stream.changed.set()
+            if stream.lease.is_over:
+                self._scheduler.end(chunk.attempt)
+                self._forget_ended(stream)
+            else:
+                self._handoff.complete(stream.lease, chunk.attempt.prompt_tokens)
+
+    def _sample(self, step: Step) -> None:
+        """Read back the contexts that this step completed, and choose the next token of each from what they say."""
+        streams = [self._stream(chunk.attempt) for chunk in _alive(step.chunks) if chunk.samples]
+        if not streams:
+            return
+        contexts = [(stream.reader, stream.attempt.blocks, len(stream.attempt.tokens)) for stream in streams]
+        for stream, digest in zip(streams, read_contexts(self._pool, contexts), strict=True):
+            attempt = stream.attempt
+            token, logprob = choose_token(
+                self._model,
+                stream.request.sampling,
+                digest=digest,
+                prompt=stream.request.tokens,
+                output=attempt.tokens[attempt.prompt_tokens :],
+                eos_probability=self._options.eos_probability,
+                draw=self._random.random,
+            )
+            self._append(stream, token, logprob)
+
+    def _append(self, stream: Stream, token: int, logprob: TokenLogprob | None) -> None:
+        attempt, sampling = stream.attempt, stream.request.sampling
+        attempt.tokens.append(token)
+        stream.tokens.append(token)
+        if logprob is not None:
+            stream.logprobs.append(logprob)
+        if token in stream.stops and stream.output_tokens >= sampling.min_tokens:
+            stream.finish = FinishReason.STOP
+        elif stream.output_tokens >= sampling.max_tokens or len(attempt.tokens) >= self._context_tokens_max:
+            stream.finish = FinishReason.LENGTH
+        if stream.finish is not None:
+            self._scheduler.end(attempt)
+            self._forget_ended(stream)
+        stream.changed.set()
+
+    def _publish_events(self) -> None:
+        events = self._cache.drain_events()
+        if events:
+            self._batches_made += 1
+            self._batches.append(EngineEventBatch(sequence=self._batches_made, events=events))
+            self._batches_changed.set()
+
+    def _stream(self, attempt: Attempt) -> Stream:
+        return self._streams[lease_key(*attempt.key)]
+
+
+def _alive(chunks: list[Chunk] | tuple[Chunk, ...]) -> list[Chunk]:
+    """Return the chunks whose attempt was not ended while the step ran."""
+    return [chunk for chunk in chunks if chunk.attempt.phase is Phase.RUNNING]
+
+
+def _model_folder(model: str) -> Path | None:
+    """Return the model's folder; None where `model` is just a name."""
+    if model and Path(model).is_dir():
+        return Path(model)
+    if not model or model.startswith((".", "/", "~")):
+        raise ConfigurationError(f"the model folder {model!r} does not exist", param="model")
+    return None
+
+
+def _digest(model: str, folder: Path | None) -> str:
+    return (
+        blake2b(f"simulated/{model}".encode(), digest_size=32).hexdigest() if folder is None else model_digest(folder)
+    )

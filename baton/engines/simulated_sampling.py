@@ -1,0 +1,226 @@
+"""The simulated engine's vocabulary, and the choice of a token from what the KV cache says."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, cast
+
+import msgspec
+
+from baton.engines.simulated_kv import MASK, mix_word
+from baton.errors import ConfigurationError, InvalidRequest
+from baton.messages import Sampling, TokenLogprob
+
+VOCABULARY_DEFAULT: Final = 8192
+CONTEXT_TOKENS_DEFAULT: Final = 8192
+LOGPROBS_MAX: Final = 20
+_CANDIDATES: Final = LOGPROBS_MAX
+_STEP_LOGIT: Final = -0.7
+"""Each candidate is about half as likely as the one before."""
+_FLOOR_LOGIT: Final = -40.0
+"""Of every token that is no candidate."""
+_SPECIAL_DEFAULT: Final = 256
+"""Without a tokenizer, ids below this are left alone: bytes and control tokens lie there."""
+_SPACE_MARKS: Final = str.maketrans("", "", "Ġ▁")
+_DRAW: Final = 0xA24BAED4963EE407
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedModel:
+    """What the simulated engine knows of a model: its vocabulary and the length of its context."""
+
+    vocabulary: int
+    printable: tuple[int, ...]
+    """Ids that decode to printable text, from which outputs are made."""
+    eos_tokens: tuple[int, ...]
+    context_tokens_max: int
+
+
+def read_model(folder: Path | None, vocabulary: int | None) -> SimulatedModel:
+    """Return what config.json and tokenizer.json say. Raises ConfigurationError for a folder without a model."""
+    if folder is None:
+        size = vocabulary or VOCABULARY_DEFAULT
+        first = min(_SPECIAL_DEFAULT, size // 2)
+        return SimulatedModel(size, tuple(range(first, size)), (2,), CONTEXT_TOKENS_DEFAULT)
+    outer = _read_object(folder / "config.json")
+    inner = outer.get("text_config")
+    config = cast("dict[str, object]", inner) if isinstance(inner, dict) else outer
+    size = vocabulary or _whole(config.get("vocab_size")) or VOCABULARY_DEFAULT
+    eos = _ids(config.get("eos_token_id"))
+    if (folder / "generation_config.json").is_file():
+        eos = _ids(_read_object(folder / "generation_config.json").get("eos_token_id")) or eos
+    printable = _printable_ids(folder / "tokenizer.json", size) if (folder / "tokenizer.json").is_file() else ()
+    if not printable:
+        printable = tuple(token for token in range(min(_SPECIAL_DEFAULT, size // 2), size) if token not in eos)
+    return SimulatedModel(size, printable, eos, _whole(config.get("max_position_embeddings")) or CONTEXT_TOKENS_DEFAULT)
+
+
+def _read_object(path: Path) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigurationError(f"the model's {path.name} cannot be read: {error}", param="model") from error
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    listed = cast("list[object]", value) if isinstance(value, list) else [value]
+    return tuple(token for token in listed if isinstance(token, int) and not isinstance(token, bool))
+
+
+def _printable_ids(path: Path, size: int) -> tuple[int, ...]:
+    """Return ids whose text is printable ASCII, with or without the mark that stands for a space."""
+    tokenizer = _read_object(path)
+    model = tokenizer.get("model")
+    vocabulary = cast("dict[str, object]", model).get("vocab") if isinstance(model, dict) else None
+    added = cast("list[dict[str, object]]", tokenizer.get("added_tokens") or [])
+    special = {entry.get("id") for entry in added}
+    pairs: list[tuple[str, int]] = []
+    if isinstance(vocabulary, dict):
+        pairs = [(text, cast("int", token)) for text, token in cast("dict[str, object]", vocabulary).items()]
+    elif isinstance(vocabulary, list):
+        # A Unigram vocabulary lists (text, score) in the order of the ids.
+        entries = cast("list[Sequence[object]]", vocabulary)
+        pairs = [(str(entry[0]), token) for token, entry in enumerate(entries)]
+    return tuple(sorted(token for text, token in pairs if token < size and token not in special and _is_plain(text)))
+
+
+def _is_plain(text: str) -> bool:
+    bare = text.translate(_SPACE_MARKS)
+    return bool(bare) and bare.isascii() and bare.isalnum()
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Raise InvalidRequest, naming the parameter, where the engine cannot do what is asked."""
+
+    def refuse(name: str, needs: str) -> None:
+        raise InvalidRequest(f"{name} {needs}, not {getattr(sampling, name)!r}", param=name)
+
+    if sampling.extensions:
+        name = next(iter(sampling.extensions))
+        raise InvalidRequest(f"the simulated engine has no parameter {name!r}", param=name)
+    if sampling.max_tokens < 1:
+        refuse("max_tokens", "must be at least 1")
+    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        if not math.isfinite(getattr(sampling, name)):
+            refuse(name, "must be a finite number")
+    if sampling.temperature < 0:
+        refuse("temperature", "must be at least 0")
+    if not 0 < sampling.top_p <= 1:
+        refuse("top_p", "must be above 0 and at most 1")
+    if sampling.top_k < -1:
+        refuse("top_k", "must be at least 1, or 0 for all tokens")
+    if not 0 <= sampling.min_p <= 1:
+        refuse("min_p", "must be between 0 and 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -2 <= getattr(sampling, name) <= 2:
+            refuse(name, "must be between -2 and 2")
+    if sampling.repetition_penalty <= 0:
+        refuse("repetition_penalty", "must be above 0")
+    if not 0 <= sampling.min_tokens <= sampling.max_tokens:
+        refuse("min_tokens", "must be between 0 and max_tokens")
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= LOGPROBS_MAX:
+        refuse("logprobs", f"must be between 0 and {LOGPROBS_MAX}")
+    for name, tokens in (("stop_token_ids", sampling.stop_token_ids), ("logit_bias", sampling.logit_bias or ())):
+        if any(not 0 <= token < vocabulary for token in tokens):
+            refuse(name, f"must name tokens of the vocabulary of {vocabulary}")
+
+
+def stop_tokens(model: SimulatedModel, sampling: Sampling) -> frozenset[int]:
+    """Return the tokens that end an output."""
+    return frozenset(sampling.stop_token_ids + (() if sampling.ignore_eos else model.eos_tokens))
+
+
+def choose_token(
+    model: SimulatedModel,
+    sampling: Sampling,
+    *,
+    digest: int,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    eos_probability: float,
+    draw: Callable[[], float],
+) -> tuple[int, TokenLogprob | None]:
+    """Return the next token, which follows from the KV's digest, and its log-probability if asked for.
+
+    `draw` gives a uniform number in [0, 1) where neither greed nor a seed decides.
+    """
+    forbidden = stop_tokens(model, sampling) if len(output) < sampling.min_tokens else frozenset[int]()
+    ranked = _candidates(model, digest, 0.0 if sampling.ignore_eos else eos_probability, forbidden)
+    logits = _adjusted(sampling, ranked, prompt, output, forbidden)
+    if sampling.temperature == 0:
+        token = max(logits, key=logits.__getitem__)
+    else:
+        uniform = draw() if sampling.seed is None else mix_word(sampling.seed * _DRAW + len(output)) / (MASK + 1)
+        token = _draw_from(sampling, logits, uniform)
+    if sampling.logprobs is None:
+        return token, None
+    # As in vLLM, log-probabilities are the model's own: before penalties, bias and temperature.
+    total = math.log(sum(math.exp(_STEP_LOGIT * rank) for rank in range(len(ranked))))
+    logprobs = {candidate: _STEP_LOGIT * rank - total for rank, candidate in enumerate(ranked)}
+    top = tuple((candidate, logprobs[candidate]) for candidate in ranked[: sampling.logprobs])
+    return token, TokenLogprob(logprob=logprobs.get(token, _FLOOR_LOGIT), top=top)
+
+
+def _candidates(model: SimulatedModel, digest: int, eos_probability: float, forbidden: frozenset[int]) -> list[int]:
+    """Return the likely next tokens, the likeliest first."""
+    first = digest % len(model.printable)
+    count = min(_CANDIDATES, len(model.printable))
+    ranked = [model.printable[(first + rank) % len(model.printable)] for rank in range(count)]
+    if model.eos_tokens and mix_word(digest ^ _DRAW) < eos_probability * (MASK + 1):
+        ranked = [model.eos_tokens[0], *(token for token in ranked if token != model.eos_tokens[0])]
+    if not forbidden:
+        return ranked
+    allowed = [token for token in ranked if token not in forbidden]
+    # A request may name every candidate as a stop token; then any other token will do.
+    return allowed or [token for token in range(model.vocabulary) if token not in forbidden][:1] or ranked
+
+
+def _adjusted(
+    sampling: Sampling, ranked: Sequence[int], prompt: Sequence[int], output: Sequence[int], forbidden: frozenset[int]
+) -> Mapping[int, float]:
+    """Return the candidates' logits after bias and penalties, as OpenAI and vLLM define them."""
+    logits = {token: _STEP_LOGIT * rank for rank, token in enumerate(ranked)}
+    for token, bias in (sampling.logit_bias or {}).items():
+        if token not in forbidden:
+            logits[token] = logits.get(token, _FLOOR_LOGIT) + bias
+    if sampling.repetition_penalty != 1.0:
+        for token in logits.keys() & {*prompt, *output}:
+            # A penalty makes a token less likely whatever the sign of its logit.
+            penalised = logits[token] <= 0
+            logits[token] *= sampling.repetition_penalty if penalised else 1 / sampling.repetition_penalty
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        seen = Counter(output)
+        for token in logits.keys() & seen.keys():
+            logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * seen[token]
+    return logits
+
+
+def _draw_from(sampling: Sampling, logits: Mapping[int, float], uniform: float) -> int:
+    ordered = sorted(logits, key=lambda token: (-logits[token], token))
+    if sampling.top_k > 0:
+        ordered = ordered[: sampling.top_k]
+    best = logits[ordered[0]]
+    # As in vLLM, a temperature below this one would lose the numbers' precision.
+    temperature = max(sampling.temperature, 0.01)
+    weights = [math.exp((logits[token] - best) / temperature) for token in ordered]
+    total = sum(weights)
+    kept, kept_weight = 0, 0.0
+    while kept < len(ordered) and (kept == 0 or kept_weight < sampling.top_p * total):
+        if weights[kept] < sampling.min_p:
+            break
+        kept_weight += weights[kept]
+        kept += 1
+    threshold = uniform * kept_weight
+    for token, weight in zip(ordered[:kept], weights, strict=False):
+        threshold -= weight
+        if threshold < 0:
+            return token
+    return ordered[max(kept, 1) - 1]

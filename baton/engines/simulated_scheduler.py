@@ -1,0 +1,261 @@
+"""The simulated engine's scheduler: continuous batching, with no clock, no randomness and no bytes inside.
+
+The shell calls `plan_step`, carries the step out, tells `complete_step`, and reports what happened
+between steps (`submit`, `end`, `pull_done`, `pull_failed`). As in vLLM's V1 scheduler there are no
+phases of a step: every attempt has tokens and a count of tokens whose KV is computed, and a step moves
+the counts on, running attempts first. When blocks run out, the attempt that came last gives up its
+blocks and later computes them again.
+
+    WAITING ──▶ RUNNING ──▶ ENDED          a whole request; preemption leads back to WAITING
+    WAITING ──▶ PULLING ──▶ RUNNING        decode; an aborted pull is FENCING until nothing writes any more
+                RUNNING ──▶ HELD           prefill, until its lease is over
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from baton.engines.engine import Leg
+from baton.engines.simulated_blocks import BlockCache
+
+
+class Phase(Enum):
+    WAITING = auto()
+    PULLING = auto()
+    FENCING = auto()
+    RUNNING = auto()
+    HELD = auto()
+    ENDED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt as the scheduler sees it. `tokens` are prompt and output, of which `computed` have their KV."""
+
+    key: tuple[str, int]
+    leg: Leg
+    tokens: list[int]
+    prompt_tokens: int
+    cache_salt: str = ""
+    phase: Phase = Phase.WAITING
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list[int])
+    hashes: list[bytes] = field(default_factory=list[bytes])
+    """Of the full blocks of `tokens`."""
+    cached_tokens: int = 0
+    """Found in the prefix cache when first admitted."""
+    pulled_tokens: int = 0
+    admitted: bool = False
+    """It was running or pulling before; a preempted decode must not pull again from a lease that is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens of one attempt to compute in a step; where `samples`, the next token follows from them."""
+
+    attempt: Attempt
+    start: int
+    end: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Blocks to fill with the KV of tokens [first_token, tokens) from elsewhere; none: all is cached here."""
+
+    attempt: Attempt
+    first_token: int
+    tokens: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to do next: revoke, then start pulls, then compute."""
+
+    chunks: tuple[Chunk, ...]
+    pulls: tuple[Pull, ...]
+    preempted: tuple[Attempt, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.chunks or self.pulls or self.preempted)
+
+
+class Scheduler:
+    def __init__(self, cache: BlockCache, *, running_max: int, step_tokens_max: int) -> None:
+        self._cache = cache
+        self._running_max = running_max
+        self._step_tokens_max = step_tokens_max
+        self._waiting: deque[Attempt] = deque()
+        self._running: list[Attempt] = []
+        self._pulling: set[Attempt] = set()
+        """PULLING and FENCING."""
+        self._held: set[Attempt] = set()
+        self.preemptions = 0
+        self.prompt_tokens_computed = 0
+        self.prompt_tokens_cached = 0
+        self.prompt_tokens_pulled = 0
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Attempts that do not compute yet, those that pull included."""
+        return len(self._waiting) + len(self._pulling)
+
+    @property
+    def leased(self) -> list[Attempt]:
+        """Prefills whose blocks are promised to decode, whether they still compute or hold them."""
+        return [*self._held, *(attempt for attempt in self._running if attempt.leg is Leg.PREFILL)]
+
+    # What happens between steps.
+
+    def submit(self, attempt: Attempt) -> None:
+        self._waiting.append(attempt)
+
+    def end(self, attempt: Attempt) -> None:
+        """Free what an attempt holds. One that pulls keeps its blocks until the pull is over."""
+        match attempt.phase:
+            case Phase.WAITING:
+                self._waiting.remove(attempt)
+            case Phase.RUNNING:
+                self._running.remove(attempt)
+            case Phase.HELD:
+                self._held.remove(attempt)
+            case Phase.PULLING:
+                attempt.phase = Phase.FENCING
+                return
+            case Phase.FENCING | Phase.ENDED:
+                return
+        self._free(attempt, Phase.ENDED)
+
+    def pull_done(self, attempt: Attempt) -> None:
+        """The pull that `plan_step` asked for filled its blocks."""
+        self._pulling.remove(attempt)
+        if attempt.phase is Phase.FENCING:
+            self._free(attempt, Phase.ENDED)
+            return
+        attempt.pulled_tokens = attempt.prompt_tokens - 1 - attempt.computed
+        self.prompt_tokens_pulled += attempt.pulled_tokens
+        self._advance(attempt, attempt.prompt_tokens - 1)
+        attempt.phase = Phase.RUNNING
+        self._running.append(attempt)
+
+    def pull_failed(self, attempt: Attempt) -> None:
+        """Nothing writes the blocks of the pull any more, and what they hold is worthless."""
+        self._pulling.remove(attempt)
+        self._free(attempt, Phase.ENDED)
+
+    # Steps.
+
+    def plan_step(self) -> Step:
+        """Decide what to compute next and take the blocks for it."""
+        budget = self._step_tokens_max
+        chunks: list[Chunk] = []
+        preempted: list[Attempt] = []
+        index = 0
+        while index < len(self._running) and budget:
+            attempt = self._running[index]
+            end = min(len(attempt.tokens), attempt.computed + budget)
+            if not self._make_room(attempt, end, preempted):
+                break
+            chunks.append(Chunk(attempt, attempt.computed, end, _samples(attempt, end)))
+            budget -= end - attempt.computed
+            index += 1
+        pulls: list[Pull] = []
+        # After a preemption the blocks are spoken for: whoever was preempted is the next to come back.
+        while (
+            self._waiting and budget and not preempted and len(self._running) + len(self._pulling) < self._running_max
+        ):
+            admitted = self._admit(self._waiting[0], budget, pulls)
+            if admitted is None:
+                break
+            self._waiting.popleft()
+            if admitted.phase is Phase.RUNNING:
+                end = min(len(admitted.tokens), admitted.computed + budget)
+                chunks.append(Chunk(admitted, admitted.computed, end, _samples(admitted, end)))
+                budget -= end - admitted.computed
+        return Step(tuple(chunks), tuple(pulls), tuple(preempted))
+
+    def complete_step(self, step: Step) -> None:
+        """The step's KV lies in the pool. A prefill whose prompt is done is HELD from now on."""
+        for chunk in step.chunks:
+            attempt = chunk.attempt
+            if attempt.phase is not Phase.RUNNING:
+                continue
+            self.prompt_tokens_computed += max(0, min(chunk.end, attempt.prompt_tokens) - chunk.start)
+            self._advance(attempt, chunk.end)
+            if attempt.leg is Leg.PREFILL and attempt.computed == attempt.prompt_tokens:
+                self._running.remove(attempt)
+                self._held.add(attempt)
+                attempt.phase = Phase.HELD
+
+    def _make_room(self, attempt: Attempt, end: int, preempted: list[Attempt]) -> bool:
+        """Take the blocks for tokens up to `end`, from those who came last if need be. False: `attempt` itself lost."""
+        fresh = self._blocks(end) - len(attempt.blocks)
+        while fresh > self._cache.free_blocks:
+            victim = self._running.pop()
+            self._free(victim, Phase.WAITING)
+            victim.computed = 0
+            self._waiting.appendleft(victim)
+            preempted.append(victim)
+            self.preemptions += 1
+            if victim is attempt:
+                return False
+        attempt.blocks += self._cache.take_fresh(max(0, fresh))
+        return True
+
+    def _admit(self, attempt: Attempt, budget: int, pulls: list[Pull]) -> Attempt | None:
+        """Give a waiting attempt its first blocks; None: there are too few."""
+        length = len(attempt.tokens)
+        self._cache.extend_hashes(attempt.hashes, attempt.tokens, attempt.cache_salt)
+        # The last token is computed here whatever the cache holds, since the next one is sampled from it.
+        cached = self._cache.match(attempt.hashes[: (length - 1) // self._cache.block_tokens])
+        cached_tokens = len(cached) * self._cache.block_tokens
+        pulling = attempt.leg is Leg.DECODE and not attempt.admitted
+        end = length if pulling else min(length, cached_tokens + budget)
+        fresh = self._blocks(end) - len(cached)
+        if not self._cache.can_take(cached, fresh):
+            return None
+        self._cache.take(cached)
+        attempt.blocks = cached + self._cache.take_fresh(fresh)
+        attempt.computed = cached_tokens
+        if not attempt.admitted:
+            attempt.admitted = True
+            attempt.cached_tokens = cached_tokens
+            self.prompt_tokens_cached += cached_tokens
+        if pulling:
+            lacking = tuple(attempt.blocks[len(cached) : self._blocks(length - 1)])
+            pulls.append(Pull(attempt, cached_tokens, length - 1, lacking))
+            if lacking:
+                attempt.phase = Phase.PULLING
+                self._pulling.add(attempt)
+                return attempt
+        attempt.phase = Phase.RUNNING
+        self._running.append(attempt)
+        return attempt
+
+    def _advance(self, attempt: Attempt, computed: int) -> None:
+        first = attempt.computed // self._cache.block_tokens
+        attempt.computed = computed
+        full = computed // self._cache.block_tokens
+        if full > first:
+            self._cache.extend_hashes(attempt.hashes, attempt.tokens, attempt.cache_salt)
+            self._cache.register(attempt.blocks, attempt.hashes[:full], attempt.tokens, first, attempt.cache_salt)
+
+    def _free(self, attempt: Attempt, phase: Phase) -> None:
+        self._cache.give_back(attempt.blocks)
+        attempt.blocks = []
+        attempt.phase = phase
+
+    def _blocks(self, tokens: int) -> int:
+        return -(-tokens // self._cache.block_tokens)
+
+
+def _samples(attempt: Attempt, end: int) -> bool:
+    return end == len(attempt.tokens) and attempt.leg is not Leg.PREFILL

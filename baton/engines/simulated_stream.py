@@ -1,0 +1,88 @@
+"""One attempt in the simulated engine, from the request that began it to the deltas that nobody took yet."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from baton.engines.engine import EngineDelta, EngineRequest, Leg
+from baton.engines.simulated_handoff import Lease
+from baton.engines.simulated_kv import ContextReader
+from baton.engines.simulated_sampling import check_sampling
+from baton.engines.simulated_scheduler import Attempt
+from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
+from baton.messages import FinishReason, TokenLogprob
+from baton.transfer import lease_key
+
+
+@dataclass(slots=True, eq=False)
+class Stream:
+    """One attempt, and what its reader has not taken yet (bounded by the tokens it may generate)."""
+
+    request: EngineRequest
+    attempt: Attempt
+    lease: Lease
+    reader: ContextReader
+    stops: frozenset[int]
+    deadline_s: float
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    finish: FinishReason | None = None
+    error: BatonError | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @classmethod
+    def of(cls, request: EngineRequest, reader: ContextReader, stops: frozenset[int], now_s: float) -> Stream:
+        attempt = Attempt(
+            key=(request.request, request.attempt),
+            leg=request.leg,
+            tokens=list(request.tokens),
+            prompt_tokens=len(request.tokens),
+            cache_salt=request.cache_salt,
+        )
+        lease = Lease(lease_key(request.request, request.attempt))
+        return cls(request, attempt, lease, reader, stops, now_s + request.budget_s)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.attempt.tokens) - self.attempt.prompt_tokens
+
+    def take_delta(self) -> EngineDelta | None:
+        """Return what is new. Raises what ended the attempt, after everything before it was taken."""
+        self.changed.clear()
+        if not self.tokens and self.finish is None:
+            if self.error is not None:
+                raise self.error
+            return None
+        delta = EngineDelta(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            finish=self.finish,
+            cached_tokens=self.attempt.cached_tokens,
+            transferred_tokens=self.attempt.pulled_tokens,
+            transferred_bytes=self.lease.pulled_bytes,
+            transfer_s=self.lease.moving_s,
+        )
+        self.tokens.clear()
+        self.logprobs.clear()
+        return delta
+
+
+def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max: int) -> None:
+    """Raise InvalidRequest where the engine cannot run what is asked."""
+    if not request.tokens:
+        raise InvalidRequest("a prompt needs at least one token", param="prompt")
+    wrong = next((token for token in request.tokens if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise InvalidRequest(f"token id {wrong} is outside the vocabulary of {vocabulary}", param="prompt")
+    if len(request.tokens) >= context_tokens_max:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(request.tokens)} tokens, which leaves no room for an answer in a context of "
+            f"{context_tokens_max}",
+            param="prompt",
+        )
+    if (request.source is not None) != (request.leg is Leg.DECODE):
+        raise InvalidRequest(f"a {request.leg} leg {'needs a' if request.source is None else 'has no'} source")
+    if request.source is not None and len(request.source.address.agents) != 1:
+        raise InvalidRequest(f"the source has {len(request.source.address.agents)} agents; this engine has one")
+    check_sampling(request.sampling, vocabulary)

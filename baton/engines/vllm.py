@@ -1,0 +1,309 @@
+"""vLLM in this process: `AsyncLLM`, whose scheduler and workers are children that die with us."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing, suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import msgspec
+
+from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
+from baton.engines.engine import EngineDelta, EngineEventBatch, EngineFacts, EngineLoad, EngineRequest, Leg
+from baton.engines.vllm_events import KvEventListener
+from baton.engines.vllm_host import VllmHost
+from baton.engines.vllm_options import split_options
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    PeerUnreachable,
+    TransferFailed,
+)
+from baton.messages import FinishReason, Role
+from baton.transfer import AgentOptions, Cause, Faults, lease_key
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+_log = logging.getLogger(__name__)
+
+EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
+RPC_TIMEOUT_S: Final = 10.0
+OUTCOME_TIMEOUT_S: Final = 1.0
+WATCH_INTERVAL_S: Final = 0.1
+
+_FINISH_REASONS: Final = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": FinishReason.CANCELLED,
+    "error": FinishReason.ERROR,
+    "repetition": FinishReason.STOP,
+}
+
+
+@dataclass(slots=True)
+class _Attempt:
+    request: EngineRequest
+    key: bytes
+    outcome: PullOutcome | None = None
+    begun: bool = False
+    finish: FinishReason | None = None
+
+
+class VllmEngine:
+    """See `baton.engines.engine.Engine`."""
+
+    def __init__(self, model: str, *, role: Role, options: Mapping[str, object], agent: AgentOptions) -> None:
+        self._model = model
+        self._role = role
+        self._own, self._options = split_options(options)
+        self._agent = agent
+        self._host: VllmHost | None = None
+        self._llm: AsyncLLM | None = None
+        self._listener: KvEventListener | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._context_tokens_max = 0
+        self._failure = "the engine has not been started"
+        self._attempts: dict[tuple[str, int], _Attempt] = {}
+        self._leases: dict[bytes, tuple[str, int]] = {}
+        """Of prefill legs, from their start until the connector reports the lease's end."""
+
+    async def start(self) -> EngineFacts:
+        self._host = VllmHost(self._model, self._own, self._options, self._agent)
+        self._listener = KvEventListener(self._host.events_endpoint)
+        self._listener.start()
+        try:
+            self._llm = await self._host.start()
+            self._host.recorder.on_lease_ended = self._lease_ended
+            self._failure = ""
+            self._watch = asyncio.create_task(self._watch_engine(self._llm), name="vllm-watch")
+            await self._listener.connected(EVENTS_CONNECT_TIMEOUT_S)
+            return await self._describe(self._llm, self._host.digest)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _describe(self, llm: AsyncLLM, digest: str) -> EngineFacts:
+        import vllm
+
+        config = llm.vllm_config
+        cache = config.cache_config
+        ranks: list[dict[str, Any]] = await self._ask_ranks("baton_facts")
+        agents = tuple(str(rank["endpoint"]) for rank in ranks if rank["endpoint"])
+        self._context_tokens_max = config.model_config.max_model_len
+        return EngineFacts(
+            engine=f"vllm {vllm.__version__}",
+            model_digest=digest,
+            block_tokens=cache.block_size,
+            kv_blocks=cache.num_gpu_blocks or 0,
+            kv_bytes_per_token=sum(int(rank["kv_block_bytes"]) for rank in ranks) // cache.block_size,
+            running_max=config.scheduler_config.max_num_seqs,
+            context_tokens_max=self._context_tokens_max,
+            agents=agents,
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        llm = self._alive()
+        name = (request.request, request.attempt)
+        key = lease_key(*name)
+        if name in self._attempts or key in self._leases:
+            raise InvalidRequest(f"attempt {request.attempt} of request {request.request} is already here")
+        params = self._params(request, key)
+        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.tokens)}
+        if request.cache_salt:
+            prompt["cache_salt"] = request.cache_salt
+        deadline_s = asyncio.get_running_loop().time() + request.budget_s
+        attempt = self._attempts[name] = _Attempt(request, key)
+        if request.leg is Leg.PREFILL:
+            self._leases[key] = name
+        try:
+            async with aclosing(llm.generate(prompt, params, _engine_id(*name))) as stream:  # pyright: ignore[reportArgumentType]
+                async for output in _until(deadline_s, stream):
+                    yield await self._delta(attempt, output)
+        except BatonError:
+            raise
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the engine did not finish within {request.budget_s:g} s") from error
+        except Exception as error:
+            raise self._translated(error) from error
+        finally:
+            del self._attempts[name]
+            if attempt.finish not in (FinishReason.LENGTH, FinishReason.STOP):
+                # Either nothing was leased, or the connector revokes it without being asked.
+                self._lease_ended(key)
+
+    async def abort(self, request: str, attempt: int) -> None:
+        llm = self._alive()
+        if (request, attempt) in self._attempts:
+            await llm.abort(_engine_id(request, attempt))
+        key = lease_key(request, attempt)
+        if key in self._leases:
+            await self._ask_ranks("baton_end_lease", key)
+
+    def load(self) -> EngineLoad:
+        self._alive()
+        assert self._host is not None
+        return replace(self._host.recorder.load, leased=frozenset(self._leases.values()))
+
+    async def events(self) -> AsyncIterator[EngineEventBatch]:
+        self._alive()
+        assert self._listener is not None
+        async for batch in self._listener.events():
+            yield batch
+
+    async def check_health(self) -> None:
+        self._alive()
+
+    async def close(self) -> None:
+        self._end("the engine has been closed")
+        if self._watch is not None:
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._watch
+            self._watch = None
+        if self._host is not None:
+            await self._host.stop()
+            self._host = None
+        self._llm = None
+
+    async def set_faults(self, faults: Faults) -> None:
+        """Inject faults at this engine's agents, for tests and benchmarks."""
+        await self._ask_ranks("baton_set_faults", faults.delay_s, faults.corrupt_every)
+
+    async def transfer_stats(self) -> list[dict[str, Any]]:
+        """Return the agents' counters by rank, for tests and benchmarks."""
+        return await self._ask_ranks("baton_transfer_stats")
+
+    def _lease_ended(self, key: bytes) -> None:
+        self._leases.pop(key, None)
+
+    def _alive(self) -> AsyncLLM:
+        if self._failure or self._llm is None:
+            raise EngineFailed(self._failure)
+        if self._llm.errored:
+            self._end("vLLM's engine process has died")
+            raise EngineFailed(self._failure)
+        return self._llm
+
+    async def _watch_engine(self, llm: AsyncLLM) -> None:
+        """End everything when vLLM's processes die: a killed one says nothing to the requests that wait for it."""
+        # Its own thread notices and sets a flag; nothing can be waited for.
+        while not llm.errored:  # noqa: ASYNC110
+            await asyncio.sleep(WATCH_INTERVAL_S)
+        self._end("vLLM's engine process has died")
+
+    def _end(self, failure: str) -> None:
+        self._failure = self._failure or failure
+        if self._llm is not None:
+            self._llm.output_processor.propagate_error(EngineFailed(failure))
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _ask_ranks(self, method: str, *arguments: object) -> list[Any]:
+        llm = self._alive()
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                return cast("list[Any]", await llm.collective_rpc(method, args=arguments))  # pyright: ignore[reportUnknownMemberType]
+        except TimeoutError as error:
+            raise EngineFailed(f"vLLM did not answer {method} within {RPC_TIMEOUT_S:g} s") from error
+        except Exception as error:
+            raise EngineFailed(f"vLLM failed in {method}: {error}") from error
+
+    def _params(self, request: EngineRequest, key: bytes) -> SamplingParams:
+        from baton.engines.vllm_sampling import prefill_params, sampling_params
+
+        if not request.tokens:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if len(request.tokens) >= self._context_tokens_max:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.tokens)} tokens and leaves no room for an answer: "
+                f"the model's context has {self._context_tokens_max}"
+            )
+        if request.leg is Leg.WHOLE:
+            return sampling_params(request.sampling)
+        if not self._own.handoff:
+            raise TransferFailed("this engine was started without a transfer agent (handoff=false)")
+        if request.leg is Leg.PREFILL:
+            return prefill_params(msgspec.to_builtins(Handoff(leg=HandoffLeg.PREFILL, key=key), builtin_types=(bytes,)))
+        if request.source is None or not request.source.address.agents:
+            raise TransferFailed("the decode task names no source with a transfer agent")
+        handoff = Handoff(
+            leg=HandoffLeg.DECODE,
+            key=key,
+            endpoints=request.source.address.agents,
+            # The loop's clock is CLOCK_MONOTONIC, as the ranks' is.
+            deadline_s=asyncio.get_running_loop().time() + request.budget_s,
+        )
+        return sampling_params(request.sampling, msgspec.to_builtins(handoff, builtin_types=(bytes,)))
+
+    async def _delta(self, attempt: _Attempt, output: RequestOutput) -> EngineDelta:
+        from baton.engines.vllm_sampling import token_logprobs
+
+        assert self._host is not None
+        completion = output.outputs[0]
+        recorder = self._host.recorder
+        finish = _FINISH_REASONS[completion.finish_reason] if completion.finish_reason else None
+        if not attempt.begun and attempt.request.leg is Leg.DECODE:
+            # A pull's end is reported with an earlier step than the first token.
+            attempt.outcome = recorder.take_outcome(attempt.key)
+        attempt.begun = True
+        attempt.finish = finish
+        if finish is FinishReason.ERROR:
+            outcome = attempt.outcome or await recorder.wait_outcome(attempt.key, OUTCOME_TIMEOUT_S)
+            raise _failure(outcome)
+        alternatives = attempt.request.sampling.logprobs
+        rows: Any = completion.logprobs if alternatives is not None and attempt.request.leg is not Leg.PREFILL else None
+        pulled = attempt.outcome
+        return EngineDelta(
+            tokens=completion.token_ids,
+            logprobs=token_logprobs(completion.token_ids, rows, alternatives or 0) if rows else (),
+            finish=finish,
+            cached_tokens=max((output.num_cached_tokens or 0) - (pulled.tokens if pulled else 0), 0),
+            transferred_tokens=pulled.tokens if pulled else 0,
+            transferred_bytes=pulled.moved_bytes if pulled else 0,
+            transfer_s=pulled.moving_s if pulled else 0.0,
+        )
+
+    def _translated(self, error: Exception) -> BatonError:
+        from vllm.exceptions import VLLMClientError
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
+            error = error.__cause__
+        if isinstance(error, BatonError):
+            return error
+        if isinstance(error, EngineDeadError):
+            return EngineFailed(self._failure or "vLLM's engine process has died")
+        sentence = str(error).partition("\n")[0]
+        if isinstance(error, VLLMClientError | ValueError | TypeError):
+            return InvalidRequest(f"the engine refuses the request: {sentence}")
+        return EngineFailed(f"vLLM ended the request with {type(error).__name__}: {sentence}")
+
+
+def _engine_id(request: str, attempt: int) -> str:
+    return f"{request}/{attempt}"
+
+
+def _failure(outcome: PullOutcome | None) -> BatonError:
+    if outcome is None or not outcome.failed:
+        return EngineFailed("vLLM ended the request with an error")
+    detail = f"the prompt's KV did not arrive ({outcome.cause}): {outcome.detail}".removesuffix(": ")
+    return PeerUnreachable(detail) if outcome.cause is Cause.UNREACHABLE else TransferFailed(detail)
+
+
+async def _until(deadline_s: float, stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
+    """Yield what `stream` yields; raise TimeoutError when the next item does not come in time."""
+    while True:
+        async with asyncio.timeout_at(deadline_s):
+            try:
+                item = await anext(stream)
+            except StopAsyncIteration:
+                return
+        yield item

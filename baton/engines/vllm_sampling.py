@@ -1,0 +1,87 @@
+"""Sampling parameters on their way into vLLM, and its log-probabilities on their way out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import msgspec
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.logprobs import Logprob
+from vllm.sampling_params import RequestOutputKind
+
+from baton.errors import InvalidRequest
+from baton.messages import Sampling, TokenLogprob
+
+_NOT_EXTENSIONS: Final = frozenset(
+    {
+        "n",  # The gateway sends one request per choice.
+        "stop",  # Stop strings are text, and text is the gateway's.
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "detokenize",
+        "output_kind",
+        "output_text_buffer_length",
+        "stream_interval",
+        "flat_logprobs",
+        "prompt_logprobs",
+        "prompt_logprob_start",
+        "prompt_logprob_token_ids",
+        "skip_clone",
+        *Sampling.__struct_fields__,
+    }
+)
+
+EXTENSIONS: Final = frozenset(
+    name for name in SamplingParams.__struct_fields__ if name not in _NOT_EXTENSIONS and not name.startswith("_")
+)
+
+
+def prefill_params(kv_transfer: Mapping[str, object]) -> SamplingParams:
+    """Return parameters for computing a prompt: one token, which nobody reads."""
+    return _strictly({"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}, kv_transfer)
+
+
+def sampling_params(sampling: Sampling, kv_transfer: Mapping[str, object] | None = None) -> SamplingParams:
+    """Return vLLM's form of `sampling`. Raises InvalidRequest naming what vLLM refuses or does not know."""
+    for name in sampling.extensions:
+        if name not in EXTENSIONS:
+            raise InvalidRequest(f"the engine has no parameter {name!r}", param=name)
+    fields = msgspec.structs.asdict(sampling)
+    extensions = fields.pop("extensions")
+    fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    return _strictly({**fields, **extensions}, kv_transfer)
+
+
+def _strictly(fields: dict[str, object], kv_transfer: Mapping[str, object] | None) -> SamplingParams:
+    extra = fields.get("extra_args")
+    if kv_transfer is not None:
+        fields["extra_args"] = {**(extra if isinstance(extra, dict) else {}), "kv_transfer_params": dict(kv_transfer)}
+    elif isinstance(extra, dict) and "kv_transfer_params" in extra:
+        # Whoever sets these could read another request's KV.
+        raise InvalidRequest("extra_args.kv_transfer_params is Baton's own", param="extra_args")
+    try:
+        params = msgspec.convert(fields, SamplingParams)
+    except (VLLMClientError, msgspec.ValidationError, ValueError, TypeError) as error:
+        raise InvalidRequest(f"the engine refuses these parameters: {_sentence(error)}") from error
+    params.detokenize = False
+    params.output_kind = RequestOutputKind.DELTA
+    return params
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def token_logprobs(
+    tokens: Sequence[int], rows: Sequence[Mapping[int, Logprob]], alternatives: int
+) -> tuple[TokenLogprob, ...]:
+    """Return one entry per token. vLLM's rows hold the sampled token and the most likely ones, with ranks from 1."""
+    entries: list[TokenLogprob] = []
+    for token, row in zip(tokens, rows, strict=True):
+        ranked = sorted((entry.rank or 0, other, entry.logprob) for other, entry in row.items())
+        top = tuple((other, logprob) for rank, other, logprob in ranked if rank <= alternatives)
+        entries.append(TokenLogprob(logprob=row[token].logprob, top=top))
+    return tuple(entries)

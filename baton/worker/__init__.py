@@ -1,0 +1,1 @@
+"""What prefill and decode workers share: ledger, frames, KV events, canary, service."""

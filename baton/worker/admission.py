@@ -1,0 +1,92 @@
+"""From a task on the bus to what the ledger and the engine are asked, or to a refusal. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final
+
+from baton.engines.engine import EngineFacts, EngineRequest, Leg
+from baton.errors import MalformedMessage
+from baton.messages import DecodeTask, PrefillTask, Role, WorkerAddress, unpack_tokens
+from baton.worker.assembly import Assembly
+from baton.worker.ledger import Ask, Key, Refusal
+
+REQUEST_CHARACTERS_MAX: Final = 256
+_GATEWAY = re.compile(r"[A-Za-z0-9_-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """What this life of the worker is to everyone else."""
+
+    address: WorkerAddress
+    role: Role
+    model_name: str
+    model_path: str
+    block_tokens: int
+
+
+def key_of(task: PrefillTask | DecodeTask) -> Key:
+    return task.context.request, task.context.attempt
+
+
+def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: EngineFacts) -> Ask | Refusal:
+    """Return what to ask of the ledger, or why this worker can never run this task."""
+    wanted = Role.PREFILL if isinstance(task, PrefillTask) else Role.DECODE
+    if wanted is not identity.role:
+        return Refusal("role", f"this is a {identity.role} worker, not a {wanted} worker")
+    if task.generation != identity.address.generation:
+        return Refusal("generation", f"meant for generation {task.generation}, this is {identity.address.generation}")
+    if not 0 < len(task.context.request) <= REQUEST_CHARACTERS_MAX or task.context.attempt < 0:
+        return Refusal(
+            "malformed", f"a request id has 1 to {REQUEST_CHARACTERS_MAX} characters, an attempt counts from 0"
+        )
+    if not _GATEWAY.fullmatch(task.gateway):
+        return Refusal("malformed", "a gateway's name has letters, digits, - and _ only")
+    if not 0 < task.prompt_tokens <= facts.context_tokens_max:
+        return Refusal(
+            "malformed", f"a prompt of {task.prompt_tokens} tokens; the engine takes 1 to {facts.context_tokens_max}"
+        )
+    if task.sampling.max_tokens < 1:
+        return Refusal("malformed", "max_tokens must be at least 1")
+    leg = Leg.PREFILL
+    if isinstance(task, DecodeTask):
+        leg = Leg.DECODE if task.source else Leg.WHOLE
+    if leg is not Leg.WHOLE and not facts.agents:
+        return Refusal("malformed", "this worker's engine has no transfer agent, it cannot hand off")
+    if isinstance(task, DecodeTask) and task.source and len(task.source.address.agents) != len(facts.agents):
+        return Refusal(
+            "malformed",
+            f"the source has {len(task.source.address.agents)} transfer agents, this worker {len(facts.agents)}",
+        )
+    return Ask(
+        key=key_of(task),
+        gateway=task.gateway,
+        leg=leg,
+        prompt_tokens=task.prompt_tokens,
+        output_tokens_max=task.sampling.max_tokens,
+        budget_s=task.context.budget_s,
+    )
+
+
+def assemble(task: PrefillTask | DecodeTask, assembly: Assembly) -> list[int] | Refusal:
+    """Return the whole prompt: the chunks that came before the task, and its tail."""
+    try:
+        packed = assembly.complete(key_of(task), task.tokens, task.prompt_tokens)
+        return Refusal("incomplete", "chunks of the prompt are missing") if packed is None else unpack_tokens(packed)
+    except MalformedMessage as error:
+        return Refusal("malformed", str(error))
+
+
+def engine_request(task: PrefillTask | DecodeTask, ask: Ask, tokens: list[int], budget_s: float) -> EngineRequest:
+    return EngineRequest(
+        request=task.context.request,
+        attempt=task.context.attempt,
+        leg=ask.leg,
+        tokens=tokens,
+        sampling=task.sampling,
+        cache_salt=task.cache_salt,
+        source=task.source if isinstance(task, DecodeTask) else None,
+        budget_s=budget_s,
+    )

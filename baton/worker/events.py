@@ -1,0 +1,193 @@
+"""From engine block events to `KvEvents`: shadow map, sequence numbers, JetStream, resync pages.
+
+    engine.events() ──▶ follow (shadow map, sequence) ──▶ bounded queue ──▶ publish (JetStream)
+
+When JetStream is slow or away the queue fills and `follow` stops reading; the engine then drops events
+of its own, which shows as a gap in its sequence and clears the shadow map. Nothing grows without bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+from baton import subjects
+from baton.blocks import ID_BYTES
+from baton.bus import Bus, Delivery
+from baton.clock import Clock
+from baton.engines.engine import EngineBlocksStored, EngineEventBatch
+from baton.errors import BatonError, MalformedMessage
+from baton.messages import (
+    BlockEvent,
+    BlocksCleared,
+    BlocksStored,
+    ErrorReport,
+    KvEvents,
+    Refused,
+    ShadowPage,
+    ShadowQuery,
+    WorkerAddress,
+)
+from baton.worker.shadow import ShadowMap, count_ids
+
+_log = logging.getLogger("baton.worker")
+
+QUEUE_MESSAGES_MAX: Final = 1024
+MESSAGE_IDS_MAX: Final = 16_384
+"""Ids in one message or page: 256 KiB, a quarter of the smallest usual payload limit."""
+_THREAD_TOKENS_MIN: Final = 2048
+"""A batch with more tokens is hashed on a thread, where it cannot delay token frames."""
+_RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
+_SNAPSHOTS_MAX: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """The shadow map as it was at one sequence, cut into pages; every page of a resync comes from one."""
+
+    sequence: int
+    pages: list[tuple[BlocksStored, ...]]
+
+
+class EventPublisher:
+    """Follows one engine. `follow` and `publish` are tasks; `answer` handles the worker's shadow subject."""
+
+    def __init__(self, bus: Bus, clock: Clock, address: WorkerAddress, model_digest: str, shadow: ShadowMap) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._address = address
+        self._model_digest = model_digest
+        self._shadow = shadow
+        self._sequence = 0
+        self._queue: asyncio.Queue[KvEvents] = asyncio.Queue(QUEUE_MESSAGES_MAX)
+        self._snapshots: OrderedDict[int, _Snapshot] = OrderedDict()
+        self._snapshot_numbers = count(1)
+        # The map is changed on a thread and read here: one at a time.
+        self._map_free = asyncio.Lock()
+        self.published_sequence = 0
+        """Of the newest message that the stream has stored."""
+
+    async def follow(self, batches: AsyncIterator[EngineEventBatch]) -> None:
+        """Apply every batch of the engine, in order, and queue what changed."""
+        async for batch in batches:
+            async with self._map_free:
+                if sum(len(e.tokens) for e in batch.events if isinstance(e, EngineBlocksStored)) >= _THREAD_TOKENS_MIN:
+                    changes = await asyncio.to_thread(self._shadow.apply, batch)
+                else:
+                    changes = self._shadow.apply(batch)
+                messages = [self._number(part) for part in split_events(changes, MESSAGE_IDS_MAX)]
+            for message in messages:
+                await self._queue.put(message)
+
+    def _number(self, events: tuple[BlockEvent, ...]) -> KvEvents:
+        self._sequence += 1
+        return KvEvents(
+            worker=self._address.worker,
+            generation=self._address.generation,
+            model_digest=self._model_digest,
+            sequence=self._sequence,
+            events=events,
+        )
+
+    async def publish(self) -> None:
+        """Store every queued message, in order, trying again for as long as the stream is away."""
+        subject = subjects.kv_events(self._address.worker)
+        while True:
+            message = await self._queue.get()
+            message_id = f"{message.worker}/{message.generation}/{message.sequence}"
+            for attempt in count():
+                try:
+                    await self._bus.append(subjects.KV_STREAM, subject, message, message_id=message_id)
+                    break
+                except BatonError as error:
+                    if attempt == 0:
+                        _log.warning("KV events wait, the stream cannot store them: %s", error)
+                    await self._clock.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
+            self.published_sequence = message.sequence
+
+    async def holds(self, blocks: Sequence[bytes]) -> list[bool]:
+        """Say which of the blocks the shadow map holds."""
+        async with self._map_free:
+            return [block in self._shadow for block in blocks]
+
+    def describe(self) -> str:
+        """Say in words what came of the engine's events so far."""
+        shadow = self._shadow
+        return (
+            f"{len(shadow)} blocks held in {shadow.batches} batches, with {shadow.ignored_blocks} engine blocks ignored"
+        )
+
+    # ------------------------------------------------------------ resync
+
+    async def answer(self, delivery: Delivery) -> None:
+        """Answer a `ShadowQuery` with one page."""
+        query = delivery.message
+        if not isinstance(query, ShadowQuery):
+            wrong = MalformedMessage(f"{type(query).__name__} is no message for a worker's shadow subject")
+            await delivery.respond(Refused(error=ErrorReport.of(wrong)))
+            return
+        number, page = divmod(query.cursor, 1 << 32)
+        if query.cursor == 0:
+            number = await self._take_snapshot()
+        snapshot = self._snapshots.get(number)
+        if snapshot is None or not 0 <= page < max(1, len(snapshot.pages)):
+            gone = MalformedMessage(f"cursor {query.cursor} is not known any more; begin again at 0")
+            await delivery.respond(Refused(error=ErrorReport.of(gone)))
+            return
+        last = page + 1 >= len(snapshot.pages)
+        await delivery.respond(
+            ShadowPage(
+                worker=self._address.worker,
+                generation=self._address.generation,
+                model_digest=self._model_digest,
+                sequence=snapshot.sequence,
+                runs=snapshot.pages[page] if snapshot.pages else (),
+                next_cursor=0 if last else (number << 32) + page + 1,
+            )
+        )
+
+    async def _take_snapshot(self) -> int:
+        async with self._map_free:
+            runs = await asyncio.to_thread(lambda: list(self._shadow.runs(MESSAGE_IDS_MAX)))
+            sequence = self._sequence
+        number = next(self._snapshot_numbers)
+        pages = [tuple(e for e in page if isinstance(e, BlocksStored)) for page in split_events(runs, MESSAGE_IDS_MAX)]
+        self._snapshots[number] = _Snapshot(sequence, pages)
+        while len(self._snapshots) > _SNAPSHOTS_MAX:
+            self._snapshots.popitem(last=False)
+        return number
+
+
+def split_events(events: Sequence[BlockEvent], ids_max: int) -> Iterator[tuple[BlockEvent, ...]]:
+    """Cut changes into messages of at most `ids_max` block ids, in order."""
+    part: list[BlockEvent] = []
+    ids = 0
+    for event in (piece for whole in events for piece in _split_event(whole, ids_max)):
+        # An event weighs as much as a few ids even if it names none.
+        weight = 4 + count_ids(event)
+        if part and ids + weight > ids_max:
+            yield tuple(part)
+            part, ids = [], 0
+        part.append(event)
+        ids += weight
+    if part:
+        yield tuple(part)
+
+
+def _split_event(event: BlockEvent, ids_max: int) -> Iterator[BlockEvent]:
+    if isinstance(event, BlocksCleared):
+        yield event
+        return
+    step = max(1, ids_max - 4) * ID_BYTES
+    for start in range(0, len(event.blocks), step):
+        blocks = event.blocks[start : start + step]
+        if isinstance(event, BlocksStored):
+            parent = event.blocks[start - ID_BYTES : start] if start else event.parent
+            yield BlocksStored(parent=parent, blocks=blocks)
+        else:
+            yield type(event)(blocks=blocks)

@@ -1,0 +1,418 @@
+"""The worker's own book: who may run here, what that reserves, and when it ends.
+
+Pure: the clock's values are passed in. States, and what each holds (protocol: `docs/handoff.md`):
+
+    RESERVED ──enter──▶ QUEUED | PULLING ──advance──▶ RUNNING ──end──▶ RETAINED ──▶ gone     decode
+        │   slot, blocks                 slot, blocks          tokens only
+        └─────enter──▶ COMPUTING ──hold──▶ HELD ──settle──▶ gone                             prefill
+            slot, blocks, lease        blocks, lease
+
+QUEUED is an aggregated attempt before its first token, PULLING a disaggregated one: engines tell no
+finer. `stop` ends an attempt wherever it stands; inside the engine it only marks it, and the attempt
+keeps its reservation until the engine has let go of it (`end`) or failed to for too long (`sweep`).
+Each key that ever lived leaves a tombstone until its deadline.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+from typing import Final
+
+from baton.engines.engine import EngineDelta, Leg
+from baton.errors import AttemptFailed, BatonError, DeadlineExceeded, EngineFailed
+from baton.messages import (
+    AttemptState,
+    DigestEntry,
+    ErrorReport,
+    Finish,
+    FinishReason,
+    Frame,
+    TokenLogprob,
+    Usage,
+    pack_tokens,
+)
+from baton.worker.tombstones import Tombstones
+
+Key = tuple[str, int]
+
+IN_ENGINE: Final = frozenset({AttemptState.QUEUED, AttemptState.PULLING, AttemptState.RUNNING, AttemptState.COMPUTING})
+WITH_SLOT: Final = IN_ENGINE | {AttemptState.RESERVED}
+WITH_BLOCKS: Final = WITH_SLOT | {AttemptState.HELD}
+
+_ENTERED: Final = {
+    Leg.WHOLE: AttemptState.QUEUED,
+    Leg.DECODE: AttemptState.PULLING,
+    Leg.PREFILL: AttemptState.COMPUTING,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a worker can hold. `kv_blocks` are the engine's blocks, of `engine_block_tokens` each."""
+
+    slots: int
+    kv_blocks: int
+    engine_block_tokens: int
+    output_headroom_tokens_max: int = 512
+    """An attempt reserves blocks for its prompt and for at most this much output."""
+    leased_share_max: float = 0.4
+    enter_timeout_s: float = 2.0
+    retain_s: float = 30.0
+    retained_tokens_max: int = 4_000_000
+    gateway_silence_s: float = 5.0
+    abort_timeout_s: float = 10.0
+    """An engine that has not let go of an aborted attempt for this long is overruled."""
+    budget_s_max: float = 3600.0
+    tombstones_max: int = 65_536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a task asks of the ledger."""
+
+    key: Key
+    gateway: str
+    leg: Leg
+    prompt_tokens: int
+    output_tokens_max: int
+    budget_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the ledger holds nothing for an ask: `reason` of `messages.Busy`, and a sentence."""
+
+    reason: str
+    detail: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Attempt:
+    """One attempt in the book; changed by the ledger alone."""
+
+    key: Key
+    gateway: str
+    leg: Leg
+    prompt_tokens: int
+    blocks: int
+    deadline_s: float
+    state: AttemptState = AttemptState.RESERVED
+    state_until_s: float = inf
+    """When a state with a time limit of its own ends: RESERVED, RETAINED, stopping."""
+    stopping: bool = False
+    stop_error: BatonError | None = None
+    """What to report of a stopped attempt; None: nobody wants to hear of it."""
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    cached_tokens: int = 0
+    transferred_tokens: int = 0
+    transferred_bytes: int = 0
+    finish: Finish | None = None
+
+    def usage(self) -> Usage:
+        here_before = self.cached_tokens + self.transferred_tokens
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=len(self.tokens),
+            cached_tokens=self.cached_tokens,
+            transferred_tokens=self.transferred_tokens,
+            transferred_bytes=self.transferred_bytes,
+            computed_tokens=max(0, self.prompt_tokens - here_before),
+        )
+
+    def frame(self, index: int) -> Frame:
+        """Return everything emitted from output token `index` on, the end included."""
+        index = max(0, min(index, len(self.tokens)))
+        request, attempt = self.key
+        return Frame(
+            request=request,
+            attempt=attempt,
+            index=index,
+            tokens=pack_tokens(self.tokens[index:]),
+            logprobs=tuple(self.logprobs[index:]),
+            finish=self.finish,
+            usage=self.usage() if index == 0 and self.tokens else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """An attempt that `sweep` stopped, and what the shell has to do about it."""
+
+    attempt: Attempt
+    tell_engine: bool
+    overdue: bool = False
+    """The engine never let go; its task must be cancelled."""
+
+
+class Ledger:
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.draining = False
+        self.slots_used = 0
+        self.blocks_used = 0
+        self.leased_blocks = 0
+        self._attempts: dict[Key, Attempt] = {}
+        self._tombstones = Tombstones(limits.tombstones_max)
+        self._retained_tokens = 0
+        self._heard_s: dict[str, float] = {}
+
+    # ------------------------------------------------------------ reading
+
+    def __len__(self) -> int:
+        return len(self._attempts)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(self._attempts.values())
+
+    def get(self, key: Key) -> Attempt | None:
+        return self._attempts.get(key)
+
+    @property
+    def prefill_tokens_queued(self) -> int:
+        """Prompt tokens accepted to be computed here and not computed yet."""
+        uncomputed = (AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
+        return sum(a.prompt_tokens for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
+
+    def digests(self) -> dict[str, tuple[DigestEntry, ...]]:
+        """Return what is held for each gateway that is alive; an empty list is news, too."""
+        entries: dict[str, list[DigestEntry]] = {gateway: [] for gateway in self._heard_s}
+        for attempt in self:
+            request, number = attempt.key
+            entry = DigestEntry(request=request, attempt=number, emitted=len(attempt.tokens), state=attempt.state)
+            entries.setdefault(attempt.gateway, []).append(entry)
+        return {gateway: tuple(held) for gateway, held in entries.items()}
+
+    # ------------------------------------------------------------ admission
+
+    def reserve(self, ask: Ask, now_s: float) -> Attempt | Refusal:
+        """Book an attempt, or say why not. A live key must be looked up with `get` before."""
+        assert ask.key not in self._attempts, "a live attempt is reserved twice"
+        request, number = ask.key
+        if not ask.budget_s > 0:
+            return Refusal("expired", "the attempt's deadline has passed")
+        self._tombstones.purge(now_s)
+        if self._tombstones.refuses(request, number):
+            return Refusal("tombstone", "this attempt was cancelled or ended here, or a newer one was seen")
+        if self.draining:
+            return Refusal("draining", "the worker is leaving")
+        if refusal := self._lack(blocks := self._blocks_of(ask), ask.leg):
+            return refusal
+        self.heard(ask.gateway, now_s)
+        deadline_s = now_s + min(ask.budget_s, self.limits.budget_s_max)
+        attempt = Attempt(
+            key=ask.key,
+            gateway=ask.gateway,
+            leg=ask.leg,
+            prompt_tokens=ask.prompt_tokens,
+            blocks=blocks,
+            deadline_s=deadline_s,
+            state_until_s=now_s + self.limits.enter_timeout_s,
+        )
+        self._attempts[ask.key] = attempt
+        self._tombstones.bury(request, number - 1, deadline_s)
+        self.slots_used += 1
+        self.blocks_used += blocks
+        self.leased_blocks += blocks if ask.leg is Leg.PREFILL else 0
+        return attempt
+
+    def _blocks_of(self, ask: Ask) -> int:
+        # Prefill's sampled token is discarded, so it never gets a place in the cache.
+        output = 0 if ask.leg is Leg.PREFILL else min(ask.output_tokens_max, self.limits.output_headroom_tokens_max)
+        return -(-(ask.prompt_tokens + output) // self.limits.engine_block_tokens)
+
+    def _lack(self, blocks: int, leg: Leg) -> Refusal | None:
+        limits = self.limits
+        if self.slots_used >= limits.slots:
+            return Refusal("full", f"all {limits.slots} run slots are taken")
+        if self.blocks_used + blocks > limits.kv_blocks:
+            return Refusal("full", f"{blocks} KV blocks asked, {limits.kv_blocks - self.blocks_used} free")
+        leased_max = int(limits.kv_blocks * limits.leased_share_max)
+        if leg is Leg.PREFILL and self.leased_blocks + blocks > leased_max:
+            return Refusal(
+                "leases", f"{blocks} KV blocks to lease, {leased_max - self.leased_blocks} of {leased_max} free"
+            )
+        return None
+
+    # ------------------------------------------------------------ progress
+
+    def enter(self, key: Key) -> bool:
+        """Note that the attempt is handed to the engine now; False when it may not be any more."""
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.state is not AttemptState.RESERVED:
+            return False
+        attempt.state = _ENTERED[attempt.leg]
+        attempt.state_until_s = inf
+        return True
+
+    def advance(self, key: Key, delta: EngineDelta) -> int | None:
+        """Note what an engine step added; return the index of its first token, None if nobody wants it any more."""
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.state not in IN_ENGINE or attempt.stopping:
+            return None
+        if attempt.leg is not Leg.PREFILL:
+            attempt.state = AttemptState.RUNNING
+        attempt.cached_tokens = max(attempt.cached_tokens, delta.cached_tokens)
+        attempt.transferred_tokens = max(attempt.transferred_tokens, delta.transferred_tokens)
+        attempt.transferred_bytes = max(attempt.transferred_bytes, delta.transferred_bytes)
+        index = len(attempt.tokens)
+        if attempt.leg is not Leg.PREFILL:
+            attempt.tokens.extend(delta.tokens)
+            attempt.logprobs.extend(delta.logprobs)
+        return index
+
+    def hold(self, key: Key) -> bool:
+        """Note that prefill computed the prompt. False: it was stopped meanwhile, the lease must go."""
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.state is not AttemptState.COMPUTING:
+            return False
+        if attempt.stopping:
+            self._forget(attempt)
+            return False
+        self._change(attempt, AttemptState.HELD)
+        return True
+
+    def settle(self, leased: frozenset[Key]) -> list[Attempt]:
+        """Let go of leases that the engine no longer has; return their attempts."""
+        gone = [a for a in self if a.state is AttemptState.HELD and a.key not in leased]
+        for attempt in gone:
+            self._forget(attempt)
+        return gone
+
+    def end(self, key: Key, reason: FinishReason, error: BatonError | None, now_s: float) -> Attempt | None:
+        """Note that the engine has let go of an attempt; return it the first time, None ever after.
+
+        What somebody may still ask for is RETAINED with its `finish`; the rest is gone at once.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.state not in WITH_SLOT:
+            return None
+        if attempt.stopping:
+            error = attempt.stop_error
+            reason = FinishReason.ERROR if error else FinishReason.CANCELLED
+        attempt.finish = Finish(reason=reason, usage=attempt.usage(), error=ErrorReport.of(error) if error else None)
+        if attempt.leg is Leg.PREFILL or (attempt.stopping and error is None):
+            self._forget(attempt)
+            return attempt
+        self._change(attempt, AttemptState.RETAINED)
+        self._bury(attempt)
+        attempt.state_until_s = now_s + self.limits.retain_s
+        self._retained_tokens += len(attempt.tokens)
+        self._bound_retained()
+        return attempt
+
+    # ------------------------------------------------------------ endings from outside
+
+    def cancel(self, key: Key, budget_s: float, now_s: float) -> bool:
+        """End an attempt that the gateway gave up, known or not; True when the engine must be told."""
+        request, number = key
+        # Not `max(0, …)` alone: a budget that is no number compares false and must not outlive the limit.
+        lasts_s = min(budget_s, self.limits.budget_s_max) if budget_s > 0 else 0.0
+        self._tombstones.bury(request, number, now_s + lasts_s)
+        attempt = self._attempts.get(key)
+        return attempt is not None and self.stop(attempt, None, now_s)
+
+    def acknowledge(self, key: Key, now_s: float) -> bool:
+        """Forget an attempt whose end has arrived. Prefill's lease ends with it: True when the engine must be told."""
+        attempt = self._attempts.get(key)
+        return attempt is not None and self.stop(attempt, None, now_s)
+
+    def stop(self, attempt: Attempt, error: BatonError | None, now_s: float) -> bool:
+        """End an attempt wherever it stands; True when the engine must be told.
+
+        With an `error` its end is kept for the gateway (`attempt.finish`, at once if the engine never
+        had it), without one it is forgotten.
+        """
+        match attempt.state:
+            case AttemptState.RESERVED:
+                attempt.stopping, attempt.stop_error = True, error
+                self.end(attempt.key, FinishReason.ERROR, error, now_s)
+                return False
+            case AttemptState.RETAINED:
+                if error is None:
+                    self._forget(attempt)
+                return False
+            case AttemptState.HELD:
+                self._forget(attempt)
+                return True
+            case _:
+                first = not attempt.stopping
+                if first:
+                    attempt.state_until_s = now_s + self.limits.abort_timeout_s
+                if first or error is None:
+                    attempt.stopping, attempt.stop_error = True, error
+                return first
+
+    def heard(self, gateway: str, now_s: float) -> None:
+        self._heard_s[gateway] = now_s
+
+    def sweep(self, now_s: float) -> list[Stopped]:
+        """Stop everything whose time is up; call it several times a second."""
+        self._tombstones.purge(now_s)
+        silent = {g for g, heard_s in self._heard_s.items() if now_s - heard_s > self.limits.gateway_silence_s}
+        stopped: list[Stopped] = []
+        for attempt in list(self):
+            if attempt.stopping and attempt.state in IN_ENGINE:
+                if attempt.state_until_s <= now_s:
+                    stopped.append(self._overrule(attempt, now_s))
+            elif attempt.gateway in silent:
+                stopped.append(Stopped(attempt, self.stop(attempt, None, now_s)))
+            elif attempt.state is AttemptState.RETAINED:
+                if attempt.state_until_s <= now_s:
+                    self._forget(attempt)
+            elif attempt.deadline_s <= now_s:
+                late = DeadlineExceeded("the attempt's deadline passed on the worker")
+                stopped.append(Stopped(attempt, self.stop(attempt, late, now_s)))
+            elif attempt.state is AttemptState.RESERVED and attempt.state_until_s <= now_s:
+                stuck = AttemptFailed(f"the attempt did not enter the engine within {self.limits.enter_timeout_s:g} s")
+                stopped.append(Stopped(attempt, self.stop(attempt, stuck, now_s)))
+        for gateway in silent - {attempt.gateway for attempt in self}:
+            del self._heard_s[gateway]
+        return stopped
+
+    # ------------------------------------------------------------ the book itself
+
+    def _overrule(self, attempt: Attempt, now_s: float) -> Stopped:
+        if attempt.stop_error is not None:
+            attempt.stop_error = EngineFailed("the engine did not end an aborted attempt")
+        self.end(attempt.key, FinishReason.ERROR, attempt.stop_error, now_s)
+        return Stopped(attempt, tell_engine=False, overdue=True)
+
+    def _change(self, attempt: Attempt, state: AttemptState) -> None:
+        """Move to `state`, giving back what the new state does not hold."""
+        if attempt.state in WITH_SLOT and state not in WITH_SLOT:
+            self.slots_used -= 1
+        if attempt.state in WITH_BLOCKS and state not in WITH_BLOCKS:
+            self._free_blocks(attempt)
+        attempt.state = state
+
+    def _forget(self, attempt: Attempt) -> None:
+        del self._attempts[attempt.key]
+        if attempt.state in WITH_SLOT:
+            self.slots_used -= 1
+        if attempt.state in WITH_BLOCKS:
+            self._free_blocks(attempt)
+        if attempt.state is AttemptState.RETAINED:
+            self._retained_tokens -= len(attempt.tokens)
+        self._bury(attempt)
+
+    def _free_blocks(self, attempt: Attempt) -> None:
+        self.blocks_used -= attempt.blocks
+        self.leased_blocks -= attempt.blocks if attempt.leg is Leg.PREFILL else 0
+
+    def _bury(self, attempt: Attempt) -> None:
+        request, number = attempt.key
+        self._tombstones.bury(request, number, attempt.deadline_s)
+
+    def _bound_retained(self) -> None:
+        """Forget the oldest ends beyond the limit. The newest stays, however long: its gateway is waiting for it."""
+        retained: Sequence[Attempt] = ()
+        if self._retained_tokens > self.limits.retained_tokens_max:
+            retained = sorted((a for a in self if a.state is AttemptState.RETAINED), key=lambda a: a.state_until_s)
+        for attempt in retained[:-1]:
+            if self._retained_tokens <= self.limits.retained_tokens_max:
+                break
+            self._forget(attempt)

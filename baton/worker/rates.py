@@ -1,0 +1,73 @@
+"""How fast this worker really is, learned from what it did. Pure: instants are passed in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+_NEWEST_SHARE_MIN: Final = 0.2
+_PREFILL_SAMPLE_TOKENS_MIN: Final = 64
+"""Fewer computed tokens say more about a step's fixed cost than about the rate."""
+_TRANSFER_SAMPLE_BYTES_MIN: Final = 64 << 10
+
+
+@dataclass(slots=True)
+class Average:
+    """An exponential average; the first samples replace the initial guess."""
+
+    value: float
+    samples: int = 0
+
+    def add(self, sample: float) -> None:
+        self.samples += 1
+        share = max(_NEWEST_SHARE_MIN, 1 / self.samples)
+        self.value += share * (sample - self.value)
+
+
+@dataclass(slots=True, kw_only=True)
+class Rates:
+    """The guesses are those of a mid-sized model on one GPU; they only matter until the first requests."""
+
+    prefill_tokens_per_s: Average = field(default_factory=lambda: Average(5_000.0))
+    token_interval_s: Average = field(default_factory=lambda: Average(0.02))
+    transfer_bytes_per_s: Average = field(default_factory=lambda: Average(1e9))
+    _prefilling: int = 0
+    _prefill_since_s: float = 0.0
+    _prefilled_tokens: int = 0
+    _intervals_s: float = 0.0
+    _interval_tokens: int = 0
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of one sequence."""
+        return 1 / self.token_interval_s.value
+
+    def prefill_began(self, now_s: float) -> None:
+        """Note that a prompt is being computed. Prompts run together: the time in which any runs is counted once."""
+        if self._prefilling == 0:
+            self._prefill_since_s, self._prefilled_tokens = now_s, 0
+        self._prefilling += 1
+
+    def prefill_ended(self, computed_tokens: int, now_s: float) -> None:
+        """Note that one of the prompts is done, with 0 tokens if it was stopped."""
+        self._prefilling -= 1
+        self._prefilled_tokens += computed_tokens
+        elapsed_s = now_s - self._prefill_since_s
+        if self._prefilled_tokens >= _PREFILL_SAMPLE_TOKENS_MIN and elapsed_s > 0:
+            self.prefill_tokens_per_s.add(self._prefilled_tokens / elapsed_s)
+            self._prefill_since_s, self._prefilled_tokens = now_s, 0
+
+    def tokens_came(self, tokens: int, since_s: float) -> None:
+        """Note how long a sequence took for its latest tokens."""
+        self._interval_tokens += tokens
+        self._intervals_s += since_s
+
+    def transfer_ended(self, size_bytes: int, moving_s: float) -> None:
+        if size_bytes >= _TRANSFER_SAMPLE_BYTES_MIN and moving_s > 0:
+            self.transfer_bytes_per_s.add(size_bytes / moving_s)
+
+    def tick(self) -> None:
+        """Take the token intervals since the last tick as one sample, so that long batches do not outweigh time."""
+        if self._interval_tokens and self._intervals_s > 0:
+            self.token_interval_s.add(self._intervals_s / self._interval_tokens)
+        self._interval_tokens, self._intervals_s = 0, 0.0

@@ -1,0 +1,173 @@
+"""Running one attempt through the engine, and telling its gateway what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Final, cast
+
+from baton import subjects
+from baton.bus import Bus
+from baton.clock import Clock
+from baton.engines.engine import Engine, EngineDelta, EngineRequest, Leg
+from baton.errors import BatonError, EngineFailed
+from baton.messages import Context, FinishReason, Hint, Prefilled, WorkerAddress
+from baton.telemetry import Tracing
+from baton.worker.frames import FrameSender
+from baton.worker.ledger import Attempt, Ledger
+from baton.worker.rates import Rates
+
+_log = logging.getLogger("baton.worker")
+
+ABORT_TIMEOUT_S: Final = 10.0
+
+
+class Runner:
+    """`run` is the task of one attempt; `conclude` tells of an end, wherever it was decided."""
+
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        clock: Clock,
+        tracing: Tracing,
+        engine: Engine,
+        ledger: Ledger,
+        rates: Rates,
+        frames: FrameSender,
+        address: WorkerAddress,
+        on_engine_failed: Callable[[], None],
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._tracing = tracing
+        self._engine = engine
+        self._ledger = ledger
+        self._rates = rates
+        self._frames = frames
+        self._address = address
+        self._on_engine_failed = on_engine_failed
+
+    async def run(self, attempt: Attempt, request: EngineRequest, trace: str) -> None:
+        """Take an accepted attempt from RESERVED to its end. Never raises for what befalls one attempt."""
+        if not self._ledger.enter(attempt.key):
+            return
+        try:
+            with self._tracing.span(
+                f"worker.{request.leg}", parent=trace, request=request.request, attempt=request.attempt
+            ) as span:
+                reason = await self._generate(attempt, request)
+                span.set("finish", reason)
+        except BatonError as error:
+            await self._fail(attempt, error)
+        except Exception:  # noqa: BLE001 - the one boundary of an attempt: a bug ends it, not the worker
+            _log.exception("attempt %s/%d failed", request.request, request.attempt)
+            await self._fail(attempt, EngineFailed("the worker failed on this attempt, its log says why"))
+        else:
+            await self._succeed(attempt, reason)
+
+    async def _generate(self, attempt: Attempt, request: EngineRequest) -> FinishReason:
+        meter = _Meter(attempt, self._rates, self._clock)
+        try:
+            # Every engine's `generate` is an async generator: closing it is how an attempt is abandoned.
+            deltas = cast("AsyncGenerator[EngineDelta]", self._engine.generate(request))
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    meter.note(delta)
+                    self._pass_on(attempt, delta)
+                    if delta.finish is None:
+                        continue
+                    if delta.finish in (FinishReason.STOP, FinishReason.LENGTH) or attempt.stopping:
+                        return delta.finish
+                    raise EngineFailed(f"the engine ended the attempt by itself: {delta.finish}")
+        finally:
+            meter.close()
+        raise EngineFailed("the engine ended the attempt without a word")
+
+    def _pass_on(self, attempt: Attempt, delta: EngineDelta) -> None:
+        index = self._ledger.advance(attempt.key, delta)
+        if index is None or attempt.leg is Leg.PREFILL or not delta.tokens:
+            return
+        usage = attempt.usage() if index == 0 else None
+        self._frames.add(attempt.gateway, attempt.key, index, delta.tokens, delta.logprobs, usage)
+
+    async def _succeed(self, attempt: Attempt, reason: FinishReason) -> None:
+        is_computed = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if attempt.leg is not Leg.PREFILL or not is_computed:
+            self._ledger.end(attempt.key, reason, None, self._clock.now_s())
+            await self.conclude(attempt)
+        elif self._ledger.hold(attempt.key):
+            context = self._context(attempt)
+            await self._tell(attempt, Prefilled(context=context, worker=self._address.worker, usage=attempt.usage()))
+        else:
+            # Stopped in the very step that computed the prompt: the lease has come after the abort.
+            await self.abort(attempt)
+
+    async def abort(self, attempt: Attempt) -> None:
+        """Have the engine let go of an attempt. That it has is seen when the attempt's `run` ends."""
+        try:
+            async with self._clock.timeout(ABORT_TIMEOUT_S):
+                await self._engine.abort(*attempt.key)
+        except TimeoutError:
+            _log.warning("the engine did not take the abort of attempt %s/%d", *attempt.key)
+        except BatonError as error:
+            _log.warning("attempt %s/%d could not be aborted: %s", *attempt.key, error)
+            self._on_engine_failed()
+
+    async def _fail(self, attempt: Attempt, error: BatonError) -> None:
+        if self._ledger.end(attempt.key, FinishReason.ERROR, error, self._clock.now_s()) and not attempt.stopping:
+            _log.warning("attempt %s/%d ended: %s", *attempt.key, error)
+        await self.conclude(attempt)
+        if isinstance(error, EngineFailed):
+            self._on_engine_failed()
+
+    async def conclude(self, attempt: Attempt) -> None:
+        """Tell the gateway of an attempt that has ended, if it may still want to know."""
+        finish = attempt.finish
+        if finish is None or (attempt.stopping and attempt.stop_error is None):
+            return
+        if attempt.leg is not Leg.PREFILL:
+            self._frames.add_whole(attempt.gateway, attempt.frame(len(attempt.tokens)))
+        elif finish.error is not None:
+            context = self._context(attempt)
+            await self._tell(attempt, Hint(context=context, worker=self._address.worker, error=finish.error))
+
+    def _context(self, attempt: Attempt) -> Context:
+        request, number = attempt.key
+        return Context(request=request, attempt=number, budget_s=max(0.0, attempt.deadline_s - self._clock.now_s()))
+
+    async def _tell(self, attempt: Attempt, message: Hint | Prefilled) -> None:
+        try:
+            await self._bus.publish(subjects.gateway(attempt.gateway), message)
+        except BatonError as error:
+            # Only a hint: the gateway's timers and the digests stand in for it.
+            _log.warning("gateway %s was not told of attempt %s/%d: %s", attempt.gateway, *attempt.key, error)
+
+
+class _Meter:
+    """Times one attempt for the worker's rates."""
+
+    def __init__(self, attempt: Attempt, rates: Rates, clock: Clock) -> None:
+        self._attempt = attempt
+        self._rates = rates
+        self._clock = clock
+        self._prefilling = attempt.leg is not Leg.DECODE
+        self._last_s: float | None = None
+        if self._prefilling:
+            rates.prefill_began(clock.now_s())
+
+    def note(self, delta: EngineDelta) -> None:
+        now_s = self._clock.now_s()
+        if self._last_s is not None:
+            self._rates.tokens_came(len(delta.tokens), now_s - self._last_s)
+        elif self._prefilling:
+            self._prefilling = False
+            self._rates.prefill_ended(self._attempt.prompt_tokens - delta.cached_tokens, now_s)
+        elif delta.transfer_s:
+            self._rates.transfer_ended(delta.transferred_bytes, delta.transfer_s)
+        self._last_s = now_s
+
+    def close(self) -> None:
+        if self._prefilling:
+            self._rates.prefill_ended(0, self._clock.now_s())

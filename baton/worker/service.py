@@ -1,0 +1,357 @@
+"""The worker: tasks in, frames out. A thin shell around the ledger, the engine and the bus."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from baton import subjects
+from baton.bus import Bus, Delivery, Subscription
+from baton.clock import Clock
+from baton.engines.engine import Engine, EngineFacts
+from baton.errors import BatonError, EngineFailed, MalformedMessage, WorkerLost
+from baton.messages import (
+    Accepted,
+    Acknowledge,
+    AnyMessage,
+    AttemptState,
+    Busy,
+    Cancel,
+    DecodeTask,
+    Digest,
+    ErrorReport,
+    FinishReason,
+    GatewayBeat,
+    Goodbye,
+    Heartbeat,
+    PrefillTask,
+    Refused,
+    Resend,
+    TokenChunk,
+)
+from baton.telemetry import Tracing
+from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
+from baton.worker.assembly import Assembly
+from baton.worker.canary import prove_block_identity
+from baton.worker.events import EventPublisher
+from baton.worker.frames import FrameSender
+from baton.worker.ledger import Attempt, Key, Ledger, Limits, Refusal
+from baton.worker.rates import Rates
+from baton.worker.runner import Runner
+from baton.worker.shadow import ShadowMap
+
+_log = logging.getLogger("baton.worker")
+
+HEALTH_TIMEOUT_S: Final = 10.0
+DRAIN_POLL_S: Final = 0.05
+LAST_WORDS_S: Final = 2.0
+"""For the ends of attempts that a drain cut short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timers:
+    heartbeat_s: float = 0.25
+    digest_s: float = 1.0
+    health_s: float = 1.0
+    canary_timeout_s: float = 15.0
+    drain_s: float = 30.0
+
+
+class WorkerService:
+    """One life of one worker, around an engine that has started. `run` is all there is to call."""
+
+    def __init__(
+        self,
+        *,
+        identity: Identity,
+        facts: EngineFacts,
+        engine: Engine,
+        bus: Bus,
+        clock: Clock,
+        tracing: Tracing,
+        limits: Limits,
+        timers: Timers,
+    ) -> None:
+        self._identity = identity
+        self._facts = facts
+        self._engine = engine
+        self._bus = bus
+        self._clock = clock
+        self._timers = timers
+        self._ledger = Ledger(limits)
+        self._assembly = Assembly()
+        self._rates = Rates()
+        self._frames = FrameSender(bus, identity.address)
+        self._engine_failed = asyncio.Event()
+        self._runner = Runner(
+            bus=bus,
+            clock=clock,
+            tracing=tracing,
+            engine=engine,
+            ledger=self._ledger,
+            rates=self._rates,
+            frames=self._frames,
+            address=identity.address,
+            on_engine_failed=self._engine_failed.set,
+        )
+        shadow = ShadowMap(
+            model_digest=facts.model_digest,
+            engine_block_tokens=facts.block_tokens,
+            block_tokens=identity.block_tokens,
+        )
+        self._publisher = EventPublisher(bus, clock, identity.address, facts.model_digest, shadow)
+        self._tasks: asyncio.TaskGroup
+        self._running: dict[Key, asyncio.Task[None]] = {}
+        self._bus_down = False
+
+    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
+        """Serve until `stop` is set, then drain and leave.
+
+        Raises ConfigurationError when the canary fails, EngineFailed when the engine dies.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                loops = [
+                    tasks.create_task(self._publisher.follow(self._engine.events()), name="events"),
+                    tasks.create_task(self._publisher.publish(), name="kv-stream"),
+                    tasks.create_task(self._frames.run(), name="frames"),
+                ]
+                await prove_block_identity(
+                    self._engine,
+                    self._facts,
+                    self._publisher,
+                    self._clock,
+                    block_tokens=self._identity.block_tokens,
+                    timeout_s=self._timers.canary_timeout_s,
+                )
+                loops += [
+                    tasks.create_task(self._every(self._timers.heartbeat_s, self._beat), name="heartbeat"),
+                    tasks.create_task(self._every(self._timers.digest_s, self._send_digests), name="digests"),
+                    tasks.create_task(self._watch_engine(), name="health"),
+                ]
+                async with self._subscribed():
+                    on_ready()
+                    await stop.wait()
+                    await self._drain()
+                for loop in loops:
+                    loop.cancel()
+        except BaseExceptionGroup as group:
+            if (expected := _first_expected(group)) is None:
+                raise
+            raise expected from group
+        finally:
+            await self._say_goodbye()
+
+    @asynccontextmanager
+    async def _subscribed(self) -> AsyncGenerator[None]:
+        worker = self._identity.address.worker
+        handlers = {
+            subjects.shadow(worker): self._publisher.answer,
+            subjects.GATEWAY_BEAT: self._on_gateway_beat,
+            subjects.task(worker): self._on_task,
+        }
+        subscriptions: list[Subscription] = []
+        try:
+            for subject, handler in handlers.items():
+                subscriptions.append(await self._bus.subscribe(subject, handler))
+            yield
+        finally:
+            # A task that came later would find nobody to run it.
+            for subscription in subscriptions:
+                await subscription.unsubscribe()
+
+    # ------------------------------------------------------------ the task subject
+
+    async def _on_task(self, delivery: Delivery) -> None:
+        now_s = self._clock.now_s()
+        match delivery.message:
+            case TokenChunk() as chunk:
+                self._assembly.add(chunk, now_s)
+            case PrefillTask() | DecodeTask() as task:
+                await delivery.respond(self._admit(task, now_s))
+            case Cancel(context=context) | Acknowledge(context=context) as ending:
+                key = (context.request, context.attempt)
+                attempt = self._ledger.get(key)
+                if isinstance(ending, Cancel):
+                    self._assembly.drop(key)
+                    tell_engine = self._ledger.cancel(key, context.budget_s, now_s)
+                else:
+                    tell_engine = self._ledger.acknowledge(key, now_s)
+                if attempt is not None and tell_engine:
+                    self._tasks.create_task(self._runner.abort(attempt))
+            case Resend(context=context, index=index):
+                attempt = self._ledger.get((context.request, context.attempt))
+                # What is not here is not answered: the next digest shows that it is gone.
+                if attempt is not None and (attempt.finish is not None or len(attempt.tokens) > index):
+                    self._frames.add_whole(attempt.gateway, attempt.frame(index))
+            case other:
+                wrong = MalformedMessage(f"{type(other).__name__} is no message for a worker's task subject")
+                await delivery.respond(Refused(error=ErrorReport.of(wrong)))
+
+    def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
+        address = self._identity.address
+        accepted = Accepted(worker=address.worker, generation=address.generation)
+        if task.generation == address.generation and self._ledger.get(key_of(task)) is not None:
+            return accepted
+        started = self._start(task, now_s)
+        if isinstance(started, Refusal):
+            self._assembly.drop(key_of(task))
+            return Busy(worker=address.worker, reason=started.reason, detail=started.detail)
+        return accepted
+
+    def _start(self, task: PrefillTask | DecodeTask, now_s: float) -> Attempt | Refusal:
+        ask = check_task(task, self._identity, self._facts)
+        if isinstance(ask, Refusal):
+            return ask
+        tokens = assemble(task, self._assembly)
+        if isinstance(tokens, Refusal):
+            return tokens
+        self._ledger.settle(self._engine.load().leased)
+        attempt = self._ledger.reserve(ask, now_s)
+        if isinstance(attempt, Refusal):
+            return attempt
+        request = engine_request(task, ask, tokens, attempt.deadline_s - now_s)
+        run = self._tasks.create_task(self._runner.run(attempt, request, task.context.trace))
+        self._running[attempt.key] = run
+        run.add_done_callback(lambda _: self._running.pop(attempt.key, None))
+        return attempt
+
+    async def _on_gateway_beat(self, delivery: Delivery) -> None:
+        if isinstance(delivery.message, GatewayBeat):
+            self._ledger.heard(delivery.message.gateway, self._clock.now_s())
+
+    # ------------------------------------------------------------ what happens by itself
+
+    async def _every(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            await act()
+            await self._clock.sleep(interval_s)
+
+    async def _beat(self) -> None:
+        now_s = self._clock.now_s()
+        self._ledger.settle(self._engine.load().leased)
+        self._assembly.purge(now_s)
+        for stopped in self._ledger.sweep(now_s):
+            attempt = stopped.attempt
+            if stopped.overdue:
+                _log.error("attempt %s/%d is still in the engine after its abort", *attempt.key)
+                if run := self._running.get(attempt.key):
+                    run.cancel()
+            if stopped.tell_engine:
+                self._tasks.create_task(self._runner.abort(attempt))
+            await self._runner.conclude(attempt)
+        self._rates.tick()
+        await self._publish(subjects.HEARTBEAT, self._heartbeat())
+
+    def _heartbeat(self) -> Heartbeat:
+        identity, facts, ledger, rates = self._identity, self._facts, self._ledger, self._rates
+        states = [attempt.state for attempt in ledger]
+        engine_blocks = round(self._engine.load().kv_usage * facts.kv_blocks)
+        waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
+        return Heartbeat(
+            address=identity.address,
+            role=identity.role,
+            model=identity.model_name,
+            model_path=identity.model_path,
+            model_digest=facts.model_digest,
+            engine=facts.engine,
+            block_tokens=identity.block_tokens,
+            context_tokens_max=facts.context_tokens_max,
+            running=ledger.slots_used - waiting,
+            waiting=waiting,
+            running_max=ledger.limits.slots,
+            # What is promised counts as used: the ledger refuses by its own book.
+            kv_blocks_used=min(max(ledger.blocks_used, engine_blocks), facts.kv_blocks),
+            kv_blocks_total=facts.kv_blocks,
+            engine_block_tokens=facts.block_tokens,
+            prefill_tokens_queued=ledger.prefill_tokens_queued,
+            prefill_tokens_per_s=rates.prefill_tokens_per_s.value,
+            decode_tokens_per_s=rates.decode_tokens_per_s,
+            transfer_bytes_per_s=rates.transfer_bytes_per_s.value,
+            kv_bytes_per_token=facts.kv_bytes_per_token,
+            attempts=tuple(attempt.key for attempt in ledger),
+            events_sequence=self._publisher.published_sequence,
+            draining=ledger.draining,
+        )
+
+    async def _send_digests(self) -> None:
+        address = self._identity.address
+        for gateway, entries in self._ledger.digests().items():
+            digest = Digest(worker=address.worker, generation=address.generation, entries=entries)
+            await self._publish(subjects.gateway(gateway), digest)
+
+    async def _publish(self, subject: str, message: AnyMessage) -> None:
+        """Send what is repeated anyway: it may be lost, and an outage is logged once."""
+        try:
+            await self._bus.publish(subject, message)
+            self._bus_down = False
+        except BatonError as error:
+            if not self._bus_down:
+                _log.warning("the bus takes no messages: %s", error)
+            self._bus_down = True
+
+    async def _watch_engine(self) -> None:
+        """Raise EngineFailed once the engine cannot serve any more; look at once after a failed attempt."""
+        while True:
+            try:
+                async with self._clock.timeout(HEALTH_TIMEOUT_S):
+                    await self._engine.check_health()
+            except TimeoutError as error:
+                raise EngineFailed(f"the engine did not answer within {HEALTH_TIMEOUT_S:g} s") from error
+            try:
+                async with self._clock.timeout(self._timers.health_s):
+                    await self._engine_failed.wait()
+            except TimeoutError:
+                continue
+            self._engine_failed.clear()
+
+    # ------------------------------------------------------------ leaving
+
+    async def _drain(self) -> None:
+        """Take nothing more, let what runs finish within the budget, end the rest as lost."""
+        self._ledger.draining = True
+        await self._publish(subjects.HEARTBEAT, self._heartbeat())
+        _log.info("draining: %d attempts, %g s at most", len(self._ledger), self._timers.drain_s)
+        await self._wait_empty(self._timers.drain_s)
+        lost = WorkerLost(f"worker {self._identity.address.worker} is leaving")
+        for attempt in list(self._ledger):
+            if attempt.state is AttemptState.RETAINED:
+                continue
+            if self._ledger.stop(attempt, lost, self._clock.now_s()):
+                self._tasks.create_task(self._runner.abort(attempt))
+            await self._runner.conclude(attempt)
+        await self._wait_empty(LAST_WORDS_S)
+        for run in list(self._running.values()):
+            run.cancel()
+
+    async def _wait_empty(self, budget_s: float) -> None:
+        give_up_at_s = self._clock.now_s() + budget_s
+        while len(self._ledger) and self._clock.now_s() < give_up_at_s:
+            await self._clock.sleep(DRAIN_POLL_S)
+
+    async def _say_goodbye(self) -> None:
+        """Report what ended with this worker, so that nobody has to wait for a timer to learn it."""
+        lost = WorkerLost(f"worker {self._identity.address.worker} has ended")
+        for attempt in list(self._ledger):
+            if attempt.finish is None:
+                self._ledger.stop(attempt, lost, self._clock.now_s())
+                self._ledger.end(attempt.key, FinishReason.ERROR, lost, self._clock.now_s())
+                await self._runner.conclude(attempt)
+        await self._frames.flush()
+        await self._publish(subjects.HEARTBEAT, Goodbye(address=self._identity.address))
+
+
+def _first_expected(group: BaseExceptionGroup[BaseException]) -> BatonError | None:
+    """Return the failure that we know among those that ended the worker's tasks."""
+    known = group.subgroup(BatonError)
+    while known is not None:
+        error = known.exceptions[0]
+        if not isinstance(error, BaseExceptionGroup):
+            return error
+        known = error
+    return None

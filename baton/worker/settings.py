@@ -1,0 +1,137 @@
+"""Settings of a worker, common to both roles; each service's `config.py` sets what differs."""
+
+from __future__ import annotations
+
+import socket
+from os import getpid
+from pathlib import Path
+from re import sub
+from typing import Annotated, Final, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.blocks import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
+from baton.engines.engine import Engine
+from baton.errors import ConfigurationError
+from baton.messages import Role
+from baton.transfer import AgentOptions, Faults
+
+_AGENT: Final = AgentOptions()
+"""Defaults of the transfer agent."""
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`baton.transfer.Faults` as a setting."""
+
+    delay_s: Annotated[float, Meta(ge=0)] = 0.0
+    corrupt_every: Annotated[int, Meta(ge=0)] = 0
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    nats_url: Annotated[str, Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
+    worker: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_-]{0,64}$", description="Name of this worker; empty: role, host and process number."
+        ),
+    ] = ""
+    model: Annotated[str, Meta(description="Folder of the model, or its id on a hub.")] = ""
+    model_name: Annotated[str, Meta(description="Name that clients use; empty: the last part of the model's path.")] = (
+        ""
+    )
+    engine: Annotated[Literal["vllm", "simulated"], Meta(description="vllm or simulated.")] = "vllm"
+    engine_options: Annotated[
+        dict[str, object], Meta(description="Flags of the engine, passed through as they are, as JSON.")
+    ] = {}
+    device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the engine runs: auto, cpu or cuda.")] = (
+        "auto"
+    )
+
+    block_tokens: Annotated[
+        int,
+        Meta(
+            ge=BLOCK_TOKENS_MIN, le=BLOCK_TOKENS_MAX, description="Canonical block; the same in the whole deployment."
+        ),
+    ] = BLOCK_TOKENS_DEFAULT
+    slots: Annotated[int, Meta(ge=0, description="Attempts that run at the same time; 0: what the engine can.")] = 0
+    output_headroom_tokens: Annotated[
+        int, Meta(ge=1, description="Output for which an attempt reserves KV blocks beside its prompt, at most.")
+    ] = 512
+    leased_share: Annotated[
+        float, Meta(gt=0, le=1, description="Share of the KV blocks that may be held for decode workers.")
+    ] = 0.4
+
+    heartbeat_s: Annotated[Seconds, Meta(description="Time between two heartbeats.")] = 0.25
+    digest_s: Annotated[Seconds, Meta(description="Time between two digests to each gateway.")] = 1.0
+    gateway_silence_s: Annotated[
+        Seconds, Meta(description="What belongs to a gateway that was silent for this long is aborted.")
+    ] = 5.0
+    enter_timeout_s: Annotated[Seconds, Meta(description="Time for an accepted attempt to enter the engine.")] = 2.0
+    retain_s: Annotated[
+        Seconds, Meta(description="How long an answer is kept for a gateway that does not confirm it.")
+    ] = 30.0
+    drain_s: Annotated[Seconds, Meta(description="Time at the end for what still runs.")] = 30.0
+    canary_timeout_s: Annotated[Seconds, Meta(description="Time for the prompt that proves the block mapping.")] = 15.0
+
+    agent_host: Annotated[str, Meta(description="Address on which the transfer agent listens.")] = "127.0.0.1"
+    agent_port: Annotated[int, Meta(ge=0, le=65535, description="Its port; 0: any free one.")] = 0
+    agent_secret: Annotated[str, Meta(description="Shared by all agents; better given by environment or file.")] = ""
+    agent_backends: Annotated[tuple[str, ...], Meta(description="Ways to move KV, in order of preference.")] = (
+        _AGENT.backends
+    )
+    lease_ttl_s: Annotated[Seconds, Meta(description="A lease ends this long after its decode worker's last sign.")] = (
+        _AGENT.lease_ttl_s
+    )
+    unclaimed_ttl_s: Annotated[Seconds, Meta(description="A lease that nobody asked for ends after this.")] = (
+        _AGENT.unclaimed_ttl_s
+    )
+    wanted_timeout_s: Annotated[
+        Seconds, Meta(description="A pull fails when its source says nothing for this long.")
+    ] = _AGENT.wanted_timeout_s
+    stall_timeout_s: Annotated[Seconds, Meta(description="A pull fails when it makes no progress for this long.")] = (
+        _AGENT.stall_timeout_s
+    )
+    faults: Annotated[
+        InjectedFaults, Meta(description="Faults injected into the transfer agent, as JSON; for tests.")
+    ] = InjectedFaults()
+
+    def worker_id(self, role: Role) -> str:
+        host = sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40]
+        return self.worker or f"{role}-{host}-{getpid()}"
+
+    def public_model_name(self) -> str:
+        return self.model_name or Path(self.model).name or self.model
+
+    def agent_options(self) -> AgentOptions:
+        return AgentOptions(
+            host=self.agent_host,
+            port=self.agent_port,
+            secret=self.agent_secret,
+            backends=self.agent_backends,
+            lease_ttl_s=self.lease_ttl_s,
+            unclaimed_ttl_s=self.unclaimed_ttl_s,
+            wanted_timeout_s=self.wanted_timeout_s,
+            stall_timeout_s=self.stall_timeout_s,
+            faults=Faults(delay_s=self.faults.delay_s, corrupt_every=self.faults.corrupt_every),
+        )
+
+
+def create_engine(role: Role, settings: WorkerSettings) -> Engine:
+    """Return the engine that the settings name. The one place that imports engines: each needs its own packages."""
+    agent = settings.agent_options()
+    try:
+        if settings.engine == "simulated":
+            from baton.engines.simulated import SimulatedEngine
+
+            return SimulatedEngine(settings.model, role=role, options=settings.engine_options, agent=agent)
+        from baton.engines.vllm import VllmEngine
+
+        options = {"device": settings.device, **settings.engine_options}
+        return VllmEngine(settings.model, role=role, options=options, agent=agent)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"the engine {settings.engine} needs the Python package {error.name}, which is not installed"
+        ) from error

@@ -1,0 +1,265 @@
+"""The shadow map: which canonical blocks the engine's prefix cache holds, told by its block events.
+
+Engines name their blocks by opaque hashes, and their block size may be a multiple or a divisor of the
+canonical one. A **cover** ties the two together: the canonical blocks that a set of engine blocks
+stands for, held while all of its members are.
+
+    engine block 64, canonical 32                engine block 16, canonical 32
+    e1 ├────────────────┤                        e1 ├───┤  e2    ├───┤   e2' ├───┤
+    covers: {e1} → c1, c2                        covers: {e1, e2} → c1    {e1, e2'} → c1'
+
+Engines store and remove the same hash several times, one for each copy, so members are counted; two
+covers may stand for the same canonical block, so these are counted as well. An engine block keeps its
+**tail**, where the chain of ids stands after it, as long as a child may come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from baton.blocks import ID_BYTES, hash_blocks, root_key, split_ids
+from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored, EngineEventBatch
+from baton.errors import ConfigurationError
+from baton.messages import TOKEN_BYTES, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, pack_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """Where the chain stands after an engine block."""
+
+    root: bytes
+    parent: bytes
+    """Id of the last canonical block that is full; empty at the root."""
+    rest: bytes = b""
+    """Packed tokens after it, fewer than a canonical block."""
+    members: tuple[bytes, ...] = ()
+    """Hashes of the engine blocks that `rest` lies in."""
+
+
+@dataclass(slots=True, eq=False)
+class _Cover:
+    parent: bytes
+    ids: tuple[bytes, ...]
+    members: tuple[bytes, ...]
+    missing: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _EngineBlock:
+    tail: _Tail
+    copies: int = 0
+    covers: list[_Cover] = field(default_factory=list[_Cover])
+
+
+@dataclass(slots=True)
+class _Held:
+    parent: bytes
+    covers: int = 0
+
+
+class ShadowMap:
+    """Pure. Not safe for two threads at once."""
+
+    def __init__(self, *, model_digest: str, engine_block_tokens: int, block_tokens: int) -> None:
+        longer, shorter = max(engine_block_tokens, block_tokens), min(engine_block_tokens, block_tokens)
+        if shorter < 1 or longer % shorter:
+            raise ConfigurationError(
+                f"the engine's block of {engine_block_tokens} tokens must be a multiple or a divisor of the"
+                f" canonical block of {block_tokens} tokens"
+            )
+        self.block_tokens = block_tokens
+        self.engine_block_tokens = engine_block_tokens
+        self.ignored_blocks = 0
+        """Engine blocks that could not be named: their parent is unknown or their size is another."""
+        self.batches = 0
+        self._model_digest = model_digest
+        self._blocks: dict[bytes, _EngineBlock] = {}
+        self._held: dict[bytes, _Held] = {}
+        self._sequence = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, block: bytes) -> bool:
+        return block in self._held
+
+    def apply(self, batch: EngineEventBatch) -> list[BlockEvent]:
+        """Follow the engine; return what changed, in order. After a lost batch everything is forgotten first."""
+        out: list[BlockEvent] = []
+        if batch.sequence != self._sequence + 1:
+            self._clear(out)
+        self._sequence = batch.sequence
+        self.batches += 1
+        for event in batch.events:
+            match event:
+                case EngineBlocksStored():
+                    self._store(event, out)
+                case EngineBlocksRemoved():
+                    self._remove(event.hashes, out)
+                case EngineBlocksCleared():
+                    self._clear(out)
+        return out
+
+    def _clear(self, out: list[BlockEvent]) -> None:
+        if self._held or self._blocks:
+            out.append(BlocksCleared())
+        self._blocks.clear()
+        self._held.clear()
+
+    # ------------------------------------------------------------ stored
+
+    def _store(self, event: EngineBlocksStored, out: list[BlockEvent]) -> None:
+        tail = self._tail_of(event)
+        sizes_agree = len(event.tokens) == len(event.hashes) * event.block_tokens
+        if tail is None or event.block_tokens != self.engine_block_tokens or not sizes_agree:
+            self.ignored_blocks += len(event.hashes)
+            return
+        # One call hashes the whole run; each engine block then takes its share of the ids.
+        packed = tail.rest + pack_tokens(event.tokens)
+        ids = split_ids(hash_blocks(tail.root, packed, self.block_tokens, tail.parent))
+        stored = _Runs()
+        canonical_bytes = self.block_tokens * TOKEN_BYTES
+        start_bytes = len(tail.rest)
+        done = 0
+        for number, engine_hash in enumerate(event.hashes, start=1):
+            end_bytes = start_bytes + number * self.engine_block_tokens * TOKEN_BYTES
+            own = tuple(ids[done : end_bytes // canonical_bytes])
+            done += len(own)
+            members = (*tail.members, engine_hash)
+            before, parent = tail, tail.parent
+            if own:
+                tail = _Tail(tail.root, own[-1])
+            else:
+                tail = _Tail(tail.root, parent, packed[done * canonical_bytes : end_bytes], members)
+            block = self._blocks.get(engine_hash)
+            if block is None:
+                block = self._blocks[engine_hash] = _EngineBlock(tail)
+                if own:
+                    self._cover(_Cover(parent, own, members), before)
+            block.copies += 1
+            if block.copies == 1:
+                self._member_came(block, stored)
+        out.extend(stored.events())
+
+    def _tail_of(self, event: EngineBlocksStored) -> _Tail | None:
+        if event.parent is None:
+            return _Tail(root_key(self._model_digest, salt=event.cache_salt), b"")
+        parent = self._blocks.get(event.parent)
+        return parent.tail if parent else None
+
+    def _cover(self, cover: _Cover, before: _Tail) -> None:
+        """Tie a new cover to its members; `before` is the tail that its last member follows.
+
+        That member comes next, so it counts as missing. Earlier ones may have been removed and
+        forgotten; they are known again from now on, as missing.
+        """
+        for number, member in enumerate(cover.members, start=1):
+            block = self._blocks.get(member)
+            if block is None:
+                rest = before.rest[: number * self.engine_block_tokens * TOKEN_BYTES]
+                block = _EngineBlock(_Tail(before.root, before.parent, rest, cover.members[:number]))
+                self._blocks[member] = block
+            block.covers.append(cover)
+            cover.missing += 1 if block.copies == 0 else 0
+
+    def _member_came(self, block: _EngineBlock, stored: _Runs) -> None:
+        for cover in block.covers:
+            cover.missing -= 1
+            if cover.missing:
+                continue
+            parent = cover.parent
+            for canonical in cover.ids:
+                held = self._held.get(canonical)
+                if held is None:
+                    held = self._held[canonical] = _Held(parent)
+                    stored.add(parent, canonical)
+                held.covers += 1
+                parent = canonical
+
+    # ------------------------------------------------------------ removed
+
+    def _remove(self, hashes: Iterable[bytes], out: list[BlockEvent]) -> None:
+        gone: list[bytes] = []
+        for engine_hash in hashes:
+            block = self._blocks.get(engine_hash)
+            # Blocks that were ignored when they were stored are removed as well: nothing to do.
+            if block is None or block.copies == 0:
+                continue
+            block.copies -= 1
+            if block.copies == 0:
+                self._member_went(block, gone)
+                self._prune(engine_hash, block)
+        if gone:
+            out.append(BlocksRemoved(blocks=b"".join(gone)))
+
+    def _member_went(self, block: _EngineBlock, gone: list[bytes]) -> None:
+        for cover in block.covers:
+            cover.missing += 1
+            if cover.missing > 1:
+                continue
+            for canonical in cover.ids:
+                held = self._held[canonical]
+                held.covers -= 1
+                if held.covers == 0:
+                    del self._held[canonical]
+                    gone.append(canonical)
+
+    def _prune(self, engine_hash: bytes, block: _EngineBlock) -> None:
+        """Forget covers of which no member is left, and engine blocks that nothing names any more.
+
+        A block that is gone itself stays known while a cover with a member left names it, since the
+        engine may store it again without its neighbours.
+        """
+        dead = [cover for cover in block.covers if cover.missing == len(cover.members)]
+        for cover in dead:
+            for member in cover.members:
+                other = self._blocks[member]
+                other.covers.remove(cover)
+                if other is not block and other.copies == 0 and not other.covers:
+                    del self._blocks[member]
+        if not block.covers:
+            del self._blocks[engine_hash]
+
+    # ------------------------------------------------------------ reading
+
+    def runs(self, run_blocks_max: int) -> Iterator[BlocksStored]:
+        """Yield everything held as runs of at most `run_blocks_max`, parents before their children."""
+        children: dict[bytes, list[bytes]] = {}
+        for canonical, held in self._held.items():
+            children.setdefault(held.parent, []).append(canonical)
+        # A block whose parent was evicted starts a run like one at the root does.
+        starts = [canonical for canonical, held in self._held.items() if held.parent not in self._held]
+        while starts:
+            run = [starts.pop()]
+            while len(run) < run_blocks_max and (following := children.get(run[-1])):
+                run.append(following[0])
+                starts.extend(following[1:])
+            if len(run) == run_blocks_max:
+                starts.extend(children.get(run[-1], ()))
+            yield BlocksStored(parent=self._held[run[0]].parent, blocks=b"".join(run))
+
+
+class _Runs:
+    """Newly held blocks, gathered into runs in which each is the child of the one before."""
+
+    def __init__(self) -> None:
+        self._links: list[tuple[bytes, bytes]] = []
+
+    def add(self, parent: bytes, block: bytes) -> None:
+        self._links.append((parent, block))
+
+    def events(self) -> list[BlockEvent]:
+        if not self._links:
+            return []
+        starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(self._links)) if b[0] != a[1]), len(self._links)]
+        return [
+            BlocksStored(parent=self._links[start][0], blocks=b"".join(block for _, block in self._links[start:end]))
+            for start, end in pairwise(starts)
+        ]
+
+
+def count_ids(event: BlockEvent) -> int:
+    """Return how many block ids an event names."""
+    return 0 if isinstance(event, BlocksCleared) else len(event.blocks) // ID_BYTES

@@ -1,0 +1,14 @@
+#include <nanobind/nanobind.h>
+
+namespace nb = nanobind;
+
+void bind_hash(nb::module_& m);
+void bind_core(nb::module_& m);
+void bind_agent(nb::module_& m);
+
+NB_MODULE(_core, m) {
+  m.doc() = "Baton's native core: block hashing and the KV transfer agent.";
+  bind_hash(m);
+  bind_core(m);
+  bind_agent(m);
+}

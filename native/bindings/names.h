@@ -1,0 +1,30 @@
+// Names of enumerations, as baton.transfer spells them.
+#pragma once
+
+#include "transfer/types.h"
+
+namespace baton::transfer {
+
+inline const char* name_of(ReportKind kind) {
+  switch (kind) {
+    case ReportKind::pull_progress:
+      return "pull_progress";
+    case ReportKind::pull_done:
+      return "pull_done";
+    case ReportKind::pull_failed:
+      return "pull_failed";
+    case ReportKind::lease_released:
+      return "lease_released";
+    case ReportKind::lease_ended:
+      return "lease_ended";
+  }
+  return "";
+}
+
+inline const char* name_of(Cause cause) {
+  constexpr const char* kNames[kCauses] = {"none",    "cancelled", "deadline", "unreachable", "refused",
+                                           "revoked", "expired",   "checksum", "stalled"};
+  return kNames[static_cast<std::uint8_t>(cause)];
+}
+
+}  // namespace baton::transfer

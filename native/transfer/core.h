@@ -1,0 +1,63 @@
+// The transfer agent as a state machine: events in, actions out. No I/O, no clock, no threads, no randomness of its
+// own: the same options and events give the same actions. Who owns it carries the actions out (shell.h, or a test).
+#pragma once
+
+#include <map>
+#include <span>
+
+#include "transfer/handshake.h"
+#include "transfer/lease.h"
+#include "transfer/pull.h"
+
+namespace baton::transfer {
+
+class Core {
+ public:
+  explicit Core(Options options);
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  // Once, before leases and pulls. Throws std::invalid_argument.
+  void set_geometry(Geometry geometry);
+
+  // `now_s` never falls. A command with bad arguments throws std::invalid_argument; it must stand alone in its step.
+  [[nodiscard]] std::vector<Action> step(double now_s, std::span<const Event> events);
+
+  // When `step` wants to be called though nothing happens; infinity: never.
+  [[nodiscard]] double wake_s() const { return out_.wake_s(); }
+
+  // Of a lease, 0 when the key is unknown.
+  [[nodiscard]] std::uint64_t generation(const Key& key) const { return source_.generation(key); }
+  [[nodiscard]] Stats stats() const;
+  [[nodiscard]] const Geometry& geometry() const { return geometry_; }
+  [[nodiscard]] const Options& options() const { return options_; }
+
+ private:
+  struct Connection {
+    Handshake handshake;
+    double opened_s = 0;
+  };
+
+  void on(double now_s, const Event& event);
+  void on_frame(double now_s, const FrameArrived& arrived);
+  [[nodiscard]] bool on_source_frame(double now_s, ConnectionId connection, FrameType type, Bytes body);
+  [[nodiscard]] bool on_sink_frame(double now_s, ConnectionId connection, FrameType type, Bytes body);
+  void on_closed(double now_s, const Closed& closed);
+  void settle(double now_s, ConnectionId connection, Handshake::Outcome outcome);
+  void drop(ConnectionId connection, const std::string& why);
+  void drop_broken(ConnectionId connection);
+  void tick(double now_s);
+  void open_connection(double now_s, ConnectionId connection, Handshake::Side side);
+  [[nodiscard]] Digest make_nonce();
+
+  Options options_;  // Only its faults ever change.
+  Geometry geometry_;
+  Outbox out_;
+  Stats stats_;
+  Source source_;
+  Sink sink_;
+  std::map<ConnectionId, Connection> connections_;
+  std::uint64_t nonces_ = 0;
+};
+
+}  // namespace baton::transfer

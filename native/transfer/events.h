@@ -1,0 +1,199 @@
+// What goes into the core (events) and what comes out of it (actions). All are plain values.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "transfer/types.h"
+
+namespace baton::transfer {
+
+using Blob = std::vector<std::uint8_t>;
+
+// ---------------------------------------------------------------- events: the owner's commands
+// A command with bad arguments throws std::invalid_argument and changes nothing.
+
+struct OpenLease {
+  Key key{};
+  double unclaimed_ttl_s = -1;  // Negative: the option's value.
+};
+struct ExtendLease {
+  Key key{};
+  std::uint64_t generation = 0;
+  std::vector<std::uint32_t> blocks;
+};
+struct PostReady {
+  Key key{};
+  std::uint64_t generation = 0;
+  std::int32_t layer = 0;  // -1: all.
+  std::uint32_t tokens = 0;
+};
+struct CompleteLease {
+  Key key{};
+  std::uint64_t generation = 0;
+  std::uint32_t tokens = 0;
+};
+struct RevokeLease {
+  Key key{};
+  bool final_ = false;
+};
+struct StartPull {
+  Key key{};
+  std::string endpoint;
+  std::uint32_t first_token = 0;
+  std::uint32_t tokens = 0;
+  std::vector<std::uint32_t> blocks;
+  double budget_s = 0;
+};
+struct CancelPull {
+  Key key{};
+};
+struct ReleaseLease {
+  Key key{};
+  std::string endpoint;
+};
+// From now on; a pull that has its first bytes keeps its delay.
+struct SetFaults {
+  Faults faults;
+};
+struct Shutdown {};  // Every pull fails, every lease ends.
+
+// ---------------------------------------------------------------- events: what happened outside
+
+struct Accepted {
+  ConnectionId connection = 0;
+};
+struct Connected {
+  ConnectionId connection = 0;
+};
+// Nothing of this connection is read, written or placed any more.
+struct Closed {
+  ConnectionId connection = 0;
+  std::string detail;
+};
+struct FrameArrived {
+  ConnectionId connection = 0;
+  Blob frame;  // Type byte and body.
+};
+// The header of an inline chunk; its payload waits for `Place` or `Discard`.
+struct DataArrived {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::uint64_t bytes = 0;
+};
+// All bytes of a chunk have been read from the pool: what happens to them from now on does not matter.
+struct Served {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::int32_t slot = -1;  // -1: the payload went inline.
+  std::uint32_t crc = 0;
+};
+// A chunk lies in its destination blocks; `crc` was taken there. Its slot, if it had one, is empty again.
+struct Placed {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::int32_t slot = -1;
+  std::uint32_t crc = 0;
+};
+// Answer to `StopPlacing`: nothing writes this pull's blocks before the next `Place`.
+struct PlacingStopped {
+  PullId pull = 0;
+};
+struct BackendOffered {
+  ConnectionId connection = 0;
+  bool ok = false;
+  Blob offer;
+};
+struct BackendAccepted {
+  ConnectionId connection = 0;
+  bool ok = false;
+  Blob proof;
+};
+struct BackendChecked {
+  ConnectionId connection = 0;
+  bool ok = false;
+};
+
+using Event = std::variant<OpenLease, ExtendLease, PostReady, CompleteLease, RevokeLease, StartPull, CancelPull,
+                           ReleaseLease, SetFaults, Shutdown, Accepted, Connected, Closed, FrameArrived, DataArrived, Served,
+                           Placed, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
+
+// ---------------------------------------------------------------- actions
+
+struct Connect {
+  ConnectionId connection = 0;
+  std::string address;  // host:port
+};
+struct Close {
+  ConnectionId connection = 0;
+  std::string detail;
+};
+struct Send {
+  ConnectionId connection = 0;
+  Blob frame;
+};
+// Read blocks of the pool and send them; answered by `Served`, unless stopped before it began.
+struct Serve {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::uint32_t layer = 0;
+  std::vector<std::uint32_t> blocks;
+  bool corrupt = false;  // Injected: flip one bit after the checksum was taken.
+};
+struct StopServing {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+};
+// The sink has emptied a slot.
+struct Credit {
+  ConnectionId connection = 0;
+  std::int32_t slot = 0;
+};
+// Write a chunk into blocks of the pool; answered by `Placed`, unless the connection closes, or the payload is inline
+// and the pull is stopped.
+struct Place {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::int32_t slot = -1;
+  std::uint32_t layer = 0;
+  std::vector<std::uint32_t> blocks;
+};
+// Throw away the inline payload that was announced.
+struct Discard {
+  ConnectionId connection = 0;
+};
+struct StopPlacing {
+  PullId pull = 0;
+};
+struct OfferBackend {
+  ConnectionId connection = 0;
+  std::string backend;
+};
+struct AcceptBackend {
+  ConnectionId connection = 0;
+  std::string backend;
+  Blob offer;
+};
+struct CheckBackend {
+  ConnectionId connection = 0;
+  std::string backend;
+  Blob proof;
+};
+// From here on chunks of this connection take this way.
+struct UseBackend {
+  ConnectionId connection = 0;
+  std::string backend;
+  bool checksum = true;
+};
+
+using Action = std::variant<Connect, Close, Send, Serve, StopServing, Credit, Place, Discard, StopPlacing, OfferBackend,
+                            AcceptBackend, CheckBackend, UseBackend, Report>;
+
+}  // namespace baton::transfer

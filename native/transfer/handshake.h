@@ -1,0 +1,75 @@
+// How two agents meet. One object per connection, on each side.
+//
+//   sink                                    source
+//    Hello(version, nonce)            ──▶
+//                                     ◀──   Challenge(version, nonce)
+//    Identify(identity, proof)        ──▶                                 proof: keyed hash over side, both
+//                                     ◀──   Welcome(identity, proof)      nonces and identity; or Refuse
+//                                     ◀──   Offer(backend, offer)         for each backend both sides have, until
+//    Answer(ok, proof)                ──▶                                 one works; tcp needs no offer
+//                                     ◀──   Agreed(backend, checksum)
+//
+// The secret proves who speaks; it does not encrypt or sign what follows.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "transfer/outbox.h"
+
+namespace baton::transfer {
+
+class Handshake {
+ public:
+  enum class Side : std::uint8_t { sink, source };
+  enum class Outcome : std::uint8_t { going, agreed, refused, malformed };
+
+  // `expected_incarnation`: of the source, as its endpoint says; 0 on the source's side.
+  Handshake(Side side, ConnectionId connection, const Options& options, const Geometry& geometry, const Digest& nonce,
+            std::uint64_t expected_incarnation);
+
+  void start(Outbox& out);  // Sink only.
+  Outcome on_frame(FrameType type, Bytes body, Outbox& out);
+  Outcome on_offered(bool ok, const Blob& offer, Outbox& out);
+  void on_accepted(bool ok, const Blob& proof, Outbox& out);
+  Outcome on_checked(bool ok, Outbox& out);
+
+  [[nodiscard]] Side side() const { return side_; }
+  [[nodiscard]] bool agreed() const { return step_ == Step::agreed; }
+  [[nodiscard]] const std::string& backend() const { return backend_; }
+  [[nodiscard]] bool checksum() const { return checksum_; }
+  // After `refused`: why, and under which cause pulls fail.
+  [[nodiscard]] const std::string& detail() const { return detail_; }
+  [[nodiscard]] Cause cause() const { return cause_; }
+
+ private:
+  enum class Step : std::uint8_t { hello, challenge, identify, welcome, backends, agreed };
+
+  [[nodiscard]] frames::Identity identity() const;
+  [[nodiscard]] Digest proof(Side of, const frames::Identity& identity) const;
+  [[nodiscard]] std::string mismatch(const frames::Identity& sink, const frames::Identity& source) const;
+  Outcome refuse(std::string detail, Outbox& out);
+  Outcome on_hello(const frames::Hello& hello, Outbox& out);
+  Outcome on_challenge(const frames::Challenge& challenge, Outbox& out);
+  Outcome on_identify(const frames::Identify& identify, Outbox& out);
+  Outcome on_welcome(const frames::Welcome& welcome, Outbox& out);
+  Outcome on_agreed(const frames::Agreed& agreed, Outbox& out);
+  Outcome offer_next(Outbox& out);
+  Outcome agree(Outbox& out);
+
+  const Options& options_;
+  const Geometry& geometry_;
+  Side side_;
+  Step step_;
+  ConnectionId connection_;
+  std::uint64_t expected_incarnation_;
+  Digest own_nonce_;
+  Digest peer_nonce_{};
+  std::vector<std::string> candidates_;  // Backends not tried yet, the preferred last.
+  std::string backend_;
+  bool checksum_ = true;
+  std::string detail_;
+  Cause cause_ = Cause::none;
+};
+
+}  // namespace baton::transfer

@@ -1,0 +1,546 @@
+#include "transfer/pull.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <stdexcept>
+
+#include "transfer/endpoint.h"
+
+namespace baton::transfer {
+namespace {
+
+std::string seconds(double duration_s) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g s", duration_s);
+  return text;
+}
+
+}  // namespace
+
+Sink::Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats)
+    : options_(options), geometry_(geometry), out_(out), stats_(stats) {}
+
+double Sink::keep_alive_interval_s() const { return std::min(1.0, options_.lease_ttl_s / 3); }
+
+// ---------------------------------------------------------------- the owner's commands
+
+void Sink::pull(double now_s, const StartPull& command) {
+  const auto refuse = [](const std::string& why) { throw std::invalid_argument(why); };
+  if (geometry_.layers == 0) refuse("a pull needs a pool: call set_pool first");
+  const std::uint32_t block_tokens = geometry_.block_tokens;
+  if (command.first_token % block_tokens != 0) {
+    refuse("first_token " + std::to_string(command.first_token) + " is not a multiple of the block size " +
+           std::to_string(block_tokens));
+  }
+  if (command.tokens <= command.first_token) {
+    refuse("there is nothing to pull: tokens " + std::to_string(command.tokens) + " is not above first_token " +
+           std::to_string(command.first_token));
+  }
+  const std::uint32_t first_block = command.first_token / block_tokens;
+  const auto needed = static_cast<std::uint32_t>((std::uint64_t{command.tokens} + block_tokens - 1) / block_tokens) -
+                      first_block;
+  if (command.blocks.size() != needed) {
+    refuse("tokens [" + std::to_string(command.first_token) + ", " + std::to_string(command.tokens) + ") fill " +
+           std::to_string(needed) + " blocks, not " + std::to_string(command.blocks.size()));
+  }
+  for (const std::uint32_t block : command.blocks) {
+    if (block >= geometry_.blocks) {
+      refuse("block " + std::to_string(block) + " lies outside the pool of " + std::to_string(geometry_.blocks) +
+             " blocks");
+    }
+  }
+  if (!(command.budget_s > 0)) refuse("budget_s must be positive");
+  if (by_key_.contains(command.key)) refuse("this key is being pulled already");
+  if (pulls_.size() >= options_.limits.pulls) refuse("too many pulls are running");
+  Peer& peer = peer_of(now_s, command.endpoint);
+
+  Pull pull;
+  pull.id = next_pull_++;
+  pull.key = command.key;
+  pull.endpoint = command.endpoint;
+  pull.first_block = first_block;
+  pull.tokens = command.tokens;
+  pull.blocks = command.blocks;
+  pull.started_s = pull.accounted_s = pull.progress_s = pull.keep_alive_s = now_s;
+  pull.deadline_s = now_s + command.budget_s;
+  forget_progress(pull);
+  ++peer.pulls;
+  by_key_[pull.key] = pull.id;
+  Pull& kept = pulls_.emplace(pull.id, std::move(pull)).first->second;
+  if (peer.ready) ask(now_s, kept, peer.connection);
+  tick_pull(now_s, kept);  // Sets its alarms.
+}
+
+void Sink::cancel(const CancelPull& command) {
+  const auto found = by_key_.find(command.key);
+  if (found != by_key_.end()) fail(pulls_.at(found->second), Cause::cancelled, "the pull was cancelled");
+}
+
+void Sink::release(double now_s, const ReleaseLease& command) {
+  send_release(peer_of(now_s, command.endpoint), command.key, Cause::none);
+}
+
+void Sink::shut_down() {
+  for (auto& [id, pull] : pulls_) fail(pull, Cause::cancelled, "the agent was closed");
+}
+
+// ---------------------------------------------------------------- connections
+
+Sink::Peer& Sink::peer_of(double now_s, const std::string& endpoint) {
+  const auto parsed = parse_endpoint(endpoint);
+  if (!parsed) throw std::invalid_argument("'" + endpoint + "' is not an endpoint of an agent");
+  if (const auto found = peers_.find(endpoint); found != peers_.end()) return found->second;
+  if (peers_.size() >= options_.limits.peers) throw std::invalid_argument("too many sources are in use");
+  Peer& peer = peers_[endpoint];
+  peer.endpoint = endpoint;
+  peer.address = parsed->address;
+  peer.incarnation = parsed->incarnation;
+  peer.give_up_s = now_s + options_.connect_timeout_s;
+  peer.lost_detail = "no answer from the source";
+  connect(peer);
+  out_.wake_at(peer.give_up_s);
+  return peer;
+}
+
+void Sink::connect(Peer& peer) {
+  peer.connection = next_connection_;
+  next_connection_ += 2;
+  peer.ready = false;
+  endpoints_[peer.connection] = peer.endpoint;
+  out_.put(Connect{peer.connection, peer.address});
+}
+
+Sink::Peer* Sink::peer_on(ConnectionId connection) {
+  const auto found = endpoints_.find(connection);
+  return found == endpoints_.end() ? nullptr : &peers_.at(found->second);
+}
+
+// A pull that is fencing or waits for its writes to stop takes nothing from its source.
+Sink::Pull* Sink::pull_on(ConnectionId connection, PullId id) {
+  const auto found = pulls_.find(id);
+  const Peer* peer = peer_on(connection);
+  if (found == pulls_.end() || peer == nullptr || found->second.endpoint != peer->endpoint) return nullptr;
+  return found->second.state == State::fencing ? nullptr : &found->second;
+}
+
+std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
+  const auto found = endpoints_.find(connection);
+  return found == endpoints_.end() ? 0 : peers_.at(found->second).incarnation;
+}
+
+void Sink::on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum) {
+  Peer* peer = peer_on(connection);
+  if (peer == nullptr) return;
+  peer->ready = true;
+  peer->backend = backend;
+  peer->checksum = checksum;
+  peer->idle_since_s = now_s;
+  for (const frames::Release& release : std::exchange(peer->releases, {})) out_.send(connection, release);
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint == peer->endpoint && pull.state != State::fencing) ask(now_s, pull, connection);
+  }
+  out_.wake_at(now_s + options_.limits.idle_s);
+}
+
+void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
+  pull.keep_alive_s = pull.progress_s = now_s;
+  pull.backend = peers_.at(pull.endpoint).backend;
+  out_.send(connection, frames::Ask{.pull = pull.id,
+                                    .key = pull.key,
+                                    .first_block = pull.first_block,
+                                    .blocks = static_cast<std::uint32_t>(pull.blocks.size()),
+                                    .tokens = pull.tokens});
+  out_.wake_at(now_s + keep_alive_interval_s());
+}
+
+void Sink::on_refused(ConnectionId connection, Cause cause, const std::string& detail) {
+  Peer* peer = peer_on(connection);
+  if (peer == nullptr) return;
+  endpoints_.erase(connection);
+  const std::string endpoint = peer->endpoint;
+  peer->releases.clear();
+  fail_all(endpoint, cause, detail);
+  peers_.erase(endpoint);
+}
+
+void Sink::on_closed(double now_s, ConnectionId connection, const std::string& detail) {
+  Peer* peer = peer_on(connection);
+  if (peer == nullptr) return;
+  endpoints_.erase(connection);
+  if (peer->ready) peer->give_up_s = now_s + options_.connect_timeout_s;
+  peer->ready = false;
+  peer->connection = 0;
+  peer->lost_detail = detail;
+  peer->retry_s = now_s + options_.limits.reconnect_s;
+  out_.wake_at(std::min(peer->retry_s, peer->give_up_s));
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint != peer->endpoint) continue;
+    account(now_s, pull);
+    // Nothing of that connection is written any more, so its chunks can be asked for anew.
+    for (const auto& [sequence, chunk] : pull.in_flight) pull.again.push_back(chunk.run);
+    pull.in_flight.clear();
+    if (pull.state == State::verifying) pull.state = State::pulling;
+  }
+}
+
+// ---------------------------------------------------------------- what sources say
+
+bool Sink::on_opened(double now_s, ConnectionId connection, const frames::Opened& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  if (pull == nullptr) return true;
+  if (frame.generation == 0) return false;
+  pull->progress_s = now_s;
+  if (pull->generation != 0 && frame.generation != pull->generation && !pull->revoked) {
+    restart(*pull);  // The lease was revoked and opened again while the connection was lost.
+  }
+  pull->generation = frame.generation;
+  pull->revoked = false;
+  pull->ever_opened = true;
+  if (pull->stopping) {
+    pull->reopened = true;
+  } else {
+    pull->state = State::pulling;
+    request_more(now_s, *pull);
+  }
+  return true;
+}
+
+bool Sink::on_ready(double now_s, ConnectionId connection, const frames::Ready& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  if (pull == nullptr || frame.generation != pull->generation || pull->revoked) return true;
+  if (frame.layer != kAllLayers && frame.layer >= geometry_.layers) return false;
+  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
+    if (frame.layer != kAllLayers && layer != frame.layer) continue;
+    pull->ready_tokens[layer] = std::max(pull->ready_tokens[layer], frame.tokens);
+  }
+  pull->progress_s = now_s;
+  request_more(now_s, *pull);
+  return true;
+}
+
+void Sink::on_revoked(ConnectionId connection, const frames::Revoked& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  if (pull != nullptr && !pull->revoked) restart(*pull);
+}
+
+void Sink::on_ended(ConnectionId connection, const frames::Ended& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  if (pull == nullptr) return;
+  fail(*pull, frame.cause == Cause::none ? Cause::expired : frame.cause, frame.detail);
+}
+
+void Sink::on_keep_alive_answer(double now_s, ConnectionId connection, const frames::KeepAliveAnswer& frame) {
+  if (Pull* pull = pull_on(connection, frame.pull)) pull->progress_s = now_s;
+}
+
+bool Sink::on_data(double now_s, const DataArrived& data) {
+  Pull* pull = pull_on(data.connection, data.pull);
+  const auto chunk = pull == nullptr ? std::map<std::uint32_t, Chunk>::iterator{} : pull->in_flight.find(data.sequence);
+  if (pull == nullptr || chunk == pull->in_flight.end()) {
+    out_.put(Discard{data.connection});  // It crossed a cancellation or a restart.
+    return data.bytes <= chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
+  }
+  if (chunk->second.placing || chunk->second.run.blocks * geometry_.block_bytes != data.bytes) return false;
+  pull->progress_s = now_s;
+  place(*pull, data.sequence, chunk->second, data.connection);
+  return true;
+}
+
+bool Sink::on_chunk_end(double now_s, ConnectionId connection, const frames::ChunkEnd& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  const auto chunk =
+      pull == nullptr ? std::map<std::uint32_t, Chunk>::iterator{} : pull->in_flight.find(frame.sequence);
+  if (pull == nullptr || chunk == pull->in_flight.end()) {
+    if (frame.slot >= 0) out_.send(connection, frames::CreditSlot{frame.slot});
+    return true;
+  }
+  Chunk& state = chunk->second;
+  if (state.ended || (frame.slot < 0 && !state.placed) || (frame.slot >= 0 && state.placing)) return false;
+  state.ended = true;
+  state.slot = frame.slot;
+  state.trailer_crc = frame.crc;
+  state.trailer_generation = frame.generation;
+  pull->progress_s = now_s;
+  if (frame.slot >= 0) {
+    place(*pull, frame.sequence, state, connection);
+  } else {
+    judge(now_s, *pull, frame.sequence);
+  }
+  return true;
+}
+
+// ---------------------------------------------------------------- moving
+
+std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) const {
+  const std::uint32_t tokens = pull.ready_tokens[layer];
+  const auto all = static_cast<std::uint32_t>(pull.blocks.size());
+  if (tokens >= pull.tokens) return all;
+  const std::uint32_t whole = tokens / geometry_.block_tokens;
+  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, all);
+}
+
+void Sink::request_more(double now_s, Pull& pull) {
+  if (pull.stopping || pull.revoked || pull.generation == 0 || pull.state == State::fencing) return;
+  const Peer& peer = peers_.at(pull.endpoint);
+  if (!peer.ready) return;
+  account(now_s, pull);
+  const std::uint32_t most = chunk_blocks(geometry_, options_.limits);
+  while (pull.in_flight.size() < options_.limits.chunks_in_flight && !pull.again.empty()) {
+    const Run run = pull.again.back();
+    pull.again.pop_back();
+    request(pull, peer.connection, run);
+  }
+  // Lower layers first: the engine that waits reads them first.
+  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
+    const std::uint32_t ready = ready_blocks(pull, layer);
+    std::uint32_t& next = pull.requested[layer];
+    while (next < ready && pull.in_flight.size() < options_.limits.chunks_in_flight) {
+      const std::uint32_t blocks = std::min(most, ready - next);
+      request(pull, peer.connection, {layer, next, blocks});
+      next += blocks;
+    }
+  }
+}
+
+void Sink::request(Pull& pull, ConnectionId connection, const Run& run) {
+  const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
+  pull.in_flight[sequence] = Chunk{.run = run};
+  out_.send(connection, frames::Request{.pull = pull.id,
+                                        .generation = pull.generation,
+                                        .sequence = sequence,
+                                        .layer = run.layer,
+                                        .first_block = pull.first_block + run.first,
+                                        .blocks = run.blocks});
+}
+
+void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, ConnectionId connection) {
+  chunk.placing = true;
+  const auto first = pull.blocks.begin() + chunk.run.first;
+  out_.put(Place{.connection = connection,
+                 .pull = pull.id,
+                 .sequence = sequence,
+                 .slot = chunk.slot,
+                 .layer = chunk.run.layer,
+                 .blocks = {first, first + chunk.run.blocks}});
+}
+
+void Sink::on_placed(double now_s, const Placed& placed) {
+  const auto found = pulls_.find(placed.pull);
+  if (found == pulls_.end()) return;
+  Pull& pull = found->second;
+  const auto chunk = pull.in_flight.find(placed.sequence);
+  if (chunk == pull.in_flight.end() || pull.stopping) return;
+  chunk->second.placed = true;
+  chunk->second.placed_crc = placed.crc;
+  pull.progress_s = now_s;
+  if (chunk->second.ended) judge(now_s, pull, placed.sequence);
+}
+
+// A chunk counts once its bytes lie in place and its trailer says that they were good when they were read.
+void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
+  account(now_s, pull);
+  const Peer& peer = peers_.at(pull.endpoint);
+  const Chunk chunk = pull.in_flight.at(sequence);
+  pull.in_flight.erase(sequence);
+  if (chunk.trailer_generation != pull.generation) return restart(pull);
+  if (peer.checksum && chunk.placed_crc != chunk.trailer_crc) {
+    ++stats_.checksum_failures;
+    return fail(pull, Cause::checksum,
+                "layer " + std::to_string(chunk.run.layer) + " arrived with another checksum than it was sent with");
+  }
+  pull.verified[chunk.run.layer] += chunk.run.blocks;
+  pull.blocks_verified += chunk.run.blocks;
+  stats_.pulled_blocks += chunk.run.blocks;
+  stats_.pulled_bytes += chunk.run.blocks * geometry_.block_bytes;
+  report_progress(pull);
+  if (pull.blocks_verified == std::uint64_t{pull.blocks.size()} * geometry_.layers) return finish(now_s, pull);
+  request_more(now_s, pull);
+  const auto unplaced = [](const auto& entry) { return !entry.second.placed; };
+  const bool all_placed = std::none_of(pull.in_flight.begin(), pull.in_flight.end(), unplaced);
+  pull.state = all_placed && !pull.in_flight.empty() ? State::verifying : State::pulling;
+}
+
+void Sink::report_progress(Pull& pull) {
+  while (pull.layers_reported < geometry_.layers && pull.verified[pull.layers_reported] == pull.blocks.size()) {
+    ++pull.layers_reported;
+    out_.put(report_of(pull, ReportKind::pull_progress));
+  }
+}
+
+void Sink::account(double now_s, Pull& pull) {
+  (pull.in_flight.empty() ? pull.waiting_s : pull.moving_s) += now_s - pull.accounted_s;
+  pull.accounted_s = now_s;
+}
+
+Report Sink::report_of(const Pull& pull, ReportKind kind) const {
+  return {.kind = kind,
+          .key = pull.key,
+          .cause = pull.cause,
+          .detail = pull.detail,
+          .layers = pull.layers_reported,
+          .bytes = pull.blocks_verified * geometry_.block_bytes,
+          .tokens = pull.tokens,
+          .waiting_s = pull.waiting_s,
+          .moving_s = pull.moving_s,
+          .backend = pull.backend,
+          .restarts = pull.restarts};
+}
+
+// ---------------------------------------------------------------- ends and restarts
+
+void Sink::finish(double now_s, Pull& pull) {
+  account(now_s, pull);
+  ++stats_.pulls_done;
+  send_release(peers_.at(pull.endpoint), pull.key, Cause::none);
+  out_.put(report_of(pull, ReportKind::pull_done));
+  Peer& peer = peers_.at(pull.endpoint);
+  --peer.pulls;
+  peer.idle_since_s = now_s;
+  erase(pull.id);
+}
+
+void Sink::forget_progress(Pull& pull) {
+  pull.ready_tokens.assign(geometry_.layers, 0);
+  pull.requested.assign(geometry_.layers, 0);
+  pull.verified.assign(geometry_.layers, 0);
+  pull.again.clear();
+  pull.in_flight.clear();
+  pull.blocks_verified = 0;
+}
+
+// The source's blocks changed under the read: everything is discarded and asked for again, once nothing of the old
+// generation can be written over the new. Layers already reported are not reported twice.
+void Sink::restart(Pull& pull) {
+  forget_progress(pull);
+  ++pull.restarts;
+  pull.state = State::wanted;
+  pull.revoked = true;
+  pull.reopened = false;
+  if (!pull.stopping) out_.put(StopPlacing{pull.id});
+  pull.stopping = true;
+}
+
+void Sink::fail(Pull& pull, Cause cause, std::string detail) {
+  if (pull.state == State::fencing) return;
+  pull.cause = cause;
+  pull.detail = std::move(detail);
+  pull.state = State::fencing;
+  pull.in_flight.clear();
+  // What the source ended itself needs no release.
+  const bool tell = cause != Cause::refused && cause != Cause::expired && cause != Cause::unreachable;
+  Peer& peer = peers_.at(pull.endpoint);
+  --peer.pulls;  // A fencing pull needs its source no more; the peer may be forgotten before the fence is up.
+  if (tell) send_release(peer, pull.key, cause);
+  if (!pull.stopping) out_.put(StopPlacing{pull.id});
+  pull.stopping = true;
+}
+
+void Sink::on_placing_stopped(double now_s, const PlacingStopped& stopped) {
+  const auto found = pulls_.find(stopped.pull);
+  if (found == pulls_.end() || !found->second.stopping) return;
+  Pull& pull = found->second;
+  pull.stopping = false;
+  account(now_s, pull);
+  if (pull.state == State::fencing) {
+    ++stats_.pulls_failed;
+    out_.put(report_of(pull, ReportKind::pull_failed));
+    return erase(pull.id);
+  }
+  if (!pull.reopened) return;
+  pull.reopened = false;
+  pull.state = State::pulling;
+  request_more(now_s, pull);
+}
+
+void Sink::fail_all(const std::string& endpoint, Cause cause, const std::string& detail) {
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint == endpoint) fail(pull, cause, detail);
+  }
+}
+
+void Sink::send_release(Peer& peer, const Key& key, Cause cause) {
+  if (peer.ready) {
+    out_.send(peer.connection, frames::Release{key, cause});
+  } else if (peer.releases.size() < options_.limits.pulls) {
+    peer.releases.push_back({key, cause});
+  }
+}
+
+void Sink::erase(PullId id) {
+  const auto found = pulls_.find(id);
+  by_key_.erase(found->second.key);
+  pulls_.erase(found);
+}
+
+// ---------------------------------------------------------------- time
+
+void Sink::tick_pull(double now_s, Pull& pull) {
+  if (pull.state == State::fencing) return;
+  const Peer& peer = peers_.at(pull.endpoint);
+  if (now_s >= pull.deadline_s) {
+    const bool revoked = pull.revoked;
+    return fail(pull, revoked ? Cause::revoked : Cause::deadline,
+                revoked ? "the source gave the lease up and did not open it again within the pull's budget"
+                        : "the pull's budget of " + seconds(pull.deadline_s - pull.started_s) + " is spent");
+  }
+  out_.wake_at(pull.deadline_s);
+  if (!pull.ever_opened) {
+    const double give_up_s = pull.started_s + options_.wanted_timeout_s;
+    if (now_s >= give_up_s) {
+      return fail(pull, Cause::stalled,
+                  "the source did not open the lease within " + seconds(options_.wanted_timeout_s));
+    }
+    out_.wake_at(give_up_s);
+  } else if (peer.ready) {
+    const double give_up_s = pull.progress_s + options_.stall_timeout_s;
+    if (now_s >= give_up_s) {
+      return fail(pull, Cause::stalled, "nothing came from the source for " + seconds(options_.stall_timeout_s));
+    }
+    out_.wake_at(give_up_s);
+  }
+  if (!peer.ready) return;
+  const double interval_s = keep_alive_interval_s();
+  if (now_s >= pull.keep_alive_s + interval_s) {
+    pull.keep_alive_s = now_s;
+    out_.send(peer.connection, frames::KeepAlive{pull.id});
+  }
+  out_.wake_at(pull.keep_alive_s + interval_s);
+}
+
+void Sink::tick(double now_s) {
+  for (auto& [id, pull] : pulls_) tick_pull(now_s, pull);
+  tick_peers(now_s);
+}
+
+void Sink::tick_peers(double now_s) {
+  for (auto at = peers_.begin(); at != peers_.end();) {
+    Peer& peer = at->second;
+    const bool wanted = peer.pulls > 0 || !peer.releases.empty();
+    bool forget = false;
+    if (peer.ready) {
+      forget = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;
+      if (!wanted && !forget) out_.wake_at(peer.idle_since_s + options_.limits.idle_s);
+    } else if (!wanted) {
+      forget = true;
+    } else if (now_s >= peer.give_up_s) {
+      peer.releases.clear();
+      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + peer.address + ": " + peer.lost_detail);
+      forget = true;
+    } else {
+      out_.wake_at(peer.give_up_s);
+      if (peer.connection == 0 && now_s >= peer.retry_s) connect(peer);
+      if (peer.connection == 0) out_.wake_at(peer.retry_s);
+    }
+    if (!forget) {
+      ++at;
+      continue;
+    }
+    if (peer.connection != 0) {
+      endpoints_.erase(peer.connection);
+      out_.put(Close{peer.connection, "not needed any more"});
+    }
+    at = peers_.erase(at);
+  }
+}
+
+}  // namespace baton::transfer

@@ -1,0 +1,151 @@
+// The sink: pulls, and the sources they pull from. See baton/transfer.py for the contract.
+//
+//   WANTED ──opened──▶ PULLING ──all bytes placed──▶ VERIFYING ──all trailers good──▶ done
+//     ▲  ╰─────────────┬──╯ ╰──────────┬──────────────────╯
+//     ╰── revoked, once nothing writes ╯         any failure ──▶ FENCING ──nothing writes──▶ failed
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <unordered_map>
+
+#include "transfer/outbox.h"
+
+namespace baton::transfer {
+
+class Sink {
+ public:
+  Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats);
+
+  // Commands of the owner. They throw std::invalid_argument before anything has changed.
+  void pull(double now_s, const StartPull& command);
+  void cancel(const CancelPull& command);
+  void release(double now_s, const ReleaseLease& command);
+  void shut_down();
+
+  // Connections to sources.
+  [[nodiscard]] std::uint64_t expected_incarnation(ConnectionId connection) const;
+  void on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum);
+  void on_refused(ConnectionId connection, Cause cause, const std::string& detail);
+  void on_closed(double now_s, ConnectionId connection, const std::string& detail);
+
+  // Frames of sources. False: the peer broke the protocol.
+  [[nodiscard]] bool on_opened(double now_s, ConnectionId connection, const frames::Opened& frame);
+  [[nodiscard]] bool on_ready(double now_s, ConnectionId connection, const frames::Ready& frame);
+  void on_revoked(ConnectionId connection, const frames::Revoked& frame);
+  void on_ended(ConnectionId connection, const frames::Ended& frame);
+  void on_keep_alive_answer(double now_s, ConnectionId connection, const frames::KeepAliveAnswer& frame);
+  [[nodiscard]] bool on_chunk_end(double now_s, ConnectionId connection, const frames::ChunkEnd& frame);
+  [[nodiscard]] bool on_data(double now_s, const DataArrived& data);
+
+  void on_placed(double now_s, const Placed& placed);
+  void on_placing_stopped(double now_s, const PlacingStopped& stopped);
+  void tick(double now_s);
+
+  [[nodiscard]] std::uint64_t pulls() const { return pulls_.size(); }
+
+ private:
+  enum class State : std::uint8_t { wanted, pulling, verifying, fencing };
+
+  struct Run {
+    std::uint32_t layer = 0;
+    std::uint32_t first = 0;  // Counted from the pull's first block.
+    std::uint32_t blocks = 0;
+  };
+  struct Chunk {
+    Run run;
+    std::int32_t slot = -1;
+    bool placing = false;
+    bool placed = false;
+    bool ended = false;
+    std::uint32_t placed_crc = 0;
+    std::uint32_t trailer_crc = 0;
+    std::uint64_t trailer_generation = 0;
+  };
+  struct Peer {
+    std::string endpoint;
+    std::string address;
+    std::uint64_t incarnation = 0;
+    ConnectionId connection = 0;  // 0: none now.
+    bool ready = false;
+    bool checksum = true;
+    std::string backend;
+    double give_up_s = 0;  // While not ready.
+    double retry_s = 0;    // While without a connection.
+    double idle_since_s = 0;
+    std::string lost_detail;
+    std::size_t pulls = 0;  // Not counting those that fence.
+    std::deque<frames::Release> releases;  // To be sent once connected.
+  };
+  struct Pull {
+    PullId id = 0;
+    Key key{};
+    std::string endpoint;
+    std::uint32_t first_block = 0;
+    std::uint32_t tokens = 0;
+    std::vector<std::uint32_t> blocks;
+    State state = State::wanted;
+    bool stopping = false;   // `PlacingStopped` is awaited.
+    bool reopened = false;   // `Opened` came while it was.
+    bool revoked = false;    // The source gave a generation up and has not opened the next.
+    bool ever_opened = false;
+    std::uint64_t generation = 0;
+    std::vector<std::uint32_t> ready_tokens;    // Per layer, as the source posts.
+    std::vector<std::uint32_t> requested;       // Per layer, blocks from the first on.
+    std::vector<std::uint32_t> verified;        // Per layer, a count of blocks.
+    std::vector<Run> again;                     // Lost with a connection; asked for first.
+    std::map<std::uint32_t, Chunk> in_flight;   // By sequence.
+    std::uint32_t next_sequence = 0;
+    std::uint32_t layers_reported = 0;
+    std::uint64_t blocks_verified = 0;
+    double started_s = 0;
+    double deadline_s = 0;
+    double progress_s = 0;
+    double keep_alive_s = 0;
+    double accounted_s = 0;
+    double waiting_s = 0;
+    double moving_s = 0;
+    std::uint32_t restarts = 0;
+    std::string backend;
+    Cause cause = Cause::none;
+    std::string detail;
+  };
+
+  Peer& peer_of(double now_s, const std::string& endpoint);
+  Peer* peer_on(ConnectionId connection);
+  Pull* pull_on(ConnectionId connection, PullId id);
+  void connect(Peer& peer);
+  void ask(double now_s, Pull& pull, ConnectionId connection);
+  [[nodiscard]] std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer) const;
+  void request_more(double now_s, Pull& pull);
+  void request(Pull& pull, ConnectionId connection, const Run& run);
+  void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, ConnectionId connection);
+  void judge(double now_s, Pull& pull, std::uint32_t sequence);
+  void report_progress(Pull& pull);
+  void finish(double now_s, Pull& pull);
+  void restart(Pull& pull);
+  void forget_progress(Pull& pull);
+  void fail(Pull& pull, Cause cause, std::string detail);
+  void fail_all(const std::string& endpoint, Cause cause, const std::string& detail);
+  void send_release(Peer& peer, const Key& key, Cause cause);
+  void account(double now_s, Pull& pull);
+  [[nodiscard]] Report report_of(const Pull& pull, ReportKind kind) const;
+  void erase(PullId id);
+  void tick_pull(double now_s, Pull& pull);
+  void tick_peers(double now_s);
+  [[nodiscard]] double keep_alive_interval_s() const;
+
+  const Options& options_;
+  const Geometry& geometry_;
+  Outbox& out_;
+  Stats& stats_;
+  std::map<PullId, Pull> pulls_;
+  std::unordered_map<Key, PullId, KeyHash> by_key_;
+  std::map<std::string, Peer> peers_;
+  std::unordered_map<ConnectionId, std::string> endpoints_;
+  PullId next_pull_ = 1;
+  ConnectionId next_connection_ = 2;
+};
+
+}  // namespace baton::transfer

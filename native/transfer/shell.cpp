@@ -1,0 +1,440 @@
+#include "transfer/shell.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <system_error>
+
+#include "transfer/endpoint.h"
+#include "transfer/sockets.h"
+
+namespace baton::transfer {
+namespace {
+
+constexpr std::uint64_t kListenToken = ~std::uint64_t{0};
+constexpr std::uint64_t kWakeToken = kListenToken - 1;
+constexpr int kReadsPerTurn = 16;
+constexpr double kGoodbyeS = 0.2;  // What is still to be sent at the end gets this long.
+
+void check_backends(const Options& options) {
+  if (options.backends.empty()) throw std::invalid_argument("at least one backend is needed");
+  for (const auto& name : options.backends) {
+    if (name != "shm" && name != "tcp") throw std::invalid_argument("there is no backend '" + name + "'");
+  }
+  if (options.secret.size() > kTextBytesMax) throw std::invalid_argument("the secret is too long");
+}
+
+// Every life of an agent is another, even on the same port.
+Options with_entropy(Options options) {
+  check_backends(options);
+  const auto fill = [](void* at, std::size_t size) {
+    if (::getrandom(at, size, 0) != static_cast<ssize_t>(size)) {
+      throw std::system_error(errno, std::generic_category(), "no randomness");
+    }
+  };
+  fill(options.entropy.data(), options.entropy.size());
+  while (options.incarnation == 0) fill(&options.incarnation, sizeof options.incarnation);
+  return options;
+}
+
+}  // namespace
+
+Agent::Agent(Options options, const std::string& host, std::uint16_t port)
+    : core_(options = with_entropy(std::move(options))), reports_max_(options.limits.reports) {
+  const Listening listening = listen_on(host, port);
+  listen_fd_ = listening.fd;
+  endpoint_ = format_endpoint({listening.address, options.incarnation});
+  epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
+  wake_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  notify_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  const auto watch_own = [this](int fd, std::uint64_t token) {
+    epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
+    return ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) == 0;
+  };
+  const bool made = epoll_fd_ >= 0 && wake_fd_ >= 0 && notify_fd_ >= 0 && watch_own(listen_fd_, kListenToken) &&
+                    watch_own(wake_fd_, kWakeToken);
+  if (!made) {
+    const int error = errno;
+    for (const int fd : {listen_fd_, epoll_fd_, wake_fd_, notify_fd_}) ::close(fd);
+    throw std::system_error(error, std::generic_category(), "cannot set the agent up");
+  }
+  thread_ = std::thread(&Agent::run, this);
+}
+
+Agent::~Agent() {
+  close();
+  for (const int fd : {listen_fd_, epoll_fd_, wake_fd_, notify_fd_}) ::close(fd);
+}
+
+double Agent::now_s() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// ---------------------------------------------------------------- any thread
+
+void Agent::check_usable_locked() const {
+  if (!failure_.empty()) throw std::runtime_error("the transfer agent failed: " + failure_);
+  if (closed_) throw std::runtime_error("the transfer agent is closed");
+  if (reports_.size() >= reports_max_) throw std::runtime_error("the agent's events are not being polled");
+}
+
+void Agent::step(std::span<const Event> events) {
+  const std::lock_guard lock(mutex_);
+  step_locked(events);
+}
+
+void Agent::step_locked(std::span<const Event> events) {
+  const bool quiet = reports_.empty();
+  for (Action& action : core_.step(now_s(), events)) {
+    if (auto* report = std::get_if<Report>(&action)) {
+      reports_.push_back(std::move(*report));
+    } else {
+      actions_.push_back(std::move(action));
+    }
+  }
+  if (!quiet || reports_.empty()) return;
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(notify_fd_, &one, sizeof one);
+}
+
+void Agent::wake() const {
+  const std::uint64_t one = 1;
+  [[maybe_unused]] const auto written = ::write(wake_fd_, &one, sizeof one);
+}
+
+void Agent::set_pool(Geometry geometry, Pool pool) {
+  const std::lock_guard lock(mutex_);
+  check_usable_locked();
+  if (pool.stride_bytes < geometry.block_bytes) throw std::invalid_argument("blocks overlap: the stride is too small");
+  core_.set_geometry(std::move(geometry));
+  chunk_bytes_max_ = chunk_blocks(core_.geometry(), core_.options().limits) * core_.geometry().block_bytes;
+  pool_ = std::move(pool);
+}
+
+void Agent::command(Event event) {
+  {
+    const std::lock_guard lock(mutex_);
+    check_usable_locked();
+    const double wake_s = core_.wake_s();
+    step_locked({&event, 1});
+    if (actions_.empty() && core_.wake_s() >= wake_s) return;
+  }
+  wake();
+}
+
+std::uint64_t Agent::open_lease(const Key& key, double unclaimed_ttl_s) {
+  std::uint64_t generation = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    check_usable_locked();
+    const Event event = OpenLease{key, unclaimed_ttl_s};
+    step_locked({&event, 1});
+    generation = core_.generation(key);
+  }
+  wake();
+  return generation;
+}
+
+std::vector<Report> Agent::poll() {
+  const std::lock_guard lock(mutex_);
+  std::uint64_t count = 0;
+  [[maybe_unused]] const auto taken = ::read(notify_fd_, &count, sizeof count);
+  std::vector<Report> reports(std::make_move_iterator(reports_.begin()), std::make_move_iterator(reports_.end()));
+  reports_.clear();
+  if (reports.empty() && !failure_.empty()) throw std::runtime_error("the transfer agent failed: " + failure_);
+  return reports;
+}
+
+Stats Agent::stats() {
+  const std::lock_guard lock(mutex_);
+  return core_.stats();
+}
+
+void Agent::close() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+    const Event event = Shutdown{};
+    step_locked({&event, 1});
+  }
+  stopping_ = true;
+  wake();
+  thread_.join();
+}
+
+// ---------------------------------------------------------------- the progress thread
+
+void Agent::run() {
+  try {
+    run_until_stopped();
+  } catch (const std::exception& error) {
+    const std::lock_guard lock(mutex_);
+    failure_ = error.what();
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const auto written = ::write(notify_fd_, &one, sizeof one);
+  }
+  connections_.clear();
+}
+
+void Agent::run_until_stopped() {
+  double stop_s = 0;
+  while (true) {
+    carry_out_all();
+    flush_all();
+    if (stopping_) {
+      if (stop_s == 0) stop_s = now_s() + kGoodbyeS;
+      const bool unsent = std::any_of(connections_.begin(), connections_.end(),
+                                      [](const auto& entry) { return entry.second.stream->wants_write(); });
+      const bool busy = unsent || stats().pulls > 0 || !happened_.empty();
+      if (!busy || now_s() >= stop_s) return;
+    }
+    epoll_event ready[64];
+    const int count = ::epoll_wait(epoll_fd_, ready, 64, timeout_ms());
+    if (count < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "epoll_wait");
+    for (int i = 0; i < count; ++i) on_ready(ready[i].data.u64, ready[i].events);
+    step({});
+  }
+}
+
+int Agent::timeout_ms() {
+  const std::lock_guard lock(mutex_);
+  if (!actions_.empty() || !happened_.empty()) return 0;
+  if (stopping_) return 10;
+  const double left_s = core_.wake_s() - now_s();
+  if (left_s <= 0) return 0;
+  return left_s > 3600 ? -1 : static_cast<int>(std::ceil(left_s * 1000));
+}
+
+// Ends, because each round only does what the rounds before, or callers, have caused.
+void Agent::carry_out_all() {
+  while (true) {
+    std::vector<Action> actions;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!happened_.empty()) {
+        const std::vector<Event> happened = std::exchange(happened_, {});
+        step_locked(happened);
+      }
+      actions = std::exchange(actions_, {});
+    }
+    if (actions.empty()) return;
+    for (Action& action : actions) carry_out(action);
+  }
+}
+
+Agent::Connection* Agent::find(ConnectionId id) {
+  const auto found = connections_.find(id);
+  return found == connections_.end() ? nullptr : &found->second;
+}
+
+namespace {
+
+template <class... Handlers>
+struct Overloaded : Handlers... {
+  using Handlers::operator()...;
+};
+
+constexpr const char* kBroken = "the peer broke the protocol";
+
+}  // namespace
+
+void Agent::carry_out(Action& action) {
+  std::visit(Overloaded{
+                 [&](const Connect& a) { connect(a); },
+                 [&](const Close& a) {
+                   // What was said last, such as a refusal, shall still reach the peer if it can.
+                   if (Connection* at = find(a.connection)) [[maybe_unused]] const bool sent = at->stream->flush();
+                   drop(a.connection, a.detail);
+                 },
+                 [&](Send& a) {
+                   Connection* at = find(a.connection);
+                   if (at == nullptr) return;
+                   if (!at->stream->send(std::move(a.frame))) return drop(a.connection, at->stream->why());
+                   dirty_.push_back(a.connection);
+                 },
+                 [&](const Serve& a) {
+                   Connection* at = find(a.connection);
+                   if (at == nullptr || at->path == nullptr) return;
+                   at->path->serve(a);
+                   dirty_.push_back(a.connection);
+                 },
+                 [&](const StopServing& a) {
+                   Connection* at = find(a.connection);
+                   if (at != nullptr && at->path != nullptr) at->path->stop_serving(a.pull);
+                 },
+                 [&](const Credit& a) {
+                   Connection* at = find(a.connection);
+                   if (at != nullptr && at->path != nullptr && !at->path->credit(a.slot)) drop(a.connection, kBroken);
+                 },
+                 [&](const Place& a) {
+                   Connection* at = find(a.connection);
+                   if (at != nullptr && at->path != nullptr && !at->path->place(a)) drop(a.connection, kBroken);
+                 },
+                 [&](const Discard& a) {
+                   if (Connection* at = find(a.connection)) at->stream->discard();
+                 },
+                 [&](const StopPlacing& a) {
+                   for (auto& [id, connection] : connections_) {
+                     if (connection.path != nullptr) connection.path->stop_placing(a.pull);
+                   }
+                   happened_.push_back(PlacingStopped{a.pull});
+                 },
+                 [&](const OfferBackend& a) { offer(a); },
+                 [&](const AcceptBackend& a) { accept_offer(a); },
+                 [&](const CheckBackend& a) {
+                   Connection* at = find(a.connection);
+                   if (at == nullptr || at->segment == nullptr) return;
+                   const bool same = at->segment->token() == a.proof;
+                   // Both have it open now; without its name nobody else can, and nothing outlives the two.
+                   at->segment->unlink();
+                   if (!same) at->segment.reset();
+                   happened_.push_back(BackendChecked{a.connection, same});
+                 },
+                 [&](const UseBackend& a) { use(a); },
+                 [](const Report&) {},  // Taken out when the core gave it.
+             },
+             action);
+}
+
+// ---------------------------------------------------------------- backends
+
+void Agent::offer(const OfferBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  if (action.backend == "shm") at->segment = Segment::create(chunk_bytes_max_);
+  const bool ok = at->segment != nullptr;
+  happened_.push_back(BackendOffered{action.connection, ok, ok ? at->segment->offer() : Blob{}});
+}
+
+void Agent::accept_offer(const AcceptBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  if (action.backend == "shm") at->segment = Segment::open(action.offer, chunk_bytes_max_);
+  const bool ok = at->segment != nullptr;
+  happened_.push_back(BackendAccepted{action.connection, ok, ok ? at->segment->token() : Blob{}});
+}
+
+void Agent::use(const UseBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  if (action.backend == "tcp") {
+    at->stream->allow_payloads(chunk_bytes_max_, action.checksum);
+    at->path = std::make_unique<InlinePath>(*at->stream, pool_);
+  } else if (at->segment != nullptr) {
+    at->path = std::make_unique<ShmPath>(std::move(at->segment), action.connection, pool_, action.checksum, happened_);
+  } else {
+    drop(action.connection, kBroken);
+  }
+}
+
+// ---------------------------------------------------------------- connections
+
+void Agent::connect(const Connect& action) {
+  const int fd = begin_connect(action.address);
+  if (fd < 0) {
+    happened_.push_back(Closed{action.connection, std::strerror(errno)});
+    return;
+  }
+  tune(fd);
+  Connection& connection = connections_[action.connection];
+  connection.stream = std::make_unique<Stream>(fd, action.connection, happened_);
+  connection.connecting = true;
+  watch(action.connection, connection, EPOLLOUT);
+}
+
+void Agent::watch(ConnectionId id, Connection& connection, std::uint32_t events) {
+  if (connection.watched == events) return;
+  epoll_event event{.events = events, .data = {.u64 = id}};
+  const int operation = connection.watched == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+  if (::epoll_ctl(epoll_fd_, operation, connection.stream->fd(), &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+  }
+  connection.watched = events;
+}
+
+void Agent::drop(ConnectionId id, const std::string& why) {
+  if (connections_.erase(id) > 0) happened_.push_back(Closed{id, why});
+}
+
+void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
+  if (token == kListenToken) return accept_all();
+  if (token == kWakeToken) {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto taken = ::read(wake_fd_, &count, sizeof count);
+    return;
+  }
+  Connection* at = find(token);
+  if (at == nullptr) return;
+  if (at->connecting) return finish_connect(token, *at);
+  if ((events & EPOLLOUT) != 0) dirty_.push_back(token);
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) read(token);
+  carry_out_all();
+  flush_all();
+}
+
+void Agent::accept_all() {
+  while (true) {
+    const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;  // None is left, or it is gone again.
+    tune(fd);
+    const ConnectionId id = next_accepted_;
+    next_accepted_ += 2;
+    Connection& connection = connections_[id];
+    connection.stream = std::make_unique<Stream>(fd, id, happened_);
+    watch(id, connection, EPOLLIN);
+    happened_.push_back(Accepted{id});
+  }
+}
+
+void Agent::finish_connect(ConnectionId id, Connection& connection) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  ::getsockopt(connection.stream->fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+  if (error != 0) return drop(id, std::strerror(error));
+  connection.connecting = false;
+  watch(id, connection, EPOLLIN);
+  happened_.push_back(Connected{id});
+}
+
+void Agent::read(ConnectionId id) {
+  for (int turn = 0; turn < kReadsPerTurn; ++turn) {
+    Connection* at = find(id);
+    if (at == nullptr) return;
+    bool more = false;
+    if (!at->stream->receive(more)) return drop(id, at->stream->why());
+    // After a data header the core decides where its payload goes before the next frame is read.
+    while (true) {
+      const std::size_t before = happened_.size();
+      if (!at->stream->parse(happened_)) return drop(id, at->stream->why());
+      if (happened_.size() == before) break;
+      carry_out_all();
+      at = find(id);
+      if (at == nullptr) return;
+    }
+    if (!more) return;
+  }
+}
+
+void Agent::flush_all() {
+  for (const ConnectionId id : std::exchange(dirty_, {})) {
+    Connection* at = find(id);
+    if (at == nullptr || at->connecting) continue;
+    if (!at->stream->flush()) {
+      drop(id, at->stream->why());
+      continue;
+    }
+    watch(id, *at, at->stream->wants_write() ? EPOLLIN | EPOLLOUT : EPOLLIN);
+  }
+}
+
+}  // namespace baton::transfer

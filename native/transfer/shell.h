@@ -1,0 +1,102 @@
+// The transfer agent: the core, and one thread that carries out what it decides.
+//
+// Commands may come from any thread: each is one step of the core under a lock that is never held over I/O, so it
+// returns at once and a revocation is in force when it returns. Actions go through one queue, in the order the core
+// decided them, to the progress thread, which sleeps in epoll while there is nothing to do.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <unordered_map>
+
+#include "transfer/core.h"
+#include "transfer/shm.h"
+#include "transfer/tcp.h"
+
+namespace baton::transfer {
+
+class Agent {
+ public:
+  // Throws std::invalid_argument (host, port, backends) or std::system_error.
+  Agent(Options options, const std::string& host, std::uint16_t port);
+  ~Agent();
+  Agent(const Agent&) = delete;
+  Agent& operator=(const Agent&) = delete;
+
+  [[nodiscard]] const std::string& endpoint() const { return endpoint_; }
+  // Readable while `poll` has something to return; stays open until the agent is destroyed.
+  [[nodiscard]] int fileno() const { return notify_fd_; }
+
+  void set_pool(Geometry geometry, Pool pool);
+  // One command. Throws std::invalid_argument; std::runtime_error once the agent is closed or its thread has failed.
+  void command(Event event);
+  std::uint64_t open_lease(const Key& key, double unclaimed_ttl_s);
+  [[nodiscard]] std::vector<Report> poll();
+  [[nodiscard]] Stats stats();
+  // Fails pulls, ends leases, stops the thread. Idempotent.
+  void close();
+
+ private:
+  struct Connection {
+    std::unique_ptr<Stream> stream;
+    std::unique_ptr<DataPath> path;
+    std::unique_ptr<Segment> segment;  // Between offer and agreement.
+    bool connecting = false;
+    std::uint32_t watched = 0;
+  };
+
+  static double now_s();
+  void step(std::span<const Event> events);
+  void step_locked(std::span<const Event> events);
+  void check_usable_locked() const;
+  void wake() const;
+
+  // The progress thread's own.
+  void run();
+  void run_until_stopped();
+  [[nodiscard]] int timeout_ms();
+  void carry_out_all();
+  void carry_out(Action& action);
+  void connect(const Connect& action);
+  void offer(const OfferBackend& action);
+  void accept_offer(const AcceptBackend& action);
+  void use(const UseBackend& action);
+  void on_ready(std::uint64_t token, std::uint32_t events);
+  void accept_all();
+  void finish_connect(ConnectionId id, Connection& connection);
+  void read(ConnectionId id);
+  void flush_all();
+  void watch(ConnectionId id, Connection& connection, std::uint32_t events);
+  void drop(ConnectionId id, const std::string& why);
+  [[nodiscard]] Connection* find(ConnectionId id);
+
+  std::uint64_t chunk_bytes_max_ = 0;
+  bool shm_ = false;
+  std::string endpoint_;
+  int listen_fd_ = -1;
+  int epoll_fd_ = -1;
+  int wake_fd_ = -1;
+  int notify_fd_ = -1;
+
+  std::mutex mutex_;  // Guards what follows, up to the blank line.
+  Core core_;
+  std::vector<Action> actions_;
+  std::deque<Report> reports_;
+  std::string failure_;
+  bool closed_ = false;
+
+  std::atomic<bool> stopping_ = false;
+  Pool pool_;  // Written once, before any chunk can be asked for.
+  std::unordered_map<ConnectionId, Connection> connections_;
+  std::vector<Event> happened_;
+  std::vector<ConnectionId> dirty_;  // Have something to send.
+  ConnectionId next_accepted_ = 1;
+  std::size_t reports_max_;
+  std::thread thread_;
+};
+
+}  // namespace baton::transfer

@@ -1,0 +1,105 @@
+// A non-blocking connection between two agents, and the backend that sends chunks inline on it.
+//
+// Payloads are gathered by the kernel straight from the source's blocks and received straight into the sink's: the
+// destination is nobody's until PULL_DONE, so bytes that turn out stale or corrupted there harm no one, and a staging
+// copy would only cost bandwidth.
+#pragma once
+
+#include <deque>
+#include <optional>
+
+#include "transfer/data_path.h"
+#include "transfer/pool.h"
+#include "transfer/wire.h"
+
+namespace baton::transfer {
+
+class Stream {
+ public:
+  Stream(int fd, ConnectionId connection, std::vector<Event>& happened);  // Owns `fd`.
+  ~Stream();
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+
+  [[nodiscard]] int fd() const { return fd_; }
+  [[nodiscard]] bool wants_write() const { return !control_.empty() || !payloads_.empty(); }
+  void allow_payloads(std::uint64_t bytes_max, bool checksum);
+
+  // All return false when the connection is of no more use; `why` then says why.
+  [[nodiscard]] bool send(Blob frame);
+  [[nodiscard]] bool flush();
+  // Takes what the socket holds, up to a bound. `more`: call again.
+  [[nodiscard]] bool receive(bool& more);
+  // Appends at most one batch of frames; stops after a data header until `place` or `discard`.
+  [[nodiscard]] bool parse(std::vector<Event>& frames);
+  [[nodiscard]] const std::string& why() const { return why_; }
+
+  void serve(const Serve& chunk, std::vector<iovec> pieces, std::uint64_t bytes);
+  void stop_serving(PullId pull);
+  [[nodiscard]] bool place(const Place& chunk, std::vector<iovec> pieces);
+  void discard();
+  void stop_placing(PullId pull);
+
+ private:
+  struct Payload {
+    Serve chunk;
+    Blob header;
+    std::vector<iovec> pieces;
+    Blob copy;  // Only of a chunk that is to be corrupted.
+    std::uint32_t crc = 0;
+    bool prepared = false;
+    std::size_t piece = 0;        // The first piece that is not sent whole; the header is the first of all.
+    std::size_t piece_bytes = 0;  // Sent of that piece.
+    [[nodiscard]] bool on_the_way() const { return piece > 0 || piece_bytes > 0; }
+  };
+  struct Arriving {
+    PullId pull = 0;
+    std::uint32_t sequence = 0;
+    std::uint64_t left_bytes = 0;
+    bool decided = false;
+    std::vector<iovec> pieces;  // Empty: thrown away.
+    std::vector<iovec> rest;
+  };
+
+  [[nodiscard]] bool fail(std::string why);
+  void prepare(Payload& payload);
+  void sent(std::size_t bytes);
+  void arrived(std::size_t bytes);
+  void take_from_buffer();
+  [[nodiscard]] bool receive_payload(bool& more);
+
+  int fd_;
+  ConnectionId connection_;
+  std::vector<Event>& happened_;
+  std::uint64_t payload_bytes_max_ = 0;
+  bool checksum_ = true;
+  std::string why_;
+
+  std::deque<Blob> control_;  // Goes before payloads that are not on the way.
+  std::size_t control_sent_ = 0;
+  std::size_t control_bytes_ = 0;
+  std::deque<Payload> payloads_;
+
+  Blob buffer_;
+  std::size_t buffer_begin_ = 0;
+  std::size_t buffer_end_ = 0;
+  std::optional<Arriving> arriving_;
+};
+
+class InlinePath : public DataPath {
+ public:
+  InlinePath(Stream& stream, const Pool& pool) : stream_(stream), pool_(pool) {}
+  void serve(const Serve& chunk) override {
+    stream_.serve(chunk, pool_.pieces(chunk.layer, chunk.blocks), chunk.blocks.size() * pool_.block_bytes);
+  }
+  void stop_serving(PullId pull) override { stream_.stop_serving(pull); }
+  bool credit(std::int32_t) override { return false; }
+  bool place(const Place& chunk) override { return stream_.place(chunk, pool_.pieces(chunk.layer, chunk.blocks)); }
+  void stop_placing(PullId pull) override { stream_.stop_placing(pull); }
+
+ private:
+  Stream& stream_;
+  const Pool& pool_;
+};
+
+}  // namespace baton::transfer

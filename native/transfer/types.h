@@ -1,0 +1,129 @@
+// Words that the whole transfer agent shares: keys, causes, options, limits, what it reports.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "hash/blake3.h"
+
+namespace baton::transfer {
+
+inline constexpr std::size_t kKeyBytes = 16;
+
+using Key = std::array<std::uint8_t, kKeyBytes>;
+using ConnectionId = std::uint64_t;  // Even: opened by the core. Odd: accepted by the shell.
+using PullId = std::uint64_t;        // Unique within one agent's life.
+
+struct KeyHash {
+  std::size_t operator()(const Key& key) const {
+    std::uint64_t first = 0;  // Keys are digests already.
+    std::memcpy(&first, key.data(), sizeof first);
+    return first;
+  }
+};
+
+// Why something ended. The names are those of baton.transfer.Cause; the values travel on the wire.
+enum class Cause : std::uint8_t {
+  none,
+  cancelled,
+  deadline,
+  unreachable,
+  refused,
+  revoked,
+  expired,
+  checksum,
+  stalled,
+};
+inline constexpr std::uint8_t kCauses = 9;
+
+enum class ReportKind : std::uint8_t { pull_progress, pull_done, pull_failed, lease_released, lease_ended };
+
+// What the agent tells its owner; see baton.transfer.TransferEvent.
+struct Report {
+  ReportKind kind{};
+  Key key{};
+  Cause cause = Cause::none;
+  std::string detail;
+  std::uint32_t layers = 0;
+  std::uint64_t bytes = 0;
+  std::uint32_t tokens = 0;
+  double waiting_s = 0;
+  double moving_s = 0;
+  std::string backend;
+  std::uint32_t restarts = 0;
+};
+
+// What both ends must agree on before bytes move.
+struct Geometry {
+  std::string fingerprint;
+  std::uint32_t layers = 0;
+  std::uint32_t blocks = 0;  // Of this side's pool; the other side's may differ.
+  std::uint64_t block_bytes = 0;
+  std::uint32_t block_tokens = 0;
+};
+
+struct Faults {
+  double delay_s = 0;
+  std::uint32_t corrupt_every = 0;
+};
+
+// Bounds on everything a peer or a caller can make grow.
+struct Limits {
+  std::size_t leases = 65536;
+  std::size_t pulls = 65536;
+  std::size_t parked = 4096;
+  std::size_t readers_per_lease = 8;
+  std::size_t peers = 1024;
+  std::size_t connections = 2048;
+  std::size_t ended = 4096;  // Keys remembered after their lease ended.
+  double ended_ttl_s = 60;
+  std::size_t reports = 262144;
+  std::uint32_t chunk_bytes = 512 << 10;  // A chunk is at least one block, whatever this says.
+  std::uint32_t chunks_in_flight = 8;     // Per pull, asked for by the sink.
+  std::uint32_t chunks_served = 64;       // Per pull, accepted by the source.
+  double idle_s = 60;                     // A connection without pulls is closed after this.
+  double reconnect_s = 0.05;
+};
+
+struct Options {
+  std::string secret;
+  std::vector<std::string> backends = {"shm", "tcp"};
+  bool checksum = true;
+  double lease_ttl_s = 5;
+  double unclaimed_ttl_s = 30;
+  double wanted_timeout_s = 10;
+  double connect_timeout_s = 1;
+  double stall_timeout_s = 10;
+  Faults faults;
+  Limits limits;
+  std::uint64_t incarnation = 0;  // Of this life of the agent; random in production.
+  Digest entropy{};               // The only source of nonces: equal entropy, equal run.
+};
+
+struct Stats {
+  std::uint64_t leases = 0;
+  std::uint64_t leased_blocks = 0;
+  std::uint64_t pulls = 0;
+  std::uint64_t parked = 0;
+  std::uint64_t connections = 0;
+  std::uint64_t pulled_bytes = 0;
+  std::uint64_t pulled_blocks = 0;
+  std::uint64_t served_bytes = 0;
+  std::uint64_t pulls_done = 0;
+  std::uint64_t pulls_failed = 0;
+  std::uint64_t leases_expired = 0;
+  std::uint64_t leases_revoked = 0;
+  std::uint64_t checksum_failures = 0;
+  std::uint64_t protocol_errors = 0;  // Connections dropped because of what a peer sent.
+};
+
+// How many blocks one chunk has at most. Both ends compute it from what they agreed on.
+[[nodiscard]] inline std::uint32_t chunk_blocks(const Geometry& geometry, const Limits& limits) {
+  const std::uint64_t blocks = limits.chunk_bytes / geometry.block_bytes;
+  return blocks == 0 ? 1 : static_cast<std::uint32_t>(blocks);
+}
+
+}  // namespace baton::transfer

@@ -1,0 +1,1 @@
+"""The decode worker's deployable: `baton.worker` in the role of decode."""

@@ -1,0 +1,1 @@
+"""The gateway: OpenAI's HTTP surface in front, attempts on workers behind."""

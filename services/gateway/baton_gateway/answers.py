@@ -1,0 +1,209 @@
+"""OpenAI's answer formats: whole answers, chunks, usage, errors. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import msgspec
+
+from baton.errors import BatonError
+from baton_gateway.choice import LogprobEntry, Piece
+
+LOGPROB_MIN: Final = -9999.0
+"""Stands for minus infinity, which JSON does not know; the same figure as vLLM's."""
+
+SSE_DONE: Final = b"data: [DONE]\n\n"
+
+_encoder = msgspec.json.Encoder()
+
+
+def to_json(value: object) -> bytes:
+    return _encoder.encode(value)
+
+
+def sse_event(value: object) -> bytes:
+    # JSON has no raw line ends, so one event is always one line.
+    return b"data: " + _encoder.encode(value) + b"\n\n"
+
+
+def error_body(error: BatonError) -> dict[str, Any]:
+    return {"error": {"message": error.detail, "type": error.openai_type, "param": error.param, "code": error.code}}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What all chunks of one answer have in common."""
+
+    request: str
+    model: str
+    created_s: int
+    with_usage: bool = False
+    """Streams end with a chunk of usage, and all others say that they carry none."""
+    with_logprobs: bool = False
+
+
+class Format(Protocol):
+    """How one of the two endpoints writes its answers."""
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        """Return the chunk that goes before a choice's text."""
+        ...
+
+    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]: ...
+
+    def closing(self, choice: int, finish_reason: str) -> dict[str, Any]: ...
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]: ...
+
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class WholeChoice:
+    """A choice that is collected rather than streamed."""
+
+    texts: list[str] = field(default_factory=list[str])
+    logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
+    finish_reason: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class ChatFormat:
+    def __init__(self, head: AnswerHead) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"chatcmpl-{head.request}",
+            "created": head.created_s,
+            "model": head.model,
+        }
+        self._tail: dict[str, Any] = {"usage": None} if head.with_usage else {}
+        self._with_logprobs = head.with_logprobs
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        return self._chunk(choice, {"role": "assistant", "content": ""})
+
+    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+        return self._chunk(choice, {"content": piece.text}, self._logprobs(piece.logprobs))
+
+    def closing(self, choice: int, finish_reason: str) -> dict[str, Any]:
+        return self._chunk(choice, {}, None, finish_reason)
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **self._head,
+            "object": "chat.completion",
+            "choices": [
+                {
+                    "index": index,
+                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "logprobs": self._logprobs(choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                }
+                for index, choice in enumerate(choices)
+            ],
+            "usage": usage,
+        }
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:
+        shown = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [shown], **self._tail}
+
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        content = [
+            {
+                **_chat_token(entry.token, entry.logprob),
+                "top_logprobs": [_chat_token(token, logprob) for token, logprob in entry.top],
+            }
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionFormat:
+    def __init__(self, head: AnswerHead) -> None:
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{head.request}",
+            "object": "text_completion",
+            "created": head.created_s,
+            "model": head.model,
+        }
+        self._tail: dict[str, Any] = {"usage": None} if head.with_usage else {}
+        self._with_logprobs = head.with_logprobs
+        self._offsets: dict[int, int] = {}
+
+    def opening(self, choice: int) -> dict[str, Any] | None:
+        return None
+
+    def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
+        shown = self._choice(choice, piece.text, self._logprobs(choice, piece.logprobs))
+        return {**self._head, "choices": [shown], **self._tail}
+
+    def closing(self, choice: int, finish_reason: str) -> dict[str, Any]:
+        return {**self._head, "choices": [self._choice(choice, "", None, finish_reason)], **self._tail}
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head, "choices": [], "usage": usage}
+
+    def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any]) -> dict[str, Any]:
+        shown = [
+            self._choice(index, choice.text, self._logprobs(index, choice.logprobs), choice.finish_reason)
+            for index, choice in enumerate(choices)
+        ]
+        return {**self._head, "choices": shown, "usage": usage}
+
+    def _choice(
+        self, choice: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None = None
+    ) -> dict[str, Any]:
+        return {"index": choice, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, choice: int, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
+        if not self._with_logprobs:
+            return None
+        tokens = [entry.token.decode(errors="replace") for entry in entries]
+        offset = self._offsets.get(choice, 0)
+        offsets: list[int] = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token)
+        self._offsets[choice] = offset
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "top_logprobs": [
+                {token.decode(errors="replace"): _finite(logprob) for token, logprob in entry.top} for entry in entries
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _chat_token(token: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": token.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(token)}
+
+
+def _finite(logprob: float) -> float:
+    # NaN compares as False, so it becomes the bound as well.
+    return logprob if logprob > LOGPROB_MIN else LOGPROB_MIN

@@ -1,0 +1,194 @@
+"""The HTTP surface: OpenAI's endpoints, health and readiness."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, Final
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
+from baton.messages import Disaggregation
+from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
+from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody, parse
+from baton_gateway.generate import RequestFacts, prepare
+from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
+from baton_gateway.respond import AnswerResponse
+from baton_gateway.service import Gateway
+from baton_gateway.workers import Model
+
+DEADLINE_HEADER: Final = "x-baton-deadline-s"
+DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
+
+
+class _NoRoute(InvalidRequest):
+    code = "not_found"
+    http_status = 404
+
+
+class _WrongMethod(InvalidRequest):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> ASGIApp:
+    """Return the application. `wall_s` dates the answers, and nothing else."""
+    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    started_s = int(wall_s())
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "alive"})
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        await gateway.check_ready()
+        return _json({"status": "ready"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        listed = [_describe(model, started_s) for model in gateway.workers.models()]
+        return _json({"object": "list", "data": listed})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        return _json(_describe(gateway.workers.model(name), started_s))
+
+    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
+    async def chat(request: Request) -> Response:
+        return await _generate(gateway, request, ChatBody, int(wall_s()))
+
+    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
+    async def complete(request: Request) -> Response:
+        return await _generate(gateway, request, CompletionBody, int(wall_s()))
+
+    _add_error_handlers(app)
+    return Guard(app, ApiKeys(gateway.settings.api_keys))
+
+
+async def _generate(
+    gateway: Gateway, request: Request, kind: type[ChatBody] | type[CompletionBody], created_s: int
+) -> Response:
+    facts = _facts_of(gateway, request)
+    with gateway.tracing.span("request", parent=request.headers.get("traceparent", "")[:256]) as span:
+        facts = _facts_of(gateway, request, span.trace)
+        payload = await read_body(request, gateway.settings.body_bytes_max, gateway.settings.body_read_s)
+        body = parse(kind, payload)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+        job = await prepare(gateway, body, facts)
+    with_usage = bool(body.stream_options and body.stream_options.include_usage)
+    head = AnswerHead(
+        request=facts.request,
+        model=job.model,
+        created_s=created_s,
+        with_usage=with_usage,
+        with_logprobs=job.output.logprobs,
+    )
+    shape = ChatFormat(head) if isinstance(body, ChatBody) else CompletionFormat(head)
+    return AnswerResponse(gateway, job, shape, stream=bool(body.stream), with_usage=with_usage)
+
+
+def _facts_of(gateway: Gateway, request: Request, trace: str = "") -> RequestFacts:
+    """Return what the headers say. Raises InvalidRequest that names the header."""
+    deadline_s = gateway.settings.deadline_s
+    if (asked := request.headers.get(DEADLINE_HEADER)) is not None:
+        try:
+            asked_s = float(asked)
+        except ValueError:
+            asked_s = math.nan
+        if not (math.isfinite(asked_s) and asked_s > 0):
+            raise InvalidRequest(f"`{DEADLINE_HEADER}` must be a number of seconds above 0", param=DEADLINE_HEADER)
+        deadline_s = min(deadline_s, asked_s)
+    disaggregation: Disaggregation | None = None
+    if (wanted := request.headers.get(DISAGGREGATION_HEADER)) is not None:
+        try:
+            disaggregation = Disaggregation(wanted)
+        except ValueError as error:
+            known = ", ".join(Disaggregation)
+            raise InvalidRequest(
+                f"`{DISAGGREGATION_HEADER}` must be one of {known}", param=DISAGGREGATION_HEADER
+            ) from error
+    return RequestFacts(
+        request=uuid4().hex,
+        deadline_at_s=gateway.clock.now_s() + deadline_s,
+        disaggregation=disaggregation,
+        trace=trace,
+    )
+
+
+async def read_body(request: Request, bytes_max: int, timeout_s: float) -> bytes:
+    """Return the request's body. Raises PayloadTooLarge as soon as that is certain, ClientGone, InvalidRequest."""
+    too_large = PayloadTooLarge(f"the body is longer than the {bytes_max} bytes that this server takes")
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > bytes_max:
+        raise too_large
+    body = bytearray()
+    try:
+        async with asyncio.timeout(timeout_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > bytes_max:
+                    raise too_large
+    except ClientDisconnect as error:
+        raise ClientGone("the client disconnected while it sent the request") from error
+    except TimeoutError as error:
+        raise InvalidRequest(f"the body did not arrive within {timeout_s:g} s") from error
+    return bytes(body)
+
+
+def _describe(model: Model, created_s: int) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "baton",
+        "max_model_len": model.context_tokens_max,
+    }
+
+
+def _json(content: dict[str, Any]) -> Response:
+    return Response(to_json(content), media_type="application/json")
+
+
+def _body_schema(kind: type[GenerationBody]) -> dict[str, Any]:
+    # Bodies are parsed by hand, for exact errors; the document that describes the API still lists them.
+    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(BatonError)
+    async def expected(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, BatonError)
+        return error_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.url.path[:200]}"
+        if error.status_code == HTTPStatus.NOT_FOUND:
+            return error_response(_NoRoute(f"there is no {where} here"))
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            response = error_response(_WrongMethod(f"{where} is not allowed"))
+            response.headers.update(error.headers or {})
+            return response
+        return error_response(InvalidRequest(str(error.detail)))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_request: Request, _error: Exception) -> Response:
+        return unexpected_response()  # Starlette raises the error again after this, for the guard to log.
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(_request: Request, error: Exception) -> Response:
+        return error_response(InvalidRequest(str(error)[:1000]))

@@ -1,0 +1,451 @@
+"""The life of one answer as a state machine: events in, actions out, no clock, no I/O.
+
+    QUEUED ◀──── Overloaded, all busy ────┐
+      │ turn                              │
+      ▼                                   │
+    PLACING ──Placement──▶ DISPATCHED ──both Accepted──▶ WAITING ──tokens──▶ STREAMING ──finish──▶ DONE
+      ▲                        │ Busy, silence              │ lost, error       │
+      └──── cancel both, attempt + 1, exclude ──────────────┴───────────────────┘   else FAILED, CANCELLED
+
+One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt);
+a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once.
+The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+from typing import assert_never
+
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    MalformedMessage,
+    NotResumable,
+    NoWorkers,
+    Overloaded,
+    PeerUnreachable,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
+from baton.messages import Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
+from baton_gateway import attempt_events as ev
+from baton_gateway.resumption import is_ended, obstacle
+
+BUSY_ROUNDS_MAX = 3
+"""Placements in a row that met a busy worker, before the request waits in the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTimers:
+    place_resend_s: float = 0.25
+    place_resends_max: int = 3
+    accept_s: float = 0.1
+    first_token_s: float = 120.0
+    progress_s: float = 30.0
+    resend_s: float = 0.25
+    admission_wait_s: float = 10.0
+    retry_pause_s: float = 0.1
+    attempts_max: int = 4
+
+
+class Phase(StrEnum):
+    QUEUED = "queued"
+    PLACING = "placing"
+    DISPATCHED = "dispatched"
+    WAITING = "waiting"
+    STREAMING = "streaming"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
+ON_WORKERS = frozenset({Phase.DISPATCHED, Phase.WAITING, Phase.STREAMING})
+
+
+class AttemptMachine:
+    """See the module's text. `delivered` holds the output so far, over all attempts."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        timers: AttemptTimers,
+        *,
+        deadline_at_s: float,
+        eos_tokens: frozenset[int] = frozenset(),
+    ) -> None:
+        self.phase = Phase.PLACING
+        self.attempt = 0
+        self.delivered: list[int] = []
+        self.placement: Placement | None = None
+        self._sampling = sampling
+        self._timers = timers
+        self._eos_tokens = eos_tokens
+        self._deadline_at_s = deadline_at_s
+        self._phase_until_s = inf
+        self._resend_at_s = inf
+        self._queue_until_s = inf
+        self._attempt_start = 0
+        self._awaited: set[str] = set()
+        self._absences = 0
+        self._places_sent = 0
+        self._refusal: BatonError | None = None
+        self._failures = 0
+        self._busy_rounds = 0
+        self._busy: dict[str, None] = {}
+        self._failed: dict[str, None] = {}
+        self._cut_pairs: dict[tuple[str, str], None] = {}
+        self._cached_tokens = 0
+        self._actions: list[ev.Action] = []
+
+    @property
+    def ended(self) -> bool:
+        return self.phase in ENDED
+
+    @property
+    def wake_at_s(self) -> float:
+        """When the shell must call `step` with a Tick, if nothing else happens before."""
+        return min(self._deadline_at_s, self._phase_until_s, self._resend_at_s)
+
+    def runs_on(self, worker: str) -> bool:
+        """Return whether the present attempt was given to `worker`."""
+        if self.phase not in ON_WORKERS or self.placement is None:
+            return False
+        prefill = self.placement.prefill
+        return worker == self.placement.decode.worker or (prefill is not None and worker == prefill.worker)
+
+    def start(self, now_s: float, *, queued: bool) -> list[ev.Action]:
+        """Return the first actions. `queued`: others wait for a placement already, so stand behind them."""
+        if queued:
+            self._join_queue(now_s, Overloaded("other requests are waiting for a worker"))
+        else:
+            self._place(now_s)
+        return self._take_actions()
+
+    def step(self, now_s: float, event: ev.Event) -> list[ev.Action]:
+        """Return what to do about `event`. An event that is late or foreign changes nothing."""
+        if self.ended:
+            return []
+        match event:
+            case ev.FrameArrived():
+                self._on_frame(now_s, event)
+            case ev.Tick():
+                self._on_time(now_s)
+            case ev.DigestArrived():
+                self._on_digest(now_s, event)
+            case ev.PromptComputed(attempt, cached_tokens):
+                if attempt == self.attempt:
+                    self._cached_tokens = max(self._cached_tokens, cached_tokens)
+            case ev.WorkerGone():
+                self._on_worker_gone(now_s, event)
+            case ev.TextStopped():
+                self._cancel_both("stop string")
+                self._complete(FinishReason.STOP)
+            case ev.Aborted(error):
+                self._cancel_both(error.code)
+                self._end(Phase.CANCELLED, ev.Fail(error))
+            case ev.TurnCame():
+                if self.phase is Phase.QUEUED:
+                    self._place(now_s)
+            case ev.QueueFull():
+                self._fail(Overloaded("too many requests are waiting for a worker", retry_after_s=1.0))
+            case ev.Placed() | ev.PlaceRefused():
+                if event.attempt == self.attempt and self.phase is Phase.PLACING:
+                    self._on_place_answer(now_s, event)
+            case ev.TaskAccepted() | ev.TaskBusy() | ev.TaskFailed():
+                if event.attempt == self.attempt and event.worker in self._awaited:
+                    self._on_task_answer(now_s, event)
+            case _:
+                assert_never(event)
+        return self._take_actions()
+
+    def _take_actions(self) -> list[ev.Action]:
+        actions, self._actions = self._actions, []
+        return actions
+
+    # ------------------------------------------------------------ placing
+
+    def _place(self, now_s: float) -> None:
+        """Begin to look for a placement: the first of several tries."""
+        self.phase = Phase.PLACING
+        self.placement = None
+        self._places_sent = 0
+        self._refusal = None
+        self._resend_at_s = inf
+        self._send_place(now_s)
+
+    def _send_place(self, now_s: float) -> None:
+        self._places_sent += 1
+        self._phase_until_s = now_s + self._timers.place_resend_s
+        exclude = tuple({**self._failed, **self._busy})
+        self._actions.append(ev.SendPlace(self.attempt, exclude, tuple(self._cut_pairs)))
+
+    def _place_after(self, now_s: float, pause_s: float) -> None:
+        """Place anew, but not at once: the workers left to try are those that have just failed."""
+        self.phase = Phase.PLACING
+        self._places_sent = 0
+        self._refusal = None
+        self._phase_until_s = now_s + pause_s
+
+    def _on_place_answer(self, now_s: float, event: ev.Placed | ev.PlaceRefused) -> None:
+        if isinstance(event, ev.Placed):
+            self._dispatch(now_s, event.placement)
+            return
+        error = event.error
+        if isinstance(error, Overloaded) or (isinstance(error, NoWorkers) and self._busy):
+            self._join_queue(now_s, error)
+        elif isinstance(error, NoWorkers) and (self._failed or self._cut_pairs):
+            # An exclusion is a preference: rather a worker that failed once than no answer at all.
+            self._failed.clear()
+            self._cut_pairs.clear()
+            self._place_after(now_s, self._timers.retry_pause_s * 2 ** min(self._failures, 6))
+        elif isinstance(error, Unavailable):
+            # A scheduler that has just started knows no worker yet; the resends give it time to learn.
+            self._refusal = error
+        else:
+            self._fail(error)
+
+    def _join_queue(self, now_s: float, error: BatonError) -> None:
+        self._queue_until_s = min(self._queue_until_s, now_s + self._timers.admission_wait_s)
+        self._refusal = error
+        self._busy.clear()
+        self._busy_rounds = 0
+        if now_s >= self._queue_until_s:
+            self._fail_overloaded()
+            return
+        self.phase = Phase.QUEUED
+        self._phase_until_s = self._queue_until_s
+        self._actions.append(ev.JoinQueue())
+
+    def _fail_overloaded(self) -> None:
+        refusal = self._refusal
+        retry_after_s = refusal.retry_after_s if refusal and refusal.retry_after_s else 1.0
+        detail = f"no worker became free within {self._timers.admission_wait_s:g} s"
+        self._fail(Overloaded(f"{detail}: {refusal}" if refusal else detail, retry_after_s=retry_after_s))
+
+    # ------------------------------------------------------------ dispatched
+
+    def _dispatch(self, now_s: float, placement: Placement) -> None:
+        self.phase = Phase.DISPATCHED
+        self.placement = placement
+        self._attempt_start = len(self.delivered)
+        self._absences = 0
+        self._cached_tokens = 0
+        self._awaited = {placement.decode.worker}
+        if placement.prefill is not None:
+            self._awaited.add(placement.prefill.worker)
+        self._phase_until_s = now_s + self._timers.accept_s
+        self._actions.append(ev.SendTasks(self.attempt, placement))
+
+    def _on_task_answer(self, now_s: float, event: ev.TaskAccepted | ev.TaskBusy | ev.TaskFailed) -> None:
+        match event:
+            case ev.TaskAccepted(_, worker):
+                self._awaited.discard(worker)
+                if not self._awaited:
+                    self._wait_for_tokens(now_s)
+            case ev.TaskBusy(_, worker, detail):
+                self._cancel_both("busy")
+                self.attempt += 1
+                self._awaited.clear()
+                self._busy[worker] = None
+                self._busy_rounds += 1
+                if self._busy_rounds >= BUSY_ROUNDS_MAX:
+                    self._join_queue(now_s, Overloaded(f"worker {worker} is busy: {detail}"))
+                else:
+                    self._place(now_s)
+            case ev.TaskFailed(_, worker, error):
+                self._retry(now_s, error, worker)
+
+    def _wait_for_tokens(self, now_s: float) -> None:
+        self.phase = Phase.WAITING
+        self._phase_until_s = now_s + self._timers.first_token_s
+        self._busy_rounds = 0
+        self._actions.append(ev.LeaveQueue())
+
+    # ------------------------------------------------------------ waiting, streaming
+
+    def _on_frame(self, now_s: float, event: ev.FrameArrived) -> None:
+        frame = event.frame
+        if frame.attempt != self.attempt or not self._is_decode(event.worker, event.generation):
+            return
+        if self.phase is Phase.DISPATCHED:
+            # Frames travel on another subject than the acceptance and may be first; they imply it.
+            self._awaited.clear()
+            self._wait_for_tokens(now_s)
+        expected = len(self.delivered) - self._attempt_start
+        if frame.index > expected:
+            self._ask_again(now_s)
+            return
+        try:
+            tokens = unpack_tokens(frame.tokens)
+        except MalformedMessage as error:
+            self._retry(now_s, error, event.worker)
+            return
+        known = expected - frame.index
+        if known > len(tokens):
+            return
+        if frame.usage is not None:
+            self._cached_tokens = max(self._cached_tokens, frame.usage.cached_tokens)
+        self._accept_tokens(now_s, frame, tokens[known:], known)
+        if frame.finish is not None:
+            self._on_finish(now_s, frame.finish)
+
+    def _accept_tokens(self, now_s: float, frame: Frame, tokens: list[int], known: int) -> None:
+        if not tokens:
+            return
+        self.phase = Phase.STREAMING
+        self._phase_until_s = now_s + self._timers.progress_s
+        self._resend_at_s = inf
+        self.delivered += tokens
+        ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
+        ends = ends or is_ended(self._sampling, self.delivered, self._eos_tokens)
+        self._actions.append(ev.Deliver(tokens, frame.logprobs[known:], ends))
+
+    def _on_finish(self, now_s: float, finish: Finish) -> None:
+        assert self.placement is not None
+        self._cached_tokens = max(self._cached_tokens, finish.usage.cached_tokens)
+        if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._acknowledge_both()
+            self._complete(finish.reason)
+            return
+        error = finish.error.to_error() if finish.error else WorkerLost("the worker gave the request up")
+        if isinstance(error, InvalidRequest):
+            self._cancel_both(error.code)
+            self._fail(error)
+            return
+        decode, prefill = self.placement.decode.worker, self.placement.prefill
+        if isinstance(error, PeerUnreachable) and prefill is not None:
+            self._cut_pairs[prefill.worker, decode] = None
+            self._retry(now_s, error, "")
+        elif isinstance(error, TransferFailed) and prefill is not None:
+            # Decode lives, it has just said so: what failed is most likely the other end.
+            self._retry(now_s, error, prefill.worker)
+        else:
+            self._retry(now_s, error, decode)
+
+    def _on_digest(self, now_s: float, event: ev.DigestArrived) -> None:
+        if self.phase not in (Phase.WAITING, Phase.STREAMING) or not self._is_decode(event.worker, event.generation):
+            return
+        if event.entry is None:
+            self._absences += 1
+            if self._absences >= 2:
+                self._retry(now_s, WorkerLost(f"worker {event.worker} knows nothing of the request"), event.worker)
+            return
+        self._absences = 0
+        if event.entry.emitted > len(self.delivered) - self._attempt_start or event.entry.state == "retained":
+            self._ask_again(now_s)
+
+    def _on_worker_gone(self, now_s: float, event: ev.WorkerGone) -> None:
+        if self.phase not in ON_WORKERS or self.placement is None:
+            return
+        prefill = self.placement.prefill
+        # Once tokens arrive, decode holds the whole KV and prefill's end does not matter.
+        prefill_needed = len(self.delivered) == self._attempt_start
+        prefill_gone = prefill is not None and (prefill.worker, prefill.generation) == (event.worker, event.generation)
+        if self._is_decode(event.worker, event.generation) or (prefill_gone and prefill_needed):
+            self._retry(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
+
+    def _is_decode(self, worker: str, generation: int) -> bool:
+        if self.phase not in ON_WORKERS or self.placement is None:
+            return False
+        decode = self.placement.decode
+        return decode.worker == worker and decode.generation == generation
+
+    def _ask_again(self, now_s: float) -> None:
+        """Ask for the missing tokens; not again before the answer had time to come."""
+        assert self.placement is not None
+        if self._resend_at_s != inf and now_s < self._resend_at_s:
+            return
+        self._resend_at_s = now_s + self._timers.resend_s
+        index = len(self.delivered) - self._attempt_start
+        self._actions.append(ev.SendResend(self.placement.decode.worker, self.attempt, index))
+
+    # ------------------------------------------------------------ time
+
+    def _on_time(self, now_s: float) -> None:
+        if now_s >= self._deadline_at_s:
+            self._cancel_both("deadline")
+            self._fail(DeadlineExceeded(f"the request's time is up; it was {self.phase} then"))
+            return
+        if now_s >= self._resend_at_s:
+            self._ask_again(now_s)
+        if now_s < self._phase_until_s:
+            return
+        if self.phase is Phase.QUEUED:
+            self._fail_overloaded()
+        elif self.phase is Phase.PLACING:
+            if self._places_sent > self._timers.place_resends_max:
+                self._fail(self._refusal or Unavailable("no scheduler answered", retry_after_s=1.0))
+            else:
+                self._send_place(now_s)
+        else:
+            self._on_silence(now_s)
+
+    def _on_silence(self, now_s: float) -> None:
+        assert self.placement is not None
+        decode = self.placement.decode.worker
+        if self.phase is Phase.DISPATCHED:
+            silent = ", ".join(sorted(self._awaited))
+            error = WorkerLost(f"worker {silent} did not answer within {self._timers.accept_s:g} s")
+            self._retry(now_s, error, *self._awaited)
+        elif self.phase is Phase.WAITING:
+            self._retry(now_s, WorkerLost(f"no token within {self._timers.first_token_s:g} s"), decode)
+        else:
+            self._retry(now_s, WorkerLost(f"no further token within {self._timers.progress_s:g} s"), decode)
+
+    # ------------------------------------------------------------ ends
+
+    def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
+        """Give this attempt up and begin the next one, where that is allowed and exact."""
+        self._cancel_both(error.code)
+        self._failures += 1
+        if isinstance(error, InvalidRequest | DeadlineExceeded):
+            self._fail(error)
+            return
+        if self.delivered:
+            if len(self.delivered) >= self._sampling.max_tokens:
+                self._complete(FinishReason.LENGTH)
+                return
+            if is_ended(self._sampling, self.delivered, self._eos_tokens):
+                self._complete(FinishReason.STOP)
+                return
+            if reason := obstacle(self._sampling):
+                sent = f"{len(self.delivered)} tokens were sent when the attempt failed ({error})"
+                self._fail(NotResumable(f"{sent}; with {reason} the rest cannot be continued exactly"))
+                return
+        if self._failures >= self._timers.attempts_max:
+            detail = f"{self._failures} attempts failed, the last one because {error}"
+            self._fail(type(error)(detail) if isinstance(error, WorkerLost | EngineFailed) else error)
+            return
+        self._failed.update(dict.fromkeys(worker for worker in failed if worker))
+        self.attempt += 1
+        self._awaited.clear()
+        self._place(now_s)
+
+    def _cancel_both(self, reason: str) -> None:
+        if self.phase in ON_WORKERS and self.placement is not None:
+            self._actions.append(ev.SendCancel(self.placement.decode.worker, self.attempt, reason))
+            if self.placement.prefill is not None:
+                self._actions.append(ev.SendCancel(self.placement.prefill.worker, self.attempt, reason))
+
+    def _acknowledge_both(self) -> None:
+        assert self.placement is not None
+        self._actions.append(ev.SendAcknowledge(self.placement.decode.worker, self.attempt))
+        if self.placement.prefill is not None:
+            self._actions.append(ev.SendAcknowledge(self.placement.prefill.worker, self.attempt))
+
+    def _complete(self, reason: FinishReason) -> None:
+        self._end(Phase.DONE, ev.Complete(reason, self._cached_tokens))
+
+    def _fail(self, error: BatonError) -> None:
+        self._end(Phase.FAILED, ev.Fail(error))
+
+    def _end(self, phase: Phase, last: ev.Complete | ev.Fail) -> None:
+        self.phase = phase
+        self._actions.append(last)

@@ -1,0 +1,211 @@
+"""What goes into the attempt machine (events) and what comes out (actions). See `attempt.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.messages import DigestEntry, FinishReason, Frame, Placement, TokenLogprob
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    attempt: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRefused:
+    attempt: int
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class TaskAccepted:
+    attempt: int
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBusy:
+    """The worker is alive and will not run this attempt."""
+
+    attempt: int
+    worker: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskFailed:
+    """Nobody listens at the worker's subject, or it refused with `error`."""
+
+    attempt: int
+    worker: str
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class FrameArrived:
+    worker: str
+    generation: int
+    frame: Frame
+
+
+@dataclass(frozen=True, slots=True)
+class PromptComputed:
+    """Prefill is done; it held `cached_tokens` of the prompt before."""
+
+    attempt: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DigestArrived:
+    """A digest of `worker`; `entry` is None where it does not list this attempt."""
+
+    worker: str
+    generation: int
+    entry: DigestEntry | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerGone:
+    """That life of the worker ended: no heartbeat for too long, a newer generation, or a goodbye."""
+
+    worker: str
+    generation: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCame:
+    """The admission queue lets this request try a placement."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueFull:
+    """The admission queue takes no further request."""
+
+
+@dataclass(frozen=True, slots=True)
+class TextStopped:
+    """A stop string was found in the text: nothing that comes after is wanted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Nobody wants the answer any more."""
+
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Placed
+    | PlaceRefused
+    | TaskAccepted
+    | TaskBusy
+    | TaskFailed
+    | FrameArrived
+    | PromptComputed
+    | DigestArrived
+    | WorkerGone
+    | TurnCame
+    | QueueFull
+    | TextStopped
+    | Aborted
+    | Tick
+)
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendPlace:
+    """Ask any scheduler; `exclude` names workers that failed or were busy."""
+
+    attempt: int
+    exclude: tuple[str, ...]
+    exclude_pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendTasks:
+    """Send both tasks at the same time, for the prompt plus what was delivered."""
+
+    attempt: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class SendCancel:
+    worker: str
+    attempt: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendAcknowledge:
+    worker: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class SendResend:
+    worker: str
+    attempt: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class JoinQueue:
+    """Wait for a turn; a request that waits already keeps its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveQueue:
+    """Let the next one try: this request runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Tokens in order, each exactly once over all attempts. `ends`: the last of them ended the output."""
+
+    tokens: list[int]
+    logprobs: tuple[TokenLogprob, ...]
+    ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The answer is whole. The machine does nothing after this."""
+
+    reason: FinishReason
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """There will be no (further) answer. The machine does nothing after this."""
+
+    error: BatonError
+
+
+Action = (
+    SendPlace
+    | SendTasks
+    | SendCancel
+    | SendAcknowledge
+    | SendResend
+    | JoinQueue
+    | LeaveQueue
+    | Deliver
+    | Complete
+    | Fail
+)

@@ -1,0 +1,85 @@
+"""The text of one choice, from its tokens: detokenised, cut at stop strings, counted, with log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from baton.messages import TokenLogprob
+from baton_gateway.bodies import OutputOptions
+from baton_gateway.detokenise import Vocabulary
+from baton_gateway.stop_strings import StopScanner
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """A token, its log-probability, and the most likely tokens in its place."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...]
+
+
+@dataclass(slots=True)
+class Piece:
+    """What some tokens added to a choice."""
+
+    text: str = ""
+    tokens: int = 0
+    logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
+    stopped: bool = False
+    """A stop string was found; what comes after is not wanted."""
+
+
+class ChoiceText:
+    """Feeds on tokens in order. The concatenated pieces depend on the tokens alone, not on how they came."""
+
+    def __init__(self, vocabulary: Vocabulary, options: OutputOptions) -> None:
+        self._vocabulary = vocabulary
+        self._options = options
+        self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special)
+        self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
+        self._stopped = False
+        self.tokens = 0
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
+        """Return what `tokens` add. `ends`: the last of them ended the output and is not shown."""
+        piece = Piece()
+        shown: list[str] = []
+        for at, token in enumerate(tokens):
+            if self._stopped:
+                break
+            self.tokens += 1
+            piece.tokens += 1
+            if self._options.logprobs and at < len(logprobs):
+                piece.logprobs.append(self._entry(token, logprobs[at]))
+            if ends and at == len(tokens) - 1:
+                break
+            text = self._detokeniser.feed(token)
+            if text:
+                shown.append(self._scan(text))
+        piece.text = "".join(shown)
+        piece.stopped = self._stopped
+        return piece
+
+    def finish(self) -> Piece:
+        """Return what was held back; the output has ended. A stop string may become whole even here."""
+        if self._stopped:
+            return Piece(stopped=True)
+        text = self._detokeniser.flush()
+        text = (self._scan(text) if text else "") + ("" if self._stopped else self._scanner.flush())
+        return Piece(text=text, stopped=self._stopped)
+
+    def _scan(self, text: str) -> str:
+        # Text of the first `min_tokens` tokens ends nothing, as in vLLM.
+        if self.tokens <= self._options.min_tokens and self._options.min_tokens:
+            return text
+        text, stop = self._scanner.feed(text)
+        self._stopped = stop is not None
+        return text
+
+    def _entry(self, token: int, logprob: TokenLogprob) -> LogprobEntry:
+        spell = self._vocabulary.token_bytes
+        return LogprobEntry(
+            spell(token), logprob.logprob, tuple((spell(other), other_logprob) for other, other_logprob in logprob.top)
+        )

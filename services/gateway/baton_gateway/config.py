@@ -1,0 +1,62 @@
+"""The gateway's settings."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from baton_gateway.attempt import AttemptTimers
+
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class Settings(Struct, frozen=True, kw_only=True):
+    host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes any free one.")] = 8000
+    nats_url: Annotated[str, Meta(description="NATS server.")] = "nats://127.0.0.1:4222"
+    api_keys: Annotated[
+        tuple[str, ...],
+        Meta(description="Keys, one of which clients present as a bearer token; none: open to all."),
+    ] = ()
+
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="A request's whole time; the header x-baton-deadline-s may lower it.")
+    ] = 300.0
+    attempts_max: Annotated[int, Meta(ge=1, le=16, description="Attempts of one answer before it fails.")] = 4
+    place_resend_s: Annotated[Seconds, Meta(description="Ask another scheduler after this.")] = 0.25
+    place_resends_max: Annotated[int, Meta(ge=0, le=100, description="How often to ask another one.")] = 3
+    accept_s: Annotated[Seconds, Meta(description="Time for the workers to accept an attempt.")] = 0.1
+    first_token_s: Annotated[Seconds, Meta(description="Time for the first token of an accepted attempt.")] = 120.0
+    progress_s: Annotated[Seconds, Meta(description="Time without a token after which an attempt is stuck.")] = 30.0
+    resend_s: Annotated[Seconds, Meta(description="Time for missing frames to come before asking again.")] = 0.25
+    worker_dead_s: Annotated[Seconds, Meta(description="A worker without heartbeat for this long is dead.")] = 1.5
+
+    admission_wait_s: Annotated[
+        float, Meta(ge=0, description="How long a request waits for a free worker before the answer is 429.")
+    ] = 10.0
+    admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 1024
+    requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond it the answer is 429.")] = 4096
+
+    body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
+    body_read_s: Annotated[Seconds, Meta(description="Time for a request's body to arrive.")] = 30.0
+    choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128
+    unread_tokens_max: Annotated[
+        int,
+        Meta(ge=16, description="Tokens kept for a client that reads too slowly; with more it is cut off."),
+    ] = 8192
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise long prompts.")] = 2
+    keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
+    drain_s: Annotated[int, Meta(ge=0, description="Time for streams to finish after SIGTERM, in seconds.")] = 30
+
+    def attempt_timers(self) -> AttemptTimers:
+        return AttemptTimers(
+            place_resend_s=self.place_resend_s,
+            place_resends_max=self.place_resends_max,
+            accept_s=self.accept_s,
+            first_token_s=self.first_token_s,
+            progress_s=self.progress_s,
+            resend_s=self.resend_s,
+            admission_wait_s=self.admission_wait_s,
+            attempts_max=self.attempts_max,
+        )

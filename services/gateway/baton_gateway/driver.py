@@ -1,0 +1,364 @@
+"""The shell around one attempt machine: does what it decides, tells it what happens and when time is up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine, MutableMapping
+from dataclasses import dataclass
+from math import inf
+from typing import Final, Protocol, assert_never
+
+from baton import subjects
+from baton.blocks import hash_blocks
+from baton.bus import Bus
+from baton.clock import Clock
+from baton.errors import AttemptFailed, BatonError, ClientGone, DeadlineExceeded, NoResponders, WorkerLost
+from baton.messages import (
+    TOKEN_BYTES,
+    Accepted,
+    Acknowledge,
+    Busy,
+    Cancel,
+    Context,
+    DecodeTask,
+    Disaggregation,
+    FinishReason,
+    KvSource,
+    Place,
+    Placement,
+    PrefillTask,
+    Refused,
+    Resend,
+    Sampling,
+    TokenChunk,
+    WorkerAddress,
+    encode,
+    pack_tokens,
+)
+from baton.telemetry import Tracing
+from baton_gateway import attempt_events as ev
+from baton_gateway.admission import AdmissionQueue, Ticket
+from baton_gateway.attempt import AttemptMachine, AttemptTimers
+from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.outbox import Outbox
+from baton_gateway.resumption import resumed
+from baton_gateway.workers import Model
+
+ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generation", "role"})
+"""Reasons of `Busy` that say nothing against the worker: another one, or a later moment, will do."""
+HEADROOM_BYTES: Final = 64
+"""What the length fields of a message may grow by once tokens are in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One answer to produce: one choice of one prompt."""
+
+    request: str
+    model: Model
+    tokens: bytes
+    """The prompt, packed."""
+    prompt_tokens: int
+    root: bytes
+    """Key of the prompt's block ids."""
+    sampling: Sampling
+    eos_tokens: frozenset[int]
+    cache_salt: str
+    disaggregation: Disaggregation | None
+    deadline_at_s: float
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    reason: FinishReason
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Emit(Protocol):
+    def __call__(self, piece: Piece, /) -> bool:
+        """Take a piece of the answer. False: the client reads too slowly, nothing more is wanted."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What all drivers of a gateway share."""
+
+    gateway: str
+    bus: Bus
+    clock: Clock
+    tracing: Tracing
+    outbox: Outbox
+    admission: AdmissionQueue
+    timers: AttemptTimers
+    routes: MutableMapping[str, AnswerDriver]
+    """Drivers by request: where frames and digests go."""
+
+
+class AnswerDriver:
+    """Steps its machine in `post`, at once and without a task switch; `run` only adds the passing of time."""
+
+    def __init__(self, order: Order, text: ChoiceText, emit: Emit, links: Links) -> None:
+        self._order = order
+        self._text = text
+        self._emit = emit
+        self._links = links
+        self.machine = AttemptMachine(
+            order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
+        )
+        self._ticket = Ticket(order.model.name, lambda: self.post(ev.TurnCame()))
+        self._events: deque[ev.Event] = deque()
+        self._stepping = False
+        self._wake = asyncio.Event()
+        self._sleeps_until_s = inf
+        self._outcome: Outcome | None = None
+        self._error: Exception | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._children: set[asyncio.Task[None]] = set()
+
+    @property
+    def attempt(self) -> int:
+        return self.machine.attempt
+
+    def post(self, event: ev.Event) -> None:
+        """Tell the machine what happened and do what it decides. Never waits, never raises."""
+        self._events.append(event)
+        self._pump()
+
+    def _pump(self) -> None:
+        if self._stepping or self._tasks is None:
+            return
+        self._stepping = True
+        try:
+            while self._events and self._error is None:
+                self._perform(self.machine.step(self._links.clock.now_s(), self._events.popleft()))
+        except Exception as error:  # noqa: BLE001  This is the request's boundary: it is raised again by `run`.
+            self._error = error
+        finally:
+            self._stepping = False
+        if self._is_over() or self.machine.wake_at_s < self._sleeps_until_s:
+            self._wake.set()
+
+    async def run(self) -> Outcome:
+        """Produce the answer. Raises the error that ended it; both workers are told in any case."""
+        links, order = self._links, self._order
+        links.routes[order.request] = self
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                queued = links.admission.is_waiting(order.model.name)
+                self._perform(self.machine.start(links.clock.now_s(), queued=queued))
+                self._pump()
+                while not self._is_over():
+                    await self._sleep()
+                    if links.clock.now_s() >= self.machine.wake_at_s:
+                        self.post(ev.Tick())
+                for child in self._children:
+                    child.cancel()
+        finally:
+            links.routes.pop(order.request, None)
+            links.admission.leave(self._ticket)
+            # On the way out by cancellation or a bug the workers must not go on for nobody.
+            self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
+        if self._outcome is None:
+            raise self._error or AssertionError("an answer ended without an outcome")
+        return self._outcome
+
+    def _is_over(self) -> bool:
+        return self.machine.ended or self._error is not None
+
+    async def _sleep(self) -> None:
+        """Wait for the machine's next deadline, or until that comes nearer."""
+        self._sleeps_until_s = self.machine.wake_at_s
+        try:
+            async with self._links.clock.timeout(max(0.0, self._sleeps_until_s - self._links.clock.now_s())):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self._sleeps_until_s = inf
+        self._wake.clear()
+
+    # ------------------------------------------------------------ actions
+
+    def _perform(self, actions: list[ev.Action]) -> None:
+        for action in actions:
+            match action:
+                case ev.Deliver(tokens, logprobs, ends):
+                    self._deliver(self._text.feed(tokens, logprobs, ends=ends))
+                case ev.SendPlace():
+                    self._spawn(self._place(action))
+                case ev.SendTasks(attempt, placement):
+                    self._dispatch(attempt, placement)
+                case ev.SendCancel(worker, attempt, reason):
+                    self._tell(worker, Cancel(context=self._context(attempt), reason=reason))
+                case ev.SendAcknowledge(worker, attempt):
+                    self._tell(worker, Acknowledge(context=self._context(attempt)))
+                case ev.SendResend(worker, attempt, index):
+                    self._tell(worker, Resend(context=self._context(attempt), index=index))
+                case ev.JoinQueue():
+                    if not self._links.admission.join(self._ticket):
+                        self._events.append(ev.QueueFull())
+                case ev.LeaveQueue():
+                    self._links.admission.leave(self._ticket)
+                case ev.Complete(reason, cached_tokens):
+                    self._complete(reason, cached_tokens)
+                case ev.Fail(error):
+                    self._error = self._error or error
+                case _:
+                    assert_never(action)
+
+    def _deliver(self, piece: Piece) -> None:
+        if not self._emit(piece):
+            self._events.append(ev.Aborted(ClientGone("the client stopped reading")))
+        elif piece.stopped:
+            self._events.append(ev.TextStopped())
+
+    def _complete(self, reason: FinishReason, cached_tokens: int) -> None:
+        rest = self._text.finish()
+        if rest.text:
+            self._emit(rest)
+        if rest.stopped:
+            reason = FinishReason.STOP
+        self._outcome = Outcome(reason, self._text.tokens, min(cached_tokens, self._order.prompt_tokens))
+
+    def _tell(self, worker: str, message: Cancel | Acknowledge | Resend) -> None:
+        self._links.outbox.post(subjects.task(worker), message)
+
+    def _context(self, attempt: int, trace: str | None = None) -> Context:
+        return Context(
+            request=self._order.request,
+            attempt=attempt,
+            budget_s=max(0.0, self._order.deadline_at_s - self._links.clock.now_s()),
+            trace=self._order.trace if trace is None else trace,
+        )
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+        assert self._tasks is not None
+        child = self._tasks.create_task(work)
+        self._children.add(child)
+        child.add_done_callback(self._children.discard)
+
+    # ------------------------------------------------------------ placing and dispatching
+
+    def _prompt(self) -> tuple[bytes, int]:
+        """Return prompt plus delivered tokens, packed, and their number."""
+        delivered = self.machine.delivered
+        if not delivered:
+            return self._order.tokens, self._order.prompt_tokens
+        return self._order.tokens + pack_tokens(delivered), self._order.prompt_tokens + len(delivered)
+
+    async def _place(self, action: ev.SendPlace) -> None:
+        links, order = self._links, self._order
+        tokens, prompt_tokens = self._prompt()
+        timers = links.timers
+        with links.tracing.span("place", parent=order.trace, attempt=action.attempt) as span:
+            message = Place(
+                context=self._context(action.attempt, span.trace),
+                model=order.model.name,
+                blocks=hash_blocks(order.root, tokens, order.model.block_tokens),
+                prompt_tokens=prompt_tokens,
+                output_tokens_max=order.sampling.max_tokens - (prompt_tokens - order.prompt_tokens),
+                disaggregation=order.disaggregation,
+                exclude=action.exclude,
+                exclude_pairs=action.exclude_pairs,
+            )
+            try:
+                # An answer that is late, but comes before the resends are over, is as good as theirs.
+                timeout_s = timers.place_resend_s * (timers.place_resends_max + 1)
+                answer = await links.bus.request(subjects.PLACE, message, timeout_s=timeout_s)
+            except (DeadlineExceeded, NoResponders):
+                return  # The machine asks again by its own timer.
+            except BatonError as error:
+                self.post(ev.PlaceRefused(action.attempt, error))
+                return
+        match answer:
+            case Placement():
+                self.post(ev.Placed(action.attempt, answer))
+            case Refused(error=report):
+                self.post(ev.PlaceRefused(action.attempt, report.to_error()))
+            case _:
+                return  # Not an answer to `Place`: as good as none, the machine asks again.
+
+    def _dispatch(self, attempt: int, placement: Placement) -> None:
+        order, links = self._order, self._links
+        tokens, prompt_tokens = self._prompt()
+        sampling = resumed(order.sampling, prompt_tokens - order.prompt_tokens)
+        decode, prefill = placement.decode, placement.prefill
+
+        def prefill_task(context: Context, tail: bytes) -> PrefillTask:
+            assert prefill is not None
+            return PrefillTask(
+                context=context,
+                gateway=links.gateway,
+                generation=prefill.generation,
+                tokens=tail,
+                prompt_tokens=prompt_tokens,
+                sampling=sampling,
+                cache_salt=order.cache_salt,
+            )
+
+        def decode_task(context: Context, tail: bytes) -> DecodeTask:
+            return DecodeTask(
+                context=context,
+                gateway=links.gateway,
+                generation=decode.generation,
+                tokens=tail,
+                prompt_tokens=prompt_tokens,
+                sampling=sampling,
+                cache_salt=order.cache_salt,
+                source=None if prefill is None else KvSource(address=prefill),
+            )
+
+        if prefill is not None:
+            self._spawn(self._send_task(attempt, prefill, tokens, prefill_task))
+        self._spawn(self._send_task(attempt, decode, tokens, decode_task))
+
+    async def _send_task(
+        self,
+        attempt: int,
+        address: WorkerAddress,
+        tokens: bytes,
+        make: Callable[[Context, bytes], PrefillTask | DecodeTask],
+    ) -> None:
+        links, worker = self._links, address.worker
+        subject = subjects.task(worker)
+        with links.tracing.span("dispatch", parent=self._order.trace, attempt=attempt, worker=worker) as span:
+            context = self._context(attempt, span.trace)
+            room = links.bus.payload_bytes_max - len(encode(make(context, b""))) - HEADROOM_BYTES
+            try:
+                *chunks, tail = cut(tokens, room)
+                for index, chunk in enumerate(chunks):
+                    offset = index * len(chunks[0]) // TOKEN_BYTES
+                    await links.bus.publish(subject, TokenChunk(context=context, offset=offset, tokens=chunk))
+                answer = await links.bus.request(subject, make(context, tail), timeout_s=links.timers.accept_s)
+            except DeadlineExceeded:
+                return  # The machine's own timer says what silence means.
+            except NoResponders:
+                self.post(ev.TaskFailed(attempt, worker, WorkerLost(f"worker {worker} does not listen")))
+                return
+            except BatonError as error:
+                self.post(ev.TaskFailed(attempt, worker, error))
+                return
+        match answer:
+            case Accepted():
+                self.post(ev.TaskAccepted(attempt, worker))
+            case Busy(reason=reason, detail=detail) if reason in ALIVE_BUT_UNWILLING:
+                self.post(ev.TaskBusy(attempt, worker, f"{reason} {detail}".strip()))
+            case Busy(reason=reason, detail=detail):
+                said = AttemptFailed(f"worker {worker} refused the task: {reason} {detail}".strip())
+                self.post(ev.TaskFailed(attempt, worker, said))
+            case Refused(error=report):
+                self.post(ev.TaskFailed(attempt, worker, report.to_error()))
+            case _:
+                said = AttemptFailed(f"worker {worker} answered a task with {type(answer).__name__}")
+                self.post(ev.TaskFailed(attempt, worker, said))
+
+
+def cut(tokens: bytes, room_bytes: int) -> list[bytes]:
+    """Return packed tokens in pieces of at most `room_bytes`, all but the last equally long; at least one piece."""
+    size = max(TOKEN_BYTES, room_bytes // TOKEN_BYTES * TOKEN_BYTES)
+    return [tokens[start : start + size] for start in range(0, len(tokens), size)] or [b""]

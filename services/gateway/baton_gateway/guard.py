@@ -1,0 +1,97 @@
+"""What every request passes, as plain ASGI: its id, its key, and the one place where unexpected errors end."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+from collections.abc import Iterable
+from typing import Final
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import BatonError, Unauthenticated
+from baton_gateway.answers import error_body, to_json
+
+log = logging.getLogger(__name__)
+
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+OPEN_PATHS: Final = frozenset({"/health", "/ready"})
+"""Probes carry no key."""
+
+
+class ApiKeys:
+    """Compares in a time that says nothing about the keys. Only digests are kept."""
+
+    def __init__(self, keys: Iterable[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    def check(self, authorization: str) -> None:
+        """Raise Unauthenticated unless no key is needed or the header carries one."""
+        if not self._digests:
+            return
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer" or not token.strip():
+            raise Unauthenticated("this server asks for an API key: send it as `Authorization: Bearer KEY`")
+        presented = hashlib.sha256(token.strip().encode()).digest()
+        # All of them are compared, so that the time does not depend on which one matches.
+        matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
+        if not any(matches):
+            raise Unauthenticated("the API key is not known to this server")
+
+
+class Guard:
+    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        presented = headers.get("x-request-id", "")
+        request_id = presented if REQUEST_ID.fullmatch(presented) else uuid4().hex
+        started = finished = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started, finished
+            if message["type"] == "http.response.start":
+                started = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            finished = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                self._keys.check(headers.get("authorization", ""))
+            await self._app(scope, receive, send_with_id)
+        except BatonError as error:
+            await error_response(error)(scope, receive, send_with_id)
+        except Exception:  # The boundary of every request: what was not expected is a bug, and is logged as one.
+            log.exception("request %s failed unexpectedly", request_id)
+            if not started:
+                await unexpected_response()(scope, receive, send_with_id)
+            elif not finished:
+                raise  # Half an answer is out: uvicorn cuts the connection, so that the client notices.
+
+
+def unexpected_response() -> Response:
+    """Return the answer to a request that met a bug; the details are for the log alone."""
+    return error_response(BatonError("the server failed unexpectedly; its log has the details under the request id"))
+
+
+def error_response(error: BatonError) -> Response:
+    headers: dict[str, str] = {}
+    if error.retry_after_s is not None:
+        # The header takes whole seconds only.
+        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+    if isinstance(error, Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
+    return Response(
+        to_json(error_body(error)), status_code=error.http_status, headers=headers, media_type="application/json"
+    )

@@ -1,0 +1,50 @@
+"""From the drivers of one request to its client: a bounded buffer between those who produce and who reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton_gateway.choice import Piece
+from baton_gateway.driver import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The last word on a choice: how it ended, or the error that ended it."""
+
+    result: Outcome | Exception
+
+
+class Outlet:
+    """`put` never waits. A reader that falls `unread_tokens_max` behind is given up: `on_overflow` is called once."""
+
+    def __init__(self, unread_tokens_max: int | None, on_overflow: Callable[[], None] = lambda: None) -> None:
+        self._unread_tokens_max = unread_tokens_max
+        self._on_overflow = on_overflow
+        self._items: list[tuple[int, Piece | Ending]] = []
+        self._unread_tokens = 0
+        self._overflowed = False
+        self._filled = asyncio.Event()
+
+    def put(self, choice: int, item: Piece | Ending) -> bool:
+        """Add what happened to a choice. Returns False where the reader was given up."""
+        if isinstance(item, Piece):
+            self._unread_tokens += item.tokens
+            if self._unread_tokens_max is not None and self._unread_tokens > self._unread_tokens_max:
+                if not self._overflowed:
+                    self._overflowed = True
+                    self._on_overflow()
+                return False
+        self._items.append((choice, item))
+        self._filled.set()
+        return True
+
+    async def take(self) -> list[tuple[int, Piece | Ending]]:
+        """Wait for news and return all of it."""
+        await self._filled.wait()
+        self._filled.clear()
+        items, self._items = self._items, []
+        self._unread_tokens = 0
+        return items

@@ -1,0 +1,154 @@
+"""The answer to one generation request, streamed or whole, and the watch for a client that leaves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from baton.errors import BatonError, ClientGone
+from baton_gateway.answers import SSE_DONE, Format, WholeChoice, error_body, sse_event, to_json, usage_of
+from baton_gateway.choice import Piece
+from baton_gateway.driver import Outcome
+from baton_gateway.generate import Job, Production
+from baton_gateway.guard import error_response
+from baton_gateway.outlet import Ending, Outlet
+from baton_gateway.service import Gateway
+
+SSE_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    # Proxies such as nginx would collect the stream otherwise.
+    (b"x-accel-buffering", b"no"),
+]
+ABORT_EXTENSION = "baton.abort"
+"""ASGI extension of our server: a function that cuts the connection."""
+
+
+class AnswerResponse(Response):
+    """Runs a job while it answers. Until the first token came, an error is a plain HTTP error."""
+
+    def __init__(self, gateway: Gateway, job: Job, shape: Format, *, stream: bool, with_usage: bool) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._job = job
+        self._format = shape
+        self._stream = stream
+        self._with_usage = with_usage
+        self._outcomes: dict[int, Outcome] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        extensions: dict[str, Any] = scope.get("extensions") or {}
+        cut: Callable[[], None] = extensions.get(ABORT_EXTENSION) or (lambda: None)
+        outlet = Outlet(self._gateway.settings.unread_tokens_max if self._stream else None, on_overflow=cut)
+        production = Production(self._gateway, self._job, outlet)
+        async with asyncio.TaskGroup() as group:
+            work = group.create_task(production.run())
+            watch = group.create_task(_watch(receive, production))
+            try:
+                if self._stream:
+                    await self._send_stream(outlet, scope, receive, send)
+                else:
+                    await self._send_whole(outlet, scope, receive, send)
+            finally:
+                production.abort(ClientGone("the answer was given up"))
+                watch.cancel()
+                await work
+
+    # ------------------------------------------------------------ whole
+
+    async def _send_whole(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
+        choices = [WholeChoice() for _ in self._job.orders]
+        while len(self._outcomes) < len(choices):
+            for choice, item in await outlet.take():
+                if isinstance(item, Ending):
+                    try:
+                        choices[choice].finish_reason = self._note_ending(choice, item)
+                    except ClientGone:
+                        return  # Nobody is there to read it.
+                    except BatonError as error:
+                        await error_response(error)(scope, receive, send)
+                        return
+                    continue
+                choices[choice].texts.append(item.text)
+                choices[choice].logprobs += item.logprobs
+        answer = Response(to_json(self._format.whole(choices, self._usage())), media_type="application/json")
+        await answer(scope, receive, send)
+
+    # ------------------------------------------------------------ streamed
+
+    async def _send_stream(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
+        opened: set[int] = set()
+        started = False
+        while len(self._outcomes) < len(self._job.orders):
+            events: list[bytes] = []
+            try:
+                for choice, item in await outlet.take():
+                    self._render(choice, item, opened, events)
+            except ClientGone:
+                return
+            except BatonError as error:
+                if not started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                # The status line is gone; OpenAI's clients raise on an event with an `error`.
+                events.append(sse_event(error_body(error)))
+                await _send_body(send, b"".join(events), more=False)
+                return
+            if not events:
+                continue
+            if not started:
+                await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
+                started = True
+            # One write for all that came since the last one.
+            await _send_body(send, b"".join(events), more=True)
+        tail = sse_event(self._format.usage_chunk(self._usage())) if self._with_usage else b""
+        await _send_body(send, tail + SSE_DONE, more=False)
+
+    def _render(self, choice: int, item: Piece | Ending, opened: set[int], events: list[bytes]) -> None:
+        """Append the events of one item. Raises the error of a choice that failed."""
+        if isinstance(item, Ending):
+            reason = self._note_ending(choice, item)
+            self._open(choice, opened, events)
+            events.append(sse_event(self._format.closing(choice, reason)))
+            return
+        if not item.text and not item.logprobs:
+            return
+        self._open(choice, opened, events)
+        events.append(sse_event(self._format.chunk(choice, item)))
+
+    def _open(self, choice: int, opened: set[int], events: list[bytes]) -> None:
+        if choice not in opened:
+            opened.add(choice)
+            opening = self._format.opening(choice)
+            if opening is not None:
+                events.append(sse_event(opening))
+
+    def _note_ending(self, choice: int, ending: Ending) -> str:
+        """Return the finish reason. Raises what ended the choice, if it failed."""
+        if isinstance(ending.result, Exception):
+            raise ending.result
+        self._outcomes[choice] = ending.result
+        return ending.result.reason.value
+
+    def _usage(self) -> dict[str, Any]:
+        outcomes = [self._outcomes[choice] for choice in range(len(self._job.orders))]
+        # Choices of one prompt find each other's blocks cached; what was cached before is the least of them.
+        per_prompt = self._job.choices_per_prompt
+        groups = [outcomes[start : start + per_prompt] for start in range(0, len(outcomes), per_prompt)]
+        cached = sum(min(outcome.cached_tokens for outcome in group) for group in groups)
+        return usage_of(self._job.prompt_tokens, sum(outcome.completion_tokens for outcome in outcomes), cached)
+
+
+async def _watch(receive: Receive, production: Production) -> None:
+    """Abort once the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    production.abort(ClientGone("the client disconnected"))
+
+
+async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": more})

@@ -1,0 +1,48 @@
+"""When and how an answer continues on another worker: exactly, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from baton.messages import Sampling
+
+_PURE_EXTENSIONS: Final = frozenset({"priority", "skip_special_tokens", "spaces_between_special_tokens"})
+"""Engine parameters that do not make the next token depend on where the prompt ends."""
+
+
+def obstacle(sampling: Sampling) -> str:
+    """Return what makes a continuation from prompt + delivered tokens differ, or "" where it is exact.
+
+    An engine that gets delivered tokens as prompt counts none of them as output, and starts its random
+    numbers anew. So whatever reads the output so far, or a seed that must give the same draw, is in the way.
+    """
+    if sampling.seed is not None and sampling.temperature > 0:
+        return "a seed"
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        return "a penalty on repeated output"
+    if sampling.repetition_penalty != 1:
+        return "a repetition penalty"
+    foreign = sorted(sampling.extensions.keys() - _PURE_EXTENSIONS)
+    return f"the parameter `{foreign[0]}`" if foreign else ""
+
+
+def resumed(sampling: Sampling, delivered_tokens: int) -> Sampling:
+    """Return `sampling` for the rest of an output of which `delivered_tokens`, fewer than `max_tokens`, exist."""
+    if not delivered_tokens:
+        return sampling
+    return msgspec.structs.replace(
+        sampling,
+        max_tokens=sampling.max_tokens - delivered_tokens,
+        min_tokens=max(0, sampling.min_tokens - delivered_tokens),
+    )
+
+
+def is_ended(sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset[int]) -> bool:
+    """Return whether the last delivered token ended the output by itself, its final frame being lost."""
+    if not delivered or len(delivered) <= sampling.min_tokens:
+        return False
+    last = delivered[-1]
+    return last in sampling.stop_token_ids or (last in eos_tokens and not sampling.ignore_eos)

@@ -1,0 +1,224 @@
+"""The gateway as a member of the system: its subscriptions, its beat, and where messages go."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
+from typing import Final
+
+from baton import subjects
+from baton.bus import Bus, Delivery
+from baton.clock import Clock
+from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
+from baton.messages import (
+    Acknowledge,
+    AttemptState,
+    Cancel,
+    Context,
+    Digest,
+    DigestEntry,
+    Frames,
+    GatewayBeat,
+    Goodbye,
+    Heartbeat,
+    Hint,
+    Place,
+    Placement,
+    Prefilled,
+    Refused,
+    Role,
+)
+from baton.telemetry import Tracing
+from baton_gateway import attempt_events as ev
+from baton_gateway.admission import AdmissionQueue
+from baton_gateway.config import Settings
+from baton_gateway.driver import AnswerDriver, Links
+from baton_gateway.outbox import Outbox
+from baton_gateway.tokenise import Tokenizers
+from baton_gateway.workers import Gone, WorkerTable, has_room
+
+log = logging.getLogger(__name__)
+
+BEAT_S: Final = 1.0
+EXPIRY_S: Final = 0.1
+READY_KEPT_S: Final = 1.0
+FAREWELL_S: Final = 1.0
+
+
+class Gateway:
+    """Everything of the gateway that is not HTTP. Lives inside `running`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        gateway: str,
+        bus: Bus,
+        clock: Clock,
+        tracing: Tracing,
+        tokenizers: Tokenizers,
+        random: Random,
+    ) -> None:
+        self.settings = settings
+        self.bus = bus
+        self.clock = clock
+        self.tracing = tracing
+        self.tokenizers = tokenizers
+        self.workers = WorkerTable(settings.worker_dead_s)
+        self.routes: dict[str, AnswerDriver] = {}
+        self.outbox = Outbox(bus)
+        self.admission = AdmissionQueue(waiting_max=settings.admission_queue_max, clock=clock, random=random)
+        self.links = Links(
+            gateway=gateway,
+            bus=bus,
+            clock=clock,
+            tracing=tracing,
+            outbox=self.outbox,
+            admission=self.admission,
+            timers=settings.attempt_timers(),
+            routes=self.routes,
+        )
+        self._ready_until_s = 0.0
+        self._probe = asyncio.Lock()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None]:
+        """Take part in the system inside this context. A bug in one of the tasks ends it."""
+        async with AsyncExitStack() as stack:
+            for subject, handler in (
+                (subjects.HEARTBEAT, self._on_worker),
+                (subjects.gateway(self.links.gateway), self._on_message),
+            ):
+                subscription = await self.bus.subscribe(subject, handler)
+                stack.push_async_callback(subscription.unsubscribe)
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._beat()),
+                    group.create_task(self._expire()),
+                    group.create_task(self.outbox.run()),
+                    group.create_task(self.admission.run()),
+                ]
+                try:
+                    yield
+                finally:
+                    await self.outbox.drain(self.clock, FAREWELL_S)
+                    for task in tasks:
+                        task.cancel()
+
+    async def check_ready(self) -> None:
+        """Raise Unavailable unless a request could be placed now.
+
+        The schedulers are asked themselves, as only they know what the deployment needs; a yes holds for a
+        second, so that probes do not become load.
+        """
+        async with self._probe:
+            if self.clock.now_s() < self._ready_until_s:
+                return
+            models = self.workers.models()
+            if not models:
+                raise NoWorkers("no decode worker is live")
+            refusals = [refusal for model in models if (refusal := await self._probe_model(model.name)) is not None]
+            if len(refusals) == len(models):
+                raise refusals[0]
+            self._ready_until_s = self.clock.now_s() + READY_KEPT_S
+
+    async def _probe_model(self, name: str) -> BatonError | None:
+        """Return why a tiny request to this model could not be placed."""
+        model = self.workers.model(name)
+        tokenizer = self.tokenizers.prepare(model.path, model.digest)
+        if not tokenizer.done():
+            return Unavailable(f"the tokenizer of `{name}` is being loaded")
+        if (error := tokenizer.exception()) is not None:
+            return Unavailable(str(error))
+        context = Context(request=f"ready-{self.links.gateway}", budget_s=self.settings.place_resend_s)
+        place = Place(context=context, model=name, blocks=b"", prompt_tokens=1, output_tokens_max=1)
+        try:
+            answer = await self.bus.request(subjects.PLACE, place, timeout_s=self.settings.place_resend_s)
+        except BatonError as error:
+            return error
+        if isinstance(answer, Refused):
+            error = answer.error.to_error()
+            return None if isinstance(error, Overloaded) else error
+        return None if isinstance(answer, Placement) else Unavailable("the scheduler did not answer the question")
+
+    # ------------------------------------------------------------ messages
+
+    async def _on_worker(self, delivery: Delivery) -> None:
+        message = delivery.message
+        if isinstance(message, Heartbeat):
+            self._note_gone(self.workers.observe(message, self.clock.now_s()))
+            if message.role is Role.DECODE:
+                self.tokenizers.prepare(message.model_path, message.model_digest)
+            if has_room(message):
+                self.admission.note_room(message.model)
+        elif isinstance(message, Goodbye):
+            self._note_gone(self.workers.leave(message.address.worker, message.address.generation))
+
+    async def _on_message(self, delivery: Delivery) -> None:
+        message = delivery.message
+        match message:
+            case Frames():
+                for frame in message.frames:
+                    driver = self.routes.get(frame.request)
+                    if driver is not None:
+                        driver.post(ev.FrameArrived(message.worker, message.generation, frame))
+            case Digest():
+                self._on_digest(message)
+            case Prefilled(context=context, usage=usage):
+                driver = self.routes.get(context.request)
+                if driver is not None:
+                    driver.post(ev.PromptComputed(context.attempt, usage.cached_tokens))
+            case Hint(context=context, worker=worker, error=error):
+                log.info("prefill %s on %s failed: %s", context.request, worker, error.detail)
+            case _:
+                log.warning("unexpected %s on %s", type(message).__name__, delivery.subject)
+
+    def _on_digest(self, digest: Digest) -> None:
+        entries = {(entry.request, entry.attempt): entry for entry in digest.entries}
+        for request, driver in list(self.routes.items()):
+            if driver.machine.runs_on(digest.worker):
+                entry = entries.get((request, driver.attempt))
+                driver.post(ev.DigestArrived(digest.worker, digest.generation, entry))
+        for entry in digest.entries:
+            driver = self.routes.get(entry.request)
+            if driver is None or driver.attempt > entry.attempt:
+                self._disown(digest.worker, entry)
+
+    def _disown(self, worker: str, entry: DigestEntry) -> None:
+        """Tell a worker that nobody waits for this attempt: an earlier message to that effect was lost."""
+        context = Context(request=entry.request, attempt=entry.attempt, budget_s=BEAT_S)
+        gone = (
+            Acknowledge(context=context)
+            if entry.state is AttemptState.RETAINED
+            else Cancel(context=context, reason="not wanted any more")
+        )
+        self.outbox.post(subjects.task(worker), gone)
+
+    def _note_gone(self, gone: Gone | None) -> None:
+        if gone is None:
+            return
+        log.info("worker %s (generation %d) %s", gone.worker, gone.generation, gone.detail)
+        for driver in list(self.routes.values()):
+            if driver.machine.runs_on(gone.worker):
+                driver.post(ev.WorkerGone(gone.worker, gone.generation, gone.detail))
+
+    # ------------------------------------------------------------ tasks
+
+    async def _beat(self) -> None:
+        while True:
+            self.outbox.post(subjects.GATEWAY_BEAT, GatewayBeat(gateway=self.links.gateway))
+            await self.clock.sleep(BEAT_S)
+
+    async def _expire(self) -> None:
+        before_s = self.clock.now_s()
+        while True:
+            await self.clock.sleep(EXPIRY_S)
+            now_s = self.clock.now_s()
+            # After a stall of our own, first let the heartbeats in that have piled up meanwhile.
+            if now_s - before_s < 5 * EXPIRY_S:
+                for gone in self.workers.expire(now_s):
+                    self._note_gone(gone)
+            before_s = now_s

@@ -1,0 +1,46 @@
+"""Finding stop strings in text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopScanner:
+    """Passes text on, except what may be the start of a stop string; ends at the first stop string whole.
+
+    "First" is the one that is complete first, and the longest of those that are complete at once, so the
+    result depends on the text alone and never on how it was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._held: str = ""
+
+    def feed(self, text: str) -> tuple[str, str | None]:
+        """Return the text that can be shown now, and the stop string once it was found."""
+        if not self._stops:
+            return text, None
+        text = self._held + text
+        found = [(at + len(stop), -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            end, _, stop = min(found)
+            self._held = ""
+            return text[: end if self._include_stop else end - len(stop)], stop
+        kept = self._kept_chars(text)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept], None
+
+    def flush(self) -> str:
+        """Return what was held back: the output has ended, no stop string will become whole."""
+        held, self._held = self._held, ""
+        return held
+
+    def _kept_chars(self, text: str) -> int:
+        """Return the length of the longest end of `text` that begins a stop string."""
+        longest = min(len(text), max(map(len, self._stops)) - 1)
+        for chars in range(longest, 0, -1):
+            tail = text[-chars:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return chars
+        return 0

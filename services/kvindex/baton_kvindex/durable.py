@@ -1,0 +1,139 @@
+"""What of the index is written down, and the changes that wait to be: pure, the database is in `store.py`.
+
+A worker's durable form is a map from block to the block before it, with the life (generation), the model and
+the newest event that the map contains. Changes of a block overwrite each other while they wait, so what waits
+is bounded by what exists; above `blocks_max` of one worker, and after a failed write, the details are dropped
+and the worker is written anew as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton_kvindex.index import Run, link, split_ids
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Which life of a worker the index knows, and up to which of its events."""
+
+    generation: int
+    model_digest: str
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWorker:
+    state: WorkerState
+    runs: Sequence[Run]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was loaded. The stream is followed from the event after `stream_sequence`."""
+
+    stream_sequence: int = 0
+    workers: Mapping[str, SavedWorker] = field(default_factory=dict[str, SavedWorker])
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """`whole`: write all that the worker holds instead of single blocks. A parent of None: removed."""
+
+    whole: bool = False
+    blocks: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChange:
+    """What to write of one worker: `runs` in place of everything, or else single blocks."""
+
+    state: WorkerState
+    runs: Sequence[Run] | None
+    stored: Mapping[bytes, bytes]
+    removed: Sequence[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One atomic write. A worker whose change is None is gone."""
+
+    stream_sequence: int
+    workers: Mapping[str, WorkerChange | None]
+
+
+class Journal:
+    """Changes that wait to be written."""
+
+    def __init__(self, blocks_max: int) -> None:
+        self._blocks_max = blocks_max
+        self._waiting: dict[str, _Waiting] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def touch(self, worker: str) -> None:
+        """Write the worker's state: it moved, perhaps without a change of blocks."""
+        self._waiting.setdefault(worker, _Waiting())
+
+    def store(self, worker: str, parent: bytes, blocks: bytes) -> None:
+        self._note(worker, dict(link(parent, blocks)))
+
+    def remove(self, worker: str, blocks: bytes) -> None:
+        self._note(worker, dict.fromkeys(split_ids(blocks)))
+
+    def rewrite(self, worker: str) -> None:
+        """Write all of the worker, whatever was written before."""
+        self._waiting[worker] = _Waiting(whole=True)
+
+    def take(
+        self,
+        stream_sequence: int,
+        state_of: Callable[[str], WorkerState | None],
+        dump: Callable[[str], Sequence[Run]],
+    ) -> Batch:
+        """Return all that waits, as the workers are now, and forget it."""
+        changes: dict[str, WorkerChange | None] = {}
+        for worker, waiting in self._waiting.items():
+            state = state_of(worker)
+            if state is None:
+                changes[worker] = None
+                continue
+            changes[worker] = WorkerChange(
+                state=state,
+                runs=dump(worker) if waiting.whole else None,
+                stored={block: parent for block, parent in waiting.blocks.items() if parent is not None},
+                removed=[block for block, parent in waiting.blocks.items() if parent is None],
+            )
+        self._waiting = {}
+        return Batch(stream_sequence, changes)
+
+    def give_back(self, batch: Batch) -> None:
+        """A batch was not written, or nobody knows whether it was: its workers are written anew."""
+        for worker in batch.workers:
+            self.rewrite(worker)
+
+    def _note(self, worker: str, changes: Mapping[bytes, bytes | None]) -> None:
+        waiting = self._waiting.setdefault(worker, _Waiting())
+        if waiting.whole:
+            return
+        waiting.blocks.update(changes)
+        if len(waiting.blocks) > self._blocks_max:
+            self.rewrite(worker)
+
+
+def runs_of(parents: Mapping[bytes, bytes]) -> list[Run]:
+    """Return the blocks of a map from block to parent as the longest runs that branches allow."""
+    children: dict[bytes, list[bytes]] = {}
+    for block, parent in parents.items():
+        children.setdefault(parent, []).append(block)
+    heads = [block for block, parent in parents.items() if parent not in parents or children[parent][0] != block]
+    runs: list[Run] = []
+    for head in heads:
+        run = [head]
+        while below := children.get(run[-1]):
+            run.append(below[0])
+        runs.append(Run(parent=parents[head], blocks=b"".join(run)))
+    return runs

@@ -1,0 +1,308 @@
+"""Keeps the index true to the workers: applies their events in order, and sees which worker needs a resync.
+
+Pure: the shell in `service.py` hands in messages and the time, asks `due_resyncs` whom to query, and hands in
+the pages. Per worker:
+
+    events with the next sequence ──▶ applied          an older sequence, an older generation ──▶ dropped
+    a gap, an unknown parent, a malformed event, a heartbeat that names an event which did not come within
+    `behind_s`, a worker first seen that already has sent events ──▶ NEEDED ──▶ RUNNING ──▶ pages replace all
+    that it held ──▶ events that came meanwhile are applied on top ──▶ NO
+
+Storing and removing are idempotent and the last word on a block wins. So pages may be read while the worker
+changes: everything after the first page's sequence is applied again.
+A new generation, a Goodbye or silence drops what the worker held at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.errors import MalformedMessage
+from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, Heartbeat, KvEvents, ShadowPage, WorkerAddress
+from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
+from baton_kvindex.index import ID_BYTES, Index, Run, UnknownParent
+from baton_kvindex.trees import Trees
+
+GONE_WORKERS_MAX = 4096
+"""How many workers that said Goodbye are remembered, so that their late events are not taken for a new life."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerOptions:
+    dead_after_s: float = 1.5
+    """A worker without a heartbeat for this long is dead."""
+    behind_s: float = 1.0
+    """An event that a heartbeat named and that did not come for this long is lost."""
+    resync_interval_s: float = 0.5
+    """The least time between two resyncs of one worker."""
+    waiting_events_max: int = 4096
+    """Messages of one worker that are kept while its resync runs."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What became of the messages and events that came in."""
+
+    applied: int = 0
+    duplicates: int = 0
+    stale: int = 0
+    """Messages of a life that is over."""
+    gaps: int = 0
+    unknown_parents: int = 0
+    unknown_blocks: int = 0
+    """Removals of blocks that the worker did not hold here."""
+    malformed: int = 0
+    behind: int = 0
+    resyncs: int = 0
+
+
+class _Resync(enum.Enum):
+    NO = enum.auto()
+    NEEDED = enum.auto()
+    RUNNING = enum.auto()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """One life of one worker. `heard_s` is its last heartbeat, or when anything first named it."""
+
+    generation: int
+    model_digest: str
+    heard_s: float
+    sequence: int = 0
+    live: bool = False
+    expected: int = 0
+    """An event that a heartbeat named, at `expected_since_s`; 0: none is outstanding."""
+    expected_since_s: float = 0.0
+    resync: _Resync = _Resync.NO
+    resync_from_s: float = 0.0
+    """When the next resync may start."""
+    waiting: list[KvEvents] = field(default_factory=list[KvEvents])
+
+
+class Follower:
+    def __init__(self, new_index: Callable[[], Index], options: FollowerOptions, journal: Journal) -> None:
+        self._options = options
+        self._journal = journal
+        self._trees = Trees(new_index)
+        self._workers: dict[str, _Worker] = {}
+        self._gone: OrderedDict[str, int] = OrderedDict()
+        """Worker → the generation that said Goodbye."""
+        self.counters = Counters()
+        self.stream_sequence = 0
+        """The newest message of the stream that was handed in."""
+
+    # ------------------------------------------------------------ answers
+
+    def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
+        return self._trees.match(model_digest, blocks)
+
+    def state_of(self, worker: str) -> WorkerState | None:
+        known = self._workers.get(worker)
+        if known is None:
+            return None
+        return WorkerState(generation=known.generation, model_digest=known.model_digest, sequence=known.sequence)
+
+    def dump(self, worker: str) -> list[Run]:
+        return self._trees.dump(worker)
+
+    def settled(self) -> bool:
+        """Whether no live worker waits for a resync, so that answers are as good as they get."""
+        return all(known.resync is _Resync.NO for known in self._workers.values() if known.live)
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self._journal)
+
+    def take_batch(self) -> Batch:
+        """Return what waits to be written; `give_back` it where it could not be."""
+        return self._journal.take(self.stream_sequence, self.state_of, self.dump)
+
+    def give_back(self, batch: Batch) -> None:
+        self._journal.give_back(batch)
+
+    def rewrite_all(self) -> None:
+        """The database lost what was written: write all of it again."""
+        for worker in self._workers:
+            self._journal.rewrite(worker)
+
+    # ------------------------------------------------------------ what comes in
+
+    def restore(self, saved: Saved, now_s: float) -> None:
+        """Begin with what was written down. Each worker then has `dead_after_s` to show that it lives."""
+        self.stream_sequence = saved.stream_sequence
+        for worker, entry in saved.workers.items():
+            state = entry.state
+            self._workers[worker] = _Worker(state.generation, state.model_digest, now_s, state.sequence)
+            self._trees.assign(worker, state.model_digest).load(worker, entry.runs)
+
+    def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
+        address = heartbeat.address
+        known = self._life(address.worker, address.generation, heartbeat.model_digest, now_s)
+        if known is None:
+            return
+        known.heard_s = now_s
+        if not known.live:
+            known.live = True
+            if heartbeat.events_sequence and not known.sequence:
+                self._need_resync(known)
+        if known.sequence >= known.expected:
+            known.expected = heartbeat.events_sequence if heartbeat.events_sequence > known.sequence else 0
+            known.expected_since_s = now_s
+
+    def on_goodbye(self, address: WorkerAddress) -> None:
+        known = self._workers.get(address.worker)
+        if known is not None and address.generation < known.generation:
+            self.counters.stale += 1
+            return
+        self._gone[address.worker] = max(address.generation, self._gone.pop(address.worker, 0))
+        if len(self._gone) > GONE_WORKERS_MAX:
+            self._gone.popitem(last=False)
+        self._drop(address.worker)
+
+    def on_events(self, message: KvEvents, stream_sequence: int, now_s: float) -> None:
+        # Not the maximum: a stream that was made anew counts from 1 again.
+        self.stream_sequence = stream_sequence
+        known = self._life(message.worker, message.generation, message.model_digest, now_s)
+        if known is not None:
+            self._take(message, known)
+
+    def on_tick(self, now_s: float) -> None:
+        """Drop the dead, and find the workers whose events were lost at the tail."""
+        for worker, known in list(self._workers.items()):
+            if now_s - known.heard_s > self._options.dead_after_s:
+                self._drop(worker)
+            elif known.expected > known.sequence and now_s - known.expected_since_s > self._options.behind_s:
+                if known.resync is _Resync.NO:
+                    self.counters.behind += 1
+                    self._need_resync(known)
+                known.expected_since_s = now_s
+
+    # ------------------------------------------------------------ resync
+
+    def due_resyncs(self, now_s: float) -> list[WorkerAddress]:
+        """Return the workers to query now. Each must end in `on_pages` or `on_resync_failed`."""
+        due: list[WorkerAddress] = []
+        for worker, known in self._workers.items():
+            if known.resync is _Resync.NEEDED and known.live and now_s >= known.resync_from_s:
+                known.resync = _Resync.RUNNING
+                known.resync_from_s = now_s + self._options.resync_interval_s
+                due.append(WorkerAddress(worker=worker, generation=known.generation))
+        return due
+
+    def on_pages(self, address: WorkerAddress, pages: Sequence[ShadowPage]) -> None:
+        """Replace all that a worker held by the pages of one query, and apply what came meanwhile."""
+        known = self._running(address)
+        if known is None:
+            return
+        if any((page.generation, page.model_digest) != (known.generation, known.model_digest) for page in pages):
+            self.counters.stale += 1
+            self.on_resync_failed(address)
+            return
+        try:
+            self._trees.assign(address.worker, known.model_digest).load(
+                address.worker, [run for page in pages for run in page.runs]
+            )
+        except MalformedMessage:
+            self.counters.malformed += 1
+            self.on_resync_failed(address)
+            return
+        self.counters.resyncs += 1
+        self._journal.rewrite(address.worker)
+        known.sequence = pages[0].sequence if pages else 0
+        known.resync = _Resync.NO
+        waiting, known.waiting = known.waiting, []
+        for message in waiting:
+            self._take(message, known)
+
+    def on_resync_failed(self, address: WorkerAddress) -> None:
+        known = self._running(address)
+        if known is not None:
+            known.resync = _Resync.NEEDED
+
+    def _running(self, address: WorkerAddress) -> _Worker | None:
+        known = self._workers.get(address.worker)
+        if known is None or known.generation != address.generation or known.resync is not _Resync.RUNNING:
+            return None
+        return known
+
+    def _need_resync(self, known: _Worker) -> None:
+        if known.resync is _Resync.NO:
+            known.resync = _Resync.NEEDED
+
+    # ------------------------------------------------------------ one worker
+
+    def _life(self, worker: str, generation: int, model_digest: str, now_s: float) -> _Worker | None:
+        """Return the worker in this life, begun if it is new; None where that life is over."""
+        known = self._workers.get(worker)
+        if generation <= self._gone.get(worker, -1) or (known is not None and generation < known.generation):
+            self.counters.stale += 1
+            return None
+        if known is None or generation > known.generation:
+            return self._begin(worker, generation, model_digest, now_s)
+        if model_digest != known.model_digest:
+            # A life has one model. Whoever says otherwise is not understood, and not believed.
+            self.counters.malformed += 1
+            return None
+        return known
+
+    def _begin(self, worker: str, generation: int, model_digest: str, now_s: float) -> _Worker:
+        self._drop(worker)
+        self._gone.pop(worker, None)
+        self._journal.rewrite(worker)
+        self._trees.assign(worker, model_digest)
+        known = self._workers[worker] = _Worker(generation, model_digest, heard_s=now_s)
+        return known
+
+    def _drop(self, worker: str) -> None:
+        if self._workers.pop(worker, None) is not None:
+            self._trees.drop(worker)
+            self._journal.rewrite(worker)
+
+    def _take(self, message: KvEvents, known: _Worker) -> None:
+        """Apply the next message of a worker, or put it aside for the resync that it must wait for."""
+        if message.sequence <= known.sequence:
+            self.counters.duplicates += 1
+            return
+        if known.resync is _Resync.NO and message.sequence > known.sequence + 1:
+            self.counters.gaps += 1
+            self._need_resync(known)
+        if known.resync is not _Resync.NO:
+            if len(known.waiting) >= self._options.waiting_events_max:
+                # The gap that this leaves is seen after the resync, which is then repeated.
+                known.waiting.clear()
+            known.waiting.append(message)
+            return
+        if not self._apply(message):
+            self._need_resync(known)
+        known.sequence = message.sequence
+
+    def _apply(self, message: KvEvents) -> bool:
+        """Apply one message's events; return whether all of them made sense."""
+        worker = message.worker
+        index = self._trees.assign(worker, message.model_digest)
+        understood = True
+        for event in message.events:
+            try:
+                match event:
+                    case BlocksStored(parent=parent, blocks=blocks):
+                        index.store(worker, parent, blocks)
+                        self._journal.store(worker, parent, blocks)
+                    case BlocksRemoved(blocks=blocks):
+                        self.counters.unknown_blocks += len(blocks) // ID_BYTES - index.remove(worker, blocks)
+                        self._journal.remove(worker, blocks)
+                    case BlocksCleared():
+                        index.clear(worker)
+                        self._journal.rewrite(worker)
+            except UnknownParent:
+                self.counters.unknown_parents += 1
+                understood = False
+            except MalformedMessage:
+                self.counters.malformed += 1
+                understood = False
+        self._journal.touch(worker)
+        self.counters.applied += 1
+        return understood

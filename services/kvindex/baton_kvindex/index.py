@@ -1,0 +1,96 @@
+"""The index protocol: which worker holds which prefix, in blocks of one model.
+
+A block id is a hash over its whole prefix (see `baton.blocks`), so one id names one place, and a worker's
+holdings are a set of ids. An index answers for leading blocks only: a worker that holds blocks 0, 1 and 3
+of a prompt holds two. Every call takes a run of ids in one byte string, 16 bytes each, so that a native
+implementation crosses the language border once per batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from baton.errors import BatonError, MalformedMessage
+from baton.messages import BlocksStored
+
+ID_BYTES: Final = 16
+
+Run = BlocksStored
+"""Blocks that follow one another, and the id of the block before them: the unit of `dump` and `load`."""
+
+
+class UnknownParent(BatonError):
+    """A worker stored blocks behind one that it does not hold here: an event was lost, so it needs a resync."""
+
+    code = "unknown_parent"
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSize:
+    workers: int
+    blocks: int
+    """Distinct blocks that at least one worker holds."""
+    holdings: int
+    """Blocks held, summed over workers."""
+
+
+class Index(Protocol):
+    """Raises MalformedMessage, and changes nothing, where a run is no whole number of ids."""
+
+    def store(self, worker: str, parent: bytes, blocks: bytes) -> int:
+        """Note that `worker` holds `blocks`, each the child of the one before; return how many are new to it.
+
+        `parent` is the id of the block before the first, empty at the root. Raises UnknownParent, and
+        changes nothing, where `worker` does not hold it.
+        """
+        ...
+
+    def remove(self, worker: str, blocks: bytes) -> int:
+        """Note that `worker` dropped `blocks`, in any order; return how many it held. Others are skipped."""
+        ...
+
+    def clear(self, worker: str) -> int:
+        """Forget all that `worker` held; return how many blocks that were."""
+        ...
+
+    def match(self, blocks: bytes) -> dict[str, int]:
+        """Return how many leading blocks each worker holds, without the workers that hold none."""
+        ...
+
+    def dump(self, worker: str) -> list[Run]:
+        """Return all that `worker` holds as runs, in any order."""
+        ...
+
+    def load(self, worker: str, runs: Sequence[Run]) -> None:
+        """Replace all that `worker` held by `runs`, in any order; parents need not be among them."""
+        ...
+
+    def size(self) -> IndexSize: ...
+
+
+def check_ids(blocks: bytes) -> int:
+    """Return the number of ids in `blocks`. Raises MalformedMessage where that is no whole number."""
+    count, rest = divmod(len(blocks), ID_BYTES)
+    if rest:
+        raise MalformedMessage(f"{len(blocks)} bytes are no whole number of block ids of {ID_BYTES} bytes")
+    return count
+
+
+def check_run(parent: bytes, blocks: bytes) -> int:
+    """Return the number of ids in `blocks`. Raises MalformedMessage for a parent that is no id, or a broken run."""
+    if len(parent) not in (0, ID_BYTES):
+        raise MalformedMessage(f"a parent of {len(parent)} bytes is no block id")
+    return check_ids(blocks)
+
+
+def split_ids(blocks: bytes) -> list[bytes]:
+    return [blocks[at : at + ID_BYTES] for at in range(0, len(blocks), ID_BYTES)]
+
+
+def link(parent: bytes, blocks: bytes) -> Iterable[tuple[bytes, bytes]]:
+    """Yield (id, parent id) for each block of a run."""
+    for block in split_ids(blocks):
+        yield block, parent
+        parent = block

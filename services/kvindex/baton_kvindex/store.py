@@ -1,0 +1,179 @@
+"""The index's durable form in Redis: the only file that knows Redis.
+
+    PREFIX:state            hash    stream_sequence
+    PREFIX:workers          hash    worker → WorkerState
+    PREFIX:blocks:WORKER    hash    block → the block before it
+    PREFIX:aside:WORKER     hash    the same, while a whole worker is being written
+
+A batch is one MULTI, watched, so what is read is a state that the index once had, and changes are never written
+on top of a database that was emptied. Should two indexes write, each change arrives twice; one writer by lease
+comes with its own issue, and is checked where the watch is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Mapping
+from itertools import islice
+from typing import Final, Protocol, TypeVar, cast
+
+import msgspec
+import redis.asyncio as redis
+from redis.asyncio.client import Pipeline
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.typing import EncodableT, FieldT
+
+from baton.errors import BatonError, ConfigurationError
+from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState, runs_of
+from baton_kvindex.index import ID_BYTES, Run, link
+
+PAGE_BLOCKS: Final = 1000
+"""Blocks in one command: small enough that packing it never holds up an answer."""
+
+Answer = TypeVar("Answer")
+
+_encode_state = msgspec.msgpack.Encoder().encode
+_decode_state = msgspec.msgpack.Decoder(WorkerState).decode
+
+
+class StoreUnavailable(BatonError):
+    """The database cannot be reached or refuses to write."""
+
+    code = "store_unavailable"
+
+
+class StoreEmptied(StoreUnavailable):
+    """What was written before is gone, so changes would be written on top of nothing."""
+
+    code = "store_emptied"
+
+
+class Store(Protocol):
+    async def load(self) -> Saved:
+        """Return what was written. Raises StoreUnavailable."""
+        ...
+
+    async def write(self, batch: Batch) -> None:
+        """Write all of a batch or nothing.
+
+        Raises StoreUnavailable, also where nobody knows whether the batch was written, and StoreEmptied.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RedisStore:
+    def __init__(self, url: str, *, prefix: str, timeout_s: float) -> None:
+        # Once more, for a connection that Redis closed while it was idle; the writer sees to everything else.
+        # No timeouts in the client: with them it sends under `asyncio.wait_for`, which in Python 3.11 loses a
+        # cancellation that comes as the sending ends. `_within_deadline` takes their place.
+        retry = Retry(NoBackoff(), 1)
+        try:
+            self._redis = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
+                url, socket_timeout=None, socket_connect_timeout=None, retry=retry
+            )
+        except ValueError as error:
+            raise ConfigurationError(f"redis_url is no address of Redis: {error}", param="redis_url") from error
+        self._timeout_s = timeout_s
+        self._state = f"{prefix}:state"
+        self._workers = f"{prefix}:workers"
+        self._blocks = f"{prefix}:blocks:"
+        self._aside = f"{prefix}:aside:"
+        self._has_written = False
+        """Whether there is something that must not be gone."""
+
+    async def load(self) -> Saved:
+        try:
+            # The sequences first: what comes later than them is applied again, which does no harm.
+            written = await self._within_deadline(self._redis.hget(self._state, "stream_sequence"))
+            states = await self._within_deadline(self._redis.hgetall(self._workers))
+            workers: dict[str, SavedWorker] = {}
+            for name, packed in cast("dict[bytes, bytes]", states).items():
+                worker = name.decode(errors="replace")
+                entry = _saved_worker(packed, await self._read_blocks(worker))
+                if entry is not None:
+                    workers[worker] = entry
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis cannot be read: {error or 'no answer in time'}") from error
+        self._has_written = written is not None
+        return Saved(int(written) if written is not None and written.isdigit() else 0, workers)
+
+    async def write(self, batch: Batch) -> None:
+        try:
+            for worker, change in batch.workers.items():
+                if change is not None and change.runs is not None:
+                    await self._write_aside(worker, change.runs)
+            async with self._redis.pipeline(transaction=True) as pipeline:
+                await self._within_deadline(pipeline.watch(self._state))
+                if not await self._within_deadline(pipeline.exists(self._state)) and self._has_written:
+                    self._has_written = False
+                    raise StoreEmptied("Redis lost what was written")
+                pipeline.multi()
+                for worker, change in batch.workers.items():
+                    self._queue(pipeline, worker, change)
+                pipeline.hset(self._state, "stream_sequence", batch.stream_sequence)
+                await self._within_deadline(pipeline.execute())
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis cannot be written: {error or 'no answer in time'}") from error
+        self._has_written = True
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _within_deadline(self, command: Awaitable[Answer]) -> Answer:
+        async with asyncio.timeout(self._timeout_s):
+            return await command
+
+    def _queue(self, pipeline: Pipeline, worker: str, change: WorkerChange | None) -> None:
+        blocks_key = self._blocks + worker
+        if change is None:
+            pipeline.delete(blocks_key)
+            pipeline.hdel(self._workers, worker)
+            return
+        if change.runs is not None:
+            if any(run.blocks for run in change.runs):
+                pipeline.rename(self._aside + worker, blocks_key)
+            else:
+                pipeline.delete(blocks_key)
+        if change.removed:
+            pipeline.hdel(blocks_key, *change.removed)
+        for page in _pages(change.stored.items()):
+            pipeline.hset(blocks_key, mapping=page)
+        pipeline.hset(self._workers, worker, _encode_state(change.state))
+
+    async def _write_aside(self, worker: str, runs: Iterable[Run]) -> None:
+        """Write a whole worker beside its present form, in pages; the batch then puts it in place."""
+        aside = self._aside + worker
+        await self._within_deadline(self._redis.delete(aside))
+        for page in _pages(pair for run in runs for pair in link(run.parent, run.blocks)):
+            await self._within_deadline(self._redis.hset(aside, mapping=page))
+
+    async def _read_blocks(self, worker: str) -> dict[bytes, bytes]:
+        parents: dict[bytes, bytes] = {}
+        cursor = 0
+        while True:
+            scan = self._redis.hscan(self._blocks + worker, cursor, count=PAGE_BLOCKS)
+            cursor, page = await self._within_deadline(scan)
+            parents.update(cast("dict[bytes, bytes]", page))
+            if not cursor:
+                return parents
+
+
+def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:
+    """Return a worker as it was written, or None where that is damaged: a resync then brings it back."""
+    try:
+        state = _decode_state(packed)
+    except msgspec.DecodeError:
+        return None
+    if any(len(block) != ID_BYTES or len(parent) not in (0, ID_BYTES) for block, parent in parents.items()):
+        return None
+    return SavedWorker(state, runs_of(parents))
+
+
+def _pages(pairs: Iterable[tuple[bytes, bytes]]) -> Iterable[dict[FieldT, EncodableT]]:
+    rest = iter(pairs)
+    while page := dict[FieldT, EncodableT](islice(rest, PAGE_BLOCKS)):
+        yield page

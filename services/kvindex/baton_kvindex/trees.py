@@ -1,0 +1,46 @@
+"""One index per model: ids of different models have nothing in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton_kvindex.index import Index, IndexSize, Run, check_ids
+
+
+class Trees:
+    def __init__(self, new_index: Callable[[], Index]) -> None:
+        self._new_index = new_index
+        self._indexes: dict[str, Index] = {}
+        self._model_of: dict[str, str] = {}
+
+    def assign(self, worker: str, model_digest: str) -> Index:
+        """Return the index of the worker's model; what the worker held of another model is dropped."""
+        if self._model_of.get(worker, model_digest) != model_digest:
+            self.drop(worker)
+        self._model_of[worker] = model_digest
+        index = self._indexes.get(model_digest)
+        if index is None:
+            index = self._indexes[model_digest] = self._new_index()
+        return index
+
+    def drop(self, worker: str) -> None:
+        """Forget all that a worker held, and its model's index with its last worker."""
+        model_digest = self._model_of.pop(worker, None)
+        if model_digest is None:
+            return
+        self._indexes[model_digest].clear(worker)
+        if model_digest not in self._model_of.values():
+            del self._indexes[model_digest]
+
+    def dump(self, worker: str) -> list[Run]:
+        model_digest = self._model_of.get(worker)
+        return [] if model_digest is None else self._indexes[model_digest].dump(worker)
+
+    def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
+        """Return the leading blocks that each worker holds. Raises MalformedMessage for a broken run."""
+        check_ids(blocks)
+        index = self._indexes.get(model_digest)
+        return {} if index is None else index.match(blocks)
+
+    def sizes(self) -> dict[str, IndexSize]:
+        return {model_digest: index.size() for model_digest, index in self._indexes.items()}

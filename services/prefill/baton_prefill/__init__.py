@@ -1,0 +1,1 @@
+"""The prefill worker's deployable: `baton.worker` in the role of prefill."""

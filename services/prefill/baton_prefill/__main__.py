@@ -1,0 +1,13 @@
+"""`python -m baton_prefill`: a worker that computes prompts and holds their KV for decode workers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from baton import config
+from baton.messages import Role
+from baton.worker.process import run_worker
+from baton_prefill.config import PrefillSettings
+
+if __name__ == "__main__":
+    config.run(partial(run_worker, Role.PREFILL), PrefillSettings, service="prefill")

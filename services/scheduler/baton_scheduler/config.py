@@ -1,0 +1,48 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from baton.messages import Disaggregation
+
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Count = Annotated[int, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    nats_url: Annotated[str, msgspec.Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
+    disaggregation: Annotated[
+        Disaggregation, msgspec.Meta(description="Whether prefill runs on another worker; a request may say otherwise.")
+    ] = Disaggregation.AUTO
+    index_timeout_s: Annotated[
+        Seconds, msgspec.Meta(description="Longest wait for the index; then requests are placed without its hints.")
+    ] = 0.05
+    dead_after_s: Annotated[Seconds, msgspec.Meta(description="A worker silent for this long is dead.")] = 1.5
+    token_interval_s_max: Annotated[
+        Seconds,
+        msgspec.Meta(description="Placements that push a decode worker above this token interval rank last."),
+    ] = 0.1
+    tie_share: Annotated[
+        Share, msgspec.Meta(description="Predictions within this share of the best count as equal.")
+    ] = 0.05
+    chunk_tokens: Annotated[
+        Count, msgspec.Meta(description="Prompt tokens that an engine computes in one step beside running requests.")
+    ] = 2048
+    output_headroom_tokens: Annotated[
+        Count, msgspec.Meta(description="Output for which workers reserve KV at most, as set on the workers.")
+    ] = 512
+    leased_share_max: Annotated[
+        Share, msgspec.Meta(description="Share of its KV that a prefill worker leases out, as set on the workers.")
+    ] = 0.4
+    retry_after_s: Annotated[Seconds, msgspec.Meta(description="Least time until a refused client may retry.")] = 1.0
+    placements_max: Annotated[Count, msgspec.Meta(description="Requests placed at the same time.")] = 1024
+    learn_s: Annotated[
+        Seconds, msgspec.Meta(description="Time at the start to hear from the workers, before requests are taken.")
+    ] = 0.5
+    seed: Annotated[
+        int | None, msgspec.Meta(description="Seed of the choice among equals; none: different at each start.")
+    ] = None

@@ -1,0 +1,159 @@
+"""What the scheduler knows of the workers: their newest heartbeat, and what it sent them since. Pure.
+
+A placement counts as a soft placement until a heartbeat can tell of it: one that lists the attempt, or one
+that came late enough to list it and does not, since then it was refused or is over already. It also ends when
+the request must have ended by its own prediction, and after `soft_s` at the latest. The worker's own ledger
+decides in any case; soft placements only keep a burst between two heartbeats from piling up on one worker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from baton.errors import MalformedMessage
+from baton.messages import Heartbeat, Role, WorkerAddress
+
+
+@dataclass(frozen=True, slots=True)
+class SoftPlacement:
+    """What one attempt, placed at `placed_s`, takes from a worker until `until_s`."""
+
+    attempt: int
+    placed_s: float
+    until_s: float
+    kv_tokens: int
+    prefill_tokens: int
+    """Prompt tokens that this worker will compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """A live worker as placement sees it: its heartbeat plus what was placed on it since."""
+
+    heartbeat: Heartbeat
+    soft_slots: int = 0
+    soft_kv_tokens: int = 0
+    soft_prefill_tokens: int = 0
+
+    @property
+    def worker(self) -> str:
+        return self.heartbeat.address.worker
+
+    @property
+    def role(self) -> Role:
+        return self.heartbeat.role
+
+    @property
+    def slots_free(self) -> int:
+        return self.heartbeat.running_max - self.heartbeat.running - self.heartbeat.waiting - self.soft_slots
+
+    @property
+    def kv_tokens_total(self) -> int:
+        return self.heartbeat.kv_blocks_total * self.heartbeat.engine_block_tokens
+
+    @property
+    def kv_tokens_used(self) -> int:
+        return self.heartbeat.kv_blocks_used * self.heartbeat.engine_block_tokens + self.soft_kv_tokens
+
+    @property
+    def prefill_tokens_queued(self) -> int:
+        return self.heartbeat.prefill_tokens_queued + self.soft_prefill_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LoadsOptions:
+    dead_after_s: float = 1.5
+    forget_after_s: float = 60.0
+    """A model whose last worker died without a Goodbye is unavailable, not unknown, for this long."""
+    soft_s: float = 2.0
+    listed_after_s: float = 0.25
+    """A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
+
+
+@dataclass(slots=True)
+class _Worker:
+    heartbeat: Heartbeat
+    heard_s: float
+    soft: dict[str, SoftPlacement] = field(default_factory=dict[str, SoftPlacement])
+    """Request → its newest attempt here."""
+
+
+class Loads:
+    def __init__(self, options: LoadsOptions) -> None:
+        self._options = options
+        self._workers: dict[str, _Worker] = {}
+
+    def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
+        """Take a worker's word; that of an older generation is ignored. Raises MalformedMessage for nonsense."""
+        _check(heartbeat)
+        address = heartbeat.address
+        known = self._workers.get(address.worker)
+        if known is None or address.generation > known.heartbeat.address.generation:
+            self._workers[address.worker] = _Worker(heartbeat, now_s)
+            return
+        if address.generation < known.heartbeat.address.generation:
+            return
+        known.heartbeat, known.heard_s = heartbeat, now_s
+        if known.soft:
+            listed = set(heartbeat.attempts)
+            known.soft = {
+                request: soft
+                for request, soft in known.soft.items()
+                if (request, soft.attempt) not in listed
+                and now_s < min(soft.until_s, soft.placed_s + self._options.listed_after_s)
+            }
+
+    def on_goodbye(self, address: WorkerAddress) -> None:
+        known = self._workers.get(address.worker)
+        if known is not None and known.heartbeat.address.generation <= address.generation:
+            del self._workers[address.worker]
+
+    def place(self, request: str, placed: Mapping[str, SoftPlacement]) -> None:
+        """Count an attempt on the workers it was just sent to, in place of the request's earlier attempts."""
+        for worker, known in self._workers.items():
+            if worker in placed:
+                known.soft[request] = placed[worker]
+            else:
+                known.soft.pop(request, None)
+
+    def live(self, now_s: float) -> list[WorkerLoad]:
+        """Return the workers heard of lately, and forget those long dead."""
+        for worker, known in list(self._workers.items()):
+            if now_s - known.heard_s > self._options.forget_after_s:
+                del self._workers[worker]
+        return [
+            self._load(known, now_s)
+            for known in self._workers.values()
+            if now_s - known.heard_s <= self._options.dead_after_s
+        ]
+
+    def knows(self, model: str) -> bool:
+        """Whether a worker served this model lately, dead or alive."""
+        return any(known.heartbeat.model == model for known in self._workers.values())
+
+    def _load(self, known: _Worker, now_s: float) -> WorkerLoad:
+        soft = [soft for soft in known.soft.values() if now_s < min(soft.until_s, soft.placed_s + self._options.soft_s)]
+        return WorkerLoad(
+            known.heartbeat,
+            soft_slots=len(soft),
+            soft_kv_tokens=sum(each.kv_tokens for each in soft),
+            soft_prefill_tokens=sum(each.prefill_tokens for each in soft),
+        )
+
+
+def _check(heartbeat: Heartbeat) -> None:
+    """Raise MalformedMessage for figures that no worker can have and no prediction survives."""
+    sizes = (heartbeat.block_tokens, heartbeat.engine_block_tokens, heartbeat.context_tokens_max)
+    counts = (
+        heartbeat.running,
+        heartbeat.waiting,
+        heartbeat.kv_blocks_used,
+        heartbeat.kv_blocks_total,
+        heartbeat.prefill_tokens_queued,
+        heartbeat.kv_bytes_per_token,
+    )
+    rates = (heartbeat.prefill_tokens_per_s, heartbeat.decode_tokens_per_s, heartbeat.transfer_bytes_per_s)
+    if min(sizes) <= 0 or min(counts) < 0 or not all(rate >= 0 and math.isfinite(rate) for rate in rates):
+        raise MalformedMessage(f"the heartbeat of {heartbeat.address.worker} has figures that cannot be")

@@ -1,0 +1,322 @@
+"""Where an attempt runs: a function of loads, hints, options and a seeded generator.
+
+A candidate is a decode worker that computes the prompt itself, or a pair: a prefill worker that computes it
+and a decode worker that pulls the KV. Its cost is the predicted time to first token in seconds:
+
+    pair        prefill's queue + uncached tokens at its measured rate
+                + bytes that decode lacks at the slower side's measured bandwidth + entry into decode's next step
+    aggregated  decode's own prefill queue + uncached tokens at its rate + entry into its next step
+
+Queues are prompt tokens over the measured rate. Entering costs decode one token interval for each attempt
+ahead. A candidate that would push the decode worker's token interval above the limit, which computing a
+prompt between the steps of running attempts does, ranks behind all that keep it.
+Among near-ties the most cached tokens win, then whoever needs no transfer, then chance, so that several
+schedulers do not herd.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Final
+
+from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
+from baton.messages import Candidate, Disaggregation, Placement, Role
+from baton_scheduler.loads import SoftPlacement, WorkerLoad
+
+# Of a worker that has not measured itself yet.
+ASSUMED_PREFILL_TOKENS_PER_S: Final = 1000.0
+ASSUMED_DECODE_TOKENS_PER_S: Final = 20.0
+ASSUMED_TRANSFER_BYTES_PER_S: Final = 1e9
+RETRY_AFTER_S_MAX: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one attempt asks for."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens_max: int
+    disaggregation: Disaggregation
+    exclude: frozenset[str] = frozenset()
+    exclude_pairs: frozenset[tuple[str, str]] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementOptions:
+    token_interval_s_max: float = 0.1
+    tie_share: float = 0.05
+    """Candidates within this share of the best prediction are near-ties."""
+    tie_s: float = 0.001
+    """As are those within this time of it, whatever the share."""
+    chunk_tokens: int = 2048
+    """Prompt tokens that an engine computes in one step beside running attempts."""
+    output_headroom_tokens: int = 512
+    """Workers reserve KV for the prompt and at most this much output."""
+    leased_share_max: float = 0.4
+    """Prefill workers lease out at most this share of their KV."""
+    retry_after_s: float = 1.0
+    candidates_max: int = 4
+    """Candidates that the answer tells of."""
+    shortlist: int = 16
+    """Workers of each role that are paired with each other: the best by their own part of the cost."""
+
+
+def choose(
+    demand: Demand,
+    workers: Sequence[WorkerLoad],
+    held_blocks: Mapping[str, int],
+    options: PlacementOptions,
+    random: Random,
+) -> Placement:
+    """Return where the attempt runs, why, and the alternatives.
+
+    Raises ModelNotFound, NoWorkers, ContextLengthExceeded or Overloaded. The same arguments and seed give the
+    same answer, whatever the order of `workers`.
+    """
+    # Sorted, so that what chance picks does not depend on the order in which workers were heard.
+    serving = sorted((load for load in workers if load.heartbeat.model == demand.model), key=lambda load: load.worker)
+    if not serving:
+        raise ModelNotFound(f"no live worker serves the model {demand.model}")
+    predict = _Prediction(demand, held_blocks, options)
+    decodes = _admit(Role.DECODE, serving, demand, options)
+    wholes = [] if demand.disaggregation is Disaggregation.ALWAYS else [predict.whole(decode) for decode in decodes]
+    pairs: list[Candidate] = []
+    if demand.disaggregation is not Disaggregation.NEVER:
+        try:
+            prefills = _admit(Role.PREFILL, serving, demand, options)
+        except (NoWorkers, ContextLengthExceeded, Overloaded):
+            if demand.disaggregation is Disaggregation.ALWAYS:
+                raise
+            prefills = []
+        pairs = predict.pairs(prefills, decodes)
+        if not wholes and not pairs:
+            raise NoWorkers(f"no prefill worker of {demand.model} can reach a decode worker that is free")
+    chosen = _pick([*wholes, *pairs], options, random)
+    ranked = sorted([*wholes, *pairs], key=lambda candidate: _rank(candidate, options))
+    addresses = {load.worker: load.heartbeat.address for load in serving}
+    return Placement(
+        decode=addresses[chosen.decode],
+        prefill=addresses[chosen.prefill] if chosen.prefill else None,
+        reason=_explain(chosen, wholes, pairs, demand),
+        predicted=chosen,
+        candidates=tuple(ranked[: options.candidates_max]),
+    )
+
+
+def soft_placements(
+    placement: Placement, demand: Demand, *, attempt: int, now_s: float, options: PlacementOptions
+) -> dict[str, SoftPlacement]:
+    """Return what a placement takes from each worker until a heartbeat tells of it."""
+    chosen = placement.predicted
+    uncached_tokens = demand.prompt_tokens - chosen.cached_tokens
+    first_token_s = now_s + chosen.predicted_ttft_s
+    output_tokens = min(demand.output_tokens_max, options.output_headroom_tokens)
+    taken = {
+        chosen.decode: SoftPlacement(
+            attempt=attempt,
+            placed_s=now_s,
+            until_s=first_token_s + demand.output_tokens_max * chosen.predicted_token_interval_s,
+            kv_tokens=demand.prompt_tokens + output_tokens,
+            prefill_tokens=0 if chosen.prefill else uncached_tokens,
+        )
+    }
+    if chosen.prefill:
+        taken[chosen.prefill] = SoftPlacement(
+            attempt=attempt,
+            placed_s=now_s,
+            until_s=first_token_s,
+            kv_tokens=demand.prompt_tokens,
+            prefill_tokens=uncached_tokens,
+        )
+    return taken
+
+
+# ---------------------------------------------------------------- admission
+
+
+def _admit(role: Role, serving: Sequence[WorkerLoad], demand: Demand, options: PlacementOptions) -> list[WorkerLoad]:
+    """Return the workers of a role that can take this attempt now. Raises what keeps all of them from it."""
+    ready = [load for load in serving if load.role is role and not load.heartbeat.draining]
+    if not ready:
+        raise NoWorkers(f"no live {role} worker serves the model {demand.model}")
+    allowed = [load for load in ready if load.worker not in demand.exclude]
+    if not allowed:
+        raise NoWorkers(f"every live {role} worker of {demand.model} failed this request before")
+    fitting = [load for load in allowed if _fits(load, demand, options)]
+    if not fitting:
+        raise ContextLengthExceeded(
+            f"no {role} worker of {demand.model} can hold a prompt of {demand.prompt_tokens} tokens"
+        )
+    free = [load for load in fitting if _is_free(load, demand, options)]
+    if not free:
+        raise Overloaded(
+            f"every {role} worker of {demand.model} is full", retry_after_s=_retry_after_s(fitting, options)
+        )
+    return free
+
+
+def _fits(load: WorkerLoad, demand: Demand, options: PlacementOptions) -> bool:
+    """Whether the worker could take the attempt if it were empty."""
+    in_context = demand.prompt_tokens < load.heartbeat.context_tokens_max
+    return in_context and _need(load, demand, options) <= _kv_tokens_max(load, options)
+
+
+def _is_free(load: WorkerLoad, demand: Demand, options: PlacementOptions) -> bool:
+    kv_tokens_free = _kv_tokens_max(load, options) - load.kv_tokens_used
+    return load.slots_free > 0 and _need(load, demand, options) <= kv_tokens_free
+
+
+def _need(load: WorkerLoad, demand: Demand, options: PlacementOptions) -> int:
+    """Return the tokens of KV that the worker's ledger will reserve, in whole engine blocks."""
+    # Prefill's sampled token is discarded and gets no place.
+    output = 0 if load.role is Role.PREFILL else min(demand.output_tokens_max, options.output_headroom_tokens)
+    block_tokens = load.heartbeat.engine_block_tokens
+    return math.ceil((demand.prompt_tokens + output) / block_tokens) * block_tokens
+
+
+def _kv_tokens_max(load: WorkerLoad, options: PlacementOptions) -> int:
+    share = options.leased_share_max if load.role is Role.PREFILL else 1.0
+    return int(load.kv_tokens_total * share)
+
+
+def _retry_after_s(full: Sequence[WorkerLoad], options: PlacementOptions) -> float:
+    """Return when the first of the full workers has computed what waits on it; a rough word to the client."""
+    soonest_s = min(load.prefill_tokens_queued / _prefill_rate(load) for load in full)
+    return min(max(options.retry_after_s, soonest_s), RETRY_AFTER_S_MAX)
+
+
+# ---------------------------------------------------------------- prediction
+
+
+def _prefill_rate(load: WorkerLoad) -> float:
+    return load.heartbeat.prefill_tokens_per_s or ASSUMED_PREFILL_TOKENS_PER_S
+
+
+def _bandwidth(load: WorkerLoad) -> float:
+    return load.heartbeat.transfer_bytes_per_s or ASSUMED_TRANSFER_BYTES_PER_S
+
+
+def _interval_s(load: WorkerLoad) -> float:
+    return 1.0 / (load.heartbeat.decode_tokens_per_s or ASSUMED_DECODE_TOKENS_PER_S)
+
+
+class _Prediction:
+    """The costs of one demand on any worker."""
+
+    def __init__(self, demand: Demand, held_blocks: Mapping[str, int], options: PlacementOptions) -> None:
+        self._demand = demand
+        self._held_blocks = held_blocks
+        self._options = options
+
+    def whole(self, decode: WorkerLoad) -> Candidate:
+        """Return the candidate that computes the prompt where it decodes."""
+        cached_tokens = self._cached_tokens(decode)
+        step_s = min(self._demand.prompt_tokens - cached_tokens, self._options.chunk_tokens) / _prefill_rate(decode)
+        # A chunk of the prompt runs in the same step as the attempts that decode there, and delays their tokens.
+        delayed_s = step_s if decode.heartbeat.running else 0.0
+        return Candidate(
+            decode=decode.worker,
+            cached_tokens=cached_tokens,
+            decode_cached_tokens=cached_tokens,
+            predicted_ttft_s=self._prefill_s(decode) + self._entry_s(decode),
+            predicted_token_interval_s=_interval_s(decode) + delayed_s,
+        )
+
+    def pairs(self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> list[Candidate]:
+        """Return the candidates that prefill on one worker and decode on another."""
+
+        def receive_s(decode: WorkerLoad) -> float:
+            return self._pull_s(decode, _bandwidth(decode)) + self._entry_s(decode)
+
+        return [
+            self._pair(prefill, decode)
+            for prefill in self._shortlist(prefills, self._prefill_s)
+            for decode in self._shortlist(decodes, receive_s)
+            if (prefill.worker, decode.worker) not in self._demand.exclude_pairs
+            and prefill.heartbeat.model_digest == decode.heartbeat.model_digest
+        ]
+
+    def _pair(self, prefill: WorkerLoad, decode: WorkerLoad) -> Candidate:
+        bandwidth = min(_bandwidth(prefill), _bandwidth(decode))
+        return Candidate(
+            decode=decode.worker,
+            prefill=prefill.worker,
+            cached_tokens=self._cached_tokens(prefill),
+            decode_cached_tokens=self._cached_tokens(decode),
+            predicted_ttft_s=self._prefill_s(prefill) + self._pull_s(decode, bandwidth) + self._entry_s(decode),
+            predicted_token_interval_s=_interval_s(decode),
+        )
+
+    def _shortlist(self, loads: Sequence[WorkerLoad], cost_s: Callable[[WorkerLoad], float]) -> list[WorkerLoad]:
+        """Return the workers worth pairing: costs add up, so the best pairs are made of the best of each side."""
+        # Each excluded pair may take one of the best from the list.
+        count = self._options.shortlist + len(self._demand.exclude_pairs)
+        return heapq.nsmallest(count, loads, key=lambda load: (cost_s(load), load.worker))
+
+    def _cached_tokens(self, load: WorkerLoad) -> int:
+        """Return the prompt tokens held there. The last one is computed in any case, to sample from it."""
+        held_tokens = self._held_blocks.get(load.worker, 0) * load.heartbeat.block_tokens
+        return max(0, min(held_tokens, self._demand.prompt_tokens - 1))
+
+    def _prefill_s(self, load: WorkerLoad) -> float:
+        uncached_tokens = self._demand.prompt_tokens - self._cached_tokens(load)
+        return (load.prefill_tokens_queued + uncached_tokens) / _prefill_rate(load)
+
+    def _pull_s(self, decode: WorkerLoad, bandwidth: float) -> float:
+        missing_tokens = self._demand.prompt_tokens - self._cached_tokens(decode)
+        return missing_tokens * decode.heartbeat.kv_bytes_per_token / bandwidth
+
+    def _entry_s(self, decode: WorkerLoad) -> float:
+        return (1 + decode.heartbeat.waiting) * _interval_s(decode)
+
+
+# ---------------------------------------------------------------- choice
+
+
+def _breaks_limit(candidate: Candidate, options: PlacementOptions) -> bool:
+    return candidate.predicted_token_interval_s > options.token_interval_s_max
+
+
+def _rank(candidate: Candidate, options: PlacementOptions) -> tuple[bool, float, str, str]:
+    return (_breaks_limit(candidate, options), candidate.predicted_ttft_s, candidate.decode, candidate.prefill)
+
+
+def _pick(candidates: Sequence[Candidate], options: PlacementOptions, random: Random) -> Candidate:
+    """Return the best candidate, or one as good: most cached tokens, no transfer, chance."""
+    best = min(candidates, key=lambda candidate: _rank(candidate, options))
+    limit_s = best.predicted_ttft_s + max(best.predicted_ttft_s * options.tie_share, options.tie_s)
+    ties = [
+        candidate
+        for candidate in candidates
+        if candidate.predicted_ttft_s <= limit_s and _breaks_limit(candidate, options) == _breaks_limit(best, options)
+    ]
+
+    def merit(candidate: Candidate) -> tuple[int, int, bool]:
+        return (candidate.cached_tokens, candidate.decode_cached_tokens, not candidate.prefill)
+
+    most = max(map(merit, ties))
+    return random.choice([candidate for candidate in ties if merit(candidate) == most])
+
+
+def _explain(chosen: Candidate, wholes: Sequence[Candidate], pairs: Sequence[Candidate], demand: Demand) -> str:
+    uncached_tokens = demand.prompt_tokens - chosen.cached_tokens
+    where = f"everything on {chosen.decode}"
+    if chosen.prefill:
+        where = f"prefill on {chosen.prefill}, decode on {chosen.decode}"
+    cost = f"{uncached_tokens} of {demand.prompt_tokens} tokens to compute, {chosen.predicted_ttft_s:.3f} s predicted"
+    if demand.disaggregation is not Disaggregation.AUTO:
+        return f"{where}: {cost}; disaggregation is {demand.disaggregation}."
+    others = wholes if chosen.prefill else pairs
+    kind = "the best aggregated worker" if chosen.prefill else "the best pair"
+    if not others:
+        return f"{where}: {cost}; there is no {'aggregated worker' if chosen.prefill else 'pair'} to compare with."
+    other = min(others, key=lambda candidate: candidate.predicted_ttft_s)
+    return (
+        f"{where}: {cost}, against {other.predicted_ttft_s:.3f} s and {other.predicted_token_interval_s:.3f} s "
+        f"between tokens for {kind}; {chosen.predicted_token_interval_s:.3f} s between tokens here."
+    )

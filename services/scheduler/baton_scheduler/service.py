@@ -1,0 +1,198 @@
+"""The scheduler as a service: hears the workers, asks the index, answers placements."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import AsyncExitStack
+from random import Random
+
+from baton import subjects
+from baton.bus import Bus, Delivery
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    InvalidRequest,
+    MalformedMessage,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+)
+from baton.messages import (
+    Context,
+    ErrorReport,
+    Goodbye,
+    Heartbeat,
+    Match,
+    Matched,
+    Place,
+    Placement,
+    Refused,
+)
+from baton.telemetry import Tracing
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad
+from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_placements
+
+logger = logging.getLogger(__name__)
+
+ID_BYTES = 16
+
+
+class SchedulerService:
+    """Runs until it is cancelled. The bus is the caller's to close."""
+
+    def __init__(
+        self, *, bus: Bus, clock: Clock, tracing: Tracing, settings: SchedulerSettings, random: Random
+    ) -> None:
+        self._bus = bus
+        self._clock = clock
+        self._tracing = tracing
+        self._settings = settings
+        self._random = random
+        self._loads = Loads(LoadsOptions(dead_after_s=settings.dead_after_s))
+        self._options = PlacementOptions(
+            token_interval_s_max=settings.token_interval_s_max,
+            tie_share=settings.tie_share,
+            chunk_tokens=settings.chunk_tokens,
+            output_headroom_tokens=settings.output_headroom_tokens,
+            leased_share_max=settings.leased_share_max,
+            retry_after_s=settings.retry_after_s,
+        )
+        self._placing = 0
+
+    async def run(self) -> None:
+        async with AsyncExitStack() as stack:
+            heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
+            stack.push_async_callback(heartbeats.unsubscribe)
+            # A scheduler that knows no worker yet would answer that there is none.
+            await self._clock.sleep(self._settings.learn_s)
+            async with asyncio.TaskGroup() as tasks:
+
+                async def on_place(delivery: Delivery) -> None:
+                    # Deliveries come one at a time, and placing waits for the index: so each gets a task.
+                    if self._placing >= self._settings.placements_max:
+                        busy = Overloaded("the scheduler is full", retry_after_s=self._settings.retry_after_s)
+                        await delivery.respond(Refused(error=ErrorReport.of(busy)))
+                        return
+                    self._placing += 1
+                    tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
+
+                places = await self._bus.subscribe(subjects.PLACE, on_place, group=subjects.SCHEDULERS)
+                stack.push_async_callback(places.unsubscribe)
+                logger.info("the scheduler answers")
+                await asyncio.Event().wait()
+
+    def _on_answered(self, _task: asyncio.Task[None]) -> None:
+        self._placing -= 1
+
+    async def _on_heartbeat(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Heartbeat() as heartbeat:
+                try:
+                    self._loads.on_heartbeat(heartbeat, self._clock.now_s())
+                except MalformedMessage as error:
+                    logger.warning("%s", error)
+            case Goodbye(address=address):
+                self._loads.on_goodbye(address)
+            case other:
+                logger.warning("%s on %s is not for the scheduler", type(other).__name__, delivery.subject)
+
+    async def _answer(self, delivery: Delivery) -> None:
+        message = delivery.message
+        try:
+            if not isinstance(message, Place):
+                raise MalformedMessage(f"the scheduler answers Place, not {type(message).__name__}")
+            with self._tracing.span("place", parent=message.context.trace) as span:
+                placement = await self._place(message, span.trace)
+                span.set("reason", placement.reason)
+            await delivery.respond(placement)
+        except BatonError as error:
+            await self._refuse(delivery, error)
+
+    async def _refuse(self, delivery: Delivery, error: BatonError) -> None:
+        try:
+            await delivery.respond(Refused(error=ErrorReport.of(error)))
+        except BatonError as lost:
+            logger.warning("an answer was lost, the gateway will ask again: %s", lost)
+
+    async def _place(self, place: Place, trace: str) -> Placement:
+        started_s = self._clock.now_s()
+        _check(place)
+        hints = await self._ask_index(place, trace, self._serving(place.model, started_s))
+        now_s = self._clock.now_s()
+        if now_s - started_s >= place.context.budget_s:
+            raise DeadlineExceeded("the request's deadline passed while it was being placed")
+        demand = Demand(
+            model=place.model,
+            prompt_tokens=place.prompt_tokens,
+            output_tokens_max=place.output_tokens_max,
+            disaggregation=place.disaggregation or self._settings.disaggregation,
+            exclude=frozenset(place.exclude),
+            exclude_pairs=frozenset(place.exclude_pairs),
+        )
+        # Asked again, since workers may have died while the index was thinking.
+        placement = choose(demand, self._serving(place.model, now_s), hints or {}, self._options, self._random)
+        self._loads.place(
+            place.context.request,
+            soft_placements(placement, demand, attempt=place.context.attempt, now_s=now_s, options=self._options),
+        )
+        if hints is None:
+            placement = _without_hints(placement)
+        logger.debug("%s/%d: %s", place.context.request, place.context.attempt, placement.reason)
+        return placement
+
+    def _serving(self, model: str, now_s: float) -> list[WorkerLoad]:
+        """Return the live workers of a model. Raises ModelNotFound, or NoWorkers where they died lately."""
+        serving = [load for load in self._loads.live(now_s) if load.heartbeat.model == model]
+        if not serving and self._loads.knows(model):
+            raise NoWorkers(f"every worker that served the model {model} is dead")
+        if not serving:
+            raise ModelNotFound(f"no worker serves the model {model}")
+        return serving
+
+    async def _ask_index(self, place: Place, trace: str, serving: list[WorkerLoad]) -> dict[str, int] | None:
+        """Return how many leading blocks each worker holds; None when the index does not say in time."""
+        if not place.blocks:
+            return {}
+        timeout_s = min(self._settings.index_timeout_s, place.context.budget_s)
+        context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
+        held: dict[str, int] = {}
+        try:
+            async with self._clock.timeout(timeout_s):
+                # One, but for the minutes in which a model is being replaced by a new version of the same name.
+                for model_digest in sorted({load.heartbeat.model_digest for load in serving}):
+                    match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
+                    answer = await self._bus.request(subjects.MATCH, match, timeout_s=timeout_s)
+                    if isinstance(answer, Refused):
+                        raise answer.error.to_error()
+                    if not isinstance(answer, Matched):
+                        raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
+                    held |= answer.held
+        except (BatonError, TimeoutError) as error:
+            logger.warning("placing %s without the index: %s", place.context.request, error or "no answer in time")
+            return None
+        return held
+
+
+def _check(place: Place) -> None:
+    if place.context.budget_s <= 0:
+        raise DeadlineExceeded("the request's deadline has passed")
+    if place.prompt_tokens <= 0 or place.output_tokens_max <= 0:
+        raise InvalidRequest(
+            f"a request needs tokens in and out, not {place.prompt_tokens} and {place.output_tokens_max}"
+        )
+    if len(place.blocks) % ID_BYTES:
+        raise MalformedMessage(f"{len(place.blocks)} bytes are no whole number of block ids")
+
+
+def _without_hints(placement: Placement) -> Placement:
+    reason = placement.reason.removesuffix(".") + "; the index did not answer, so what workers hold is unknown."
+    return Placement(
+        decode=placement.decode,
+        prefill=placement.prefill,
+        reason=reason,
+        predicted=placement.predicted,
+        candidates=placement.candidates,
+    )

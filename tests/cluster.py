@@ -1,0 +1,218 @@
+"""A whole Baton on this machine for tests: real NATS, Redis and service processes that can be killed and paused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import psutil
+
+from baton.bus import Bus, Delivery, NatsBus
+from baton.messages import AttemptState, Digest, Frames, Heartbeat, Role
+from tests.servers import free_port, start_nats, start_redis
+
+START_TIMEOUT_S = 60.0
+
+
+@dataclass
+class Service:
+    """One process of the cluster. Its output goes to `log`."""
+
+    name: str
+    command: list[str]
+    log: Path
+    environment: Mapping[str, str]
+    process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=dict(self.environment)
+            )
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None, f"{self.name} was not started"
+        self.process.send_signal(number)
+
+    async def end(self, *, grace_s: float = 5.0) -> int:
+        """End the process as a supervisor would, and return its exit status; its children must be gone too."""
+        if self.process is None:
+            return 0
+        children = _descendants(self.process.pid)
+        if self.process.returncode is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+            try:
+                await asyncio.wait_for(self.process.wait(), grace_s)
+            except TimeoutError:
+                self.process.kill()
+                await self.process.wait()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 3.0)
+        for child in alive:
+            child.kill()
+        assert not alive, f"{self.name} left processes behind: {alive}"
+        return self.process.returncode or 0
+
+    def tail(self, lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+@dataclass
+class Observer:
+    """What a bystander on the bus sees: the newest digest of each worker, heartbeats, frames."""
+
+    states: dict[tuple[str, str, int], AttemptState] = field(default_factory=dict[tuple[str, str, int], AttemptState])
+    """(worker, request, attempt) → state in the newest digest."""
+    heartbeats: dict[str, Heartbeat] = field(default_factory=dict[str, Heartbeat])
+    tokens_seen: dict[str, int] = field(default_factory=dict[str, int])
+    """request → output tokens streamed so far."""
+    finished: set[str] = field(default_factory=set[str])
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def see(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Heartbeat() as heartbeat:
+                self.heartbeats[heartbeat.address.worker] = heartbeat
+            case Digest() as digest:
+                for key in [key for key in self.states if key[0] == digest.worker]:
+                    del self.states[key]
+                for entry in digest.entries:
+                    self.states[digest.worker, entry.request, entry.attempt] = entry.state
+            case Frames() as frames:
+                for frame in frames.frames:
+                    count = frame.index + len(frame.tokens) // 4
+                    self.tokens_seen[frame.request] = max(count, self.tokens_seen.get(frame.request, 0))
+                    if frame.finish is not None:
+                        self.finished.add(frame.request)
+            case _:
+                return
+        self.changed.set()
+
+    async def until(self, condition: object, *, timeout_s: float = 10.0) -> None:
+        """Wait until `condition()` is true; raises TimeoutError."""
+        assert callable(condition)
+        async with asyncio.timeout(timeout_s):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def worker_in(self, state: AttemptState, *, request: str, timeout_s: float = 10.0) -> str:
+        """Return the worker that first reports `request` in `state`."""
+        found: list[str] = []
+
+        def look() -> bool:
+            found[:] = [key[0] for key, value in self.states.items() if key[1] == request and value is state]
+            return bool(found)
+
+        await self.until(look, timeout_s=timeout_s)
+        return found[0]
+
+
+class Cluster:
+    """Starts services as their own processes and speaks to the gateway as a client would."""
+
+    def __init__(self, folder: Path, *, model: Path, nats_url: str, redis_url: str) -> None:
+        self.folder = folder
+        self.model = model
+        self.nats_url = nats_url
+        self.redis_url = redis_url
+        self.port = free_port()
+        self.services: dict[str, Service] = {}
+        self.observer = Observer()
+        self.bus: Bus | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def start(self, name: str, module: str, *flags: str, python: str = sys.executable) -> Service:
+        command = [python, "-m", module, "--nats-url", self.nats_url, *flags]
+        service = Service(name, command, self.folder / f"{name}.log", dict(os.environ))
+        self.services[name] = service
+        await service.start()
+        return service
+
+    async def start_control_plane(self, *, gateway_flags: Sequence[str] = (), disaggregation: str = "always") -> None:
+        await self.start("kvindex", "baton_kvindex", "--redis-url", self.redis_url)
+        await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation)
+        await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", str(self.port), *gateway_flags)
+        bus = await NatsBus.connect(self.nats_url, name="observer")
+        self.bus = bus
+        await bus.subscribe("baton.heartbeat", self.observer.see)
+        await bus.subscribe("baton.gateway.*.frames", self.observer.see)
+
+    async def start_worker(
+        self,
+        role: Role,
+        name: str,
+        *flags: str,
+        engine: str = "simulated",
+        options: Mapping[str, object] | None = None,
+        python: str = sys.executable,
+    ) -> Service:
+        return await self.start(
+            name,
+            f"baton_{role}",
+            *("--worker", name, "--model", str(self.model), "--model-name", "tiny", "--engine", engine),
+            *("--engine-options", json.dumps(dict(options or {}))),
+            *flags,
+            python=python,
+        )
+
+    async def wait_ready(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until every worker that was started sends heartbeats and the gateway answers /ready."""
+        workers = {name for name, service in self.services.items() if "--worker" in service.command}
+        give_up_at_s = time.monotonic() + timeout_s
+        async with httpx.AsyncClient(base_url=self.url) as client:
+            while True:
+                ready = False
+                if workers <= self.observer.heartbeats.keys():
+                    try:
+                        ready = (await client.get("/ready", timeout=2.0)).status_code == 200
+                    except httpx.HTTPError:
+                        ready = False
+                if ready:
+                    return
+                dead = [service for service in self.services.values() if service.process and service.process.returncode]
+                if dead or time.monotonic() > give_up_at_s:
+                    logs = "\n".join(f"--- {service.name}\n{service.tail()}" for service in dead or self.services.values())
+                    raise RuntimeError(f"the cluster did not become ready:\n{logs}")
+                await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        if self.bus is not None:
+            await self.bus.close()
+        # The gateway first, so that no request is retried while workers leave.
+        for service in sorted(self.services.values(), key=lambda service: service.name != "gateway"):
+            await service.end()
+
+
+@asynccontextmanager
+async def running_cluster(folder: Path, *, model: Path) -> AsyncIterator[Cluster]:
+    """Run NATS and Redis, and whatever the test starts on top; end all of it, and show logs when the test fails."""
+    with start_nats() as nats, start_redis() as redis:
+        cluster = Cluster(folder, model=model, nats_url=nats.url, redis_url=redis.url)
+        try:
+            yield cluster
+        except BaseException:
+            for service in cluster.services.values():
+                print(f"--- {service.name}\n{service.tail()}")
+            raise
+        finally:
+            await cluster.close()

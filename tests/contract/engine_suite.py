@@ -1,0 +1,559 @@
+"""What every engine must do: one suite over all implementations of `baton.engines.engine.Engine`.
+
+A subclass gives a fixture `pair`: a prefill and a decode engine over the same model with the same
+block size, started, and shared by as many tests as the engine's start is expensive. So each test
+uses prompts of its own (`Pair.prompt`) and compares loads before and after. Both engines compute in
+float32, or equality between them would be luck.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from baton.engines.engine import (
+    Engine,
+    EngineBlocksRemoved,
+    EngineBlocksStored,
+    EngineDelta,
+    EngineEventBatch,
+    EngineFacts,
+    EngineLoad,
+    EngineRequest,
+    Leg,
+)
+from baton.errors import (
+    AttemptFailed,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    InvalidRequest,
+    PeerUnreachable,
+    TransferFailed,
+)
+from baton.messages import FinishReason, KvSource, Sampling, TokenLogprob, WorkerAddress
+
+POLL_S = 0.005
+GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class Shadow:
+    """What an engine's events say of its prefix cache, counted as the protocol asks."""
+
+    held: Counter[bytes] = field(default_factory=Counter[bytes])
+    sequence: int = 0
+    stored: dict[bytes, EngineBlocksStored] = field(default_factory=dict[bytes, EngineBlocksStored])
+    """Every block ever stored, with the run it came in."""
+
+    async def follow(self, engine: Engine) -> None:
+        async for batch in engine.events():
+            self.apply(batch)
+
+    def apply(self, batch: EngineEventBatch) -> None:
+        assert batch.sequence == self.sequence + 1, "events were lost"
+        self.sequence = batch.sequence
+        for event in batch.events:
+            match event:
+                case EngineBlocksStored():
+                    assert len(event.tokens) == len(event.hashes) * event.block_tokens
+                    assert event.parent is None or event.parent in self.stored, "a parent comes before its children"
+                    self.held.update(event.hashes)
+                    self.stored.update(dict.fromkeys(event.hashes, event))
+                case EngineBlocksRemoved():
+                    self.held.subtract(event.hashes)
+                    assert min(self.held.values()) >= 0, "removed more often than stored"
+                case _:
+                    self.held.clear()
+
+    def prefix_tokens(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Return how many leading tokens of a prompt lie in held blocks."""
+        children = {
+            (parent, run.tokens[index * run.block_tokens : (index + 1) * run.block_tokens]): block
+            for run in {id(run): run for run in self.stored.values()}.values()
+            if run.cache_salt == salt
+            for index, (parent, block) in enumerate(zip((run.parent, *run.hashes), run.hashes, strict=False))
+        }
+        size = next(iter(self.stored.values())).block_tokens if self.stored else 1
+        parent: bytes | None = None
+        for start in range(0, len(tokens) - size + 1, size):
+            parent = children.get((parent, tuple(tokens[start : start + size])))
+            if parent is None or self.held[parent] <= 0:
+                return start
+        return len(tokens) // size * size
+
+
+@dataclass
+class Pair:
+    """Two engines that hand off to each other, and what a test needs to know of them."""
+
+    prefill: Engine
+    decode: Engine
+    prefill_facts: EngineFacts
+    decode_facts: EngineFacts
+    vocabulary: int
+    dead_agent: str
+    """A well-formed endpoint at which nobody is any more."""
+    prefill_shadow: Shadow = field(default_factory=Shadow)
+    decode_shadow: Shadow = field(default_factory=Shadow)
+    settle_s: float = 5.0
+    """How long freeing may take after a request has ended."""
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    def prompt(self, tokens: int) -> list[int]:
+        """Return a prompt that no test had before."""
+        source = random.Random(next(self._numbers) * 7919 + tokens)
+        return [source.randrange(300, self.vocabulary) for _ in range(tokens)]
+
+    def request(
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling = GREEDY,
+        *,
+        leg: Leg = Leg.WHOLE,
+        name: str | None = None,
+        agents: tuple[str, ...] | None = None,
+        salt: str = "",
+        budget_s: float = 15.0,
+    ) -> EngineRequest:
+        address = WorkerAddress(worker="prefill", generation=1, agents=agents or self.prefill_facts.agents)
+        return EngineRequest(
+            request=name or f"request {next(self._numbers)}",
+            attempt=1,
+            leg=leg,
+            tokens=tokens,
+            sampling=sampling,
+            cache_salt=salt,
+            source=KvSource(address=address) if leg is Leg.DECODE else None,
+            budget_s=budget_s,
+        )
+
+    async def hand_off(self, tokens: Sequence[int], sampling: Sampling = GREEDY, *, salt: str = "") -> Answer:
+        """Run both legs at once, as a gateway does, and return decode's answer."""
+        prefill = self.request(tokens, sampling, leg=Leg.PREFILL, salt=salt)
+        decode = self.request(tokens, sampling, leg=Leg.DECODE, name=prefill.request, salt=salt)
+        first, answer = await asyncio.gather(collect(self.prefill, prefill), collect(self.decode, decode))
+        assert first.tokens == [], "prefill's token is nobody's"
+        return answer
+
+    async def settled(self) -> tuple[EngineLoad, EngineLoad]:
+        """Return both loads once nothing is left of any request; fail if something stays."""
+
+        def is_settled() -> bool:
+            loads = (self.prefill.load(), self.decode.load())
+            return all(load.kv_usage == 0 and load.running + load.waiting + load.leased_blocks == 0 for load in loads)
+
+        await eventually(is_settled, timeout_s=self.settle_s)
+        loads = (self.prefill.load(), self.decode.load())
+        assert not any(load.leased for load in loads)
+        return loads
+
+
+@asynccontextmanager
+async def shadowed(pair: Pair) -> AsyncGenerator[Pair]:
+    """Follow the events of both engines for as long as the pair lives."""
+    async with asyncio.TaskGroup() as group:
+        followers = [
+            group.create_task(pair.prefill_shadow.follow(pair.prefill)),
+            group.create_task(pair.decode_shadow.follow(pair.decode)),
+        ]
+        yield pair
+        for follower in followers:
+            follower.cancel()
+
+
+@dataclass
+class Answer:
+    """All deltas of one attempt, added up."""
+
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
+    deltas: list[EngineDelta] = field(default_factory=list[EngineDelta])
+
+    @property
+    def last(self) -> EngineDelta:
+        return self.deltas[-1]
+
+
+async def collect(engine: Engine, request: EngineRequest) -> Answer:
+    answer = Answer()
+    async for delta in engine.generate(request):
+        assert not answer.deltas or answer.last.finish is None, "nothing comes after the end"
+        answer.deltas.append(delta)
+        answer.tokens += delta.tokens
+        answer.logprobs += delta.logprobs
+    assert answer.last.finish is not None, "the last delta says how it ended"
+    return answer
+
+
+async def first_delta(engine: Engine, request: EngineRequest) -> tuple[AsyncIterator[EngineDelta], EngineDelta]:
+    stream = engine.generate(request)
+    return stream, await anext(stream)
+
+
+async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
+    """Wait until a condition holds; fail when it does not within the time."""
+    for _ in range(int(timeout_s / POLL_S)):
+        if condition():
+            return
+        await asyncio.sleep(POLL_S)
+    raise AssertionError("the condition did not come true")
+
+
+class EngineSuite:
+    # ------------------------------------------------------------ generation
+
+    async def test_facts_describe_the_engine(self, pair: Pair) -> None:
+        for facts in (pair.prefill_facts, pair.decode_facts):
+            assert facts.engine
+            assert facts.kv_blocks * facts.block_tokens >= facts.context_tokens_max > 0
+            assert facts.running_max > 0
+            assert facts.kv_bytes_per_token > 0
+            assert len(facts.agents) == len(set(facts.agents)) > 0
+        assert pair.prefill_facts.model_digest == pair.decode_facts.model_digest
+        assert pair.prefill_facts.agents != pair.decode_facts.agents
+
+    async def test_greedy_output_has_the_length_asked_for(self, pair: Pair) -> None:
+        for length in (1, 2, 17):
+            answer = await collect(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=length)))
+            assert len(answer.tokens) == length
+            assert answer.last.finish is FinishReason.LENGTH
+            assert all(0 <= token < pair.vocabulary for token in answer.tokens)
+        await pair.settled()
+
+    async def test_greedy_output_depends_on_nothing_but_the_prompt(self, pair: Pair) -> None:
+        prompts = [pair.prompt(length) for length in (5, 33, 64, 130)]
+        alone = [await collect(pair.decode, pair.request(prompt)) for prompt in prompts]
+        together = await asyncio.gather(*(collect(pair.decode, pair.request(prompt)) for prompt in prompts))
+        elsewhere = await asyncio.gather(*(collect(pair.prefill, pair.request(prompt)) for prompt in prompts))
+        assert [answer.tokens for answer in alone] == [answer.tokens for answer in together]
+        assert [answer.tokens for answer in alone] == [answer.tokens for answer in elsewhere]
+        assert len({tuple(answer.tokens) for answer in alone}) == len(prompts)
+
+    async def test_tokens_come_one_by_one(self, pair: Pair) -> None:
+        answer = await collect(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=30)))
+        assert len(answer.deltas) > 10
+
+    async def test_a_second_request_joins_while_the_first_decodes(self, pair: Pair) -> None:
+        stream, _ = await first_delta(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=400)))
+        async with aclosing(stream):  # pyright: ignore[reportArgumentType]
+            second = await collect(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=5)))
+            assert len(second.tokens) == 5
+            assert pair.decode.load().running == 1
+        await pair.settled()
+
+    async def test_a_reader_that_does_not_read_stops_nobody(self, pair: Pair) -> None:
+        stream, _ = await first_delta(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=60)))
+        await collect(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=80)))
+        rest = [token async for delta in stream for token in delta.tokens]
+        assert 0 < len(rest) < 60
+
+    async def test_stop_tokens_end_the_output_and_are_its_last(self, pair: Pair) -> None:
+        prompt = pair.prompt(40)
+        free = (await collect(pair.decode, pair.request(prompt))).tokens
+        stopped = await collect(
+            pair.decode,
+            pair.request(prompt, changed(GREEDY, stop_token_ids=(free[4],))),
+        )
+        assert stopped.tokens == free[: free.index(free[4]) + 1]
+        assert stopped.last.finish is FinishReason.STOP
+
+    async def test_min_tokens_puts_the_stop_off(self, pair: Pair) -> None:
+        prompt = pair.prompt(40)
+        free = (await collect(pair.decode, pair.request(prompt))).tokens
+        sampling = changed(GREEDY, stop_token_ids=(free[0],), min_tokens=6)
+        answer = await collect(pair.decode, pair.request(prompt, sampling))
+        assert len(answer.tokens) >= 6
+        assert free[0] not in answer.tokens[:6]
+
+    async def test_a_seed_makes_sampling_repeatable(self, pair: Pair) -> None:
+        prompt = pair.prompt(40)
+
+        async def sample(seed: int | None) -> list[int]:
+            sampling = Sampling(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True)
+            return (await collect(pair.decode, pair.request(prompt, sampling))).tokens
+
+        assert await sample(7) == await sample(7)
+        assert await sample(7) != await sample(8)
+        assert await sample(None) != await sample(None)
+
+    async def test_logprobs_are_those_of_the_tokens(self, pair: Pair) -> None:
+        prompt = pair.prompt(40)
+        plain = await collect(pair.decode, pair.request(prompt))
+        asked = await collect(pair.decode, pair.request(prompt, changed(GREEDY, logprobs=3)))
+        assert plain.logprobs == []
+        assert plain.tokens == asked.tokens
+        assert len(asked.logprobs) == len(asked.tokens)
+        for token, entry in zip(asked.tokens, asked.logprobs, strict=True):
+            assert len(entry.top) == 3
+            assert entry.top[0] == (token, entry.logprob), "greed takes the likeliest"
+            values = [logprob for _, logprob in entry.top]
+            assert values == sorted(values, reverse=True)
+            assert all(logprob <= 0 for logprob in values)
+
+    async def test_what_cannot_be_served_is_refused_and_named(self, pair: Pair) -> None:
+        good = pair.prompt(20)
+        refused = [
+            pair.request([]),
+            pair.request([*good, pair.vocabulary + 5]),
+            pair.request(good, Sampling(max_tokens=0)),
+            pair.request(good, Sampling(max_tokens=5, temperature=-1.0)),
+            pair.request(good, Sampling(max_tokens=5, top_p=2.0)),
+            pair.request(good, Sampling(max_tokens=5, extensions={"no_such_parameter": 1})),
+        ]
+        for request in refused:
+            with pytest.raises(InvalidRequest) as caught:
+                await collect(pair.decode, request)
+            assert caught.value.detail
+        with pytest.raises(ContextLengthExceeded):
+            await collect(pair.decode, pair.request(pair.prompt(pair.decode_facts.context_tokens_max + 1)))
+        assert len((await collect(pair.decode, pair.request(good))).tokens) == GREEDY.max_tokens
+        await pair.settled()
+
+    # ------------------------------------------------------------ prefix cache
+
+    async def test_a_prompt_seen_before_is_taken_from_the_cache(self, pair: Pair) -> None:
+        size = pair.decode_facts.block_tokens
+        prompt = pair.prompt(4 * size + 1)
+        before = pair.decode.load()
+        first = await collect(pair.decode, pair.request(prompt))
+        second = await collect(pair.decode, pair.request(prompt))
+        after = pair.decode.load()
+        assert first.last.cached_tokens == 0
+        assert second.deltas[0].cached_tokens == second.last.cached_tokens == 4 * size
+        assert first.tokens == second.tokens
+        assert after.prompt_tokens_cached - before.prompt_tokens_cached == 4 * size
+        assert after.prompt_tokens_computed - before.prompt_tokens_computed == 4 * size + 2
+
+    async def test_a_salt_keeps_tenants_apart(self, pair: Pair) -> None:
+        prompt = pair.prompt(3 * pair.decode_facts.block_tokens)
+        first = await collect(pair.decode, pair.request(prompt, salt="one"))
+        other = await collect(pair.decode, pair.request(prompt, salt="two"))
+        again = await collect(pair.decode, pair.request(prompt, salt="one"))
+        assert other.last.cached_tokens == 0
+        assert again.last.cached_tokens == 2 * pair.decode_facts.block_tokens
+        assert first.tokens == other.tokens == again.tokens
+
+    async def test_events_tell_what_the_cache_holds(self, pair: Pair) -> None:
+        size = pair.decode_facts.block_tokens
+        prompt = pair.prompt(5 * size + 3)
+        assert pair.decode_shadow.prefix_tokens(prompt) == 0
+        await collect(pair.decode, pair.request(prompt, salt="a salt"))
+        await eventually(lambda: pair.decode_shadow.prefix_tokens(prompt, "a salt") == 5 * size)
+        assert pair.decode_shadow.prefix_tokens(prompt) == 0, "another tenant has nothing of it"
+        again = await collect(pair.decode, pair.request(prompt, salt="a salt"))
+        assert again.last.cached_tokens == pair.decode_shadow.prefix_tokens(prompt, "a salt")
+
+    async def test_events_tell_of_pulled_blocks(self, pair: Pair) -> None:
+        size = pair.decode_facts.block_tokens
+        prompt = pair.prompt(4 * size + 1)
+        await pair.hand_off(prompt)
+        await eventually(lambda: pair.decode_shadow.prefix_tokens(prompt) == 4 * size)
+
+    # ------------------------------------------------------------ hand-off
+
+    @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 200, 1500])
+    async def test_a_handed_off_prompt_gives_the_same_answer(self, pair: Pair, length: int) -> None:
+        prompt = pair.prompt(length)
+        before = pair.decode.load()
+        answer = await pair.hand_off(prompt)
+        after = pair.decode.load()
+        aggregated = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
+        assert answer.tokens == aggregated.tokens
+        assert after.prompt_tokens_computed - before.prompt_tokens_computed <= 1
+        assert answer.last.transferred_tokens in (length - 1, length)
+        assert answer.deltas[0].transferred_bytes == after.bytes_pulled - before.bytes_pulled
+        await pair.settled()
+
+    async def test_a_seeded_sample_is_the_same_after_a_hand_off(self, pair: Pair) -> None:
+        sampling = Sampling(max_tokens=16, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True, logprobs=2)
+        prompt = pair.prompt(100)
+        answer = await pair.hand_off(prompt, sampling)
+        aggregated = await collect(pair.prefill, pair.request(prompt, sampling, salt="computed here"))
+        assert answer.tokens == aggregated.tokens
+        assert len(answer.logprobs) == 16
+
+    async def test_many_hand_offs_at_once(self, pair: Pair) -> None:
+        prompts = [pair.prompt(20 + 13 * number) for number in range(12)]
+        answers = await asyncio.gather(*(pair.hand_off(prompt) for prompt in prompts))
+        expected = [await collect(pair.prefill, pair.request(prompt, salt="computed here")) for prompt in prompts]
+        assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+        await pair.settled()
+
+    async def test_a_prompt_that_prefill_had_cached_is_handed_off(self, pair: Pair) -> None:
+        prompt = pair.prompt(3 * pair.prefill_facts.block_tokens + 5)
+        expected = await collect(pair.prefill, pair.request(prompt))
+        answer = await pair.hand_off(prompt)
+        assert answer.tokens == expected.tokens
+        await pair.settled()
+
+    async def test_a_second_turn_moves_only_what_decode_lacks(self, pair: Pair) -> None:
+        size = pair.decode_facts.block_tokens
+        prompt = pair.prompt(6 * size + 7)
+        first = await pair.hand_off(prompt)
+        turn = [*prompt, *first.tokens, *pair.prompt(2 * size)]
+        before = pair.decode.load()
+        second = await pair.hand_off(turn)
+        after = pair.decode.load()
+        held = (len(prompt) + len(first.tokens) - 1) // size * size
+        assert second.last.cached_tokens == held
+        blocks_moved = -(-(len(turn) - 1 - held) // size)
+        assert after.bytes_pulled - before.bytes_pulled == blocks_moved * size * pair.decode_facts.kv_bytes_per_token
+        expected = await collect(pair.prefill, pair.request(turn, salt="computed here"))
+        assert second.tokens == expected.tokens
+
+    async def test_decode_may_come_long_before_or_after_prefill(self, pair: Pair) -> None:
+        for decode_first in (True, False):
+            prompt = pair.prompt(150)
+            prefill = pair.request(prompt, leg=Leg.PREFILL)
+            decode = pair.request(prompt, leg=Leg.DECODE, name=prefill.request)
+            order = [(pair.decode, decode), (pair.prefill, prefill)]
+            first, second = order if decode_first else reversed(order)
+            running = asyncio.create_task(collect(*first))
+            await asyncio.sleep(0.3)
+            assert running.done() is not decode_first
+            await collect(*second)
+            answer = await running if decode_first else None
+            if answer is not None:
+                expected = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
+                assert answer.tokens == expected.tokens
+        await pair.settled()
+
+    async def test_a_lease_is_held_until_decode_has_it(self, pair: Pair) -> None:
+        prompt = pair.prompt(100)
+        prefill = pair.request(prompt, leg=Leg.PREFILL)
+        await collect(pair.prefill, prefill)
+        load = pair.prefill.load()
+        assert load.leased_blocks > 0
+        assert load.kv_usage > 0
+        assert load.leased in (None, frozenset({(prefill.request, 1)}))
+        await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request))
+        await pair.settled()
+
+    @pytest.mark.parametrize("endpoint", ["dead", "malformed"])
+    async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+        before = pair.decode.load()
+        agent = pair.dead_agent if endpoint == "dead" else "no endpoint"
+        with pytest.raises(PeerUnreachable):
+            await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(agent,)))
+        await pair.settled()
+        assert pair.decode.load().pulls_failed == before.pulls_failed + 1
+
+    async def test_a_lease_that_never_comes_ends_at_the_deadline(self, pair: Pair) -> None:
+        request = pair.request(pair.prompt(50), leg=Leg.DECODE, budget_s=0.4)
+        with pytest.raises((AttemptFailed, DeadlineExceeded)):
+            await collect(pair.decode, request)
+        await pair.settled()
+
+    async def test_a_budget_that_runs_out_ends_the_generation(self, pair: Pair) -> None:
+        with pytest.raises(DeadlineExceeded):
+            await collect(pair.decode, pair.request(pair.prompt(50), changed(GREEDY, max_tokens=4000), budget_s=0.3))
+        await pair.settled()
+
+    # ------------------------------------------------------------ aborts
+
+    @pytest.mark.parametrize("by_closing", [True, False])
+    async def test_an_abort_while_generating_frees_everything(self, pair: Pair, by_closing: bool) -> None:
+        request = pair.request(pair.prompt(90), changed(GREEDY, max_tokens=1000))
+        stream, _ = await first_delta(pair.decode, request)
+        if by_closing:
+            await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+        else:
+            await pair.decode.abort(request.request, request.attempt)
+            rest = [delta async for delta in stream]
+            assert rest[-1].finish is FinishReason.CANCELLED
+        await pair.settled()
+
+    @pytest.mark.parametrize("by_closing", [True, False])
+    async def test_an_abort_while_pulling_frees_everything(self, pair: Pair, by_closing: bool) -> None:
+        request = pair.request(pair.prompt(90), leg=Leg.DECODE)
+        running = asyncio.create_task(collect(pair.decode, request))
+        await eventually(lambda: pair.decode.load().kv_usage > 0)
+        await end(pair.decode, request, running, by_closing=by_closing)
+        await pair.settled()
+
+    @pytest.mark.parametrize("by_closing", [True, False])
+    async def test_an_abort_while_prefill_computes_frees_everything(self, pair: Pair, by_closing: bool) -> None:
+        request = pair.request(pair.prompt(3000), leg=Leg.PREFILL)
+        running = asyncio.create_task(collect(pair.prefill, request))
+        await eventually(lambda: pair.prefill.load().running > 0)
+        await end(pair.prefill, request, running, by_closing=by_closing)
+        await pair.settled()
+
+    async def test_an_abort_of_a_held_lease_frees_it_and_fails_its_sink(self, pair: Pair) -> None:
+        prompt = pair.prompt(90)
+        prefill = pair.request(prompt, leg=Leg.PREFILL)
+        await collect(pair.prefill, prefill)
+        await pair.prefill.abort(prefill.request, prefill.attempt)
+        await pair.settled()
+        with pytest.raises((TransferFailed, DeadlineExceeded)):
+            await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request, budget_s=1.0))
+        await pair.settled()
+
+    async def test_an_abort_of_prefill_under_a_pull_fails_decode(self, pair: Pair) -> None:
+        prompt = pair.prompt(3000)
+        prefill = pair.request(prompt, leg=Leg.PREFILL)
+        decode = pair.request(prompt, leg=Leg.DECODE, name=prefill.request, budget_s=3.0)
+        computing = asyncio.create_task(collect(pair.prefill, prefill))
+        pulling = asyncio.create_task(collect(pair.decode, decode))
+        await eventually(lambda: pair.prefill.load().running > 0)
+        await eventually(lambda: pair.decode.load().kv_usage > 0)
+        await pair.prefill.abort(prefill.request, prefill.attempt)
+        assert (await computing).last.finish is FinishReason.CANCELLED
+        with pytest.raises((TransferFailed, DeadlineExceeded)):
+            await pulling
+        await pair.settled()
+
+    async def test_aborts_of_nothing_are_ignored(self, pair: Pair) -> None:
+        await pair.decode.abort("nobody", 3)
+        request = pair.request(pair.prompt(20))
+        await collect(pair.decode, request)
+        await pair.decode.abort(request.request, request.attempt)
+
+    async def test_fifty_requests_with_random_cancels_leave_nothing(self, pair: Pair) -> None:
+        chance = random.Random(2)
+
+        async def one(number: int) -> bool:
+            prompt = pair.prompt(chance.randrange(1, 400))
+            sampling = Sampling(max_tokens=chance.randrange(1, 30), temperature=0.7, ignore_eos=True)
+            whole = pair.request(prompt, sampling)
+            prefill = pair.request(prompt, sampling, leg=Leg.PREFILL)
+            decode = pair.request(prompt, sampling, leg=Leg.DECODE, name=prefill.request)
+            legs = [(pair.decode, whole)] if number % 3 == 0 else [(pair.prefill, prefill), (pair.decode, decode)]
+            running = [asyncio.create_task(collect(engine, request)) for engine, request in legs]
+            if chance.random() < 0.5:
+                await asyncio.sleep(chance.random() * 0.3)
+                for engine, request in legs:
+                    await engine.abort(request.request, request.attempt)
+            ended = await asyncio.gather(*running, return_exceptions=True)
+            for end in ended:
+                # A cancel reaches both legs one after the other, so decode may see prefill's lease end first.
+                assert isinstance(end, Answer | TransferFailed | DeadlineExceeded), end
+            return all(isinstance(end, Answer) for end in ended)
+
+        async with asyncio.timeout(18):
+            whole = await asyncio.gather(*(one(number) for number in range(50)))
+        assert sum(whole) >= 20
+        await pair.settled()
+
+
+async def end(engine: Engine, request: EngineRequest, running: asyncio.Task[Answer], *, by_closing: bool) -> None:
+    """End an attempt: by cancelling its reader, which closes the iterator, or by `abort`."""
+    if by_closing:
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    else:
+        await engine.abort(request.request, request.attempt)
+        assert (await running).last.finish is FinishReason.CANCELLED
+
+
+def changed(sampling: Sampling, **fields: object) -> Sampling:
+    return msgspec.structs.replace(sampling, **fields)

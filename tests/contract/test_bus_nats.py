@@ -1,0 +1,225 @@
+"""What only a real NATS server can do: die, come back, stop answering, ask for credentials, end a connection."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+from bus_world import NOT_A_MESSAGE, Inbox, echo, eventually, label_of, message
+from nats.aio.client import Client
+from servers import Server, free_port, start_nats
+
+from baton.bus import NatsBus
+from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[Server]:
+    """A server of this test's own, to be mistreated; no task may be left afterwards."""
+    with start_nats() as started:
+        yield started
+    leftover = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not leftover, f"tasks are left after close: {leftover}"
+
+
+async def _restored(bus: NatsBus, subject: str) -> None:
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                await bus.request(subject, message("?"), timeout_s=0.2)
+            except BatonError:
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
+async def test_a_killed_server_is_reported_and_subscriptions_survive_its_restart(server: Server) -> None:
+    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+    await bus.subscribe("a.*", echo)
+    await bus.subscribe("b", inbox)
+    server.kill()
+    await eventually(lambda: not bus.connected)
+    for call in (
+        bus.publish("b", message("lost")),
+        bus.request("a.x", message("?"), timeout_s=1),
+        bus.subscribe("c", inbox),
+        bus.append("S", "s.a", message("x"), message_id="1"),
+        bus.follow("S", "s.a", inbox),
+    ):
+        with pytest.raises(BusUnavailable):
+            await call
+    server.start()
+    await _restored(bus, "a.x")
+    await bus.publish("b", message("after"))
+    assert await inbox.wait(1) == ["after"]
+    await bus.close()
+
+
+async def test_a_stream_survives_on_disk_and_a_follower_misses_and_repeats_nothing(server: Server) -> None:
+    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+    reader = await NatsBus.connect(server.url, name="reader")
+    await reader.follow("S", "s.*", inbox)
+    stop = asyncio.Event()
+    appended = 0
+
+    async def append_on_and_on() -> None:
+        nonlocal appended
+        while not stop.is_set():
+            try:
+                await bus.append("S", "s.a", message(appended), message_id=str(appended))
+            except BusUnavailable:
+                # Not acknowledged: the same id again stores it once, whether or not it had arrived.
+                await asyncio.sleep(0.02)
+            else:
+                appended += 1
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(append_on_and_on())
+        for _ in range(3):
+            await asyncio.sleep(0.2)
+            before = appended
+            server.kill()
+            await asyncio.sleep(0.1)
+            server.start()
+            await eventually(lambda before=before: appended > before + 10, timeout_s=8)
+        stop.set()
+    assert await inbox.wait(appended) == [str(number) for number in range(appended)]
+    assert [delivery.stream_sequence for delivery in inbox.deliveries] == list(range(1, appended + 1))
+    await bus.close()
+    await reader.close()
+
+
+async def test_a_server_that_forgot_the_stream_gets_it_again(server: Server) -> None:
+    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+    for number in range(5):
+        await bus.append("S", "s.a", message(number), message_id=str(number))
+    await bus.follow("S", "s.*", inbox)
+    await inbox.wait(5)
+    server.kill()
+    server.wipe()
+    await eventually(lambda: not bus.connected)
+    server.start()
+    await eventually(lambda: bus.connected)
+    assert await bus.append("S", "s.a", message("new"), message_id="n") == 1
+    assert (await inbox.wait(6))[-1] == "new"
+    await bus.close()
+
+
+async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server: Server) -> None:
+    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+    subscription = await bus.follow("S", "s.*", inbox)
+    raw = Client()
+    await raw.connect(server.url)
+    await raw.jetstream().publish("s.a", NOT_A_MESSAGE)  # pyright: ignore[reportUnknownMemberType]
+    await raw.close()
+    await bus.append("S", "s.a", message("good"), message_id="1")
+    assert await inbox.wait(1) == ["good"]
+    assert subscription.malformed_messages == 1
+    await bus.close()
+
+
+async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: Server) -> None:
+    bus = await NatsBus.connect(server.url, name="test")
+    await bus.subscribe("a", echo)
+    server.pause()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await bus.request("a", message("?"), timeout_s=0.1)
+    finally:
+        server.resume()
+    assert label_of(await bus.request("a", message("again"), timeout_s=2)) == "again"
+    await bus.close()
+
+
+async def test_what_a_stalled_server_does_not_take_is_bounded(server: Server) -> None:
+    bus = await NatsBus.connect(server.url, name="test")
+    server.pause()
+    try:
+        with pytest.raises(BusUnavailable):
+            async with asyncio.timeout(15):
+                for _ in range(100):
+                    await bus.publish("a", message("x" * (4 << 20)))
+    finally:
+        server.resume()
+    await bus.close()
+
+
+async def test_closing_while_the_server_is_down_ends_soon(server: Server) -> None:
+    bus = await NatsBus.connect(server.url, name="test")
+    await bus.subscribe("a", echo)
+    await bus.follow("S", "s.a", echo)
+    server.kill()
+    await eventually(lambda: not bus.connected)
+    before_s = time.monotonic()
+    await bus.close()
+    assert time.monotonic() - before_s < 3
+
+
+async def test_no_server_is_one_clear_error() -> None:
+    before_s = time.monotonic()
+    with pytest.raises(BusUnavailable, match="cannot be reached"):
+        await NatsBus.connect(f"nats://127.0.0.1:{free_port()}", name="test", timeout_s=0.5)
+    assert time.monotonic() - before_s < 2
+
+
+async def test_connect_waits_for_a_server_that_is_late(server: Server) -> None:
+    server.kill()
+    connecting = asyncio.create_task(NatsBus.connect(server.url, name="test", timeout_s=5))
+    await asyncio.sleep(0.3)
+    server.start()
+    bus = await connecting
+    await bus.close()
+
+
+@pytest.mark.parametrize("url", ["", "nats://", "http://127.0.0.1:1", "nats://127.0.0.1:port", "nats://u:secret@:1"])
+async def test_what_is_no_address_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        await NatsBus.connect(url, name="test", timeout_s=1)
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "right", "wrong"),
+    [
+        ('authorization { user: "us er", password: "p@ss:word" }', "us%20er:p%40ss%3Aword", "us%20er:secret"),
+        ('authorization { token: "t0ken/x" }', "t0ken%2Fx", "secret"),
+    ],
+)
+async def test_credentials_in_the_address(settings: str, right: str, wrong: str) -> None:
+    with start_nats(settings=settings) as server:
+        host = server.url.removeprefix("nats://")
+        bus = await NatsBus.connect(f"nats://{right}@{host}", name="test")
+        await bus.subscribe("a", echo)
+        await bus.request("a", message("x"), timeout_s=2)
+        await bus.close()
+        for credentials in (f"{wrong}@", ""):
+            with pytest.raises(ConfigurationError, match="uthorization") as raised:
+                await NatsBus.connect(f"nats://{credentials}{host}", name="test")
+            assert "secret" not in str(raised.value)
+
+
+async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Server) -> None:
+    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+    await bus.subscribe("a", echo)
+    await bus.follow("S", "s.*", inbox)
+    # With other credentials in force, the server tells a connection that is up to go, and nats-py gives up on it.
+    server.reload("authorization { user: someone, password: else }")
+    await eventually(lambda: not bus.connected)
+    with pytest.raises(BusUnavailable):
+        await bus.publish("a", message("x"))
+    server.reload("")
+    await _restored(bus, "a")
+    await bus.append("S", "s.a", message("after"), message_id="1")
+    assert await inbox.wait(1) == ["after"]
+    with pytest.raises(NoResponders):
+        await bus.request("nobody", message("?"), timeout_s=1)
+    await bus.close()
+
+
+async def test_the_payload_limit_is_the_servers() -> None:
+    with start_nats(payload_bytes_max=1 << 20) as server:
+        bus = await NatsBus.connect(server.url, name="test")
+        assert bus.payload_bytes_max == 1 << 20
+        await bus.close()

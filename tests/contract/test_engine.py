@@ -1,0 +1,106 @@
+"""The simulated engine against the engine suite, over the native and the in-memory transfer agent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from baton.engines.engine import Leg
+from baton.engines.simulated import SimulatedEngine
+from baton.errors import TransferFailed
+from baton.messages import Role
+from baton.transfer import AgentOptions, Faults, NativeAgent, TransferAgent
+from baton.transfer_memory import MemoryFabric
+from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
+
+MakeAgent = Callable[[AgentOptions], TransferAgent]
+AGENT = AgentOptions()
+
+
+@pytest.fixture(params=["native", "memory"])
+def make_agent(request: pytest.FixtureRequest) -> MakeAgent:
+    return MemoryFabric().agent if request.param == "memory" else NativeAgent
+
+
+@asynccontextmanager
+async def open_pair(
+    make_agent: MakeAgent,
+    *,
+    prefill_agent: AgentOptions = AGENT,
+    decode_agent: AgentOptions = AGENT,
+    **decode_options: object,
+) -> AsyncGenerator[Pair]:
+    options = {"step_tokens_max": 512}
+    prefill = SimulatedEngine("a model", role=Role.PREFILL, options=options, agent=prefill_agent, make_agent=make_agent)
+    decode = SimulatedEngine(
+        "a model", role=Role.DECODE, options={**options, **decode_options}, agent=decode_agent, make_agent=make_agent
+    )
+    gone = make_agent(AGENT)
+    gone.close()
+    try:
+        yield Pair(
+            prefill, decode, await prefill.start(), await decode.start(), vocabulary=8192, dead_agent=gone.endpoint
+        )
+    finally:
+        await prefill.close()
+        await decode.close()
+
+
+class TestSimulated(EngineSuite):
+    @pytest.fixture
+    async def pair(self, make_agent: MakeAgent) -> AsyncGenerator[Pair]:
+        async with open_pair(make_agent) as pair, shadowed(pair):
+            yield pair
+
+
+async def test_a_corrupted_transfer_is_noticed(make_agent: MakeAgent) -> None:
+    faulty = AgentOptions(faults=Faults(corrupt_every=1))
+    async with open_pair(make_agent, prefill_agent=faulty) as pair:
+        with pytest.raises(TransferFailed, match="checksum"):
+            await pair.hand_off(pair.prompt(100))
+        await pair.settled()
+
+
+async def test_without_checksums_a_corrupted_transfer_gives_another_answer(make_agent: MakeAgent) -> None:
+    """The engine's answers would show it if the agent missed a wrong byte: the control of all equality tests."""
+    faulty = AgentOptions(faults=Faults(corrupt_every=3), checksum=False)
+    async with open_pair(make_agent, prefill_agent=faulty, decode_agent=AgentOptions(checksum=False)) as pair:
+        prompt = pair.prompt(300)
+        wrong = await pair.hand_off(prompt)
+        right = await collect(pair.prefill, pair.request(prompt))
+        assert len(wrong.tokens) == len(right.tokens)
+        assert wrong.tokens[0] != right.tokens[0]
+
+
+async def test_engines_that_do_not_fit_refuse_each_other(make_agent: MakeAgent) -> None:
+    async with open_pair(make_agent, layers=2) as pair:
+        with pytest.raises(TransferFailed, match=r"4 layers.*2 layers|2 layers.*4 layers"):
+            await pair.hand_off(pair.prompt(100))
+        request = pair.request(pair.prompt(20))
+        assert len((await collect(pair.decode, request)).tokens) == request.sampling.max_tokens
+
+
+async def test_a_delayed_transfer_delays_nobody_else(make_agent: MakeAgent) -> None:
+    async with open_pair(make_agent, prefill_agent=AgentOptions(faults=Faults(delay_s=1.0))) as pair:
+        prompt = pair.prompt(100)
+        prefill = pair.request(prompt, leg=Leg.PREFILL)
+        await collect(pair.prefill, prefill)
+        delayed = asyncio.create_task(collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request)))
+        for _ in range(5):
+            await collect(pair.decode, pair.request(pair.prompt(30)))
+        assert not delayed.done()
+        assert (await delayed).last.transferred_tokens == 99
+
+
+async def test_a_lease_that_expires_is_freed_and_its_late_sink_is_told(make_agent: MakeAgent) -> None:
+    async with open_pair(make_agent, prefill_agent=AgentOptions(unclaimed_ttl_s=0.2)) as pair:
+        prompt = pair.prompt(100)
+        prefill = pair.request(prompt, leg=Leg.PREFILL)
+        await collect(pair.prefill, prefill)
+        assert pair.prefill.load().leased_blocks > 0
+        await pair.settled()
+        with pytest.raises(TransferFailed, match="expired"):
+            await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request))

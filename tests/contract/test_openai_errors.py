@@ -1,0 +1,229 @@
+"""Every error has OpenAI's shape, its status and a request id; the server stays up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from baton_gateway.config import Settings
+
+from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
+from tests.gateway_stage import CONTEXT_TOKENS, MODEL, Stage, open_stage
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+HI: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+SETTINGS = Settings(port=0, body_bytes_max=100_000, admission_wait_s=0.3, body_read_s=0.5, choices_max=4)
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with open_stage(SETTINGS) as opened:
+        opened.say("ok")
+        yield opened
+
+
+@pytest.fixture
+async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0) as opened:
+        yield opened
+
+
+def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]:
+    """Check an error's form and return it."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["code"] == code
+    assert body["error"]["message"]
+    return body["error"]
+
+
+async def test_paths_and_methods(client: httpx.AsyncClient) -> None:
+    error_of(await client.get("/nope"), 404, "not_found")
+    error_of(await client.get("/v1/models/nope"), 404, "model_not_found")
+    error_of(await client.post(CHAT, json={**HI, "model": "nope"}), 404, "model_not_found")
+    refused = await client.get(CHAT)
+    error_of(refused, 405, "method_not_allowed")
+    assert refused.headers["allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"", 400), (b"{", 400), (b"[]", 400), (b"\xff", 400), (b'{"model": "\xff"}', 400), (b"[" * 50_000, 400),
+        (b'{"temperature": NaN}', 400), (b"x" * 100_001, 413),
+    ],
+)  # fmt: skip
+async def test_bodies_that_are_none(client: httpx.AsyncClient, content: bytes, status: int) -> None:
+    response = await client.post(CHAT, content=content)
+    error_of(response, status, "payload_too_large" if status == 413 else "invalid_request")
+
+
+async def test_a_body_without_a_length_is_cut_off_too(client: httpx.AsyncClient) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(1000):
+            yield b"x" * 1000
+
+    try:
+        response = await client.post(CHAT, content=endless())
+    except httpx.TransportError:
+        return  # The server closed while we were still writing.
+    error_of(response, 413, "payload_too_large")
+
+
+async def test_a_body_that_never_comes(stage: Stage) -> None:
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    answer = await asyncio.wait_for(reader.read(4096), 5)
+    assert b"400" in answer.split(b"\r\n")[0]
+    assert b"did not arrive" in answer
+    writer.close()
+
+
+async def test_malformed_http(stage: Stage) -> None:
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"\x00\x01 nonsense\r\n\r\n")
+    head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
+    assert b"400" in head.split(b"\r\n")[0]
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{}]}, "tools"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"temperature": 9}, "temperature"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"n": 5}, "n"),
+        ({"stop_token_ids": [512]}, "stop_token_ids"),
+        ({"logit_bias": {"512": 1}}, "logit_bias"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ],
+)
+async def test_fields(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
+    error = error_of(await client.post(CHAT, json={**HI, **fields}), 400, "invalid_request")
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("prompt", ["", [512], [[1], [4_000_000_000]]])
+async def test_prompts(client: httpx.AsyncClient, prompt: object) -> None:
+    error = error_of(await client.post(COMPLETIONS, json={"model": MODEL, "prompt": prompt}), 400, "invalid_request")
+    assert error["param"].startswith("prompt")
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens"), [(CONTEXT_TOKENS, 1), (CONTEXT_TOKENS - 10, 11), (8000, 1)])
+async def test_context_length(client: httpx.AsyncClient, prompt_tokens: int, max_tokens: int) -> None:
+    body = {"model": MODEL, "prompt": [5] * prompt_tokens, "max_tokens": max_tokens}
+    error = error_of(await client.post(COMPLETIONS, json=body), 400, "context_length_exceeded")
+    assert str(CONTEXT_TOKENS) in error["message"]
+    assert str(prompt_tokens) in error["message"]
+
+
+@pytest.mark.parametrize(
+    "header", [("x-baton-deadline-s", "nan"), ("x-baton-deadline-s", "-1"), ("x-baton-disaggregation", "maybe")]
+)
+async def test_headers(client: httpx.AsyncClient, header: tuple[str, str]) -> None:
+    error = error_of(await client.post(CHAT, json=HI, headers=dict([header])), 400, "invalid_request")
+    assert error["param"] == header[0]
+
+
+async def test_request_ids(client: httpx.AsyncClient) -> None:
+    mine = await client.get("/health", headers={"x-request-id": "my-id.1"})
+    assert mine.headers["x-request-id"] == "my-id.1"
+    for hostile in ("a" * 129, "a b", "", "<script>"):
+        made = await client.get("/nope", headers={"x-request-id": hostile})
+        assert made.headers["x-request-id"] not in ("", hostile)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"), [(Overloaded("full", retry_after_s=2.0), 429), (NoWorkers("none"), 503)]
+)
+async def test_refused_by_the_scheduler(
+    stage: Stage, client: httpx.AsyncClient, refusal: BatonError, status: int
+) -> None:
+    stage.scheduler.refusal = refusal
+    response = await client.post(CHAT, json=HI)
+    error_of(response, status, refusal.code)
+    if status == 429:
+        assert response.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_deadline(stage: Stage, client: httpx.AsyncClient, stream: bool) -> None:
+    stage.workers["d1"].script.stall_at = 0
+    response = await client.post(CHAT, json={**HI, "stream": stream}, headers={"x-baton-deadline-s": "0.2"})
+    error_of(response, 504, "deadline_exceeded")
+    await stage.wait_for(lambda: not stage.workers["d1"].attempts)
+
+
+async def test_an_error_in_a_stream_is_an_event(stage: Stage, client: httpx.AsyncClient) -> None:
+    stage.workers["d1"].script.stall_at = 1
+    response = await client.post(CHAT, json={**HI, "stream": True}, headers={"x-baton-deadline-s": "0.3"})
+    assert response.status_code == 200
+    *events, last, nothing = response.text.split("\n\n")
+    assert nothing == ""
+    assert events
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+
+
+async def test_the_engines_refusal_reaches_the_client(stage: Stage, client: httpx.AsyncClient) -> None:
+    stage.workers["d1"].script.refuse = InvalidRequest("no such parameter: foo")
+    error = error_of(await client.post(CHAT, json={**HI, "foo": 1}), 400, "invalid_request")
+    assert "foo" in error["message"]
+    assert len(stage.scheduler.places) == 1
+
+
+async def test_failed_attempts_are_a_gateway_error(stage: Stage, client: httpx.AsyncClient) -> None:
+    script = stage.workers["d1"].script
+    script.fail_at, script.failure = 0, EngineFailed("out of memory")
+    error = error_of(await client.post(CHAT, json=HI), 502, "engine_failed")
+    assert "4 attempts" in error["message"]
+
+
+async def test_a_bug_is_a_500_in_the_same_shape(
+    stage: Stage, client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug with secrets in it")
+
+    monkeypatch.setattr(stage.gateway.workers, "model", broken)
+    error = error_of(await client.post(CHAT, json=HI), 500, "internal_error")
+    assert "secrets" not in error["message"]
+    monkeypatch.undo()
+    assert (await client.post(CHAT, json=HI)).status_code == 200
+
+
+async def test_health_and_readiness(stage: Stage, client: httpx.AsyncClient) -> None:
+    assert (await client.get("/ready")).status_code == 200
+    stage.workers["d1"].die()
+    stage.scheduler.refusal = NoWorkers("none")
+    await asyncio.sleep(1.1)
+    error_of(await client.get("/ready"), 503, "no_workers")
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_missing_keys() -> None:
+    async with open_stage(Settings(port=0, api_keys=("secret",))) as stage:
+        async with httpx.AsyncClient(base_url=stage.base_url) as client:
+            for headers in ({}, {"authorization": "Basic secret"}, {"authorization": "Bearer"}):
+                refused = await client.get("/v1/models", headers=headers)
+                error_of(refused, 401, "invalid_api_key")
+                assert refused.headers["www-authenticate"] == "Bearer"
+            assert (await client.get("/health")).status_code == 200
+            assert (await client.get("/nope")).status_code == 401

@@ -1,0 +1,135 @@
+"""What the transfer agents' contract tests share: an agent with memory behind it, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import ctypes
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from baton.transfer import EventKind, Pool, TransferAgent, TransferEvent
+
+LAYERS = 4
+BLOCKS = 48
+BLOCK_TOKENS = 16
+BLOCK_BYTES = 96 << 10
+GAP_BYTES = 64
+POISON = 0xA5
+TERMINAL = frozenset({EventKind.PULL_DONE, EventKind.PULL_FAILED})
+WAIT_S = 8.0
+
+
+class Node:
+    """An agent and the pool it reads and writes; between two blocks lies a gap that nothing may touch."""
+
+    def __init__(self, agent: TransferAgent, *, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES) -> None:
+        self.agent = agent
+        self.block_bytes = block_bytes
+        self.stride_bytes = block_bytes + GAP_BYTES
+        self.layer_bytes = BLOCKS * self.stride_bytes
+        self.memory = (ctypes.c_uint8 * (LAYERS * self.layer_bytes))()
+        self.base = ctypes.addressof(self.memory)
+        self.poison()
+        self.events: list[TransferEvent] = []
+        agent.set_pool(
+            Pool(
+                layer_addresses=tuple(self.base + layer * self.layer_bytes for layer in range(LAYERS)),
+                blocks=BLOCKS,
+                block_bytes=block_bytes,
+                block_stride_bytes=self.stride_bytes,
+                block_tokens=BLOCK_TOKENS,
+                fingerprint=fingerprint,
+            )
+        )
+
+    def poison(self) -> None:
+        ctypes.memset(self.base, POISON, len(self.memory))
+
+    def is_poison(self) -> bool:
+        return bytes(self.memory) == bytes([POISON]) * len(self.memory)
+
+    def _at(self, layer: int, block: int) -> int:
+        return self.base + layer * self.layer_bytes + block * self.stride_bytes
+
+    def read(self, layer: int, block: int) -> bytes:
+        return ctypes.string_at(self._at(layer, block), self.block_bytes)
+
+    def write(self, layer: int, block: int, data: bytes) -> None:
+        assert len(data) == self.block_bytes
+        ctypes.memmove(self._at(layer, block), data, len(data))
+
+    def gaps_are_untouched(self) -> bool:
+        gap = bytes([POISON]) * GAP_BYTES
+        return all(
+            ctypes.string_at(self._at(layer, block) + self.block_bytes, GAP_BYTES) == gap
+            for layer in range(LAYERS)
+            for block in range(BLOCKS)
+        )
+
+    def fill(self, blocks: Sequence[int], seed: int = 0) -> None:
+        """Write content that names layer, position in the lease and `seed`."""
+        for layer in range(LAYERS):
+            for position, block in enumerate(blocks):
+                self.write(layer, block, content(layer, position, seed, self.block_bytes))
+
+    def holds(
+        self, blocks: Sequence[int], *, first: int = 0, seed: int = 0, layers: Sequence[int] | None = None
+    ) -> bool:
+        return all(
+            self.read(layer, block) == content(layer, first + position, seed, self.block_bytes)
+            for layer in (range(LAYERS) if layers is None else layers)
+            for position, block in enumerate(blocks)
+        )
+
+    def lease(self, key: bytes, blocks: Sequence[int]) -> int:
+        generation = self.agent.open_lease(key)
+        self.agent.extend_lease(key, generation, blocks)
+        return generation
+
+    def offer(self, key: bytes, blocks: Sequence[int], *, seed: int = 0) -> int:
+        """Fill the blocks and lease them, all ready."""
+        self.fill(blocks, seed)
+        generation = self.lease(key, blocks)
+        tokens = len(blocks) * BLOCK_TOKENS
+        self.agent.post_ready(key, generation, -1, tokens)
+        self.agent.complete_lease(key, generation, tokens)
+        return generation
+
+    def wait(
+        self, *kinds: EventKind, key: bytes | None = None, layers: int = 0, timeout_s: float = WAIT_S
+    ) -> TransferEvent:
+        """Return the first event of these kinds, taking it out; earlier events of other kinds stay in `events`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for event in self.events:
+                if event.kind in kinds and key in (None, event.key) and event.layers >= layers:
+                    self.events.remove(event)
+                    return event
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise AssertionError(f"no {kinds} within {timeout_s} s; saw {self.events}, {self.agent.stats()}")
+            select.select([self.agent], [], [], left_s)
+            self.events += self.agent.poll()
+
+    def wait_end(self, key: bytes, timeout_s: float = WAIT_S) -> TransferEvent:
+        return self.wait(*TERMINAL, key=key, timeout_s=timeout_s)
+
+    def rest(self) -> list[TransferEvent]:
+        """Return every event not waited for."""
+        self.events += self.agent.poll()
+        taken, self.events = self.events, []
+        return taken
+
+
+def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> bytes:
+    pattern = bytes((layer, position, seed, layer ^ position)) + (layer * 7919 + position * 131 + seed).to_bytes(
+        4, "little"
+    )
+    return (pattern * (size // len(pattern) + 1))[:size]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition did not become true"
+        time.sleep(0.002)

@@ -1,0 +1,112 @@
+"""One vLLM engine behind JSON lines: commands on standard input, answers on standard output.
+
+A command is `{"id": n, "do": name, …}`. Every command is answered by one line with its id and `result` or
+`error`; `generate` first sends a line with `delta` per step. End of input closes the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from baton.engines.engine import EngineRequest, Leg
+from baton.engines.vllm import VllmEngine
+from baton.errors import BatonError, EngineFailed
+from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from baton.transfer import AgentOptions, Faults
+
+
+def say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message, default=lambda value: value.hex() if isinstance(value, bytes) else str(value)))
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+
+
+def engine_request(command: dict[str, Any]) -> EngineRequest:
+    agents = tuple(command.get("agents", ()))
+    source = KvSource(address=WorkerAddress(worker="source", generation=1, agents=agents)) if agents else None
+    return EngineRequest(
+        request=command["request"],
+        attempt=command.get("attempt", 0),
+        leg=Leg(command["leg"]),
+        tokens=command["tokens"],
+        sampling=msgspec.convert(command["sampling"], Sampling),
+        cache_salt=command.get("cache_salt", ""),
+        source=source,
+        budget_s=command.get("budget_s", 60.0),
+    )
+
+
+class Driver:
+    def __init__(self, engine: VllmEngine) -> None:
+        self._engine = engine
+        self._events: list[dict[str, Any]] = []
+
+    async def gather_events(self) -> None:
+        with suppress(EngineFailed):
+            await self._gather_events()
+
+    async def _gather_events(self) -> None:
+        async for batch in self._engine.events():
+            self._events.append(msgspec.to_builtins(batch) | {"kinds": [type(event).__name__ for event in batch.events]})
+
+    async def do(self, command: dict[str, Any]) -> None:
+        number = command["id"]
+        try:
+            say({"id": number, "result": await self._result(command)})
+        except BatonError as error:
+            say({"id": number, "error": error.code, "detail": error.detail})
+
+    async def _result(self, command: dict[str, Any]) -> Any:
+        engine = self._engine
+        match command["do"]:
+            case "generate":
+                async for delta in engine.generate(engine_request(command)):
+                    say({"id": command["id"], "delta": msgspec.to_builtins(delta)})
+                return None
+            case "abort":
+                return await engine.abort(command["request"], command.get("attempt", 0))
+            case "load":
+                return msgspec.to_builtins(engine.load())
+            case "stats":
+                return (await engine.transfer_stats())[0]
+            case "faults":
+                return await engine.set_faults(Faults(**command["faults"]))
+            case "events":
+                return self._events
+            case "preempt":
+                # vLLM's own switch: preempt all that runs and forget every cached block.
+                return await engine._llm.reset_prefix_cache(reset_running_requests=True)  # pyright: ignore
+            case unknown:
+                raise ValueError(f"no command {unknown}")
+
+
+async def main(settings: dict[str, Any]) -> None:
+    agent = msgspec.convert(settings.get("agent", {}), AgentOptions)
+    engine = VllmEngine(settings["model"], role=Role(settings["role"]), options=settings["options"], agent=agent)
+    facts = await engine.start()
+    try:
+        say({"id": 0, "result": msgspec.to_builtins(facts)})
+        driver = Driver(engine)
+        stdin = asyncio.StreamReader(limit=16 << 20)
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
+        async with asyncio.TaskGroup() as tasks:
+            listening = tasks.create_task(driver.gather_events())
+            commands: set[asyncio.Task[None]] = set()
+            while line := await stdin.readline():
+                task = tasks.create_task(driver.do(json.loads(line)))
+                commands.add(task)
+                task.add_done_callback(commands.discard)
+            for task in (listening, *commands):
+                task.cancel()
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(json.loads(sys.argv[1])))

@@ -1,0 +1,36 @@
+"""A connector that stops prefill before a chosen layer, so that tests prove order without racing clocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+from baton.connectors.vllm import BatonConnector
+
+HOLD_TIMEOUT_S = 30.0
+
+
+class GatedConnector(BatonConnector):
+    """While `$BATON_TEST_GATE/hold` says `{"layer": n, "pass": k}`, the (k+1)-th visit of layer n waits."""
+
+    _passed = 0
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        super().wait_for_layer_load(layer_name)
+        gate = Path(os.environ["BATON_TEST_GATE"])
+        hold = gate / "hold"
+        if not hold.exists():
+            self._passed = 0
+            return
+        order = json.loads(hold.read_text())
+        if self._layers[layer_name] != order["layer"]:
+            return
+        self._passed += 1
+        if self._passed <= order["pass"]:
+            return
+        (gate / "held").touch()
+        deadline_s = time.monotonic() + HOLD_TIMEOUT_S
+        while hold.exists() and time.monotonic() < deadline_s:
+            time.sleep(0.005)

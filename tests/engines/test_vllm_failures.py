@@ -1,0 +1,153 @@
+"""What goes wrong between prefill and decode ends typed, leaves nothing behind and never a wrong token."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+from conftest import Pair, prompt
+from engine_process import EngineError, until
+
+
+def test_corrupted_bytes_are_discarded(pair: Pair) -> None:
+    ids = prompt(300, seed=30)
+    pair.prefill.ask("faults", faults={"corrupt_every": 1})
+    with pytest.raises(EngineError) as failure:
+        pair.disaggregated(ids, 8)
+    assert failure.value.code == "transfer_failed"
+    assert "checksum" in failure.value.detail
+    assert pair.decode.ask("stats")["checksum_failures"] >= 1
+    pair.prefill.ask("faults", faults={})
+    pair.settled()
+    output, last = pair.disaggregated(ids, 8)
+    assert last["cached_tokens"] == 0, "blocks of the failed pull must not be cached"
+    assert output == pair.aggregated(ids, 8)
+
+
+def test_prefill_preempted_in_the_middle_of_a_pull(pair: Pair) -> None:
+    ids = prompt(1500, seed=31)
+    name = pair.name()
+    revoked = pair.prefill.ask("stats")["leases_revoked"]
+    pair.hold(layer=1, passes=1)
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 8)
+    pair.held()
+    # The first chunk has moved and the second is computed: vLLM takes all blocks back after this step.
+    until(lambda: pair.decode.ask("stats")["pulled_bytes"] > 0, 10)
+    preempted = pair.prefill.send("preempt")
+    pair.let_go()
+    preempted.wait()
+    output = decode.tokens()
+    prefill.wait()
+    assert output == pair.aggregated(ids, 8)
+    assert pair.prefill.ask("stats")["leases_revoked"] > revoked
+
+
+def test_lease_that_expires_under_a_read(pair: Pair) -> None:
+    ids = prompt(600, seed=32)
+    name = pair.name()
+    pair.prefill.ask("faults", faults={"delay_s": 6.0})
+    (sink,) = pair.decode.worker_pids()
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 8)
+    prefill.wait()
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 5)
+    time.sleep(0.5)
+    # A sink that stalls stops to say that it is there; the source gives its blocks to others.
+    os.kill(sink, signal.SIGSTOP)
+    try:
+        pair.prefill.settled(timeout_s=15)
+    finally:
+        os.kill(sink, signal.SIGCONT)
+    with pytest.raises(EngineError) as failure:
+        decode.wait()
+    assert failure.value.code == "transfer_failed"
+    pair.prefill.ask("faults", faults={})
+    output, _ = pair.disaggregated(ids, 8)
+    assert output == pair.aggregated(ids, 8)
+
+
+def test_source_that_nobody_listens_at(pair: Pair) -> None:
+    ids = prompt(100, seed=33)
+    dead = pair.prefill.facts["agents"][0]
+    host, _, _ = dead.rpartition(":")
+    with pytest.raises(EngineError) as failure:
+        pair.send_decode(pair.name(), ids, 8, agents=[f"{host}:1"]).wait()
+    assert failure.value.code == "peer_unreachable"
+
+
+def test_lease_that_never_opens(pair: Pair) -> None:
+    with pytest.raises(EngineError) as failure:
+        pair.send_decode(pair.name(), prompt(100, seed=34), 8, budget_s=1.5).wait(10)
+    assert failure.value.code in ("transfer_failed", "deadline_exceeded")
+
+
+def test_abort_of_decode_before_the_lease_exists(pair: Pair) -> None:
+    name = pair.name()
+    decode = pair.send_decode(name, prompt(100, seed=35), 8)
+    until(lambda: pair.prefill.ask("stats")["parked"] == 1, 5)
+    pair.decode.ask("abort", request=name)
+    decode.wait()
+    assert decode.last["finish"] == "cancelled"
+    pair.settled()
+
+
+def test_abort_of_decode_while_it_pulls_frees_both(pair: Pair) -> None:
+    name, ids = pair.name(), prompt(700, seed=36)
+    pair.prefill.ask("faults", faults={"delay_s": 3.0})
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 8)
+    prefill.wait()
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 5)
+    pair.decode.ask("abort", request=name)
+    decode.wait()
+    assert decode.last["finish"] == "cancelled"
+    # The cancelled pull tells its source: no time limit has to pass.
+    pair.settled()
+
+
+def test_abort_of_decode_while_it_generates(pair: Pair) -> None:
+    name, ids = pair.name(), prompt(200, seed=37)
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 3000)
+    prefill.wait()
+    assert decode.next_delta() is not None
+    pair.decode.ask("abort", request=name)
+    decode.wait()
+    assert decode.last["finish"] == "cancelled"
+    pair.settled()
+
+
+def test_abort_of_prefill_while_it_computes(pair: Pair) -> None:
+    name, ids = pair.name(), prompt(1500, seed=38)
+    pair.hold(layer=1, passes=1)
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 8)
+    pair.held()
+    aborted = pair.prefill.send("abort", request=name)
+    time.sleep(0.2)
+    pair.let_go()
+    aborted.wait()
+    prefill.wait()
+    assert prefill.last["finish"] == "cancelled"
+    with pytest.raises(EngineError) as failure:
+        decode.wait()
+    assert failure.value.code == "transfer_failed"
+    pair.settled()
+
+
+def test_abort_of_a_held_lease(pair: Pair) -> None:
+    name, ids = pair.name(), prompt(300, seed=39)
+    pair.send_prefill(name, ids).wait()
+    until(lambda: pair.prefill.ask("load")["leased_blocks"] == 10, 5)
+    assert pair.prefill.ask("load")["leased"] == [[name, 0]]
+    assert pair.prefill.ask("load")["kv_usage"] > 0
+    pair.prefill.ask("abort", request=name)
+    pair.prefill.settled()
+
+
+def test_abort_of_what_nobody_knows(pair: Pair) -> None:
+    pair.prefill.ask("abort", request="never heard of")
+    pair.decode.ask("abort", request="never heard of")

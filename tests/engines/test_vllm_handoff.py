@@ -1,0 +1,103 @@
+"""Prefill → decode over real vLLM equals the decode engine alone, and moves no more than it must."""
+
+from __future__ import annotations
+
+import pytest
+from conftest import Pair, prompt
+from engine_process import until
+
+LAYERS = 4
+BLOCK = 32
+
+
+def block_bytes(pair: Pair) -> int:
+    """Of one block, all layers."""
+    return pair.decode.facts["kv_bytes_per_token"] * BLOCK
+
+
+@pytest.mark.parametrize("tokens", [33, 200, 1500])
+def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair, tokens: int) -> None:
+    ids = prompt(tokens, seed=tokens)
+    before = pair.decode.ask("load")
+    output, last = pair.disaggregated(ids, 24)
+    after = pair.decode.ask("load")
+    assert output == pair.aggregated(ids, 24)
+    assert after["prompt_tokens_computed"] - before["prompt_tokens_computed"] == 1
+    assert after["prompt_tokens_pulled"] - before["prompt_tokens_pulled"] == tokens - 1
+    assert last["transferred_tokens"] == tokens - 1
+    assert last["cached_tokens"] == 0
+    assert last["transferred_bytes"] == -(-(tokens - 1) // BLOCK) * block_bytes(pair)
+    assert after["bytes_pulled"] - before["bytes_pulled"] == last["transferred_bytes"]
+
+
+def test_single_token_prompt_needs_no_transfer(pair: Pair) -> None:
+    ids = prompt(1, seed=1)
+    output, last = pair.disaggregated(ids, 4)
+    assert output == pair.aggregated(ids, 4)
+    assert last["transferred_bytes"] == 0
+
+
+def test_second_turn_moves_only_what_decode_lacks(pair: Pair) -> None:
+    first = prompt(200, seed=2)
+    answer, _ = pair.disaggregated(first, 40)
+    second = first + answer + prompt(100, seed=3)
+    output, last = pair.disaggregated(second, 16)
+    assert output == pair.aggregated(second, 16)
+    # Decode holds the full blocks of all it has computed: prompt and answer but the last token.
+    held_blocks = (len(first) + len(answer) - 1) // BLOCK
+    lacking_blocks = -(-(len(second) - 1) // BLOCK) - held_blocks
+    assert last["cached_tokens"] == held_blocks * BLOCK
+    assert last["transferred_bytes"] == lacking_blocks * block_bytes(pair)
+
+
+def test_prompt_that_decode_holds_already_moves_nothing(pair: Pair) -> None:
+    ids = prompt(65, seed=4)
+    first, _ = pair.disaggregated(ids, 4)
+    served = pair.prefill.ask("stats")["served_bytes"]
+    again, last = pair.disaggregated(ids, 4)
+    assert again == first
+    assert last["cached_tokens"] == 64
+    assert last["transferred_bytes"] == 0
+    assert pair.prefill.ask("stats")["served_bytes"] == served
+
+
+def test_several_at_once(pair: Pair) -> None:
+    prompts = [prompt(tokens, seed=10 + tokens) for tokens in (40, 333, 700, 90, 512, 513)]
+    names = [pair.name() for _ in prompts]
+    prefills = [pair.send_prefill(name, ids) for name, ids in zip(names, prompts, strict=True)]
+    decodes = [pair.send_decode(name, ids, 12) for name, ids in zip(names, prompts, strict=True)]
+    outputs = [decode.tokens() for decode in decodes]
+    for prefill in prefills:
+        prefill.wait()
+    assert outputs == [pair.aggregated(ids, 12) for ids in prompts]
+
+
+def test_layers_arrive_while_the_next_one_is_held_back(pair: Pair) -> None:
+    ids = prompt(1500, seed=20)
+    name = pair.name()
+    # The third chunk, which completes the prompt, stops before layer 2: layers 0 and 1 are complete.
+    pair.hold(layer=2, passes=2)
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 8)
+    pair.held()
+    until(lambda: list(pair.decode.ask("stats")["layers_arrived"].values()) == [2], 10)
+    pair.let_go()
+    output = decode.tokens()
+    prefill.wait()
+    assert output == pair.aggregated(ids, 8)
+
+
+def test_decode_first_then_prefill(pair: Pair) -> None:
+    ids = prompt(120, seed=21)
+    name = pair.name()
+    decode = pair.send_decode(name, ids, 8)
+    until(lambda: pair.prefill.ask("stats")["parked"] == 1, 5)
+    pair.send_prefill(name, ids).wait()
+    assert decode.tokens() == pair.aggregated(ids, 8)
+
+
+def test_kv_events_name_every_block_once_without_a_gap(pair: Pair) -> None:
+    for engine in (pair.prefill, pair.decode):
+        batches = engine.ask("events")
+        assert [batch["sequence"] for batch in batches] == list(range(1, len(batches) + 1))
+        assert any("EngineBlocksStored" in batch["kinds"] for batch in batches)

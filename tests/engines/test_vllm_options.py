@@ -1,0 +1,148 @@
+"""Engine options, environment and KV events on their way between Baton and vLLM; no engine runs here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
+from baton.engines.vllm_events import KvEventListener, decode_batch
+from baton.engines.vllm_options import (
+    PROFILES,
+    Device,
+    engine_arguments,
+    engine_environment,
+    local_model,
+    split_options,
+)
+from baton.errors import ConfigurationError, EngineFailed
+
+CPU = PROFILES[Device.CPU]
+KNOWN = ("dtype", "block_size", "max_num_seqs", "enforce_eager", "kv_cache_memory_bytes", "data_parallel_size")
+
+
+def test_profile_is_overridden_by_options() -> None:
+    arguments = engine_arguments({"block_size": 64, "dtype": "float32"}, KNOWN, CPU)
+    assert arguments == {**CPU.options, "block_size": 64, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_num_seq": 8}, "max_num_seq; did you mean max_num_seqs"),
+        ({"no_such_thing": 1}, "no_such_thing"),
+        ({"kv_transfer_config": {}}, "kv_transfer_config"),
+        ({"block_size": 16}, "block_size"),
+        ({"block_size": "big"}, "block_size"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+    ],
+)
+def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        engine_arguments(options, KNOWN, CPU)
+
+
+@pytest.mark.parametrize("options", [{"device": "tpu"}, {"handoff": "yes"}, {"connector": "module.Class"}])
+def test_own_option_that_is_malformed_is_named(options: dict[str, object]) -> None:
+    (name,) = options
+    with pytest.raises(ConfigurationError, match=name):
+        split_options(options)
+
+
+def test_environment_is_restored_and_the_users_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    before = dict(os.environ)
+    with engine_environment(CPU):
+        assert os.environ["OMP_NUM_THREADS"] == "7"
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        os.environ["SET_BY_VLLM"] = "1"
+        os.environ["OMP_NUM_THREADS"] = "1"
+    assert dict(os.environ) == before
+
+
+def test_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"no config\.json"):
+        local_model(str(tmp_path))
+    with pytest.raises(ConfigurationError, match="there is no model folder"):
+        local_model(str(tmp_path / "nothing"))
+
+
+STORED = {
+    "type": "BlockStored",
+    "block_hashes": [1, (1 << 64) - 1],
+    "parent_block_hash": None,
+    "token_ids": [5, 6, 7, 8],
+    "block_size": 2,
+    "lora_id": None,
+    "medium": "GPU",
+    "extra_keys": [["tenant"], None],
+    "a_field_of_a_newer_version": 1,
+}
+
+
+def published(*events: dict[str, object]) -> bytes:
+    return msgspec.msgpack.encode([1.5, list(events), 0])
+
+
+def test_events_are_decoded() -> None:
+    removed = {"type": "BlockRemoved", "block_hashes": [b"\1" * 8], "medium": "GPU"}
+    elsewhere = {"type": "BlockRemoved", "block_hashes": [3], "medium": "CPU"}
+    batch = decode_batch((0).to_bytes(8, "big"), published(STORED, removed, elsewhere, {"type": "AllBlocksCleared"}))
+    assert batch.sequence == 1
+    assert batch.events == (
+        EngineBlocksStored(
+            parent=None,
+            hashes=(b"\0" * 7 + b"\1", b"\xff" * 8),
+            tokens=(5, 6, 7, 8),
+            block_tokens=2,
+            cache_salt="tenant",
+        ),
+        EngineBlocksRemoved(hashes=(b"\1" * 8,)),
+        EngineBlocksCleared(),
+    )
+
+
+async def test_listener_delivers_in_order_keeps_gaps_and_ends() -> None:
+    endpoint = "ipc://@baton-test-events"
+    listener = KvEventListener(endpoint)
+    listener.start()
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.bind(endpoint)
+        await listener.connected(5)
+        # A subscription follows the handshake by a moment; the engine takes longer than that to start.
+        await asyncio.sleep(0.2)
+        for sequence in (0, 1, 3):
+            publisher.send_multipart((b"", sequence.to_bytes(8, "big"), published(STORED)))
+        events = listener.events()
+        assert [(await anext(events)).sequence for _ in range(3)] == [1, 2, 4]
+        listener.close()
+        with pytest.raises(EngineFailed):
+            await anext(events)
+
+
+async def test_events_that_cannot_be_read_end_the_stream_with_the_reason() -> None:
+    endpoint = "ipc://@baton-test-broken"
+    listener = KvEventListener(endpoint)
+    listener.start()
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.bind(endpoint)
+        await listener.connected(5)
+        await asyncio.sleep(0.2)
+        publisher.send_multipart((b"", bytes(8), published({"type": "BlockMoved"})))
+        with pytest.raises(EngineFailed, match="cannot read"):
+            await anext(listener.events())
+    listener.close()
+
+
+async def test_publisher_that_never_comes_is_an_error() -> None:
+    listener = KvEventListener("ipc://@baton-test-nobody")
+    listener.start()
+    with pytest.raises(ConfigurationError):
+        await listener.connected(0.2)
+    listener.close()

@@ -1,0 +1,152 @@
+"""A killed or frozen worker is never a hang: each state of `docs/handoff.md`, on real processes.
+
+Simulated engines, whose next token is a function of the KV bytes: an answer that is byte-identical to
+the undisturbed one shows that no wrong, stale or missing block was used on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import openai
+import pytest
+
+from baton.cli.tiny_model import make_tiny_model
+from baton.messages import AttemptState, Role
+from tests.cluster import Cluster, running_cluster
+
+PROMPT = " ".join(f"line {number}: the quick brown fox" for number in range(60))
+OUTPUT_TOKENS = 60
+
+SLOW = {"speed": 1.0, "step_fixed_s": 0.03, "prefill_token_s": 0.002, "blocks": 512, "eos_probability": 0.0, "seed": 1}
+"""About two seconds to compute the prompt and two to generate, so that every state shows in a digest."""
+PREFILL_FLAGS = ("--faults", '{"delay_s": 3.5}', "--digest-s", "0.1")
+"""Bytes are held back for longer than the prompt takes, so that prefill is seen holding and decode pulling."""
+
+
+@dataclass(frozen=True)
+class Case:
+    role: Role
+    state: AttemptState
+
+
+CASES = [
+    Case(Role.PREFILL, AttemptState.COMPUTING),
+    Case(Role.PREFILL, AttemptState.HELD),
+    Case(Role.DECODE, AttemptState.PULLING),
+    Case(Role.DECODE, AttemptState.RUNNING),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder)
+    return folder
+
+
+async def start_worker(cluster: Cluster, role: Role, number: int, *flags: str) -> None:
+    own = PREFILL_FLAGS if role is Role.PREFILL else ("--digest-s", "0.1")
+    await cluster.start_worker(role, f"{role}-{number}", *own, *flags, options=SLOW)
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
+    async with running_cluster(tmp_path, model=model) as cluster:
+        await cluster.start_control_plane()
+        yield cluster
+
+
+async def ask(cluster: Cluster, request: str, *, deadline_s: float = 60.0) -> str:
+    """Stream one greedy answer and return its text."""
+    client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
+    headers = {"x-request-id": request, "x-baton-deadline-s": str(deadline_s)}
+    async with client:
+        stream = await client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            temperature=0,
+            max_tokens=OUTPUT_TOKENS,
+            stream=True,
+            extra_headers=headers,
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+
+def strike(cluster: Cluster, worker: str, how: signal.Signals) -> None:
+    cluster.services[worker].signal(how)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, how: signal.Signals) -> None:
+    """Two workers of each role; the one that has the attempt is struck, and replaced before the next case."""
+    for role in Role:
+        for number in range(2):
+            await start_worker(cluster, role, number)
+    await cluster.wait_ready()
+    undisturbed = await ask(cluster, "undisturbed")
+    assert len(undisturbed) > OUTPUT_TOKENS / 2
+    for case in CASES:
+        request = f"struck-{case.role}-{case.state}"
+        answer = asyncio.create_task(ask(cluster, request))
+        worker = await cluster.observer.worker_in(case.state, request=request, timeout_s=15)
+        assert worker.startswith(case.role)
+        strike(cluster, worker, how)
+        assert await answer == undisturbed, f"{case} changed the answer"
+        await cluster.services.pop(worker).end()
+        await start_worker(cluster, case.role, int(worker[-1]))
+        await cluster.wait_ready()
+    await assert_nothing_left(cluster)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_without_another_worker_the_client_gets_a_typed_error_in_time(
+    cluster: Cluster, role: Role, how: signal.Signals
+) -> None:
+    await start_worker(cluster, Role.PREFILL, 0)
+    await start_worker(cluster, Role.DECODE, 0)
+    await cluster.wait_ready()
+    deadline_s = 20.0
+    started_s = time.monotonic()
+    answer = asyncio.create_task(ask(cluster, "alone", deadline_s=deadline_s))
+    state = AttemptState.COMPUTING if role is Role.PREFILL else AttemptState.PULLING
+    worker = await cluster.observer.worker_in(state, request="alone", timeout_s=15)
+    strike(cluster, worker, how)
+    with pytest.raises(openai.APIError) as failure:
+        await answer
+    assert time.monotonic() - started_s < deadline_s + 2
+    assert failure.value.code in {"no_workers", "worker_lost", "deadline_exceeded", "overloaded"}
+
+
+@pytest.mark.timeout(60)
+async def test_a_client_that_leaves_frees_both_engines(cluster: Cluster) -> None:
+    await start_worker(cluster, Role.PREFILL, 0)
+    await start_worker(cluster, Role.DECODE, 0)
+    await cluster.wait_ready()
+    for state in (AttemptState.COMPUTING, AttemptState.HELD, AttemptState.PULLING, AttemptState.RUNNING):
+        request = f"leaves-{state}"
+        answer = asyncio.create_task(ask(cluster, request))
+        await cluster.observer.worker_in(state, request=request, timeout_s=15)
+        answer.cancel()
+        await asyncio.gather(answer, return_exceptions=True)
+        await assert_nothing_left(cluster)
+
+
+async def assert_nothing_left(cluster: Cluster) -> None:
+    """No attempt, reservation or KV block is held by any live worker, within less time than a lease lives."""
+
+    def idle() -> bool:
+        now = {name for name, service in cluster.services.items() if "--worker" in service.command}
+        beats = [cluster.observer.heartbeats[name] for name in now]
+        return all(not beat.attempts and not beat.running and not beat.kv_blocks_used for beat in beats)
+
+    await asyncio.sleep(0.6)
+    await cluster.observer.until(idle, timeout_s=10)

@@ -1,0 +1,376 @@
+"""The index over real NATS and Redis: follows, resyncs, restarts, and outlives its database."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+import pytest
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.index import link
+from baton_kvindex.service import IndexService
+from baton_kvindex.store import RedisStore
+
+from baton import subjects
+from baton.bus import Bus, Delivery, NatsBus
+from baton.clock import SystemClock
+from baton.errors import BusUnavailable, DeadlineExceeded, ModelNotFound, Unavailable
+from baton.messages import (
+    BlockEvent,
+    BlocksRemoved,
+    BlocksStored,
+    Context,
+    ErrorReport,
+    Goodbye,
+    Heartbeat,
+    KvEvents,
+    Match,
+    Matched,
+    Refused,
+    Role,
+    ShadowPage,
+    ShadowQuery,
+    WorkerAddress,
+)
+from baton.telemetry import Tracing
+from tests.servers import start_nats, start_redis
+
+MODEL = "digest"
+
+
+def chain(path: str) -> bytes:
+    return b"".join(hashlib.blake2b(path[:end].encode(), digest_size=16).digest() for end in range(1, len(path) + 1))
+
+
+@dataclass
+class Worker:
+    """A worker as the index sees it: heartbeats, events, and a shadow map behind a subject."""
+
+    bus: Bus
+    name: str
+    generation: int = 1
+    sequence: int = 0
+    held: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    answers_queries: bool = True
+    silent: bool = False
+    queries: int = 0
+
+    @property
+    def address(self) -> WorkerAddress:
+        return WorkerAddress(worker=self.name, generation=self.generation)
+
+    async def store(self, path: str, *, lost: bool = False) -> None:
+        self.held |= dict(link(b"", chain(path)))
+        await self._send(BlocksStored(parent=b"", blocks=chain(path)), lost=lost)
+
+    async def remove(self, block: bytes) -> None:
+        del self.held[block]
+        await self._send(BlocksRemoved(blocks=block), lost=False)
+
+    async def _send(self, event: BlockEvent, *, lost: bool) -> None:
+        self.sequence += 1
+        message = KvEvents(
+            worker=self.name,
+            generation=self.generation,
+            model_digest=MODEL,
+            sequence=self.sequence,
+            events=(event,),
+        )
+        if not lost:
+            message_id = f"{self.name}/{self.generation}/{self.sequence}"
+            await self.bus.append(subjects.KV_STREAM, subjects.kv_events(self.name), message, message_id=message_id)
+
+    async def beat(self) -> None:
+        while True:
+            if not self.silent:
+                with suppress(BusUnavailable):
+                    await self.bus.publish(subjects.HEARTBEAT, self.heartbeat())
+            await asyncio.sleep(0.1)
+
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            address=self.address,
+            role=Role.PREFILL,
+            model="tiny",
+            model_path="tiny",
+            model_digest=MODEL,
+            engine="simulated",
+            block_tokens=32,
+            context_tokens_max=4096,
+            running_max=8,
+            kv_blocks_total=100,
+            engine_block_tokens=32,
+            prefill_tokens_per_s=1000.0,
+            decode_tokens_per_s=100.0,
+            transfer_bytes_per_s=1e9,
+            kv_bytes_per_token=1024,
+            events_sequence=self.sequence,
+        )
+
+    async def answer(self, delivery: Delivery) -> None:
+        """Page through the shadow map, three blocks at a time."""
+        self.queries += 1
+        assert isinstance(delivery.message, ShadowQuery)
+        if not self.answers_queries:
+            return
+        start = delivery.message.cursor
+        runs = [BlocksStored(parent=parent, blocks=block) for block, parent in self.held.items()]
+        page = ShadowPage(
+            worker=self.name,
+            generation=self.generation,
+            model_digest=MODEL,
+            sequence=self.sequence,
+            runs=tuple(runs[start : start + 3]),
+            next_cursor=start + 3 if start + 3 < len(runs) else 0,
+        )
+        await delivery.respond(page)
+
+
+@asynccontextmanager
+async def working(bus: Bus) -> AsyncGenerator[Worker]:
+    """A worker with a name of its own, so that tests can share one server."""
+    worker = Worker(bus, f"w-{uuid4().hex[:8]}")
+    subscription = await bus.subscribe(subjects.shadow(worker.name), worker.answer)
+    beating = asyncio.create_task(worker.beat())
+    try:
+        yield worker
+    finally:
+        beating.cancel()
+        await asyncio.wait([beating])
+        await subscription.unsubscribe()
+
+
+@asynccontextmanager
+async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -> AsyncGenerator[IndexService]:
+    """The index on its own connection, until the block ends."""
+    plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
+    settings = msgspec.structs.replace(plain, **changes)
+    bus = await NatsBus.connect(nats_url, name="kvindex")
+    store = RedisStore(redis_url, prefix=prefix, timeout_s=settings.redis_timeout_s) if redis_url else None
+    service = IndexService(bus=bus, store=store, clock=SystemClock(), tracing=Tracing("kvindex"), settings=settings)
+    running = asyncio.create_task(service.run())
+    try:
+        yield service
+        assert not running.done(), running.exception()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await bus.close()
+    assert running.cancelled(), running.exception()
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncIterator[NatsBus]:
+    made = await NatsBus.connect(nats_url, name="test")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"test:{uuid4().hex[:8]}"
+
+
+async def match(bus: Bus, blocks: bytes, model_digest: str = MODEL) -> dict[str, int] | None:
+    """Ask as the scheduler does; None while no index answers."""
+    message = Match(context=Context(request="r", budget_s=1.0), model_digest=model_digest, blocks=blocks)
+    try:
+        answer = await bus.request(subjects.MATCH, message, timeout_s=1.0)
+    except (Unavailable, DeadlineExceeded):
+        return None
+    assert isinstance(answer, Matched), answer
+    return answer.held
+
+
+async def until_held(bus: Bus, worker: Worker, path: str, count: int, *, within_s: float = 5.0) -> None:
+    """Wait until the index says that the worker holds `count` leading blocks of `path`."""
+    async with asyncio.timeout(within_s):
+        while True:
+            held = await match(bus, chain(path))
+            if held is not None and held.get(worker.name, 0) == count:
+                return
+            await asyncio.sleep(0.02)
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
+    """Wait for a state of the index that nothing announces."""
+    async with asyncio.timeout(within_s):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.02)
+
+
+async def written(redis_url: str, prefix: str, worker: Worker) -> dict[bytes, bytes]:
+    """Return what Redis has of a worker."""
+    store = RedisStore(redis_url, prefix=prefix, timeout_s=1.0)
+    try:
+        saved = await store.load()
+    finally:
+        await store.close()
+    return {block: parent for run in saved.workers[worker.name].runs for block, parent in link(run.parent, run.blocks)}
+
+
+async def test_it_follows_events_and_answers(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix) as service:
+        await worker.store("abcd")
+        await until_held(bus, worker, "abcdx", 4)
+        await worker.remove(chain("abcd")[-16:])
+        await until_held(bus, worker, "abcd", 3)
+        assert worker.queries == 0
+        assert (await match(bus, chain("abcd"), "another model")) == {}
+        assert service.follower.counters.gaps == 0
+
+
+async def test_odd_questions_are_refused_and_harm_nothing(
+    nats_url: str, redis_url: str, prefix: str, bus: NatsBus
+) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix):
+        await worker.store("ab")
+        await until_held(bus, worker, "ab", 2)
+        broken = Match(context=Context(request="r", budget_s=1.0), model_digest=MODEL, blocks=b"odd")
+        for message in (broken, Goodbye(address=worker.address)):
+            answer = await bus.request(subjects.MATCH, message, timeout_s=1.0)
+            assert isinstance(answer, Refused)
+            assert answer.error.code == "malformed_message"
+        wrong = Refused(error=ErrorReport.of(ModelNotFound("not for the index")))
+        await bus.publish(subjects.HEARTBEAT, wrong)
+        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), wrong, message_id=uuid4().hex)
+        await worker.store("abc")
+        await until_held(bus, worker, "abc", 3)
+
+
+async def test_a_lost_event_is_healed_by_a_resync(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix) as service:
+        await worker.store("abcdefg")
+        await until_held(bus, worker, "abcdefg", 7)
+        await worker.store("xyz", lost=True)
+        await worker.store("abcdefgh")
+        await until_held(bus, worker, "xyz", 3)
+        await until_held(bus, worker, "abcdefgh", 8)
+        assert service.follower.counters.gaps == 1
+        assert worker.queries == 4, "eleven blocks are four pages"
+
+
+async def test_a_lost_tail_is_healed_by_heartbeats(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix, behind_s=0.3) as service:
+        await worker.store("a")
+        await until_held(bus, worker, "a", 1)
+        await worker.store("ab", lost=True)
+        await until_held(bus, worker, "ab", 2)
+        assert service.follower.counters.behind == 1
+
+
+async def test_a_goodbye_and_silence_drop_a_worker(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
+    async with working(bus) as leaving, working(bus) as stalling, indexing(nats_url, redis_url, prefix):
+        for worker in (leaving, stalling):
+            await worker.store("abc")
+            await until_held(bus, worker, "abc", 3)
+        leaving.silent = True
+        await bus.publish(subjects.HEARTBEAT, Goodbye(address=leaving.address))
+        await until_held(bus, leaving, "abc", 0, within_s=0.5)
+        await until_held(bus, stalling, "abc", 3, within_s=0.5)
+        stalling.silent = True
+        await until_held(bus, stalling, "abc", 0, within_s=2.5)
+        stalling.silent = False
+        await until_held(bus, stalling, "abc", 3)
+
+
+async def test_a_restart_goes_on_from_redis_and_the_stream(
+    nats_url: str, redis_url: str, prefix: str, bus: NatsBus
+) -> None:
+    async with working(bus) as worker:
+        async with indexing(nats_url, redis_url, prefix):
+            # Nothing of this is in the stream, so only Redis can bring it back.
+            await worker.store("abc", lost=True)
+            await until_held(bus, worker, "abc", 3)
+            await worker.store("abcd")
+            await until_held(bus, worker, "abcd", 4)
+        worker.answers_queries = False
+        worker.queries = 0
+        await worker.store("abcde")
+        async with indexing(nats_url, redis_url, prefix) as service:
+            await until_held(bus, worker, "abcde", 5)
+            assert service.follower.counters.applied == 1, "only what came while it was down"
+        assert worker.queries == 0
+
+
+async def test_an_empty_redis_and_stream_are_rebuilt_from_the_workers(
+    nats_url: str, redis_url: str, prefix: str, bus: NatsBus
+) -> None:
+    async with working(bus) as worker:
+        for path in ("abcdef", "abxyz", "q"):
+            await worker.store(path, lost=True)
+        async with indexing(nats_url, redis_url, prefix):
+            await until_held(bus, worker, "abcdef", 6)
+            await until_held(bus, worker, "abxyz", 5)
+
+
+async def test_a_page_that_never_comes_is_asked_for_again(
+    nats_url: str, redis_url: str, prefix: str, bus: NatsBus
+) -> None:
+    async with working(bus) as worker:
+        worker.answers_queries = False
+        await worker.store("abc", lost=True)
+        async with indexing(nats_url, redis_url, prefix, resync_page_timeout_s=0.2):
+            await until(lambda: worker.queries >= 2)
+            worker.answers_queries = True
+            await until_held(bus, worker, "abc", 3)
+
+
+async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: NatsBus) -> None:
+    with start_redis() as redis:
+        changes = {"write_retry_s": 0.1, "redis_timeout_s": 0.5}
+        async with working(bus) as worker, indexing(nats_url, redis.url, prefix, **changes) as service:
+            await worker.store("abc")
+            await until_held(bus, worker, "abc", 3)
+            await until(lambda: not service.follower.has_unwritten)
+            redis.kill()
+            await worker.store("abcd", lost=False)
+            await until_held(bus, worker, "abcd", 4, within_s=1.0)
+            redis.start()
+        assert await written(redis.url, prefix, worker) == worker.held
+
+
+async def test_a_redis_that_lost_everything_is_written_anew(nats_url: str, prefix: str, bus: NatsBus) -> None:
+    with start_redis() as redis:
+        async with working(bus) as worker, indexing(nats_url, redis.url, prefix) as service:
+            await worker.store("abc")
+            await until_held(bus, worker, "abc", 3)
+            await until(lambda: not service.follower.has_unwritten)
+            redis.kill()
+            for saved in redis.folder.glob("appendonly*"):
+                saved.unlink()
+            redis.start()
+            await worker.store("x")
+            await until_held(bus, worker, "x", 1)
+        assert await written(redis.url, prefix, worker) == worker.held
+
+
+async def test_without_redis_it_starts_and_serves(nats_url: str, prefix: str, bus: NatsBus) -> None:
+    async with working(bus) as worker, indexing(nats_url, "redis://127.0.0.1:1", prefix):
+        await worker.store("abc")
+        await until_held(bus, worker, "abc", 3)
+
+
+async def test_a_nats_server_that_restarts_empty_is_followed_again(redis_url: str, prefix: str) -> None:
+    with start_nats() as nats:
+        bus = await NatsBus.connect(nats.url, name="test")
+        try:
+            async with working(bus) as worker, indexing(nats.url, redis_url, prefix):
+                await worker.store("abc")
+                await until_held(bus, worker, "abc", 3)
+                nats.kill()
+                nats.start()
+                await worker.store("abcd", lost=True)
+                await until_held(bus, worker, "abcd", 4, within_s=10.0)
+                await worker.store("abcde")
+                await until_held(bus, worker, "abcde", 5)
+        finally:
+            await bus.close()

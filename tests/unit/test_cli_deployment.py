@@ -1,0 +1,181 @@
+"""What `baton up` starts: wishes checked, programs described."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, worker_programs
+from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
+from baton.cli.main import run
+from baton.cli.processes import Backoff, Program, describe_exit
+from baton.cli.servers import free_port
+from baton.errors import ConfigurationError
+from baton.messages import Disaggregation
+
+NATS_URL = "nats://nats-token@127.0.0.1:4222"
+REDIS_URL = "redis://:redis-password@127.0.0.1:6379/0"
+
+
+def make_wishes(folder: Path, **changes: object) -> Wishes:
+    values: dict[str, object] = {"engine_options": {}, "vllm_python": folder / "python", "folder": folder}
+    values.update(changes)
+    return Wishes(**values)  # pyright: ignore[reportArgumentType]
+
+
+def all_programs(wishes: Wishes) -> list[Program]:
+    services = service_programs(wishes, nats_url=NATS_URL, redis_url=REDIS_URL, environ={"PATH": "/bin"})
+    return [*services, *worker_programs(wishes, model_path=Path("/model"), nats_url=NATS_URL, environ={"PATH": "/bin"})]
+
+
+def flags(program: Program) -> Mapping[str, str]:
+    words = list(program.command)[3:]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def test_one_program_per_process_prefill_before_decode(tmp_path: Path) -> None:
+    names = [program.name for program in all_programs(make_wishes(tmp_path, prefill=2, decode=1, engine="simulated"))]
+    assert names == ["kvindex", "scheduler", "gateway", "prefill-0", "prefill-1", "decode-0"]
+
+
+def test_secrets_stay_off_command_lines(tmp_path: Path) -> None:
+    programs = all_programs(make_wishes(tmp_path, engine="simulated"))
+    words = " ".join(word for program in programs for word in program.command)
+    assert "nats-token" not in words
+    assert "redis-password" not in words
+    secrets = {program.environ.get(f"BATON_{program.name[:-2].upper()}_AGENT_SECRET") for program in programs[3:]}
+    assert len(secrets) == 1
+    assert secrets.isdisjoint({None, ""}), "all workers share one secret"
+    assert not any(secret and secret in words for secret in secrets)
+    assert all(NATS_URL in program.environ.values() for program in programs)
+
+
+def test_vllm_workers_run_in_their_own_environment_and_others_here(tmp_path: Path) -> None:
+    programs = {program.name: program for program in all_programs(make_wishes(tmp_path, engine="vllm", device="cpu"))}
+    assert programs["decode-0"].command[0] == str(tmp_path / "python")
+    assert programs["gateway"].command[0] != str(tmp_path / "python")
+
+
+def test_the_users_engine_options_win(tmp_path: Path) -> None:
+    wishes = make_wishes(tmp_path, device="cpu", engine_options={"dtype": "bfloat16", "max_model_len": 100})
+    program = next(program for program in all_programs(wishes) if program.name == "decode-0")
+    options = json.loads(flags(program)["--engine-options"])
+    assert options["dtype"] == "bfloat16"
+    assert options["max_model_len"] == 100
+    assert options["num_gpu_blocks_override"] > 0, "what the user did not name keeps its default"
+
+
+def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> None:
+    wishes = make_wishes(tmp_path, device="cpu")
+    environ = {"OMP_NUM_THREADS": "7"}
+    programs = worker_programs(wishes, model_path=Path("/model"), nats_url=NATS_URL, environ=environ)
+    assert [program.environ["OMP_NUM_THREADS"] for program in programs] == ["7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decode": 0}, "DECODE=1"),
+        ({"prefill": -1}, "PREFILL=0 or more"),
+        ({"prefill": 0}, "DISAGGREGATION=auto"),
+        ({"port": 0}, "PORT=0 is no port"),
+        ({"port": 70000}, "PORT=70000 is no port"),
+        ({"host": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
+        ({"engine": "vllm"}, "ENGINE=simulated"),
+    ],
+)
+def test_wishes_that_cannot_be_met_are_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    wishes = make_wishes(tmp_path, **{"engine": "simulated", "port": free_port(), **changes})
+    with pytest.raises(ConfigurationError) as caught:
+        check_wishes(wishes)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_prefill_worker_is_fine_where_nothing_needs_one(tmp_path: Path) -> None:
+    check_wishes(
+        make_wishes(tmp_path, engine="simulated", port=free_port(), prefill=0, disaggregation=Disaggregation.AUTO)
+    )
+
+
+def test_a_port_in_use_is_named_with_another_to_try(tmp_path: Path) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigurationError) as caught:
+            check_wishes(make_wishes(tmp_path, engine="simulated", port=port))
+    assert f"port {port} is in use" in str(caught.value)
+    assert f"PORT={port + 1}" in str(caught.value)
+
+
+def test_a_model_must_be_there_and_whole(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no model folder"):
+        find_model(str(tmp_path / "absent"))
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        find_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="no weights"):
+        find_model(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert find_model(str(tmp_path)) == tmp_path
+
+
+def test_a_model_is_called_as_its_folder_or_its_hub_id(tmp_path: Path) -> None:
+    (tmp_path / "Qwen3").mkdir()
+    assert make_wishes(tmp_path, model=str(tmp_path / "Qwen3") + "/").model_name == "Qwen3"
+    assert make_wishes(tmp_path, model="Qwen/Qwen3-0.6B").model_name == "Qwen/Qwen3-0.6B"
+    assert make_wishes(tmp_path).model_name == "tiny"
+
+
+def test_the_printed_address_is_one_that_a_client_here_can_use(tmp_path: Path) -> None:
+    assert make_wishes(tmp_path, host="0.0.0.0").address == "http://127.0.0.1:8000"
+    assert make_wishes(tmp_path, host="::1").address == "http://[::1]:8000"
+
+
+def test_a_long_context_is_bounded_on_a_cpu_only() -> None:
+    assert context_limit({"max_position_embeddings": 40960}, device="cpu") == {"max_model_len": 8192}
+    assert context_limit({"max_position_embeddings": 40960}, device="cuda") == {}
+    assert context_limit({"max_position_embeddings": 4096}, device="cpu") == {}
+    assert context_limit({}, device="cpu") == {}
+
+
+def test_workers_share_the_machine() -> None:
+    assert worker_threads("cpu", cores=16, workers=2) == {"OMP_NUM_THREADS": "8"}
+    assert worker_threads("cpu", cores=1, workers=2) == {"OMP_NUM_THREADS": "1"}
+    assert worker_threads("cuda", cores=16, workers=2) == {}
+    shares = engine_defaults("vllm", device="cuda", tiny=False, workers_per_device=2)
+    assert shares["gpu_memory_utilization"] == pytest.approx(0.425)
+
+
+def test_backoff_doubles_to_its_bound_and_forgets_after_a_long_life() -> None:
+    backoff, waits, wait_s = Backoff(first_s=0.5, max_s=3.0, healthy_s=30.0), list[float](), None
+    for lived_s in (0.0, 0.1, 0.1, 0.1, 0.1, 31.0, 0.1):
+        wait_s = backoff.next_s(wait_s, lived_s)
+        waits.append(wait_s)
+    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 0.5, 1.0]
+
+
+def test_an_end_is_described() -> None:
+    assert describe_exit(2) == "ended with status 2"
+    assert describe_exit(-9) == "was killed (SIGKILL)"
+
+
+def test_malformed_engine_options_are_named() -> None:
+    for text in ("[1]", "{", "3"):
+        with pytest.raises(ConfigurationError, match="engine options"):
+            run(["up", "--engine-options", text], {})
+
+
+def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(["up", "--help"], {})
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--host", "--port", "--prefill", "--decode", "--model", "--engine", "--device", "--nats-url"):
+        assert flag in text

@@ -1,0 +1,592 @@
+"""The attempt protocol as values: each edge of the hand-off's table, and random networks against an oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+from baton_gateway import attempt_events as ev
+from baton_gateway.attempt import AttemptMachine, AttemptTimers, Phase
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import (
+    BatonError,
+    ClientGone,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    NotResumable,
+    NoWorkers,
+    Overloaded,
+    PeerUnreachable,
+    TransferFailed,
+    Unavailable,
+    WorkerLost,
+)
+from baton.messages import (
+    AttemptState,
+    Candidate,
+    DigestEntry,
+    ErrorReport,
+    Finish,
+    FinishReason,
+    Frame,
+    Placement,
+    Sampling,
+    Usage,
+    WorkerAddress,
+    pack_tokens,
+)
+
+Kind = TypeVar("Kind")
+REQUEST = "r"
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+
+
+def placement(decode: str = "d1", prefill: str = "", generation: int = 1) -> Placement:
+    return Placement(
+        decode=WorkerAddress(worker=decode, generation=generation),
+        prefill=WorkerAddress(worker=prefill, generation=generation) if prefill else None,
+        reason="test",
+        predicted=Candidate(decode=decode, predicted_ttft_s=0.1),
+    )
+
+
+def frame(
+    attempt: int,
+    index: int,
+    tokens: Sequence[int],
+    finish: FinishReason | None = None,
+    error: BatonError | None = None,
+    cached: int = 0,
+) -> Frame:
+    ended = None
+    if finish is not None:
+        usage = Usage(prompt_tokens=4, completion_tokens=index + len(tokens), cached_tokens=cached)
+        ended = Finish(reason=finish, usage=usage, error=ErrorReport.of(error) if error else None)
+    return Frame(request=REQUEST, attempt=attempt, index=index, tokens=pack_tokens(tokens), finish=ended)
+
+
+class Bench:
+    """A machine, its time, and everything it did."""
+
+    def __init__(self, sampling: Sampling = GREEDY, *, queued: bool = False, deadline_s: float = 300.0) -> None:
+        self.now_s = 0.0
+        self.machine = AttemptMachine(
+            sampling, AttemptTimers(), deadline_at_s=deadline_s, eos_tokens=frozenset({2})
+        )
+        self.all: list[ev.Action] = list(self.machine.start(0.0, queued=queued))
+        self.fresh: list[ev.Action] = list(self.all)
+
+    def step(self, event: ev.Event) -> list[ev.Action]:
+        self.fresh = self.machine.step(self.now_s, event)
+        self.all += self.fresh
+        return self.fresh
+
+    def wait(self, duration_s: float) -> list[ev.Action]:
+        """Let time pass, ticking whenever the machine wants to be woken."""
+        end_s, done = self.now_s + duration_s, list[ev.Action]()
+        while not self.machine.ended and self.machine.wake_at_s <= end_s:
+            self.now_s = max(self.now_s, self.machine.wake_at_s)
+            done += self.step(ev.Tick())
+        self.now_s = end_s
+        self.fresh = done
+        return done
+
+    def frame(self, index: int, tokens: Sequence[int], finish: FinishReason | None = None, **extra: object) -> None:
+        worker = self.machine.placement.decode if self.machine.placement else WorkerAddress(worker="?", generation=0)
+        shown = frame(self.machine.attempt, index, tokens, finish, **extra)  # pyright: ignore[reportArgumentType]
+        self.step(ev.FrameArrived(worker.worker, worker.generation, shown))
+
+    def run_on(self, decode: str = "d1", prefill: str = "") -> None:
+        """Bring the present attempt onto workers."""
+        self.step(ev.Placed(self.machine.attempt, placement(decode, prefill)))
+        for worker in filter(None, (decode, prefill)):
+            self.step(ev.TaskAccepted(self.machine.attempt, worker))
+        assert self.machine.phase is Phase.WAITING
+
+    def did(self, kind: type[Kind]) -> list[Kind]:
+        return [action for action in self.fresh if isinstance(action, kind)]
+
+    def did_ever(self, kind: type[Kind]) -> list[Kind]:
+        return [action for action in self.all if isinstance(action, kind)]
+
+    @property
+    def error(self) -> BatonError:
+        (failure,) = self.did_ever(ev.Fail)
+        return failure.error
+
+
+def test_an_undisturbed_attempt() -> None:
+    bench = Bench()
+    assert bench.fresh == [ev.SendPlace(0, (), ())]
+    assert bench.step(ev.Placed(0, placement("d1", "p1"))) == [ev.SendTasks(0, placement("d1", "p1"))]
+    assert bench.step(ev.TaskAccepted(0, "d1")) == []
+    assert bench.step(ev.TaskAccepted(0, "p1")) == [ev.LeaveQueue()]
+    bench.step(ev.PromptComputed(0, 96))
+    bench.frame(0, [10, 11])
+    assert bench.fresh == [ev.Deliver([10, 11], (), False)]
+    bench.frame(2, [2], FinishReason.STOP)
+    assert bench.fresh == [
+        ev.Deliver([2], (), True),
+        ev.SendAcknowledge("d1", 0),
+        ev.SendAcknowledge("p1", 0),
+        ev.Complete(FinishReason.STOP, 96),
+    ]
+    assert bench.machine.phase is Phase.DONE
+    assert bench.step(ev.Tick()) == []
+
+
+def test_place_is_resent_three_times_then_fails() -> None:
+    bench = Bench()
+    assert [len(bench.wait(0.25)) for _ in range(3)] == [1, 1, 1]
+    assert all(isinstance(action, ev.SendPlace) for action in bench.all)
+    assert not bench.machine.ended
+    bench.wait(0.25)
+    assert isinstance(bench.error, Unavailable)
+    assert len(bench.did_ever(ev.SendPlace)) == 4
+
+
+def test_a_scheduler_that_knows_no_worker_yet_is_asked_again() -> None:
+    bench = Bench()
+    bench.step(ev.PlaceRefused(0, NoWorkers("none")))
+    assert bench.fresh == []
+    assert bench.wait(0.25) == [ev.SendPlace(0, (), ())]
+    bench.wait(1.0)
+    assert isinstance(bench.error, NoWorkers)
+
+
+def test_a_late_placement_counts() -> None:
+    bench = Bench()
+    bench.wait(0.6)
+    bench.step(ev.Placed(0, placement()))
+    assert bench.did(ev.SendTasks)
+    assert bench.step(ev.Placed(0, placement("d2"))) == [], "the second answer is one too many"
+
+
+def test_a_refusal_that_concerns_the_request_is_final() -> None:
+    bench = Bench()
+    bench.step(ev.PlaceRefused(0, InvalidRequest("never")))
+    assert isinstance(bench.error, InvalidRequest)
+
+
+@pytest.mark.parametrize("silent", [("d1",), ("p1",), ("d1", "p1")])
+def test_silence_after_dispatch_cancels_both_and_excludes(silent: tuple[str, ...]) -> None:
+    bench = Bench()
+    bench.step(ev.Placed(0, placement("d1", "p1")))
+    for worker in {"d1", "p1"} - set(silent):
+        bench.step(ev.TaskAccepted(0, worker))
+    bench.wait(0.1)
+    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
+    (place,) = bench.did(ev.SendPlace)
+    assert (place.attempt, set(place.exclude)) == (1, set(silent))
+    assert bench.step(ev.TaskAccepted(0, "d1")) == [], "an answer to the old attempt"
+
+
+def test_no_responders_is_noticed_at_once() -> None:
+    bench = Bench()
+    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.TaskFailed(0, "d1", WorkerLost("not there")))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
+
+
+def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:
+    bench = Bench()
+    bench.step(ev.Placed(0, placement("d1")))
+    bench.wait(0.1)
+    bench.step(ev.PlaceRefused(1, NoWorkers("all excluded")))
+    assert not bench.machine.ended
+    assert bench.wait(0.2)[-1] == ev.SendPlace(1, (), ())
+
+
+def test_attempts_are_bounded() -> None:
+    bench = Bench()
+    for attempt in range(4):
+        bench.step(ev.Placed(attempt, placement(f"d{attempt}")))
+        bench.step(ev.TaskFailed(attempt, f"d{attempt}", WorkerLost("gone")))
+    assert isinstance(bench.error, WorkerLost)
+    assert "4 attempts" in str(bench.error)
+
+
+def test_a_refused_parameter_is_not_retried() -> None:
+    bench = Bench()
+    bench.step(ev.Placed(0, placement("d1", "p1")))
+    bench.step(ev.TaskFailed(0, "d1", InvalidRequest("no such parameter")))
+    assert isinstance(bench.error, InvalidRequest)
+    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
+
+
+# ---------------------------------------------------------------- overload
+
+
+def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
+    bench = Bench()
+    for attempt in range(3):
+        bench.step(ev.Placed(attempt, placement(f"d{attempt}")))
+        bench.step(ev.TaskBusy(attempt, f"d{attempt}", "full"))
+    assert bench.did(ev.JoinQueue)
+    assert bench.machine.phase is Phase.QUEUED
+    bench.step(ev.TurnCame())
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(3, (), ())], "after a wait, busy workers count again"
+
+
+def test_busy_then_nobody_left_waits() -> None:
+    bench = Bench()
+    bench.step(ev.Placed(0, placement("d1", "p1")))
+    bench.step(ev.TaskBusy(0, "p1", "leases"))
+    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",), ())]
+    bench.step(ev.PlaceRefused(1, NoWorkers("none left")))
+    assert bench.machine.phase is Phase.QUEUED
+
+
+def test_the_queue_has_a_deadline() -> None:
+    bench = Bench()
+    bench.step(ev.PlaceRefused(0, Overloaded("full", retry_after_s=3.0)))
+    for _ in range(20):
+        bench.wait(0.4)
+        bench.step(ev.TurnCame())
+        bench.step(ev.PlaceRefused(0, Overloaded("full", retry_after_s=3.0)))
+    assert not bench.machine.ended
+    bench.wait(2.1)
+    assert isinstance(bench.error, Overloaded)
+    assert bench.error.retry_after_s == 3.0
+
+
+def test_a_full_queue_refuses() -> None:
+    bench = Bench(queued=True)
+    assert bench.fresh == [ev.JoinQueue()]
+    bench.step(ev.QueueFull())
+    assert isinstance(bench.error, Overloaded)
+    assert bench.error.retry_after_s is not None
+
+
+# ---------------------------------------------------------------- frames
+
+
+def test_a_gap_is_asked_for_again_and_duplicates_are_dropped() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.frame(2, [12])
+    assert bench.fresh == [ev.SendResend("d1", 0, 1)]
+    bench.frame(3, [13])
+    assert bench.fresh == [], "not asked for again at once"
+    assert bench.wait(0.25) == [ev.SendResend("d1", 0, 1)]
+    bench.frame(1, [11, 12, 13])
+    assert bench.did(ev.Deliver) == [ev.Deliver([11, 12, 13], (), False)]
+    bench.frame(2, [12, 13, 14])
+    assert bench.did(ev.Deliver) == [ev.Deliver([14], (), False)]
+    bench.frame(0, [10])
+    assert bench.fresh == []
+    assert bench.machine.delivered == [10, 11, 12, 13, 14]
+
+
+@pytest.mark.parametrize(("worker", "generation", "attempt"), [("d2", 1, 0), ("d1", 0, 0), ("d1", 2, 0), ("d1", 1, 1)])
+def test_foreign_frames_are_fenced(worker: str, generation: int, attempt: int) -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    assert bench.step(ev.FrameArrived(worker, generation, frame(attempt, 0, [10]))) == []
+    assert bench.machine.delivered == []
+
+
+def test_frames_of_an_old_attempt_are_fenced() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    bench.run_on("d1")
+    assert bench.step(ev.FrameArrived("d1", 1, frame(0, 1, [99]))) == []
+    bench.frame(0, [11])
+    assert bench.machine.delivered == [10, 11]
+
+
+def test_a_frame_implies_acceptance() -> None:
+    bench = Bench()
+    bench.step(ev.Placed(0, placement("d1")))
+    bench.frame(0, [10])
+    bench.wait(0.2)
+    assert bench.machine.phase is Phase.STREAMING
+    assert bench.machine.attempt == 0
+
+
+def test_a_malformed_frame_costs_the_attempt_only() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    bench.step(ev.FrameArrived("d1", 1, Frame(request=REQUEST, attempt=0, index=0, tokens=b"abc")))
+    assert bench.did(ev.SendPlace)
+
+
+def test_a_lost_final_frame_is_asked_for() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    bench.frame(0, [10, 11])
+    entry = DigestEntry(request=REQUEST, attempt=0, emitted=2, state=AttemptState.RETAINED)
+    assert bench.step(ev.DigestArrived("d1", 1, entry)) == [ev.SendResend("d1", 0, 2)]
+    bench.frame(2, [], FinishReason.LENGTH)
+    assert bench.machine.phase is Phase.DONE
+
+
+def test_a_digest_that_is_ahead_asks_again() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    entry = DigestEntry(request=REQUEST, attempt=0, emitted=3, state=AttemptState.RUNNING)
+    assert bench.step(ev.DigestArrived("d1", 1, entry)) == [ev.SendResend("d1", 0, 0)]
+
+
+def test_absent_twice_means_lost() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    assert bench.step(ev.DigestArrived("d1", 1, None)) == []
+    listed = DigestEntry(request=REQUEST, attempt=0, emitted=0, state=AttemptState.QUEUED)
+    bench.step(ev.DigestArrived("d1", 1, listed))
+    assert bench.step(ev.DigestArrived("d1", 1, None)) == [], "listed in between: counted anew"
+    bench.step(ev.DigestArrived("d1", 1, None))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
+
+
+# ---------------------------------------------------------------- losses
+
+
+def test_a_dead_decode_worker_is_lost_at_once_and_the_rest_resumed() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    bench.frame(0, [10, 11])
+    bench.step(ev.WorkerGone("d1", 1, "sent no heartbeat"))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
+    bench.run_on("d2")
+    bench.frame(0, [12], FinishReason.LENGTH)
+    assert bench.machine.delivered == [10, 11, 12]
+    assert bench.machine.phase is Phase.DONE
+
+
+def test_another_generation_dying_does_not_matter() -> None:
+    bench = Bench()
+    bench.run_on("d1")
+    assert bench.step(ev.WorkerGone("d1", 0, "old")) == []
+    assert bench.step(ev.WorkerGone("d9", 1, "foreign")) == []
+
+
+def test_prefill_matters_until_the_first_token() -> None:
+    bench = Bench()
+    bench.run_on("d1", "p1")
+    bench.step(ev.WorkerGone("p1", 1, "died"))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",), ())]
+    bench.run_on("d1", "p2")
+    bench.frame(0, [10])
+    assert bench.step(ev.WorkerGone("p2", 1, "died")) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "excluded", "pairs"),
+    [
+        (PeerUnreachable("cut"), (), (("p1", "d1"),)),
+        (TransferFailed("stalled"), ("p1",), ()),
+        (EngineFailed("crashed"), ("d1",), ()),
+    ],
+)
+def test_who_is_excluded(error: BatonError, excluded: tuple[str, ...], pairs: tuple[tuple[str, str], ...]) -> None:
+    bench = Bench()
+    bench.run_on("d1", "p1")
+    bench.frame(0, [], FinishReason.ERROR, error=error)
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, excluded, pairs)]
+
+
+NOT_EXACT = [
+    Sampling(max_tokens=8, seed=1),
+    Sampling(max_tokens=8, presence_penalty=0.5),
+    Sampling(max_tokens=8, frequency_penalty=0.5),
+    Sampling(max_tokens=8, repetition_penalty=1.1),
+    Sampling(max_tokens=8, extensions={"guided_json": {}}),
+]
+
+
+@pytest.mark.parametrize("sampling", NOT_EXACT)
+def test_what_cannot_be_resumed_exactly_fails_after_the_first_token(sampling: Sampling) -> None:
+    bench = Bench(sampling)
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert isinstance(bench.error, NotResumable)
+    assert bench.did(ev.SendCancel)
+
+
+@pytest.mark.parametrize("sampling", NOT_EXACT)
+def test_an_attempt_that_delivered_nothing_is_rerun_whatever_its_parameters(sampling: Sampling) -> None:
+    bench = Bench(sampling)
+    bench.run_on("d1")
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert bench.did(ev.SendPlace)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(max_tokens=8, temperature=1.0),
+        Sampling(max_tokens=8, temperature=0.0, seed=1),
+        Sampling(max_tokens=8, logit_bias={1: 2.0}, top_p=0.5, top_k=3, min_p=0.1, stop_token_ids=(7,)),
+        Sampling(max_tokens=8, extensions={"priority": 1}),
+    ],
+)
+def test_plain_sampling_is_resumed(sampling: Sampling) -> None:
+    bench = Bench(sampling)
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert bench.did(ev.SendPlace)
+
+
+def test_an_output_that_is_whole_is_not_resumed() -> None:
+    length = Bench(Sampling(max_tokens=2, temperature=0.0))
+    length.run_on("d1")
+    length.frame(0, [10, 11])
+    length.step(ev.WorkerGone("d1", 1, "died"))
+    assert length.did(ev.Complete) == [ev.Complete(FinishReason.LENGTH, 0)]
+    stopped = Bench()
+    stopped.run_on("d1")
+    stopped.frame(0, [10, 2])
+    stopped.step(ev.WorkerGone("d1", 1, "died"))
+    assert stopped.did(ev.Complete) == [ev.Complete(FinishReason.STOP, 0)]
+
+
+# ---------------------------------------------------------------- ends
+
+
+def test_the_first_token_and_every_further_one_have_a_deadline() -> None:
+    waiting = Bench()
+    waiting.run_on("d1")
+    waiting.wait(120.1)
+    assert waiting.did(ev.SendPlace)[0].exclude == ("d1",)
+    stuck = Bench()
+    stuck.run_on("d1")
+    stuck.frame(0, [10])
+    stuck.wait(30.1)
+    assert stuck.did(ev.SendPlace)[0].exclude == ("d1",)
+
+
+@pytest.mark.parametrize("stage", ["placing", "queued", "dispatched", "waiting", "streaming"])
+def test_the_deadline_and_a_client_that_leaves_end_every_phase(stage: str) -> None:
+    for event in (ev.Tick(), ev.Aborted(ClientGone("left"))):
+        bench = Bench(deadline_s=0.05)
+        if stage == "queued":
+            bench.step(ev.PlaceRefused(0, Overloaded("full")))
+        elif stage == "dispatched":
+            bench.step(ev.Placed(0, placement("d1", "p1")))
+        elif stage in ("waiting", "streaming"):
+            bench.run_on("d1", "p1")
+            if stage == "streaming":
+                bench.frame(0, [10])
+        assert bench.machine.phase == stage
+        bench.now_s = 0.05
+        bench.step(event)
+        expected = DeadlineExceeded if isinstance(event, ev.Tick) else ClientGone
+        assert isinstance(bench.error, expected)
+        cancelled = {action.worker for action in bench.did(ev.SendCancel)}
+        assert cancelled == ({"d1", "p1"} if stage in ("dispatched", "waiting", "streaming") else set())
+
+
+def test_a_stop_string_cancels_the_decode() -> None:
+    bench = Bench()
+    bench.run_on("d1", "p1")
+    bench.frame(0, [10])
+    bench.step(ev.TextStopped())
+    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
+    assert bench.did(ev.Complete) == [ev.Complete(FinishReason.STOP, 0)]
+
+
+# ---------------------------------------------------------------- any network
+
+
+class Network:
+    """Workers that produce tokens 100, 101, … by position, behind a network that hypothesis commands."""
+
+    def __init__(self, bench: Bench, length: int) -> None:
+        self.bench = bench
+        self.length = length
+        self.start = 0
+        self.emitted = 0
+        self.in_flight: list[tuple[int, str, Frame]] = []
+
+    def place(self) -> None:
+        attempt = self.bench.machine.attempt
+        self.start, self.emitted = len(self.bench.machine.delivered), 0
+        worker = f"d{attempt}"
+        self.bench.step(ev.Placed(attempt, placement(worker)))
+        self.bench.step(ev.TaskAccepted(attempt, worker))
+
+    @property
+    def worker(self) -> str:
+        return f"d{self.bench.machine.attempt}"
+
+    def frame_from(self, index: int) -> Frame:
+        tokens = [100 + self.start + position for position in range(index, self.emitted)]
+        last = self.start + self.emitted == self.length
+        return frame(self.bench.machine.attempt, index, tokens, FinishReason.LENGTH if last else None)
+
+    def emit(self, tokens: int) -> None:
+        index = self.emitted
+        self.emitted = min(self.emitted + tokens, self.length - self.start)
+        self.in_flight.append((self.bench.machine.attempt, self.worker, self.frame_from(index)))
+
+    def answer_resends(self) -> None:
+        for action in self.bench.did(ev.SendResend):
+            if action.attempt == self.bench.machine.attempt:
+                self.in_flight.append((action.attempt, action.worker, self.frame_from(action.index)))
+
+
+MOVES = st.lists(
+    st.tuples(
+        st.sampled_from(["emit", "deliver", "repeat", "lose", "digest", "kill", "wait"]), st.integers(0, 5)
+    ),
+    max_size=60,
+)
+
+
+@given(MOVES, st.integers(1, 12))
+def test_any_network_yields_each_token_once_and_one_end(moves: list[tuple[str, int]], length: int) -> None:
+    bench = Bench(Sampling(max_tokens=length, temperature=0.0), deadline_s=10_000.0)
+    network = Network(bench, length)
+    network.place()
+    kills = 0
+    # After the random part the network heals, so that the answer must become whole.
+    for move, number in [*moves, *[("heal", 0)] * 40]:
+        if bench.machine.ended:
+            break
+        if bench.machine.phase is Phase.PLACING:
+            network.place()
+        if move == "emit":
+            network.emit(number)
+        elif move in ("deliver", "repeat", "lose") and network.in_flight:
+            position = number % len(network.in_flight)
+            attempt, worker, shown = network.in_flight[position]
+            if move != "repeat":
+                del network.in_flight[position]
+            if move != "lose":
+                assert shown.attempt == attempt
+                bench.step(ev.FrameArrived(worker, 1, shown))
+                network.answer_resends()
+        elif move == "kill" and kills < 3:
+            kills += 1
+            bench.step(ev.WorkerGone(network.worker, 1, "died"))
+        elif move == "wait":
+            bench.wait(0.3)
+            network.answer_resends()
+        elif move in ("digest", "heal"):
+            if move == "heal":
+                bench.wait(0.3)
+                network.answer_resends()
+                network.emit(length)
+            state = AttemptState.RETAINED if network.start + network.emitted == length else AttemptState.RUNNING
+            entry = DigestEntry(request=REQUEST, attempt=bench.machine.attempt, emitted=network.emitted, state=state)
+            bench.step(ev.DigestArrived(network.worker, 1, entry))
+            network.answer_resends()
+            while move == "heal" and network.in_flight:
+                _, worker, shown = network.in_flight.pop(0)
+                bench.step(ev.FrameArrived(worker, 1, shown))
+        assert bench.machine.ended or bench.machine.wake_at_s < 10_001.0, "every state has a deadline"
+    delivered = [token for action in bench.did_ever(ev.Deliver) for token in action.tokens]
+    assert delivered == list(range(100, 100 + length))
+    assert len(bench.did_ever(ev.Complete)) == 1
+    assert not bench.did_ever(ev.Fail)

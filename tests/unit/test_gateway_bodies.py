@@ -1,0 +1,217 @@
+"""What clients may send: each hostile or contradictory body is named, and none passes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody, output_of, parse, sampling_of
+from baton_gateway.generate import fit_output
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
+from baton.messages import Sampling
+
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
+
+
+def parse_chat(**fields: object) -> ChatBody:
+    return parse(ChatBody, json.dumps({**CHAT, **fields}).encode())
+
+
+def parse_completion(**fields: object) -> CompletionBody:
+    return parse(CompletionBody, json.dumps({**COMPLETION, **fields}).encode())
+
+
+def sampling(body: GenerationBody) -> Sampling:
+    return sampling_of(body, body.tokens_max() or 100)
+
+
+def test_every_parameter_reaches_the_engine() -> None:
+    body = parse_completion(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, max_tokens=20, min_tokens=3, seed=9, presence_penalty=1,
+        frequency_penalty=-1, repetition_penalty=1.5, logit_bias={"5": -100}, stop_token_ids=[1, 2], ignore_eos=True,
+        logprobs=3, guided_regex="a+",
+    )  # fmt: skip
+    assert sampling(body) == Sampling(
+        max_tokens=20, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=9, presence_penalty=1.0,
+        frequency_penalty=-1.0, repetition_penalty=1.5, logit_bias={5: -100.0}, stop_token_ids=(1, 2), ignore_eos=True,
+        min_tokens=3, logprobs=3, extensions={"guided_regex": "a+"},
+    )  # fmt: skip
+
+
+def test_defaults_and_explicit_nulls_are_the_same() -> None:
+    nulls = dict.fromkeys(["temperature", "top_p", "n", "stop", "seed", "logit_bias", "stream", "tools", "user", "foo"])
+    assert sampling(parse_chat(**nulls)) == sampling(parse_chat()) == Sampling(max_tokens=100)
+
+
+def test_max_completion_tokens_wins() -> None:
+    assert parse_chat(max_tokens=5, max_completion_tokens=7).tokens_max() == 7
+    assert parse_chat(max_tokens=5).tokens_max() == 5
+    assert parse_chat().tokens_max() is None
+    assert parse_completion().tokens_max() == 16
+
+
+def test_metadata_is_dropped() -> None:
+    fields = {"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True}
+    assert sampling(parse_chat(**fields)).extensions == {}
+
+
+def test_a_template_understands_parts_as_text() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    body = parse_chat(messages=[{"role": "user", "content": parts}])
+    assert body.messages[0].text() == "a\nb"
+
+
+def test_stop_is_one_or_several() -> None:
+    assert output_of(parse_chat(stop="x")).stops == ("x",)
+    assert output_of(parse_chat(stop=["x", "y"])).stops == ("x", "y")
+    assert output_of(parse_chat()).stops == ()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+)
+def test_prompts(prompt: object, prompts: list[object]) -> None:
+    assert parse_completion(prompt=prompt).prompts() == prompts
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [{}]}, "functions"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
+    ],
+)
+def test_what_is_not_supported_says_so(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest, match=r"not supported|text only") as caught:
+        parse_chat(**fields)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}])
+def test_what_completions_do_not_support(fields: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest, match="not supported"):
+        parse_completion(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": 10**30}, "max_tokens"),
+        ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 10**30}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop[0]"),
+        ({"stop": 3}, "stop"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"min_tokens": 101}, "min_tokens"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"cache_salt": "a\0b"}, "cache_salt"),
+        ({"model": ""}, "model"),
+        ({"model": 3}, "model"),
+        ({"messages": []}, "messages"),
+        ({"messages": "x"}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": [3]}, "messages[0]"),
+        ({"unknown": 10**30}, "unknown"),
+        ({"unknown": "x" * 20_000}, "unknown"),
+        ({"unknown": [[[[[[[[[[1]]]]]]]]]]}, "unknown"),
+    ],
+)
+def test_hostile_values_are_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sampling(parse_chat(**fields))
+    assert caught.value.param is not None
+    assert caught.value.param.startswith(param)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("prompt", [3, [], None, ["a", 2], [1, -2], [[1], []], [[]], [[1], "a"], [1.5], [2**31], {}])
+def test_hostile_prompts(prompt: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse_completion(prompt=prompt)
+    assert (caught.value.param or "").startswith("prompt")
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"", b"[]", b"3", b"null", b"{", b"\xff\xfe", b'{"model": "\xff"}', b'{"model": "\\ud800"}',
+        b'{"temperature": NaN}', b'{"temperature": Infinity}', b'{"temperature": 1e999}', b"[" * 100_000,
+        b'{"a":' * 100_000, b'{"max_tokens": ' + b"9" * 10_000 + b"}",
+    ],
+)  # fmt: skip
+def test_what_is_no_json_object(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse(ChatBody, payload)
+
+
+@given(payload=st.binary(max_size=64))
+def test_no_bytes_raise_anything_else(payload: bytes) -> None:
+    with pytest.raises(InvalidRequest):
+        parse(CompletionBody, payload)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@given(
+    fields=st.dictionaries(
+        st.sampled_from([*CompletionBody.model_fields, *ChatBody.model_fields, "tools", "other"]), JSON, max_size=4
+    )
+)
+def test_any_fields_give_a_body_or_a_typed_error(fields: dict[str, Any]) -> None:
+    for kind, required in ((ChatBody, CHAT), (CompletionBody, COMPLETION)):
+        try:
+            body = parse(kind, json.dumps({**required, **fields}).encode())
+            sampling(body)
+            output_of(body)
+        except BatonError as error:
+            assert error.http_status == 400
+
+
+def test_the_context_bounds_the_output() -> None:
+    assert fit_output(10, None, 100, "prompt") == 90
+    assert fit_output(10, 90, 100, "prompt") == 90
+    with pytest.raises(ContextLengthExceeded, match=r"100 tokens.* 101 tokens \(10 in the prompt, 91"):
+        fit_output(10, 91, 100, "prompt")
+    with pytest.raises(ContextLengthExceeded, match="100 tokens in the prompt"):
+        fit_output(100, None, 100, "messages")

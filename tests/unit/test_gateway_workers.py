@@ -1,0 +1,149 @@
+"""The table of live workers, and the queue in front of them."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+
+import msgspec
+import pytest
+from baton_gateway.admission import RETRY_MAX_S, AdmissionQueue, Ticket
+from baton_gateway.driver import cut
+from baton_gateway.workers import Gone, WorkerTable, has_room
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.errors import ModelNotFound, NoWorkers
+from baton.messages import Heartbeat, Role, WorkerAddress
+
+BEAT = Heartbeat(
+    address=WorkerAddress(worker="d1", generation=1),
+    role=Role.DECODE,
+    model="m",
+    model_path="somewhere",
+    model_digest="digest",
+    engine="test",
+    block_tokens=32,
+    context_tokens_max=1000,
+    running_max=4,
+    kv_blocks_total=10,
+    engine_block_tokens=32,
+    prefill_tokens_per_s=1.0,
+    decode_tokens_per_s=1.0,
+    transfer_bytes_per_s=1.0,
+    kv_bytes_per_token=1,
+)
+
+
+def beat(worker: str = "d1", generation: int = 1, **fields: object) -> Heartbeat:
+    address = WorkerAddress(worker=worker, generation=generation)
+    return msgspec.structs.replace(BEAT, address=address, **fields)
+
+
+def test_a_silent_worker_dies_and_its_model_stays_known() -> None:
+    table = WorkerTable(1.5)
+    with pytest.raises(ModelNotFound):
+        table.model("m")
+    table.observe(beat(), 10.0)
+    assert table.model("m").path == "somewhere"
+    assert table.expire(11.5) == []
+    assert [gone.worker for gone in table.expire(11.51)] == ["d1"]
+    assert table.models() == []
+    with pytest.raises(NoWorkers):
+        table.model("m")
+
+
+def test_a_new_generation_ends_the_old_one_and_old_words_do_not_count() -> None:
+    table = WorkerTable(1.5)
+    assert table.observe(beat(), 0.0) is None
+    assert table.observe(beat(generation=2), 0.1) == Gone("d1", 1, "was restarted")
+    assert table.observe(beat(generation=1), 0.2) is None
+    assert table.leave("d1", 1) is None
+    assert table.leave("d1", 2) == Gone("d1", 2, "left")
+    assert table.observe(beat(generation=1), 0.3) is None
+    assert table.models() == []
+
+
+def test_only_decode_workers_that_stay_serve_a_model() -> None:
+    table = WorkerTable(1.5)
+    table.observe(beat("p1", role=Role.PREFILL), 0.0)
+    table.observe(beat("d1", draining=True), 0.0)
+    with pytest.raises(NoWorkers):
+        table.model("m")
+    table.observe(beat("d2", context_tokens_max=500), 0.0)
+    table.observe(beat("d3", context_tokens_max=800), 0.0)
+    assert table.model("m").context_tokens_max == 500
+    assert [model.name for model in table.models()] == ["m"]
+
+
+def test_room() -> None:
+    assert has_room(beat(running=1, waiting=2))
+    assert not has_room(beat(running=3, waiting=1))
+    assert not has_room(beat(draining=True))
+
+
+class Line:
+    """A queue at work on a clock that tests move."""
+
+    def __init__(self, waiting_max: int = 10) -> None:
+        self.clock = ManualClock()
+        self.queue = AdmissionQueue(waiting_max=waiting_max, clock=self.clock, random=Random(1))
+        self.turns: list[str] = []
+
+    def ticket(self, name: str, model: str = "m") -> Ticket:
+        return Ticket(model, lambda: self.turns.append(name))
+
+
+async def test_turns_come_in_order_and_only_to_the_head() -> None:
+    line = Line()
+    first, second = line.ticket("first"), line.ticket("second")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(line.queue.run())
+        assert line.queue.join(first)
+        assert line.queue.join(second)
+        await line.clock.advance(1.0)
+        assert line.turns == ["first"], "one try at a time"
+        line.queue.join(first)
+        await line.clock.advance(RETRY_MAX_S)
+        assert line.turns == ["first", "first"], "a head that failed keeps its place"
+        line.queue.leave(first)
+        await line.clock.advance(0.0)
+        assert line.turns == ["first", "first", "second"]
+        line.queue.leave(second)
+        assert not line.queue.is_waiting("m")
+        running.cancel()
+
+
+async def test_a_heartbeat_with_room_gives_the_turn_at_once() -> None:
+    line = Line()
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(line.queue.run())
+        line.queue.join(line.ticket("a"))
+        line.queue.join(line.ticket("b", "other"))
+        await line.clock.advance(0.001)
+        assert line.turns == []
+        line.queue.note_room("m")
+        await line.clock.advance(0.0)
+        assert line.turns == ["a"]
+        running.cancel()
+
+
+async def test_the_queue_is_bounded_per_model() -> None:
+    line = Line(waiting_max=1)
+    first = line.ticket("first")
+    assert line.queue.join(first)
+    assert line.queue.join(first), "it waits already"
+    assert not line.queue.join(line.ticket("second"))
+    assert line.queue.join(line.ticket("other", "another model"))
+    none = Line(waiting_max=0)
+    assert not none.queue.join(none.ticket("x"))
+    assert not none.queue.is_waiting("m")
+
+
+@given(st.binary(max_size=400).map(lambda raw: raw[: len(raw) // 4 * 4]), st.integers(-5, 100))
+def test_prompts_are_cut_below_the_payload_limit(tokens: bytes, room_bytes: int) -> None:
+    pieces = cut(tokens, room_bytes)
+    assert b"".join(pieces) == tokens
+    assert all(len(piece) <= max(4, room_bytes) and len(piece) % 4 == 0 for piece in pieces)
+    assert len({len(piece) for piece in pieces[:-1]}) <= 1, "offsets are multiples of the first piece's length"

@@ -1,0 +1,87 @@
+"""What waits to be written: coalesced, bounded, and never half of a truth."""
+
+from __future__ import annotations
+
+import hashlib
+
+from baton_kvindex.durable import Batch, Journal, WorkerChange, WorkerState, runs_of
+from baton_kvindex.index import Run, link
+from hypothesis import given
+from hypothesis import strategies as st
+
+STATE = WorkerState(generation=1, model_digest="digest", sequence=7)
+
+
+def block(path: str) -> bytes:
+    return hashlib.blake2b(path.encode(), digest_size=16).digest() if path else b""
+
+
+def take(journal: Journal, held: list[Run] | None = None) -> Batch:
+    return journal.take(5, lambda worker: STATE, lambda worker: held or [])
+
+
+def change_of(batch: Batch, worker: str = "w") -> WorkerChange:
+    change = batch.workers[worker]
+    assert change is not None
+    return change
+
+
+def test_changes_of_a_block_overwrite_each_other() -> None:
+    journal = Journal(blocks_max=100)
+    assert not journal
+    journal.store("w", b"", block("a") + block("ab"))
+    journal.remove("w", block("ab") + block("x"))
+    assert journal
+    change = change_of(take(journal))
+    assert change.runs is None
+    assert change.stored == {block("a"): b""}
+    assert set(change.removed) == {block("ab"), block("x")}
+    assert change.state == STATE
+    assert not journal
+
+
+def test_too_many_changes_turn_into_one_rewrite() -> None:
+    journal = Journal(blocks_max=10)
+    held = [Run(parent=b"", blocks=block("a"))]
+    for number in range(11):
+        journal.store("w", b"", block(f"{number}"))
+    change = change_of(take(journal, held))
+    assert change.runs == held
+    assert not change.stored
+
+
+def test_a_batch_that_was_given_back_is_rewritten_whole_with_what_came_since() -> None:
+    journal = Journal(blocks_max=100)
+    journal.store("w", b"", block("a"))
+    batch = take(journal)
+    journal.store("v", b"", block("v"))
+    journal.store("w", block("a"), block("ab"))
+    journal.give_back(batch)
+    held = [Run(parent=b"", blocks=block("a") + block("ab"))]
+    second = take(journal, held)
+    assert change_of(second).runs == held
+    assert change_of(second, "v").runs is None
+
+
+def test_a_worker_that_left_is_deleted() -> None:
+    journal = Journal(blocks_max=100)
+    journal.store("w", b"", block("a"))
+    journal.rewrite("w")
+    batch = journal.take(5, lambda worker: None, lambda worker: [])
+    assert batch.workers == {"w": None}
+    assert batch.stream_sequence == 5
+
+
+@given(paths=st.lists(st.text(alphabet="ab", min_size=1, max_size=6), max_size=12), gone=st.sets(st.integers(0, 40)))
+def test_runs_hold_every_block_once_with_its_parent(paths: list[str], gone: set[int]) -> None:
+    parents = {block(path[:end]): block(path[: end - 1]) for path in paths for end in range(1, len(path) + 1)}
+    parents = {each: parent for number, (each, parent) in enumerate(parents.items()) if number not in gone}
+    pairs = [pair for run in runs_of(parents) for pair in link(run.parent, run.blocks)]
+    assert dict(pairs) == parents
+    assert len(pairs) == len(parents)
+
+
+def test_an_unbranched_prompt_is_one_run() -> None:
+    path = "abcdefgh"
+    parents = {block(path[:end]): block(path[: end - 1]) for end in range(len(path), 0, -1)}
+    assert len(runs_of(parents)) == 1

@@ -1,0 +1,138 @@
+"""What the scheduler believes of its workers between two heartbeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement
+
+from baton.errors import MalformedMessage
+from baton.messages import Heartbeat, Role, WorkerAddress
+
+
+def heartbeat(worker: str = "w", generation: int = 1, **changes: Any) -> Heartbeat:
+    return msgspec.structs.replace(
+        Heartbeat(
+            address=WorkerAddress(worker=worker, generation=generation),
+            role=Role.DECODE,
+            model="tiny",
+            model_path="tiny",
+            model_digest="digest",
+            engine="simulated",
+            block_tokens=32,
+            context_tokens_max=4096,
+            running_max=8,
+            kv_blocks_total=100,
+            engine_block_tokens=32,
+            prefill_tokens_per_s=1000.0,
+            decode_tokens_per_s=100.0,
+            transfer_bytes_per_s=1e9,
+            kv_bytes_per_token=1024,
+        ),
+        **changes,
+    )
+
+
+def soft(placed_s: float, *, attempt: int = 0, lasts_s: float = 60.0) -> SoftPlacement:
+    return SoftPlacement(
+        attempt=attempt, placed_s=placed_s, until_s=placed_s + lasts_s, kv_tokens=64, prefill_tokens=50
+    )
+
+
+@pytest.fixture
+def loads() -> Loads:
+    made = Loads(LoadsOptions())
+    made.on_heartbeat(heartbeat(), 0.0)
+    return made
+
+
+def soft_slots(loads: Loads, now_s: float) -> int:
+    (load,) = loads.live(now_s)
+    return load.soft_slots
+
+
+def test_a_worker_is_dead_without_heartbeats_and_its_model_known_for_a_while(loads: Loads) -> None:
+    assert [load.worker for load in loads.live(1.5)] == ["w"]
+    assert loads.live(1.6) == []
+    assert loads.knows("tiny")
+    loads.live(61.0)
+    assert not loads.knows("tiny")
+
+
+def test_goodbye_is_at_once_but_not_for_a_newer_life(loads: Loads) -> None:
+    loads.on_heartbeat(heartbeat(generation=2), 0.0)
+    loads.on_goodbye(WorkerAddress(worker="w", generation=1))
+    assert len(loads.live(0.0)) == 1
+    loads.on_goodbye(WorkerAddress(worker="w", generation=2))
+    assert loads.live(0.0) == []
+    assert not loads.knows("tiny")
+
+
+def test_an_older_generation_is_ignored_and_a_newer_one_starts_empty(loads: Loads) -> None:
+    loads.place("r", {"w": soft(0.0)})
+    loads.on_heartbeat(heartbeat(generation=3, running=1), 0.1)
+    assert soft_slots(loads, 0.1) == 0
+    loads.on_heartbeat(heartbeat(generation=2, running=5), 0.2)
+    (load,) = loads.live(0.2)
+    assert load.heartbeat.running == 1
+
+
+def test_a_soft_placement_counts_until_the_attempt_is_listed(loads: Loads) -> None:
+    loads.place("r", {"w": soft(0.0)})
+    (load,) = loads.live(0.0)
+    assert (load.soft_slots, load.soft_kv_tokens, load.soft_prefill_tokens) == (1, 64, 50)
+    assert load.slots_free == 7
+    assert load.prefill_tokens_queued == 50
+    loads.on_heartbeat(heartbeat(attempts=(("r", 1),)), 0.1)
+    assert soft_slots(loads, 0.1) == 1, "another attempt of the request"
+    loads.on_heartbeat(heartbeat(attempts=(("r", 0),)), 0.1)
+    assert soft_slots(loads, 0.1) == 0
+
+
+def test_a_soft_placement_ends_after_two_seconds_without_a_heartbeat_to_tell() -> None:
+    loads = Loads(LoadsOptions(dead_after_s=10.0))
+    loads.on_heartbeat(heartbeat(), 0.0)
+    loads.place("r", {"w": soft(0.0)})
+    assert soft_slots(loads, 1.99) == 1
+    assert soft_slots(loads, 2.0) == 0
+
+
+def test_a_late_heartbeat_that_does_not_list_the_attempt_ends_it(loads: Loads) -> None:
+    loads.place("r", {"w": soft(0.0)})
+    loads.on_heartbeat(heartbeat(), 0.2)
+    assert soft_slots(loads, 0.2) == 1, "it may still be on its way"
+    loads.on_heartbeat(heartbeat(), 0.3)
+    assert soft_slots(loads, 0.3) == 0
+
+
+def test_a_short_request_stops_counting_when_it_must_be_over(loads: Loads) -> None:
+    loads.place("r", {"w": soft(0.0, lasts_s=0.05)})
+    assert soft_slots(loads, 0.04) == 1
+    assert soft_slots(loads, 0.05) == 0
+
+
+def test_a_repeated_or_retried_request_counts_once(loads: Loads) -> None:
+    loads.on_heartbeat(heartbeat("v"), 0.0)
+    loads.place("r", {"w": soft(0.0)})
+    loads.place("r", {"v": soft(0.0, attempt=1)})
+    assert {load.worker: load.soft_slots for load in loads.live(0.0)} == {"w": 0, "v": 1}
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [
+        {"block_tokens": 0},
+        {"engine_block_tokens": -1},
+        {"running": -1},
+        {"prefill_tokens_per_s": float("nan")},
+        {"transfer_bytes_per_s": float("inf")},
+        {"decode_tokens_per_s": -1.0},
+    ],
+)
+def test_a_heartbeat_with_impossible_figures_changes_nothing(loads: Loads, nonsense: dict[str, Any]) -> None:
+    with pytest.raises(MalformedMessage):
+        loads.on_heartbeat(heartbeat(**nonsense), 0.1)
+    (load,) = loads.live(0.1)
+    assert load.heartbeat == heartbeat()

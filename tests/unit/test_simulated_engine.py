@@ -1,0 +1,446 @@
+"""The simulated engine on a clock that the test moves, with transfer agents that the test can look into."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
+from baton.engines.simulated import SimulatedEngine
+from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest
+from baton.messages import FinishReason, KvSource, Role, Sampling, WorkerAddress
+from baton.transfer import AgentOptions, Pool
+from baton.transfer_memory import MemoryAgent, MemoryFabric
+
+# One second per step, whatever is in it: an instant says which step it is.
+SECONDS = {"step_fixed_s": 1.0, "prefill_token_s": 0.0, "decode_sequence_s": 0.0, "attention_token_s": 0.0, "speed": 1}
+GREEDY = Sampling(max_tokens=6, temperature=0.0, ignore_eos=True)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    source = random.Random(seed)
+    return [source.randrange(300, 8192) for _ in range(tokens)]
+
+
+@dataclass
+class Run:
+    """One attempt, read by a task as its tokens come."""
+
+    task: asyncio.Task[None]
+    deltas: list[EngineDelta] = field(default_factory=list[EngineDelta])
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for delta in self.deltas for token in delta.tokens]
+
+
+class World:
+    """Engines on one manual clock and one memory fabric, none of which moves by itself."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.fabric = MemoryFabric(now_s=self.clock.now_s, threaded=False)
+        self.agents: list[MemoryAgent] = []
+        self.engines: list[SimulatedEngine] = []
+        self.facts: list[EngineFacts] = []
+        self._numbers = 0
+
+    async def engine(
+        self,
+        role: Role = Role.DECODE,
+        *,
+        make_agent: Callable[[AgentOptions], MemoryAgent] | None = None,
+        agent: AgentOptions | None = None,
+        **options: object,
+    ) -> SimulatedEngine:
+        def make(agent_options: AgentOptions) -> MemoryAgent:
+            self.agents.append((make_agent or self.fabric.agent)(agent_options))
+            return self.agents[-1]
+
+        engine = SimulatedEngine(
+            "a model",
+            role=role,
+            options={**SECONDS, "block_tokens": 16, **options},
+            agent=agent or AgentOptions(unclaimed_ttl_s=1000, lease_ttl_s=1000, wanted_timeout_s=1000),
+            clock=self.clock,
+            make_agent=make,
+        )
+        self.engines.append(engine)
+        self.facts.append(await engine.start())
+        return engine
+
+    def run(
+        self,
+        engine: SimulatedEngine,
+        tokens: Sequence[int],
+        sampling: Sampling = GREEDY,
+        *,
+        leg: Leg = Leg.WHOLE,
+        name: str | None = None,
+        budget_s: float = 1000.0,
+    ) -> Run:
+        self._numbers += 1
+        source = KvSource(address=WorkerAddress(worker="p", generation=1, agents=self.facts[0].agents))
+        request = EngineRequest(
+            request=name or f"request {self._numbers}",
+            attempt=0,
+            leg=leg,
+            tokens=tokens,
+            sampling=sampling,
+            source=source if leg is Leg.DECODE else None,
+            budget_s=budget_s,
+        )
+
+        async def read() -> None:
+            async for delta in engine.generate(request):
+                run.deltas.append(delta)
+
+        run = Run(asyncio.create_task(read()))
+        return run
+
+    async def advance(self, duration_s: float, *, ticks: int | None = None) -> None:
+        """Move time in small steps, and let agents move bytes at each."""
+        ticks = ticks or max(1, round(duration_s * 4))
+        for _ in range(ticks):
+            await self.clock.advance(duration_s / ticks)
+            self.fabric.step()
+            await self.clock.settle()
+
+    async def finish(self, *runs: Run, limit_s: float = 400.0) -> None:
+        """Move time until all runs have ended."""
+        while not all(run.task.done() for run in runs):
+            assert limit_s > 0, "a run does not end"
+            limit_s -= 0.5
+            await self.advance(0.5, ticks=1)
+        for run in runs:
+            await run.task
+
+    async def settle(self) -> None:
+        await self.clock.settle()
+        self.fabric.step()
+        await self.clock.settle()
+
+    def assert_empty(self) -> None:
+        for engine in self.engines:
+            load = engine.load()
+            assert (load.kv_usage, load.running, load.waiting, load.leased_blocks) == (0, 0, 0, 0)
+
+
+@asynccontextmanager
+async def open_world() -> AsyncGenerator[World]:
+    world = World()
+    before = asyncio.all_tasks()
+    try:
+        yield world
+    finally:
+        for engine in world.engines:
+            await engine.close()
+    leftover = asyncio.all_tasks() - before
+    assert not leftover, f"tasks are left after close: {leftover}"
+
+
+async def whole_answer(tokens: Sequence[int], sampling: Sampling = GREEDY) -> list[int]:
+    """Return what an engine of its own answers."""
+    async with open_world() as world:
+        run = world.run(await world.engine(), tokens, sampling)
+        await world.finish(run)
+        return run.tokens
+
+
+# ---------------------------------------------------------------- time
+
+
+async def test_it_starts_quickly() -> None:
+    started_s = time.perf_counter()
+    async with open_world() as world:
+        await world.engine(blocks=100_000)
+        assert time.perf_counter() - started_s < 0.5
+
+
+async def test_steps_take_the_time_that_the_model_says() -> None:
+    async with open_world() as world:
+        engine = await world.engine(step_fixed_s=0.25, prefill_token_s=0.0625, decode_sequence_s=0.5, speed=2)
+        run = world.run(engine, prompt(30))
+        await world.settle()
+        # The prompt's step: (0.25 + 30 × 0.0625) / 2; then one step per token: (0.25 + 0.5) / 2.
+        await world.clock.advance(1.0625 - 0.001)
+        assert run.tokens == []
+        await world.clock.advance(0.001)
+        for tokens in range(1, 6):
+            assert len(run.tokens) == tokens
+            await world.clock.advance(0.375)
+        await run.task
+
+
+async def test_a_busy_engine_makes_others_wait_for_a_run_slot() -> None:
+    async with open_world() as world:
+        engine = await world.engine(running_max=1)
+        first, second = world.run(engine, prompt(20)), world.run(engine, prompt(20, seed=1))
+        await world.advance(2)
+        assert (engine.load().running, engine.load().waiting) == (1, 1)
+        assert second.tokens == []
+        await world.finish(first, second)
+        world.assert_empty()
+
+
+async def test_the_budget_ends_an_attempt_on_time() -> None:
+    async with open_world() as world:
+        run = world.run(await world.engine(), prompt(20), budget_s=3.5)
+        await world.advance(3.25)
+        assert not run.task.done()
+        await world.advance(0.5)
+        assert len(run.tokens) == 3
+        with pytest.raises(DeadlineExceeded):
+            await run.task
+        world.assert_empty()
+
+
+# ---------------------------------------------------------------- hand-off
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+async def test_a_layer_moves_before_the_next_is_computed(role: Role) -> None:
+    async with open_world() as world:
+        prefill, decode = await world.engine(role), await world.engine()
+        tokens = prompt(65)
+        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
+        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
+        await world.settle()
+        moved: list[int] = []
+        for _ in range(4):
+            # A quarter of the only step: one of four layers is computed now.
+            await world.advance(0.25)
+            moved.append(world.agents[1].stats().pulled_blocks)
+        # Only an engine that does nothing but prefill posts layer by layer.
+        assert moved == ([4, 8, 12, 16] if role is Role.PREFILL else [0, 0, 0, 16])
+        await world.finish(run, held)
+        assert run.tokens == await whole_answer(tokens)
+        world.assert_empty()
+
+
+def corrupt(pool: Pool, *, layer: int, block: int, byte: int, bit: int) -> None:
+    address = pool.layer_addresses[layer] + block * pool.block_stride_bytes + byte
+    ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ (1 << bit), 1)
+
+
+@pytest.mark.parametrize("side", ["source", "sink"])
+async def test_any_wrong_byte_in_a_handed_off_block_changes_the_answer(side: str) -> None:
+    tokens = prompt(49)
+    sampling = Sampling(max_tokens=3, temperature=0.0, ignore_eos=True)
+    right = await whole_answer(tokens, sampling)
+    places = random.Random(3)
+    for _ in range(25):
+        async with open_world() as world:
+            prefill, decode = await world.engine(Role.PREFILL), await world.engine()
+            held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
+            await world.advance(1.5)
+            await held.task
+            run = world.run(decode, tokens, sampling, leg=Leg.DECODE, name="r")
+            if side == "sink":
+                await world.settle()
+                assert world.agents[1].stats().pulls_done == 1
+            pool = world.agents[0 if side == "source" else 1].pool
+            assert pool is not None
+            corrupt(
+                pool,
+                layer=places.randrange(4),
+                block=places.randrange(3),
+                byte=places.randrange(pool.block_bytes),
+                bit=places.randrange(8),
+            )
+            await world.finish(run)
+            assert run.tokens[0] != right[0]
+
+
+class MisdirectedAgent(MemoryAgent):
+    """An agent with a bug: it writes two blocks into each other's place."""
+
+    def pull(
+        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+    ) -> None:
+        swapped = [blocks[1], blocks[0], *blocks[2:]]
+        super().pull(key, endpoint, first_token=first_token, tokens=tokens, blocks=swapped, budget_s=budget_s)
+
+
+async def test_blocks_in_the_wrong_place_change_the_answer() -> None:
+    async with open_world() as world:
+
+        def misdirected(options: AgentOptions) -> MemoryAgent:
+            agent = MisdirectedAgent(world.fabric, "memory://wrong", options)
+            world.fabric.agents[agent.endpoint] = agent
+            return agent
+
+        prefill, decode = await world.engine(Role.PREFILL), await world.engine(make_agent=misdirected)
+        tokens = prompt(49)
+        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
+        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
+        await world.finish(held, run)
+        assert len(run.tokens) == 6
+        assert run.tokens[0] != (await whole_answer(tokens))[0]
+
+
+async def test_a_prefill_preempted_under_a_pull_begins_again() -> None:
+    async with open_world() as world:
+        prefill = await world.engine(Role.PREFILL, blocks=9, step_tokens_max=9)
+        decode = await world.engine()
+        tokens = prompt(100)
+        # The request before it grows until both do not fit.
+        hog = world.run(prefill, prompt(33, seed=1), Sampling(max_tokens=40, temperature=0, ignore_eos=True))
+        await world.advance(5)
+        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
+        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
+        moved_before = 0
+        while not prefill.load().preemptions:
+            moved_before = world.agents[1].stats().pulled_blocks
+            await world.advance(0.25)
+        assert moved_before > 0, "the pull was under way"
+        assert not held.task.done()
+        assert not run.task.done()
+        await world.finish(hog, held, run)
+        assert world.agents[0].stats().leases_revoked >= 1
+        assert run.tokens == await whole_answer(tokens)
+        world.assert_empty()
+
+
+async def test_preempted_requests_answer_as_if_they_had_not_been() -> None:
+    sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = [prompt(30, seed) for seed in range(5)]
+    expected = [await whole_answer(tokens, sampling) for tokens in prompts]
+    async with open_world() as world:
+        engine = await world.engine(blocks=12)
+        runs = [world.run(engine, tokens, sampling) for tokens in prompts]
+        await world.finish(*runs)
+        assert engine.load().preemptions > 0
+        assert [run.tokens for run in runs] == expected
+        world.assert_empty()
+
+
+async def test_preempted_decodes_answer_as_if_they_had_not_been() -> None:
+    sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
+    prompts = [prompt(30, seed) for seed in range(5)]
+    async with open_world() as world:
+        prefill, decode = await world.engine(Role.PREFILL), await world.engine(blocks=12)
+        held = [world.run(prefill, tokens, leg=Leg.PREFILL, name=f"r{n}") for n, tokens in enumerate(prompts)]
+        runs = [world.run(decode, tokens, sampling, leg=Leg.DECODE, name=f"r{n}") for n, tokens in enumerate(prompts)]
+        await world.finish(*held, *runs)
+        assert decode.load().preemptions > 0
+        assert [run.tokens for run in runs] == [await whole_answer(tokens, sampling) for tokens in prompts]
+        world.assert_empty()
+
+
+async def test_a_lease_that_nobody_claims_is_freed() -> None:
+    async with open_world() as world:
+        prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=10))
+        held = world.run(prefill, prompt(50), leg=Leg.PREFILL)
+        await world.finish(held)
+        assert prefill.load().leased_blocks == 4
+        await world.advance(12)
+        world.assert_empty()
+
+
+async def test_a_lease_that_ends_while_it_is_computed_is_finished_and_freed() -> None:
+    async with open_world() as world:
+        prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=2), step_tokens_max=16)
+        held = world.run(prefill, prompt(100), leg=Leg.PREFILL)
+        await world.finish(held)
+        assert held.deltas[-1].finish is FinishReason.LENGTH
+        world.assert_empty()
+
+
+async def test_a_cancelled_pull_keeps_its_blocks_until_the_agent_is_done() -> None:
+    async with open_world() as world:
+        await world.engine(Role.PREFILL)
+        decode = await world.engine()
+        run = world.run(decode, prompt(50), leg=Leg.DECODE, name="r")
+        await world.clock.settle()
+        await decode.abort("r", 0)
+        await world.clock.settle()
+        await run.task
+        assert run.deltas[-1].finish is FinishReason.CANCELLED
+        assert decode.load().kv_usage > 0, "the agent has not said yet that it writes no more"
+        await world.settle()
+        world.assert_empty()
+
+
+# ---------------------------------------------------------------- life
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"eos_probability": 1.0}, [2]), ({"eos_probability": 0.0, "context_tokens_max": 23}, 3)],
+)
+async def test_the_end_of_the_sequence_and_of_the_context(options: Mapping[str, object], expected: object) -> None:
+    async with open_world() as world:
+        run = world.run(await world.engine(**options), prompt(20), Sampling(max_tokens=10, temperature=0))
+        await world.finish(run)
+        assert expected in (run.tokens, len(run.tokens))
+        assert run.deltas[-1].finish is (FinishReason.STOP if expected == [2] else FinishReason.LENGTH)
+
+
+async def test_an_attempt_that_is_here_already_is_refused() -> None:
+    async with open_world() as world:
+        engine = await world.engine()
+        first, second = world.run(engine, prompt(20), name="r"), world.run(engine, prompt(20), name="r")
+        await world.finish(first)
+        with pytest.raises(InvalidRequest, match="here already"):
+            await second.task
+
+
+async def test_close_ends_everything() -> None:
+    async with open_world() as world:
+        engine = await world.engine()
+        run = world.run(engine, prompt(20))
+        events = asyncio.create_task(anext(engine.events()))
+        await world.advance(0.5)
+        await engine.close()
+        for ended in (run.task, events, engine.check_health(), engine.abort("r", 0)):
+            with pytest.raises(EngineFailed):
+                await ended
+        with pytest.raises(EngineFailed):
+            engine.load()
+        late = world.run(engine, prompt(20))
+        with pytest.raises(EngineFailed):
+            await late.task
+        await engine.close()
+
+
+async def test_an_engine_that_was_not_started_serves_nothing_and_can_be_closed() -> None:
+    engine = SimulatedEngine("a model", role=Role.DECODE, options={}, agent=AgentOptions())
+    with pytest.raises(EngineFailed):
+        engine.load()
+    await engine.close()
+
+
+class BrokenAgent(MemoryAgent):
+    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+        raise RuntimeError("out of order")
+
+
+async def test_an_engine_that_dies_says_so_to_everyone() -> None:
+    async with open_world() as world:
+        engine = await world.engine(
+            Role.PREFILL, make_agent=lambda options: BrokenAgent(world.fabric, "memory://broken", options)
+        )
+        waiting = world.run(engine, prompt(20))
+        fatal = world.run(engine, prompt(20), leg=Leg.PREFILL)
+        await world.advance(1)
+        for run in (waiting, fatal):
+            with pytest.raises(EngineFailed, match="out of order"):
+                await run.task
+        with pytest.raises(EngineFailed):
+            await engine.check_health()
+
+
+@pytest.mark.parametrize("model", ["", "/no/such/folder", "./neither"])
+async def test_a_model_folder_that_is_missing_stops_the_start(model: str) -> None:
+    engine = SimulatedEngine(model, role=Role.DECODE, options={}, agent=AgentOptions())
+    with pytest.raises(ConfigurationError, match="does not exist"):
+        await engine.start()

@@ -1,0 +1,57 @@
+"""Rates: what really happened, in seconds that count."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.worker.rates import Average, Rates
+
+
+def test_the_first_sample_replaces_the_guess_and_later_ones_are_weighed() -> None:
+    average = Average(1000.0)
+    average.add(10.0)
+    assert average.value == 10.0
+    for _ in range(100):
+        average.add(20.0)
+    assert average.value == pytest.approx(20.0, abs=0.1)
+
+
+def test_prompts_that_run_together_count_their_time_once() -> None:
+    rates = Rates()
+    rates.prefill_began(0.0)
+    rates.prefill_began(0.0)
+    rates.prefill_ended(1000, 1.0)
+    assert rates.prefill_tokens_per_s.value == 1000
+    rates.prefill_ended(1000, 2.0)
+    assert rates.prefill_tokens_per_s.value == 1000
+    rates.prefill_began(50.0)
+    rates.prefill_ended(1000, 51.0)
+    assert rates.prefill_tokens_per_s.value == pytest.approx(1000), "idle time does not count"
+
+
+def test_prompts_that_were_cached_or_stopped_say_nothing() -> None:
+    rates = Rates()
+    before = rates.prefill_tokens_per_s.value
+    rates.prefill_began(0.0)
+    rates.prefill_ended(1, 0.5)
+    rates.prefill_began(1.0)
+    rates.prefill_ended(0, 9.0)
+    assert rates.prefill_tokens_per_s.value == before
+
+
+def test_token_intervals_of_a_tick_are_one_sample() -> None:
+    rates = Rates()
+    for _ in range(100):
+        rates.tokens_came(2, 0.02)
+    rates.tick()
+    assert rates.decode_tokens_per_s == pytest.approx(100)
+    rates.tick()
+    assert rates.token_interval_s.samples == 1
+
+
+def test_transfers_count_only_the_time_in_which_bytes_moved() -> None:
+    rates = Rates()
+    rates.transfer_ended(1 << 20, 0.0)
+    assert rates.transfer_bytes_per_s.samples == 0
+    rates.transfer_ended(1 << 20, 0.5)
+    assert rates.transfer_bytes_per_s.value == 2 << 20

@@ -1,0 +1,461 @@
+"""The worker's shell with a scripted engine, an in-memory bus and a clock that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import msgspec
+import pytest
+
+from baton import subjects
+from baton.bus import Delivery, MemoryBus, MemoryNetwork
+from baton.clock import ManualClock
+from baton.engines.engine import EngineDelta, EngineLoad, Leg
+from baton.engines.scripted import FACTS, ScriptedEngine
+from baton.errors import ConfigurationError, EngineFailed, TransferFailed
+from baton.messages import (
+    Accepted,
+    Acknowledge,
+    AnyMessage,
+    AttemptState,
+    Busy,
+    Cancel,
+    Context,
+    DecodeTask,
+    Digest,
+    FinishReason,
+    Frame,
+    Frames,
+    GatewayBeat,
+    Goodbye,
+    Heartbeat,
+    Hint,
+    KvSource,
+    Match,
+    Prefilled,
+    PrefillTask,
+    Refused,
+    Resend,
+    Role,
+    Sampling,
+    TokenChunk,
+    WorkerAddress,
+    pack_tokens,
+    unpack_tokens,
+)
+from baton.telemetry import Tracing
+from baton.worker.admission import Identity
+from baton.worker.ledger import Limits
+from baton.worker.service import Timers, WorkerService
+
+GENERATION = 7
+PROMPT = list(range(1, 101))
+PREFILL_ADDRESS = WorkerAddress(worker="p0", generation=3, agents=("scripted",))
+
+
+class World:
+    """One worker, and one gateway's ears."""
+
+    def __init__(self, role: Role) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(clock=self.clock)
+        self.bus = MemoryBus(self.network)
+        self.gateway_bus = MemoryBus(self.network)
+        self.engine = ScriptedEngine()
+        self.heard: list[AnyMessage] = []
+        self.stop = asyncio.Event()
+        self.ready = asyncio.Event()
+        self.service = WorkerService(
+            identity=Identity(
+                address=WorkerAddress(worker="w0", generation=GENERATION, agents=FACTS.agents),
+                role=role,
+                model_name="tiny",
+                model_path="models/tiny",
+                block_tokens=32,
+            ),
+            facts=FACTS,
+            engine=self.engine,
+            bus=self.bus,
+            clock=self.clock,
+            tracing=Tracing(role),
+            limits=Limits(slots=2, kv_blocks=FACTS.kv_blocks, engine_block_tokens=FACTS.block_tokens),
+            timers=Timers(),
+        )
+        self.running: asyncio.Task[None]
+
+    async def start(self) -> None:
+        async def hear(delivery: Delivery) -> None:
+            self.heard.append(delivery.message)
+
+        for subject in (subjects.gateway("g"), subjects.HEARTBEAT):
+            await self.gateway_bus.subscribe(subject, hear)
+        self.running = asyncio.create_task(self.service.run(self.stop, self.ready.set))
+        for _ in range(50):
+            await self.clock.advance(0.02)
+            if self.ready.is_set():
+                return
+        raise AssertionError("the worker did not get ready")
+
+    async def close(self) -> None:
+        self.running.cancel()
+        await asyncio.wait([self.running])
+        await self.bus.close()
+        await self.gateway_bus.close()
+        await self.network.close()
+
+    async def ask(self, message: AnyMessage) -> AnyMessage:
+        answer = asyncio.create_task(self.gateway_bus.request(subjects.task("w0"), message, timeout_s=1.0))
+        await self.clock.settle()
+        return await answer
+
+    async def tell(self, message: AnyMessage) -> None:
+        await self.gateway_bus.publish(subjects.task("w0"), message)
+        await self.clock.settle()
+
+    async def step(self, result: EngineDelta, key: tuple[str, int] = ("r", 0)) -> None:
+        self.engine.step(key, result)
+        await self.clock.settle()
+
+    def frames(self) -> list[Frame]:
+        return [frame for message in self.heard if isinstance(message, Frames) for frame in message.frames]
+
+    async def state(self, key: tuple[str, int] = ("r", 0)) -> AttemptState | None:
+        """Return what the next digest says of an attempt."""
+        self.heard.clear()
+        await self.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
+        await self.clock.advance(1.0)
+        [digest] = [message for message in self.heard if isinstance(message, Digest)]
+        return next((e.state for e in digest.entries if (e.request, e.attempt) == key), None)
+
+    def heartbeat(self) -> Heartbeat:
+        return [message for message in self.heard if isinstance(message, Heartbeat)][-1]
+
+
+@pytest.fixture
+async def decode() -> AsyncGenerator[World]:
+    world = World(Role.DECODE)
+    await world.start()
+    yield world
+    await world.close()
+
+
+@pytest.fixture
+async def prefill() -> AsyncGenerator[World]:
+    world = World(Role.PREFILL)
+    await world.start()
+    yield world
+    await world.close()
+
+
+def context(request: str = "r", attempt: int = 0, budget_s: float = 60.0) -> Context:
+    return Context(request=request, attempt=attempt, budget_s=budget_s)
+
+
+def decode_task(request: str = "r", attempt: int = 0, *, pulls: bool = True, budget_s: float = 60.0) -> DecodeTask:
+    return DecodeTask(
+        context=context(request, attempt, budget_s),
+        gateway="g",
+        generation=GENERATION,
+        tokens=pack_tokens(PROMPT),
+        prompt_tokens=len(PROMPT),
+        sampling=Sampling(max_tokens=10),
+        source=KvSource(address=PREFILL_ADDRESS) if pulls else None,
+    )
+
+
+def prefill_task(request: str = "r", attempt: int = 0) -> PrefillTask:
+    return PrefillTask(
+        context=context(request, attempt),
+        gateway="g",
+        generation=GENERATION,
+        tokens=pack_tokens(PROMPT),
+        prompt_tokens=len(PROMPT),
+        sampling=Sampling(max_tokens=10),
+    )
+
+
+async def test_an_attempt_streams_ends_and_is_forgotten(decode: World) -> None:
+    assert await decode.ask(decode_task()) == Accepted(worker="w0", generation=GENERATION)
+    request = decode.engine.requests["r", 0]
+    assert (request.leg, list(request.tokens), request.budget_s) == (Leg.DECODE, PROMPT, 60.0)
+    await decode.step(EngineDelta(tokens=[1, 2], transferred_tokens=99, transferred_bytes=1234))
+    await decode.step(EngineDelta(tokens=[3]))
+    await decode.step(EngineDelta(tokens=[4], finish=FinishReason.LENGTH))
+    frames = decode.frames()
+    assert [(f.index, unpack_tokens(f.tokens)) for f in frames] == [(0, [1, 2]), (2, [3]), (3, [4]), (4, [])]
+    assert [f.usage is not None for f in frames] == [True, False, False, False]
+    finish = frames[-1].finish
+    assert finish is not None
+    assert finish.reason is FinishReason.LENGTH
+    assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (100, 4)
+    assert (finish.usage.transferred_tokens, finish.usage.transferred_bytes) == (99, 1234)
+    assert finish.usage.computed_tokens == 1
+    assert await decode.state() is AttemptState.RETAINED
+    await decode.tell(Acknowledge(context=context()))
+    assert await decode.state() is None
+
+
+async def test_digests_tell_pulling_from_running(decode: World) -> None:
+    await decode.ask(decode_task())
+    assert await decode.state() is AttemptState.PULLING
+    await decode.step(EngineDelta(tokens=[1]))
+    assert await decode.state() is AttemptState.RUNNING
+
+
+async def test_prefill_computes_tells_and_holds_until_its_lease_is_gone(prefill: World) -> None:
+    await prefill.ask(prefill_task())
+    assert await prefill.state() is AttemptState.COMPUTING
+    assert prefill.heartbeat().prefill_tokens_queued == len(PROMPT)
+    prefill.engine.load_now = EngineLoad(leased_blocks=4, leased=frozenset({("r", 0)}))
+    await prefill.step(EngineDelta(cached_tokens=64, finish=FinishReason.LENGTH))
+    [told] = [message for message in prefill.heard if isinstance(message, Prefilled)]
+    assert told.usage.cached_tokens == 64
+    assert await prefill.state() is AttemptState.HELD
+    assert prefill.heartbeat().kv_blocks_used == 4
+    prefill.engine.load_now = EngineLoad(leased=frozenset())
+    assert await prefill.state() is None
+    assert prefill.heartbeat().kv_blocks_used == 0
+    assert not prefill.frames()
+
+
+async def test_prefills_failure_is_a_hint(prefill: World) -> None:
+    await prefill.ask(prefill_task())
+    prefill.engine.step(("r", 0), EngineFailed("no"))
+    await prefill.clock.settle()
+    [hint] = [message for message in prefill.heard if isinstance(message, Hint)]
+    assert (hint.worker, hint.error.code) == ("w0", "engine_failed")
+    assert await prefill.state() is None
+
+
+async def test_an_error_of_the_engine_reaches_the_gateway_typed(decode: World) -> None:
+    await decode.ask(decode_task())
+    decode.engine.step(("r", 0), TransferFailed("3 bytes are missing"))
+    await decode.clock.settle()
+    [frame] = decode.frames()
+    assert frame.finish is not None
+    assert frame.finish.error is not None
+    assert isinstance(frame.finish.error.to_error(), TransferFailed)
+
+
+async def test_a_bug_in_the_engine_ends_one_attempt_and_not_the_worker(decode: World) -> None:
+    await decode.ask(decode_task())
+    decode.engine.step(("r", 0), EngineDelta(tokens=[-1]))
+    await decode.clock.settle()
+    [frame] = decode.frames()
+    assert frame.finish is not None
+    assert frame.finish.error is not None
+    assert frame.finish.error.code == "engine_failed"
+    assert isinstance(await decode.ask(decode_task("r2")), Accepted)
+
+
+async def test_a_cancel_aborts_the_engine_and_nothing_more_is_sent(decode: World) -> None:
+    await decode.ask(decode_task())
+    await decode.step(EngineDelta(tokens=[1]))
+    decode.heard.clear()
+    await decode.tell(Cancel(context=context()))
+    assert decode.engine.aborted == [("r", 0)]
+    assert not decode.engine.running
+    assert await decode.state() is None
+    assert not decode.frames()
+    refusal = await decode.ask(decode_task())
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "tombstone"
+
+
+async def test_a_cancel_that_overtakes_its_task(decode: World) -> None:
+    await decode.tell(Cancel(context=context()))
+    refusal = await decode.ask(decode_task())
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "tombstone"
+    assert ("r", 0) not in decode.engine.requests
+
+
+async def test_a_task_that_comes_twice_runs_once(decode: World) -> None:
+    assert isinstance(await decode.ask(decode_task()), Accepted)
+    assert isinstance(await decode.ask(decode_task()), Accepted)
+    assert decode.engine.running == {("r", 0)}
+    assert decode.heartbeat().running_max == 2
+
+
+async def test_resend_brings_everything_from_an_index_and_the_end(decode: World) -> None:
+    await decode.ask(decode_task(pulls=False))
+    decode.network.reachable = False
+    await decode.step(EngineDelta(tokens=[1, 2]))
+    await decode.step(EngineDelta(tokens=[3], finish=FinishReason.STOP))
+    decode.network.reachable = True
+    assert decode.frames() == []
+    await decode.tell(Resend(context=context(), index=1))
+    [frame] = decode.frames()
+    assert (frame.index, unpack_tokens(frame.tokens)) == (1, [2, 3])
+    assert frame.finish is not None
+    await decode.tell(Resend(context=context("unknown"), index=0))
+    assert len(decode.frames()) == 1
+
+
+async def test_a_prompt_in_chunks(decode: World) -> None:
+    task = msgspec.structs.replace(decode_task(), tokens=pack_tokens(PROMPT[60:]))
+    await decode.tell(TokenChunk(context=context(), offset=0, tokens=pack_tokens(PROMPT[:40])))
+    await decode.tell(TokenChunk(context=context(), offset=40, tokens=pack_tokens(PROMPT[40:60])))
+    assert isinstance(await decode.ask(task), Accepted)
+    assert list(decode.engine.requests["r", 0].tokens) == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (msgspec.structs.replace(decode_task(), generation=6), "generation"),
+        (prefill_task(), "role"),
+        (msgspec.structs.replace(decode_task(), prompt_tokens=101), "incomplete"),
+        (msgspec.structs.replace(decode_task(), tokens=b"abc"), "malformed"),
+        (msgspec.structs.replace(decode_task(), prompt_tokens=0), "malformed"),
+        (msgspec.structs.replace(decode_task(), prompt_tokens=10**9), "malformed"),
+        (msgspec.structs.replace(decode_task(), gateway="a.*"), "malformed"),
+        (msgspec.structs.replace(decode_task(), sampling=Sampling(max_tokens=0)), "malformed"),
+        (decode_task(request=""), "malformed"),
+        (decode_task(budget_s=0.0), "expired"),
+    ],
+)
+async def test_what_cannot_run_is_refused_with_a_reason(
+    decode: World, task: DecodeTask | PrefillTask, reason: str
+) -> None:
+    refusal = await decode.ask(task)
+    assert isinstance(refusal, Busy)
+    assert (refusal.reason, refusal.worker) == (reason, "w0")
+    assert refusal.detail
+    assert isinstance(await decode.ask(decode_task("good")), Accepted)
+
+
+async def test_a_third_attempt_finds_the_worker_full(decode: World) -> None:
+    for name in "ab":
+        await decode.ask(decode_task(name))
+    refusal = await decode.ask(decode_task("c"))
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "full"
+    await decode.tell(Cancel(context=context("a")))
+    assert isinstance(await decode.ask(decode_task("c", 1)), Accepted)
+
+
+async def test_a_foreign_message_is_refused(decode: World) -> None:
+    answer = await decode.ask(Match(context=context(), model_digest="", blocks=b""))
+    assert isinstance(answer, Refused)
+    assert answer.error.code == "malformed_message"
+
+
+async def test_a_silent_gateway_loses_its_attempts(decode: World) -> None:
+    await decode.ask(decode_task())
+    for _ in range(3):
+        await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
+        await decode.clock.advance(4.9)
+    assert decode.engine.running == {("r", 0)}
+    await decode.clock.advance(0.5)
+    assert decode.engine.aborted == [("r", 0)]
+    assert not decode.engine.running
+    await decode.clock.advance(0.3)
+    assert decode.heartbeat().attempts == ()
+
+
+async def test_a_deadline_ends_the_attempt_with_an_error(decode: World) -> None:
+    await decode.ask(decode_task(budget_s=2.0))
+    await decode.clock.advance(2.3)
+    [frame] = decode.frames()
+    assert frame.finish is not None
+    assert frame.finish.error is not None
+    assert frame.finish.error.code == "deadline_exceeded"
+
+
+async def test_an_engine_that_ignores_aborts_is_overruled(decode: World) -> None:
+    decode.engine.takes_aborts = False
+    await decode.ask(decode_task(budget_s=2.0))
+    for _ in range(13):
+        await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
+        await decode.clock.advance(1.0)
+    [frame] = decode.frames()
+    assert frame.finish is not None
+    assert not decode.engine.running
+    assert decode.heartbeat().kv_blocks_used == 0
+
+
+async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> None:
+    await decode.ask(decode_task())
+    await decode.step(EngineDelta(tokens=[1], transferred_bytes=1 << 20, transfer_s=0.5))
+    for _ in range(5):
+        await decode.clock.advance(0.1)
+        await decode.step(EngineDelta(tokens=[1]))
+    await decode.clock.advance(0.5)
+    beat = decode.heartbeat()
+    assert (beat.role, beat.model, beat.engine) == (Role.DECODE, "tiny", "scripted 1")
+    assert (beat.running, beat.waiting, beat.running_max) == (1, 0, 2)
+    assert beat.attempts == (("r", 0),)
+    assert (beat.kv_blocks_used, beat.kv_blocks_total) == (4, 100)
+    assert beat.decode_tokens_per_s == pytest.approx(10, rel=0.01)
+    assert beat.transfer_bytes_per_s == 2 << 20
+    assert beat.events_sequence == 3
+
+
+async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None:
+    await decode.ask(decode_task())
+    decode.stop.set()
+    await decode.clock.settle()
+    refusal = await decode.ask(decode_task("late"))
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "draining"
+    assert decode.heartbeat().draining
+    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.STOP))
+    await decode.tell(Acknowledge(context=context()))
+    await decode.clock.advance(0.1)
+    await decode.running
+    assert isinstance(decode.heard[-1], Goodbye)
+
+
+async def test_a_drain_out_of_time_ends_what_runs_as_lost(decode: World) -> None:
+    await decode.ask(decode_task())
+    decode.stop.set()
+    for _ in range(33):
+        await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
+        await decode.clock.advance(1.0)
+    await decode.running
+    [frame] = decode.frames()
+    assert frame.finish is not None
+    assert frame.finish.error is not None
+    assert frame.finish.error.code == "worker_lost"
+
+
+async def test_a_dead_engine_ends_the_worker_and_its_attempts(decode: World) -> None:
+    await decode.ask(decode_task())
+    decode.engine.die("the engine's process was killed")
+    await decode.clock.settle()
+    with pytest.raises(EngineFailed, match="was killed"):
+        await decode.running
+    [frame] = decode.frames()
+    assert frame.finish is not None
+    assert frame.finish.error is not None
+    assert isinstance(decode.heard[-1], Goodbye)
+
+
+async def test_a_worker_whose_canary_fails_does_not_start() -> None:
+    world = World(Role.DECODE)
+    world.engine = ScriptedEngine(stores_prompts=False)
+    world.service = WorkerService(
+        identity=Identity(
+            address=WorkerAddress(worker="w0", generation=1),
+            role=Role.DECODE,
+            model_name="tiny",
+            model_path="tiny",
+            block_tokens=32,
+        ),
+        facts=FACTS,
+        engine=world.engine,
+        bus=world.bus,
+        clock=world.clock,
+        tracing=Tracing("decode"),
+        limits=Limits(slots=2, kv_blocks=10, engine_block_tokens=32),
+        timers=Timers(canary_timeout_s=3.0),
+    )
+    running = asyncio.create_task(world.service.run(world.stop, world.ready.set))
+    await world.clock.advance(4.0)
+    with pytest.raises(ConfigurationError, match="canary prompt must show as 2 blocks of 32 tokens"):
+        await running
+    assert not world.ready.is_set()
+    await world.bus.close()
+    await world.gateway_bus.close()

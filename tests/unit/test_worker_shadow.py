@@ -1,0 +1,235 @@
+"""The shadow map against an engine's prefix cache played out block by block, for every ratio of block sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.blocks import hash_blocks, root_key, split_ids
+from baton.engines.engine import (
+    EngineBlockEvent,
+    EngineBlocksCleared,
+    EngineBlocksRemoved,
+    EngineBlocksStored,
+    EngineEventBatch,
+)
+from baton.errors import ConfigurationError
+from baton.messages import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, pack_tokens
+from baton.worker.shadow import ShadowMap
+
+DIGEST = "ab" * 32
+CANONICAL = 32
+
+
+def ids_of(tokens: list[int], salt: str = "") -> list[bytes]:
+    return split_ids(hash_blocks(root_key(DIGEST, salt=salt), pack_tokens(tokens), CANONICAL))
+
+
+def shadow_map(engine_block_tokens: int) -> ShadowMap:
+    return ShadowMap(model_digest=DIGEST, engine_block_tokens=engine_block_tokens, block_tokens=CANONICAL)
+
+
+def stored(
+    tokens: list[int], names: list[str], size: int, *, parent: str | None = None, salt: str = ""
+) -> EngineBlocksStored:
+    return EngineBlocksStored(
+        parent=parent.encode() if parent else None,
+        hashes=tuple(name.encode() for name in names),
+        tokens=tuple(tokens),
+        block_tokens=size,
+        cache_salt=salt,
+    )
+
+
+def removed(*names: str) -> EngineBlocksRemoved:
+    return EngineBlocksRemoved(hashes=tuple(name.encode() for name in names))
+
+
+class Feed:
+    """Numbers the batches, and follows the published events as an index would."""
+
+    def __init__(self, shadow: ShadowMap) -> None:
+        self.shadow = shadow
+        self.sequence = 0
+        self.index: dict[bytes, bytes] = {}
+
+    def __call__(self, *events: EngineBlockEvent) -> list[BlockEvent]:
+        self.sequence += 1
+        changes = self.shadow.apply(EngineEventBatch(sequence=self.sequence, events=events))
+        for change in changes:
+            match change:
+                case BlocksStored(parent=parent, blocks=blocks):
+                    for block in split_ids(blocks):
+                        assert block not in self.index, "stored twice"
+                        self.index[block] = parent
+                        parent = block
+                case BlocksRemoved(blocks=blocks):
+                    for block in split_ids(blocks):
+                        del self.index[block]
+                case BlocksCleared():
+                    self.index.clear()
+        return changes
+
+
+def test_equal_sizes_and_a_run_that_continues_its_parent() -> None:
+    tokens = list(range(96))
+    feed = Feed(shadow_map(32))
+    a, b, c = ids_of(tokens)
+    assert feed(stored(tokens[:64], ["e1", "e2"], 32)) == [BlocksStored(parent=b"", blocks=a + b)]
+    assert feed(stored(tokens[64:], ["e3"], 32, parent="e2")) == [BlocksStored(parent=b, blocks=c)]
+    assert feed(removed("e3", "e2")) == [BlocksRemoved(blocks=c + b)]
+    assert a in feed.shadow
+    assert len(feed.shadow) == 1
+
+
+def test_an_engine_block_of_two_canonical_ones() -> None:
+    tokens = list(range(128))
+    feed = Feed(shadow_map(64))
+    ids = ids_of(tokens)
+    feed(stored(tokens[:64], ["e1"], 64))
+    feed(stored(tokens[64:], ["e2"], 64, parent="e1"))
+    assert list(feed.index) == ids
+    feed(removed("e2"))
+    assert list(feed.index) == ids[:2]
+
+
+def test_a_canonical_block_of_two_engine_ones_is_held_while_both_are() -> None:
+    tokens = list(range(64))
+    feed = Feed(shadow_map(16))
+    first, second = ids_of(tokens)
+    feed(stored(tokens[:48], ["e1", "e2", "e3"], 16))
+    assert list(feed.index) == [first]
+    feed(stored(tokens[48:], ["e4"], 16, parent="e3"))
+    assert list(feed.index) == [first, second]
+    feed(removed("e1"))
+    assert list(feed.index) == [second]
+    feed(stored(tokens[:16], ["e1"], 16))
+    assert set(feed.index) == {first, second}
+    assert feed.index[second] == first
+
+
+def test_two_second_halves_share_a_first_half() -> None:
+    feed = Feed(shadow_map(16))
+    left, right = list(range(32)), [*range(16), *range(100, 116)]
+    feed(stored(left, ["e1", "e2"], 16))
+    feed(stored(right[16:], ["e2x"], 16, parent="e1"))
+    assert set(feed.index) == {*ids_of(left), *ids_of(right)}
+    feed(removed("e1"))
+    assert feed.index == {}
+    feed(removed("e2"), stored(left[:16], ["e1"], 16))
+    assert set(feed.index) == set(ids_of(right))
+
+
+def test_a_hash_stored_twice_is_held_until_it_was_removed_twice() -> None:
+    tokens = list(range(32))
+    feed = Feed(shadow_map(32))
+    feed(stored(tokens, ["e1"], 32))
+    assert feed(stored(tokens, ["e1"], 32)) == []
+    assert feed(removed("e1")) == []
+    assert len(feed.index) == 1
+    feed(removed("e1"))
+    assert feed.index == {}
+    assert feed(removed("e1")) == [], "a third removal means nothing"
+
+
+def test_the_salt_enters_the_root_and_children_inherit_it() -> None:
+    tokens = list(range(64))
+    feed = Feed(shadow_map(32))
+    feed(stored(tokens[:32], ["e1"], 32, salt="tenant"), stored(tokens[32:], ["e2"], 32, parent="e1"))
+    assert list(feed.index) == ids_of(tokens, "tenant")
+    assert not set(feed.index) & set(ids_of(tokens))
+
+
+def test_a_lost_batch_clears_everything_and_unknown_parents_are_ignored() -> None:
+    tokens = list(range(64))
+    feed = Feed(shadow_map(32))
+    feed(stored(tokens[:32], ["e1"], 32))
+    feed.sequence += 1
+    changes = feed(stored(tokens[32:], ["e2"], 32, parent="e1"))
+    assert changes == [BlocksCleared()]
+    assert feed.shadow.ignored_blocks == 1
+    feed(stored(tokens[:32], ["e1"], 32))
+    assert list(feed.index) == ids_of(tokens[:32])
+
+
+def test_a_cleared_cache_is_empty_and_fills_again() -> None:
+    tokens = list(range(32))
+    feed = Feed(shadow_map(32))
+    assert feed(EngineBlocksCleared()) == [], "there was nothing to clear"
+    feed(stored(tokens, ["e1"], 32))
+    assert feed(EngineBlocksCleared(), stored(tokens, ["e1"], 32))[0] == BlocksCleared()
+    assert list(feed.index) == ids_of(tokens)
+
+
+def test_blocks_of_an_unexpected_size_are_ignored() -> None:
+    feed = Feed(shadow_map(32))
+    assert feed(stored(list(range(64)), ["e1"], 64), stored(list(range(40)), ["e2"], 32)) == []
+    assert feed.shadow.ignored_blocks == 2
+
+
+def test_runs_give_everything_back_parents_first() -> None:
+    feed = Feed(shadow_map(32))
+    trunk, branch = list(range(32 * 5)), [*range(64), *range(500, 564)]
+    feed(stored(trunk, ["t1", "t2", "t3", "t4", "t5"], 32))
+    feed(stored(branch[64:], ["b3", "b4"], 32, parent="t2"))
+    for run_blocks_max in (1, 2, 100):
+        seen: dict[bytes, bytes] = {}
+        for run in feed.shadow.runs(run_blocks_max):
+            parent = run.parent
+            blocks = split_ids(run.blocks)
+            assert 1 <= len(blocks) <= run_blocks_max
+            assert parent == b"" or parent in seen
+            for block in blocks:
+                assert block not in seen
+                seen[block], parent = parent, block
+        assert seen == feed.index
+
+
+@pytest.mark.parametrize("size", [48, 20, 0])
+def test_sizes_that_do_not_divide_are_refused(size: int) -> None:
+    with pytest.raises(ConfigurationError, match="multiple or a divisor"):
+        shadow_map(size)
+
+
+@given(
+    size=st.sampled_from([16, 32, 64]),
+    prompts=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=6),
+    choices=st.lists(st.integers(0, 10**6), max_size=60),
+)
+def test_the_map_equals_a_recount_of_the_engines_blocks(
+    size: int, prompts: list[list[int]], choices: list[int]
+) -> None:
+    """Blocks of few distinct contents come and go; a canonical block is held iff the engine holds all of it."""
+    feed = Feed(shadow_map(size))
+    copies: Counter[tuple[int, ...]] = Counter()
+    for choice in choices:
+        contents = prompts[choice % len(prompts)]
+        chain = [tuple(contents[: n + 1]) for n in range(len(contents))]
+        held = sorted(prefix for prefix, count in copies.items() if count)
+        if choice % 3 and held:
+            victim = held[choice % len(held)]
+            copies[victim] -= 1
+            feed(removed(str(victim)))
+            continue
+        # An engine stores what it lacks of a chain, and its parent is there by then; sometimes a copy more.
+        first = 0 if choice % 2 else next((n for n, prefix in enumerate(chain) if not copies[prefix]), len(chain) - 1)
+        if first and not copies[chain[first - 1]]:
+            continue
+        run = chain[first:]
+        tokens = [content for prefix in run for content in [prefix[-1]] * size]
+        copies.update(run)
+        feed(stored(tokens, [str(p) for p in run], size, parent=str(chain[first - 1]) if first else None))
+    expected: set[bytes] = set()
+    for contents in {prefix for prefix, count in copies.items() if count}:
+        tokens = [content for content in contents for _ in range(size)]
+        ids = ids_of(tokens)
+        for number, block in enumerate(ids):
+            covering = range(number * CANONICAL // size, -(-(number + 1) * CANONICAL // size))
+            if all(copies[contents[: e + 1]] for e in covering):
+                expected.add(block)
+    assert set(feed.index) == expected
+    assert {block for block in expected if block in feed.shadow} == expected
+    assert len(feed.shadow) == len(expected)
