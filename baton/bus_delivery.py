@@ -36,45 +36,47 @@ class HandlerRunner:
     def __init__(self, handler: Handler) -> None:
         self.malformed_messages = 0
         self._handler = handler
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._running = False
+        self._finished: asyncio.Future[None] | None = None
+        """Set by who waits for the running handler; this path runs for every message, so it makes none by itself."""
 
     async def handle(self, arrival: Arrival) -> None:
-        self._idle.clear()
-        try:
-            refusal = await self._call(arrival)
-            if refusal is not None and arrival.respond is not None:
-                await arrival.respond(Refused(error=ErrorReport.of(refusal)))
-        except BatonError as error:
-            log.warning("cannot answer on %s: %s", arrival.subject, error)
-        finally:
-            self._idle.set()
-
-    async def _call(self, arrival: Arrival) -> BatonError | None:
-        """Return the failure that the sender must learn of."""
+        self._running = True
         try:
             message = decode(arrival.payload)
-        except MalformedMessage as error:
+            await self._handler(Delivery(arrival.subject, message, arrival.stream_sequence, arrival.respond))
+        except Exception as error:  # noqa: BLE001
+            # The one boundary of all handlers: whatever goes wrong ends one message, not the service.
+            await self._refuse(arrival, error)
+        finally:
+            self._running = False
+            if self._finished is not None and not self._finished.done():
+                self._finished.set_result(None)
+
+    async def _refuse(self, arrival: Arrival, error: Exception) -> None:
+        if isinstance(error, MalformedMessage):
             self.malformed_messages += 1
             if _is_power_of_two(self.malformed_messages):
                 log.warning("malformed message %d on %s: %s", self.malformed_messages, arrival.subject, error)
-            return error
-        try:
-            await self._handler(Delivery(arrival.subject, message, arrival.stream_sequence, arrival.respond))
-        except BatonError as error:
-            log.warning("%s on %s was refused: %s", type(message).__name__, arrival.subject, error)
-            return error
-        except Exception as error:
-            # The one boundary of all handlers: a bug ends one message, not the service.
-            log.exception("the handler of %s failed on %r", arrival.subject, message)
-            return BatonError(f"{type(error).__name__} in the handler of {arrival.subject}")
-        return None
+        elif isinstance(error, BatonError):
+            log.warning("a message on %s was refused: %s", arrival.subject, error)
+        else:
+            log.error("the handler of %s failed on %r", arrival.subject, decode(arrival.payload), exc_info=error)
+            error = BatonError(f"{type(error).__name__} in the handler of {arrival.subject}")
+        if arrival.respond is not None:
+            try:
+                await arrival.respond(Refused(error=ErrorReport.of(error)))
+            except BatonError as unsent:
+                log.warning("cannot answer on %s: %s", arrival.subject, unsent)
 
     async def finish(self, grace_s: float) -> None:
         """Wait for the running handler, at most `grace_s`."""
+        if not self._running:
+            return
+        self._finished = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(grace_s):
-                await self._idle.wait()
+                await self._finished
         except TimeoutError:
             log.warning("a handler still runs after %.1f s and is cancelled", grace_s)
 

@@ -45,7 +45,7 @@ class NatsBus:
         self._name = name
         self._limits = limits
         self._client = Client()
-        self._requests: Requests | None = None
+        self._requests = Requests(self._client)
         self._subscriptions: set[_NatsSubscription] = set()
         self._followers: set[NatsFollower] = set()
         self._closed = False
@@ -96,7 +96,7 @@ class NatsBus:
         subscription = _NatsSubscription(self, subject, group, handler, self._limits)
         self._subscriptions.add(subscription)
         try:
-            await subscription.attach(self._client)
+            await subscription.attach(self._requests)
         except BaseException:
             await subscription.unsubscribe()
             raise
@@ -105,12 +105,14 @@ class NatsBus:
     async def append(self, stream: str, subject: str, message: AnyMessage, *, message_id: str) -> int:
         payload = encode(message)
         self._check_can_send(subject, payload)
-        return await append_to_stream(self._client, self._requests, stream, subject, payload, message_id, self._limits)
+        return await append_to_stream(self._requests, stream, subject, payload, message_id, self._limits)
 
     async def follow(self, stream: str, subject: str, handler: Handler, *, after: int = 0) -> Subscription:
         check_subject(subject, wildcards=True)
         self._check_open()
-        follower = NatsFollower(lambda: self._client, stream, subject, handler, after, self._limits, self._end_follower)
+        follower = NatsFollower(
+            lambda: self._requests, stream, subject, handler, after, self._limits, self._end_follower
+        )
         self._followers.add(follower)
         try:
             await follower.start()
@@ -131,7 +133,7 @@ class NatsBus:
             if ends:
                 await asyncio.wait(ends)
             if self._client.is_connected:
-                await self.round_trip(self._client)
+                await self._requests.round_trip(self._limits.reply_timeout_s)
         except BusUnavailable as error:
             log.warning("closing without the server's word: %s", error)
         finally:
@@ -169,20 +171,15 @@ class NatsBus:
 
         return respond
 
-    async def round_trip(self, client: Client) -> None:
-        """Return once the server has taken everything sent so far."""
-        try:
-            async with asyncio.timeout(self._limits.reply_timeout_s):
-                await client.flush()
-        except (nats.errors.Error, OSError, TimeoutError) as error:
-            raise BusUnavailable(f"the message bus at {_public(self._url)} does not answer: {error}") from error
-
     # ------------------------------------------------------------ the connection
 
     async def _open(self) -> None:
-        """Connect once and use that connection from now on. Raises BusUnavailable, or ConfigurationError where trying again is no use."""
+        """Connect once and use that connection from now on.
+
+        Raises BusUnavailable, or ConfigurationError where trying again is no use.
+        """
         client = Client()
-        requests: Requests | None = None
+        requests = Requests(client)
         is_up = False
 
         async def on_error(error: Exception) -> None:
@@ -197,8 +194,7 @@ class NatsBus:
                 log.debug("message bus: %s", error)
 
         async def on_lost() -> None:
-            if requests is not None:
-                requests.fail(f"lost the message bus at {_public(self._url)}")
+            requests.fail(f"lost the message bus at {_public(self._url)}")
             if not self._closed:
                 log.warning("lost the message bus at %s", _public(self._url))
 
@@ -233,7 +229,6 @@ class NatsBus:
                 flush_timeout=_SEND_STALL_S,
                 skip_subject_validation=True,
             )
-            requests = Requests(client)
             await requests.open()
         except (nats.errors.Error, OSError, TimeoutError) as error:
             await _end(client)
@@ -249,7 +244,7 @@ class NatsBus:
             try:
                 await self._open()
                 for subscription in list(self._subscriptions):
-                    await subscription.attach(self._client)
+                    await subscription.attach(self._requests)
             except (BusUnavailable, ConfigurationError) as error:
                 log.debug("message bus: %s", error)
                 await _end(self._client)
@@ -289,12 +284,12 @@ class _NatsSubscription:
     def malformed_messages(self) -> int:
         return self.mailbox.malformed_messages
 
-    async def attach(self, client: Client) -> None:
+    async def attach(self, requests: Requests) -> None:
         async def on_message(message: Msg) -> None:
             self.mailbox.offer(Arrival(message.subject, message.data, self._bus.responder(message.reply)))
 
         try:
-            self.attached = await client.subscribe(
+            self.attached = await requests.client.subscribe(
                 self._subject,
                 queue=self._group,
                 cb=on_message,
@@ -303,7 +298,7 @@ class _NatsSubscription:
             )
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {self._subject}: {error}") from error
-        await self._bus.round_trip(client)
+        await requests.round_trip(self._limits.reply_timeout_s)
 
     async def unsubscribe(self) -> None:
         self._bus.end_subscription(self)

@@ -24,33 +24,54 @@ class Requests:
     """The questions under way on one connection."""
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self.client = client
         self._inbox = client.new_inbox()
         self._asked = 0
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
 
     async def open(self) -> None:
-        await self._client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+        await self.client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
 
     async def ask(self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Msg:
-        """Return the first answer. Raises NoResponders and BusUnavailable at once, DeadlineExceeded after `timeout_s`."""
+        """Return the first answer. Raises NoResponders or BusUnavailable at once, DeadlineExceeded in the end."""
         self._asked += 1
         answer_to = f"{self._inbox}.{self._asked}"
+        try:
+            message = await self._answer(answer_to, timeout_s, subject, payload, answer_to, headers)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None
+        if message.headers is not None and message.headers.get(Header.STATUS.value) == _NO_RESPONDERS:
+            raise NoResponders(f"nobody listens on {subject}")
+        return message
+
+    async def round_trip(self, timeout_s: float) -> None:
+        """Return once the server has taken everything sent before. Raises BusUnavailable.
+
+        A message to ourselves, since nats-py's own flush sends its PING ahead of what still waits to be written.
+        """
+        self._asked += 1
+        answer_to = f"{self._inbox}.{self._asked}"
+        try:
+            await self._answer(answer_to, timeout_s, answer_to, b"", "", None)
+        except TimeoutError:
+            raise BusUnavailable(f"the message bus does not answer within {timeout_s:.3f} s") from None
+
+    async def _answer(
+        self, answer_to: str, timeout_s: float, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None
+    ) -> Msg:
+        """Publish, and return what then arrives at `answer_to`."""
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[answer_to] = answer
         try:
             async with asyncio.timeout(timeout_s):
-                await self._client.publish(subject, payload, reply=answer_to, headers=headers)
-                message = await answer
+                await self.client.publish(subject, payload, reply=reply, headers=headers)
+                return await answer
         except TimeoutError:
-            raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None
+            raise
         except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"the message bus failed: {error}") from error
         finally:
             del self._waiting[answer_to]
-        if message.headers is not None and message.headers.get(Header.STATUS.value) == _NO_RESPONDERS:
-            raise NoResponders(f"nobody listens on {subject}")
-        return message
 
     def fail(self, reason: str) -> None:
         """The connection is gone: no answer will come to what was asked on it."""

@@ -18,11 +18,9 @@ from typing import Final
 
 import msgspec
 import nats.errors
-import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy, DiscardPolicy, Header, StorageType, StreamConfig
+from nats.js.api import Header
 
 from baton.bus_delivery import Arrival, HandlerRunner, parent_wildcard
 from baton.bus_nats_requests import Requests
@@ -40,13 +38,19 @@ _SILENCE_S: Final = 5.0
 _RETRY_S: Final = 0.25
 _NS: Final = 1_000_000_000
 
-_NAME_IN_USE: Final = 10058
-"""The stream exists with other settings, which its operator chose: ours are only defaults."""
 _SUBJECTS_OVERLAP: Final = 10065
 _WRONG_STREAM: Final = 10060
 
-_BATCH_ENDED: Final = frozenset({"404", "408"})
-_HEARTBEAT: Final = "100"
+_PASSED_OVER: Final = frozenset({"100 Idle Heartbeat", "409 Batch Completed"})
+"""Newer servers add the second after a full batch, whose messages are counted here anyway."""
+_PULL_ENDED: Final = frozenset({"404 No Messages", "408 Request Timeout", "409 Message Size Exceeds MaxBytes"})
+
+
+def _control_word(message: Msg) -> str | None:
+    """Return what the server says about the pull, or None where this is a message of the stream."""
+    if message.headers is None or message.data or Header.STATUS.value not in message.headers:
+        return None
+    return f"{message.headers[Header.STATUS.value]} {message.headers.get(Header.DESCRIPTION.value, '')}"
 
 
 class _ApiError(msgspec.Struct):
@@ -54,24 +58,46 @@ class _ApiError(msgspec.Struct):
     description: str = ""
 
 
-class _Acknowledgement(msgspec.Struct):
-    """What JetStream answers to a message that it was to store."""
+class _StreamState(msgspec.Struct):
+    last_seq: int = 0
 
-    seq: int = 0
+
+class _ApiAnswer(msgspec.Struct):
+    """What we read of JetStream's answers."""
+
     error: _ApiError | None = None
+    seq: int = 0
+    """Of an acknowledgement."""
+    name: str = ""
+    """Of a consumer."""
+    created: str = ""
+    state: _StreamState = msgspec.field(default_factory=_StreamState)
+
+
+async def _call(requests: Requests, subject: str, body: dict[str, object], limits: BusLimits) -> _ApiAnswer:
+    try:
+        reply = await requests.ask(f"$JS.API.{subject}", msgspec.json.encode(body), limits.reply_timeout_s)
+    except NoResponders:
+        raise BusUnavailable("the NATS server runs without JetStream") from None
+    except DeadlineExceeded:
+        raise BusUnavailable("JetStream does not answer") from None
+    try:
+        return msgspec.json.decode(reply.data, type=_ApiAnswer)
+    except msgspec.DecodeError as error:
+        raise BusUnavailable(f"what answers in JetStream's place is something else: {error}") from error
 
 
 async def append_to_stream(
-    client: Client, requests: Requests, stream: str, subject: str, payload: bytes, message_id: str, limits: BusLimits
+    requests: Requests, stream: str, subject: str, payload: bytes, message_id: str, limits: BusLimits
 ) -> int:
-    headers = {Header.MSG_ID.value: message_id, Header.EXPECTED_STREAM.value: stream}
+    headers = {"Nats-Msg-Id": message_id, "Nats-Expected-Stream": stream}
     try:
         try:
             reply = await requests.ask(subject, payload, limits.reply_timeout_s, headers)
         except NoResponders:
-            await ensure_stream(client, stream, subject, limits)
+            await _find_or_make_stream(requests, stream, subject, limits)
             reply = await requests.ask(subject, payload, limits.reply_timeout_s, headers)
-        acknowledgement = msgspec.json.decode(reply.data, type=_Acknowledgement)
+        acknowledgement = msgspec.json.decode(reply.data, type=_ApiAnswer)
     except NoResponders:
         raise ConfigurationError(f"the stream {stream} exists but does not hold {subject}") from None
     except DeadlineExceeded as error:
@@ -86,27 +112,31 @@ async def append_to_stream(
     return acknowledgement.seq
 
 
-async def ensure_stream(client: Client, stream: str, subject: str, limits: BusLimits) -> None:
-    """Create the stream unless it exists. Raises BusUnavailable, or ConfigurationError where another has its subjects."""
-    config = StreamConfig(
-        name=stream,
-        subjects=[parent_wildcard(subject)],
-        storage=StorageType.FILE,
-        discard=DiscardPolicy.OLD,
-        max_age=limits.stream_age_s_max,
-        max_bytes=limits.stream_bytes_max,
-        duplicate_window=limits.duplicate_window_s,
-    )
-    try:
-        await JetStreamContext(client, timeout=limits.reply_timeout_s).add_stream(config)
-    except nats.js.errors.APIError as error:
-        if error.err_code == _SUBJECTS_OVERLAP:
-            raise ConfigurationError(f"{subject} belongs to another stream than {stream}") from error
-        if error.err_code != _NAME_IN_USE:
-            detail = error.description or "the server runs without JetStream"
-            raise BusUnavailable(f"the stream {stream} cannot be made: {detail}") from error
-    except (nats.errors.Error, OSError) as error:
-        raise BusUnavailable(f"the stream {stream} cannot be made: {error}") from error
+async def _find_or_make_stream(requests: Requests, stream: str, subject: str, limits: BusLimits) -> _ApiAnswer:
+    """Return when the stream was created and its last sequence.
+
+    A stream that exists with other settings was made by its operator: ours are only defaults.
+    """
+    answer = await _call(requests, f"STREAM.INFO.{stream}", {}, limits)
+    if answer.error is None:
+        return answer
+    config: dict[str, object] = {
+        "name": stream,
+        "subjects": [parent_wildcard(subject)],
+        "storage": "file",
+        "retention": "limits",
+        "discard": "old",
+        "max_age": int(limits.stream_age_s_max * _NS),
+        "max_bytes": limits.stream_bytes_max,
+        "duplicate_window": int(limits.duplicate_window_s * _NS),
+        "num_replicas": 1,
+    }
+    answer = await _call(requests, f"STREAM.CREATE.{stream}", config, limits)
+    if answer.error is None:
+        return answer
+    if answer.error.err_code == _SUBJECTS_OVERLAP:
+        raise ConfigurationError(f"{subject} belongs to another stream than {stream}")
+    raise BusUnavailable(f"the stream {stream} cannot be made: {answer.error.description}")
 
 
 class _Interrupted(Exception):
@@ -116,7 +146,7 @@ class _Interrupted(Exception):
 class NatsFollower:
     def __init__(
         self,
-        current_client: Callable[[], Client],
+        current: Callable[[], Requests],
         stream: str,
         subject: str,
         handler: Handler,
@@ -124,7 +154,7 @@ class NatsFollower:
         limits: BusLimits,
         on_end: Callable[[NatsFollower], None],
     ) -> None:
-        self._current_client = current_client
+        self._current = current
         self._stream = stream
         self._subject = subject
         self._last_sequence = after
@@ -147,7 +177,7 @@ class NatsFollower:
 
     async def start(self) -> None:
         """Begin to follow. Raises BusUnavailable where the stream cannot be had now."""
-        await ensure_stream(self._current_client(), self._stream, self._subject, self._limits)
+        await _find_or_make_stream(self._current(), self._stream, self._subject, self._limits)
         self._task = asyncio.create_task(self._follow(), name=f"follow {self._stream}")
 
     def restart(self) -> None:
@@ -174,10 +204,11 @@ class NatsFollower:
                 await asyncio.sleep(_RETRY_S)
 
     async def _follow_one_consumer(self) -> None:
-        client = self._current_client()
+        requests = self._current()
+        client = requests.client
         if not client.is_connected:
             raise _Interrupted("not connected")
-        consumer = await self._make_consumer(client)
+        consumer = await self._make_consumer(requests)
         self._arrived = asyncio.Queue()
         inbox = client.new_inbox()
         subscription = await client.subscribe(inbox, cb=self._on_message)
@@ -193,28 +224,27 @@ class NatsFollower:
     async def _on_message(self, message: Msg) -> None:
         self._arrived.put_nowait(message)
 
-    async def _make_consumer(self, client: Client) -> str:
-        await ensure_stream(client, self._stream, self._subject, self._limits)
-        js = JetStreamContext(client, timeout=self._limits.reply_timeout_s)
-        info = await js.stream_info(self._stream)
-        created = str(info.created)
-        if info.state.last_seq < self._last_sequence or self._stream_created not in ("", created):
+    async def _make_consumer(self, requests: Requests) -> str:
+        stream = await _find_or_make_stream(requests, self._stream, self._subject, self._limits)
+        if stream.state.last_seq < self._last_sequence or self._stream_created not in ("", stream.created):
             log.warning("the stream %s was made anew: reading it from its start", self._stream)
             self._last_sequence = 0
-        self._stream_created = created
-        consumer = await js.add_consumer(
-            self._stream,
-            ConsumerConfig(
-                deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-                opt_start_seq=self._last_sequence + 1,
-                ack_policy=AckPolicy.NONE,
-                filter_subject=self._subject,
-                inactive_threshold=2 * _PULL_EXPIRES_S,
-                mem_storage=True,
-                num_replicas=1,
-            ),
-        )
-        return consumer.name
+        self._stream_created = stream.created
+        config: dict[str, object] = {
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._last_sequence + 1,
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "filter_subject": self._subject,
+            "inactive_threshold": 2 * _PULL_EXPIRES_S * _NS,
+            "mem_storage": True,
+            "num_replicas": 1,
+        }
+        body: dict[str, object] = {"stream_name": self._stream, "config": config}
+        answer = await _call(requests, f"CONSUMER.CREATE.{self._stream}", body, self._limits)
+        if answer.error is not None:
+            raise _Interrupted(f"no consumer: {answer.error.description}")
+        return answer.name
 
     async def _pull(self, client: Client, consumer: str, inbox: str, delivered: int) -> int:
         """Ask for one batch and handle it; return how many messages the consumer has delivered in all."""
@@ -233,14 +263,13 @@ class NatsFollower:
                 message = await self._arrived.get()
             if message is None:
                 raise _Interrupted("the connection is new")
-            status = (message.headers or {}).get(Header.STATUS.value)
-            if status == _HEARTBEAT:
-                continue
-            if status in _BATCH_ENDED:
+            word = _control_word(message)
+            if word is None:
+                delivered = await self._handle(message, delivered)
+            elif word in _PULL_ENDED:
                 break
-            if status is not None:
-                raise _Interrupted(f"{status} {(message.headers or {}).get(Header.DESCRIPTION.value, '')}")
-            delivered = await self._handle(message, delivered)
+            elif word not in _PASSED_OVER:
+                raise _Interrupted(word)
         return delivered
 
     async def _handle(self, message: Msg, delivered: int) -> int:

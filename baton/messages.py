@@ -56,6 +56,7 @@ class ErrorReport(Part, frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------- workers
 
+
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
@@ -122,6 +123,7 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------- placement
 
+
 class Place(Message, tag="place", frozen=True, kw_only=True):
     """Gateway to any scheduler: where shall this attempt run? Answered by `Placement` or `Refused`."""
 
@@ -179,6 +181,7 @@ class Matched(Message, tag="matched", frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------- the attempt
+
 
 class Sampling(Part, frozen=True, kw_only=True):
     """How to choose tokens. `extensions` holds engine parameters that Baton passes through unread."""
@@ -386,6 +389,7 @@ class GatewayBeat(Message, tag="gateway_beat", frozen=True, kw_only=True):
 
 # ---------------------------------------------------------------- KV events
 
+
 class BlocksStored(Part, tag="stored", tag_field="t", frozen=True, kw_only=True):
     """A run of canonical blocks, each the child of the one before."""
 
@@ -437,9 +441,29 @@ class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Heartbeat | Goodbye | Place | Placement | Refused | Match | Matched | TokenChunk | PrefillTask | DecodeTask
-    | Accepted | Busy | Cancel | Acknowledge | Resend | Frames | Hint | Prefilled | Digest | GatewayBeat | KvEvents
-    | ShadowQuery | ShadowPage
+    Heartbeat
+    | Goodbye
+    | Place
+    | Placement
+    | Refused
+    | Match
+    | Matched
+    | TokenChunk
+    | PrefillTask
+    | DecodeTask
+    | Accepted
+    | Busy
+    | Cancel
+    | Acknowledge
+    | Resend
+    | Frames
+    | Hint
+    | Prefilled
+    | Digest
+    | GatewayBeat
+    | KvEvents
+    | ShadowQuery
+    | ShadowPage
 )
 
 _encoder = msgspec.msgpack.Encoder()

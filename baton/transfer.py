@@ -21,7 +21,7 @@ from typing import Protocol
 
 import baton_native
 
-from baton.errors import TransferFailed
+from baton.errors import ConfigurationError, TransferFailed
 
 KEY_BYTES = 16
 
@@ -240,7 +240,10 @@ class NativeAgent:
         native.corrupt_every = options.faults.corrupt_every
         if not 0 <= options.port <= 65535:
             raise ValueError(f"{options.port} is no port")
-        self._agent = baton_native.Agent(native, options.host, options.port)
+        try:
+            self._agent = baton_native.Agent(native, options.host, options.port)
+        except RuntimeError as failure:
+            raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
 
     def fileno(self) -> int:

@@ -112,12 +112,17 @@ class Observer:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def worker_in(self, state: AttemptState, *, request: str, timeout_s: float = 10.0) -> str:
-        """Return the worker that first reports `request` in `state`."""
+    async def worker_in(self, role: Role, state: AttemptState, *, timeout_s: float = 15.0) -> str:
+        """Return the worker of this role that next reports an attempt in `state`."""
+        self.states.clear()
         found: list[str] = []
 
         def look() -> bool:
-            found[:] = [key[0] for key, value in self.states.items() if key[1] == request and value is state]
+            found[:] = [
+                worker
+                for (worker, _, _), seen in self.states.items()
+                if seen is state and self.heartbeats[worker].role is role
+            ]
             return bool(found)
 
         await self.until(look, timeout_s=timeout_s)
@@ -174,6 +179,22 @@ class Cluster:
             *flags,
             python=python,
         )
+
+    async def wait_worker(self, name: str, *, timeout_s: float = 120.0) -> None:
+        """Wait until one worker sends heartbeats."""
+        ended = asyncio.create_task(self._ended(name))
+        beats = asyncio.create_task(self.observer.until(lambda: name in self.observer.heartbeats, timeout_s=timeout_s))
+        done, waiting = await asyncio.wait((ended, beats), return_when=asyncio.FIRST_COMPLETED)
+        for task in waiting:
+            task.cancel()
+        if ended in done:
+            raise RuntimeError(f"{name} did not start:\n{self.services[name].tail()}")
+        await beats
+
+    async def _ended(self, name: str) -> None:
+        process = self.services[name].process
+        assert process is not None, f"{name} was not started"
+        await process.wait()
 
     async def wait_ready(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until every worker that was started sends heartbeats and the gateway answers /ready."""

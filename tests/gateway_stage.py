@@ -1,500 +1,77 @@
-"""A stage for the gateway: a real gateway in front, scripted schedulers and workers behind, one bus in memory.
-
-The actors speak the real messages. A worker's output depends only on how many tokens came before, so an
-answer that moves between workers must read as if nothing had happened. Each actor can be told to lose,
-repeat, delay and swap what it sends, to refuse, to fall silent and to die.
-"""
+"""A stage for the gateway: a real one in front, actors behind, one bus in memory between them."""
 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import json
-import shutil
-import tempfile
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from random import Random
-from typing import Final
 
-import msgspec
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
-from baton_gateway.server import Server, listen, make_server
+from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
-from baton_gateway.tokenise import ModelTokenizer, Tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from baton_gateway.tokenise import Tokenizers
 
-from baton import subjects
-from baton.bus import Bus, Delivery, MemoryBus, MemoryNetwork
-from baton.clock import Clock, SystemClock
-from baton.errors import BatonError, NoWorkers
-from baton.messages import (
-    Accepted,
-    Acknowledge,
-    AnyMessage,
-    AttemptState,
-    Busy,
-    Cancel,
-    Candidate,
-    Context,
-    DecodeTask,
-    Digest,
-    DigestEntry,
-    Disaggregation,
-    ErrorReport,
-    Finish,
-    FinishReason,
-    Frame,
-    Frames,
-    Heartbeat,
-    Place,
-    Placement,
-    Prefilled,
-    PrefillTask,
-    Refused,
-    Resend,
-    Role,
-    Sampling,
-    TokenChunk,
-    TokenLogprob,
-    Usage,
-    WorkerAddress,
-    pack_tokens,
-    unpack_tokens,
-)
+from baton.bus import MemoryBus, MemoryNetwork
+from baton.clock import SystemClock
 from baton.telemetry import Tracing
-
-MODEL: Final = "tiny"
-CONTEXT_TOKENS: Final = 4096
-EOS: Final = 2
-SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE: Final = (
-    "{% for m in messages %}{% if m['role'] == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
-    "{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
-CORPUS: Final = ("the quick brown fox jumps over the lazy dog, and then it stops. ", "naïve café, 你好世界, 😀 done. ")
+from tests.gateway_actors import Actors
 
 
-def make_tokenizer(folder: Path) -> Path:
-    """Write a small byte-level BPE tokenizer with a ChatML template, as a model's folder holds it."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator([CORPUS[0]] * 8 + [CORPUS[1]], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    described = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": SPECIAL[EOS],
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(described))
-    (folder / "config.json").write_text(json.dumps({"vocab_size": 512}))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS]}))
-    return folder
-
-
-@cache
-def tiny_model() -> tuple[Path, ModelTokenizer]:
-    """Return the folder and the tokenizer that all tests of a session share."""
-    folder = tempfile.mkdtemp(prefix="baton-tiny-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = make_tokenizer(Path(folder))
-    return path, ModelTokenizer(str(path))
-
-
-@dataclass
-class Attempt:
-    """What a worker knows of one task."""
-
-    task: PrefillTask | DecodeTask
-    prompt: list[int]
-    tokens: list[int] = field(default_factory=list[int])
-    finish: Finish | None = None
-    run: asyncio.Task[None] | None = None
-
-
-@dataclass
-class Script:
-    """How a worker behaves. Every field is read at the moment it matters, so tests change them at any time."""
-
-    interval_s: float = 0.0
-    tokens_per_frame: int = 1
-    busy: str = ""
-    """Reason with which tasks are answered."""
-    refuse: BatonError | None = None
-    silent: bool = False
-    """Tasks are not answered and not run."""
-    stall_at: int | None = None
-    """Stop producing after so many tokens of an attempt, but stay alive."""
-    die_at: int | None = None
-    """Stop everything, heartbeats included, after so many tokens of an attempt."""
-    fail_at: int | None = None
-    failure: BatonError | None = None
-    """End an attempt with this error after `fail_at` tokens."""
-    twist: Callable[[list[Frame]], list[Frame]] = lambda frames: frames
-    """What the network does to a frame: loses it ([]), repeats it, changes it."""
-    capacity: int = 1 << 30
-    cached_tokens: int = 0
-    forget: bool = False
-    """Digests list nothing."""
-
-
-class Worker:
-    def __init__(
-        self, stage: Stage, name: str, role: Role = Role.DECODE, *, generation: int = 1, model: str = MODEL
-    ) -> None:
-        self.stage = stage
-        self.name = name
-        self.role = role
-        self.generation = generation
-        self.model = model
-        self.script = Script()
-        self.alive = True
-        self.attempts: dict[tuple[str, int], Attempt] = {}
-        self.chunks: dict[tuple[str, int], bytes] = {}
-        self.tombstones: set[tuple[str, int]] = set()
-        self.received: list[AnyMessage] = []
-        self.peak = 0
-
-    @property
-    def address(self) -> WorkerAddress:
-        return WorkerAddress(worker=self.name, generation=self.generation, agents=(f"agent-{self.name}",))
-
-    def got(self, kind: type[AnyMessage]) -> list[AnyMessage]:
-        return [message for message in self.received if isinstance(message, kind)]
-
-    @property
-    def running(self) -> int:
-        return sum(attempt.finish is None for attempt in self.attempts.values())
-
-    async def handle(self, delivery: Delivery) -> None:
-        if not self.alive:
-            return
-        message = delivery.message
-        self.received.append(message)
-        match message:
-            case TokenChunk(context=context):
-                key = (context.request, context.attempt)
-                self.chunks[key] = self.chunks.get(key, b"") + message.tokens
-            case PrefillTask() | DecodeTask():
-                await self._on_task(message, delivery)
-            case Cancel(context=context):
-                self.tombstones.add((context.request, context.attempt))
-                self._drop(context)
-            case Acknowledge(context=context):
-                self._drop(context)
-            case Resend(context=context, index=index):
-                await self._resend(context, index)
-            case _:
-                raise AssertionError(f"unexpected {message}")
-
-    def _drop(self, context: Context) -> None:
-        attempt = self.attempts.pop((context.request, context.attempt), None)
-        if attempt is not None and attempt.run is not None:
-            attempt.run.cancel()
-
-    async def _on_task(self, task: PrefillTask | DecodeTask, delivery: Delivery) -> None:
-        key = (task.context.request, task.context.attempt)
-        script = self.script
-        if script.silent:
-            return
-        reason = script.busy
-        if key in self.tombstones:
-            reason = "tombstone"
-        elif task.generation != self.generation:
-            reason = "generation"
-        elif self.running >= script.capacity:
-            reason = "full"
-        if reason:
-            await delivery.respond(Busy(worker=self.name, reason=reason))
-            return
-        if script.refuse is not None:
-            await delivery.respond(Refused(error=ErrorReport.of(script.refuse)))
-            return
-        prompt = unpack_tokens(self.chunks.pop(key, b"") + task.tokens)
-        assert len(prompt) == task.prompt_tokens, "the prompt did not arrive whole"
-        attempt = self.attempts[key] = Attempt(task, prompt)
-        self.peak = max(self.peak, self.running)
-        await delivery.respond(Accepted(worker=self.name, generation=self.generation))
-        if self.role is Role.DECODE:
-            assert isinstance(task, DecodeTask)
-            attempt.run = self.stage.spawn(self._produce(task.context, task.gateway, attempt))
-        else:
-            usage = Usage(prompt_tokens=len(prompt), completion_tokens=0, cached_tokens=script.cached_tokens)
-            await self.stage.bus.publish(
-                subjects.gateway(task.gateway), Prefilled(context=task.context, worker=self.name, usage=usage)
-            )
-
-    async def _produce(self, context: Context, gateway: str, attempt: Attempt) -> None:
-        sampling = attempt.task.sampling
-        origin = self.stage.origins.setdefault(context.request, len(attempt.prompt))
-        while attempt.finish is None:
-            script = self.script
-            index = len(attempt.tokens)
-            limits = [limit for limit in (script.stall_at, script.die_at, script.fail_at) if limit is not None]
-            room = min([sampling.max_tokens, *limits]) - index
-            fresh: list[int] = []
-            reason: FinishReason | None = None
-            for _ in range(min(script.tokens_per_frame, room)):
-                token = self.stage.token_at(len(attempt.prompt) + len(attempt.tokens) - origin)
-                fresh.append(token)
-                attempt.tokens.append(token)
-                ends = (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids
-                if ends and len(attempt.tokens) > sampling.min_tokens:
-                    reason = FinishReason.STOP
-                    break
-                if len(attempt.tokens) == sampling.max_tokens:
-                    reason = FinishReason.LENGTH
-            if reason is not None:
-                attempt.finish = Finish(reason=reason, usage=self._usage(attempt))
-            elif script.fail_at is not None and len(attempt.tokens) >= script.fail_at:
-                error = ErrorReport.of(script.failure or BatonError("scripted"))
-                attempt.finish = Finish(reason=FinishReason.ERROR, usage=self._usage(attempt), error=error)
-            await self._send(gateway, self._frame(context, attempt, index, fresh))
-            if script.die_at is not None and len(attempt.tokens) >= script.die_at:
-                self.die()
-            if script.stall_at is not None and len(attempt.tokens) >= script.stall_at:
-                return
-            await self.stage.clock.sleep(script.interval_s)
-
-    def _frame(self, context: Context, attempt: Attempt, index: int, tokens: Sequence[int]) -> Frame:
-        alternatives = attempt.task.sampling.logprobs
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if alternatives is not None:
-            top = tuple((100 + rank, -1.0 - rank) for rank in range(alternatives))
-            logprobs = tuple(TokenLogprob(logprob=-0.5, top=top) for _ in tokens)
-        return Frame(
-            request=context.request,
-            attempt=context.attempt,
-            index=index,
-            tokens=pack_tokens(tokens),
-            logprobs=logprobs,
-            finish=attempt.finish,
-            usage=self._usage(attempt) if index == 0 else None,
-        )
-
-    def _usage(self, attempt: Attempt) -> Usage:
-        return Usage(
-            prompt_tokens=len(attempt.prompt),
-            completion_tokens=len(attempt.tokens),
-            cached_tokens=self.script.cached_tokens,
-        )
-
-    async def _resend(self, context: Context, index: int) -> None:
-        attempt = self.attempts.get((context.request, context.attempt))
-        if attempt is not None and isinstance(attempt.task, DecodeTask):
-            await self._send(attempt.task.gateway, self._frame(context, attempt, index, attempt.tokens[index:]))
-
-    async def _send(self, gateway: str, frame: Frame) -> None:
-        for twisted in self.script.twist([frame]):
-            frames = Frames(worker=self.name, generation=self.generation, frames=(twisted,))
-            await self.stage.bus.publish(subjects.gateway(gateway), frames)
-
-    def die(self) -> None:
-        self.alive = False
-        for attempt in self.attempts.values():
-            if attempt.run is not None and attempt.run is not asyncio.current_task():
-                attempt.run.cancel()
-        self.attempts.clear()
-
-    def restart(self) -> None:
-        self.alive = True
-        self.generation += 1
-        self.script = Script()
-
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(
-            address=self.address,
-            role=self.role,
-            model=self.model,
-            model_path=str(self.stage.model_path),
-            model_digest="d1",
-            engine="scripted",
-            block_tokens=32,
-            context_tokens_max=CONTEXT_TOKENS,
-            running=self.running,
-            running_max=min(self.script.capacity, 1024),
-            kv_blocks_total=1024,
-            engine_block_tokens=32,
-            prefill_tokens_per_s=1e4,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
-            kv_bytes_per_token=1024,
-        )
-
-    async def beat(self) -> None:
-        rounds = 0
-        while True:
-            if self.alive:
-                await self.stage.bus.publish(subjects.HEARTBEAT, self.heartbeat())
-                if rounds % 4 == 0:
-                    await self._send_digests()
-            rounds += 1
-            await self.stage.clock.sleep(0.25)
-
-    async def _send_digests(self) -> None:
-        entries = tuple(
-            DigestEntry(
-                request=request,
-                attempt=number,
-                emitted=len(attempt.tokens),
-                state=AttemptState.RUNNING if attempt.finish is None else AttemptState.RETAINED,
-            )
-            for (request, number), attempt in self.attempts.items()
-            if not self.script.forget
-        )
-        digest = Digest(worker=self.name, generation=self.generation, entries=entries)
-        await self.stage.bus.publish(subjects.gateway(self.stage.gateway_id), digest)
-
-
-class Scheduler:
-    """Places on the first live worker that is not excluded."""
-
-    def __init__(self, stage: Stage) -> None:
-        self.stage = stage
-        self.places: list[Place] = []
-        self.answers: list[AnyMessage | None] = []
-        """Answers to give first, in order; None: no answer."""
-        self.refusal: BatonError | None = None
-
-    async def handle(self, delivery: Delivery) -> None:
-        place = delivery.message
-        assert isinstance(place, Place)
-        self.places.append(place)
-        if self.answers:
-            answer = self.answers.pop(0)
-            if answer is not None:
-                await delivery.respond(answer)
-            return
-        if self.refusal is not None:
-            await delivery.respond(Refused(error=ErrorReport.of(self.refusal)))
-            return
-        decode, prefill = self._pick(place, Role.DECODE), self._pick(place, Role.PREFILL)
-        wants_prefill = place.disaggregation is Disaggregation.ALWAYS
-        if decode is None or (wants_prefill and prefill is None):
-            await delivery.respond(Refused(error=ErrorReport.of(NoWorkers("no worker is left"))))
-            return
-        source = prefill.address if wants_prefill and prefill is not None else None
-        predicted = Candidate(decode=decode.name, predicted_ttft_s=0.1)
-        await delivery.respond(Placement(decode=decode.address, prefill=source, reason="scripted", predicted=predicted))
-
-    def _pick(self, place: Place, role: Role) -> Worker | None:
-        fit = [
-            worker
-            for worker in self.stage.workers.values()
-            if worker.role is role and worker.alive and worker.model == place.model and worker.name not in place.exclude
-        ]
-        return min(fit, key=lambda worker: (worker.running, worker.name), default=None)
-
-
-class Stage:
+class Stage(Actors):
     """Everything of one test. `base_url` is set while it stands."""
 
-    def __init__(self, settings: Settings, clock: Clock) -> None:
-        self.model_path, tokenizer = tiny_model()
-        self.clock = clock
+    def __init__(self, settings: Settings) -> None:
+        clock = SystemClock()
         self.network = MemoryNetwork(clock=clock)
-        self.bus: Bus = MemoryBus(self.network, name="actors")
+        super().__init__(MemoryBus(self.network, name="actors"), clock)
         self.gateway_bus = MemoryBus(self.network, name="gateway")
-        self.gateway_id = "gw-test"
-        self.workers: dict[str, Worker] = {}
-        self.scheduler = Scheduler(self)
-        self.origins: dict[str, int] = {}
-        self.answer: list[int] = [65, 66, 67, EOS]
-        """Tokens that every request is answered with; the last one repeats."""
-        self.tokenizer = tokenizer
-        self.tokenizers = Tokenizers(clock=clock, load=lambda _path: tokenizer)
+        self.tokenizers = Tokenizers(clock=clock, load=lambda _path: self.tokenizer)
         self.gateway = Gateway(
             settings,
-            gateway=self.gateway_id,
+            gateway="gw-test",
             bus=self.gateway_bus,
             clock=clock,
             tracing=Tracing("gateway"),
             tokenizers=self.tokenizers,
             random=Random(1),
         )
-        self.server: Server | None = None
         self.base_url = ""
-        self._tasks: asyncio.TaskGroup | None = None
-        self._beats: list[asyncio.Task[None]] = []
-
-    def token_at(self, index: int) -> int:
-        return self.answer[min(index, len(self.answer) - 1)]
-
-    def say(self, text: str, *, ends: bool = True) -> None:
-        """Let every request be answered with this text, and the end of sequence."""
-        self.answer = self.tokenizer.encode(text, add_special=False) + ([EOS] if ends else [])
-
-    def spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
-        assert self._tasks is not None
-        task = self._tasks.create_task(work)
-        self._beats.append(task)
-        return task
-
-    async def add(self, name: str, role: Role = Role.DECODE, *, model: str = MODEL) -> Worker:
-        worker = self.workers[name] = Worker(self, name, role, model=model)
-        await self.bus.subscribe(subjects.task(name), worker.handle)
-        self.spawn(worker.beat())
-        return worker
-
-    async def wait_for(self, condition: Callable[[], object], timeout_s: float = 5.0) -> None:
-        async with asyncio.timeout(timeout_s):
-            while not condition():  # noqa: ASYNC110  The condition spans actors that know nothing of each other.
-                await asyncio.sleep(0.005)
 
     @asynccontextmanager
-    async def standing(self) -> AsyncGenerator[Stage]:
-        async with AsyncExitStack() as stack:
-            stack.callback(self.tokenizers.close)
-            stack.push_async_callback(self.network.close)
-            stack.push_async_callback(self.bus.close)
-            stack.push_async_callback(self.gateway_bus.close)
-            await self.bus.subscribe(subjects.PLACE, self.scheduler.handle, group=subjects.SCHEDULERS)
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                try:
-                    async with self.gateway.running():
-                        yield self
-                finally:
-                    for task in self._beats:
-                        task.cancel()
-
-
-@asynccontextmanager
-async def serving(stage: Stage) -> AsyncGenerator[str]:
-    """Serve the stage's gateway over HTTP on a free port; yields the base URL."""
-    settings = msgspec.structs.replace(stage.gateway.settings, port=0)
-    with listen(settings) as listener:
-        server = stage.server = make_server(make_app(stage.gateway), settings)
-        stage.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        task = asyncio.create_task(server.serve(sockets=[listener]))
+    async def standing(self) -> AsyncGenerator[None]:
         try:
-            while not server.started:  # noqa: ASYNC110  uvicorn offers nothing to wait for.
-                await asyncio.sleep(0.005)
-            yield stage.base_url
+            async with self.acting(), self.gateway.running():
+                yield
         finally:
-            server.should_exit = True
-            await task
+            self.tokenizers.close()
+            await self.gateway_bus.close()
+            await self.bus.close()
+            await self.network.close()
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Serve the gateway over HTTP on a free port."""
+        with listen(self.gateway.settings) as listener:
+            server = make_server(make_app(self.gateway), self.gateway.settings, self.gateway.end_requests)
+            self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            task = asyncio.create_task(server.serve(sockets=[listener]))
+            try:
+                await self.wait_for(lambda: server.started)
+                yield
+            finally:
+                server.should_exit = True
+                await task
 
 
 @asynccontextmanager
-async def open_stage(settings: Settings | None = None, *, clock: Clock | None = None) -> AsyncGenerator[Stage]:
+async def open_stage(settings: Settings | None = None) -> AsyncGenerator[Stage]:
     """A stage with one decode worker, d1, that the gateway knows, served over HTTP."""
-    stage = Stage(settings or Settings(port=0), clock or SystemClock())
-    async with stage.standing(), serving(stage):
+    stage = Stage(settings or Settings(port=0))
+    async with stage.standing(), stage.serving():
         await stage.add("d1")
-        await stage.wait_for(lambda: stage.tokenizers.is_ready(str(stage.model_path), "d1") and stage.gateway.workers.models())
+        await forward(stage, "d1")
         yield stage
 
 

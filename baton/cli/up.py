@@ -192,7 +192,7 @@ class _Launch:
                 if waiting.done():
                     waiting.result()
                     return
-                self._tell(f"{children[-1].name}: still starting (log: {children[-1].program.log_path})")
+                self._tell(f"{children[-1].name}: still starting, {timeout_s - give_up_at_s + loop.time():.0f} s")
             raise _start_failed(children[-1], f"was not ready within {timeout_s:g} s")
         finally:
             for task in (waiting, *ends):

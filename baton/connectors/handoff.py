@@ -94,6 +94,9 @@ class PullStep:
 class StepPlan:
     """One step's orders, applied in this order."""
 
+    computes: bool = True
+    """False: the engine steps only to learn what its agents have finished."""
+
     revoke: tuple[bytes, ...] = ()
     """Preempted: their blocks are overwritten in this step."""
     end: tuple[bytes, ...] = ()
@@ -266,10 +269,11 @@ class HandoffScheduler:
         """All ranks have seen the lease end, and the engine frees the blocks."""
         self._prompts.pop(request, None)
 
-    def plan(self, leases: Sequence[LeaseStep]) -> StepPlan:
-        """Return this step's orders and forget them. `leases` comes from `computes`."""
+    def plan(self, leases: Sequence[LeaseStep], *, computes: bool = True) -> StepPlan:
+        """Return this step's orders and forget them. `leases` comes from `computes`, the method."""
         orders, self._orders = self._orders, _Orders()
         return StepPlan(
+            computes=computes,
             revoke=tuple(orders.revoke),
             end=tuple(orders.end),
             held=tuple(orders.held),

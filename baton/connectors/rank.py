@@ -10,17 +10,23 @@ An error in here must not end the engine: it ends the one request that it belong
 from __future__ import annotations
 
 import logging
+import select
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 from baton.connectors.handoff import LeaseStep, PullOutcome, PullStep, StepPlan, TransferReport
 from baton.transfer import Cause, EventKind, TransferAgent, TransferEvent
 
 _log = logging.getLogger(__name__)
 
-ALL_LAYERS = -1
+ALL_LAYERS: Final = -1
+
+IDLE_WAIT_S: Final = 0.004
+"""While a pull runs or a lease is held, an engine with nothing to compute steps in a loop, at up to 1 kHz and the
+cost of a processor core. Such steps wait this long for news: none of a transfer comes later, a new request may."""
 
 
 @dataclass(slots=True)
@@ -49,10 +55,13 @@ class HandoffRank:
         self.layers_arrived: dict[bytes, int] = {}
         """Of the pulls that run now: how many leading layers are here, whole and verified."""
         self._rank = rank
+        self._news = select.poll()
+        self._news.register(agent.fileno(), select.POLLIN)
         self._now_s = now_s
         self._leases: dict[bytes, _Lease] = {}
         self._pulls: dict[bytes, PullStep] = {}
         self._computing: list[tuple[_Lease, LeaseStep]] = []
+        self._idle = False
         self._results = RankResults()
         self._outcomes: list[PullOutcome] = []
         self._leases_ended: list[bytes] = []
@@ -76,6 +85,7 @@ class HandoffRank:
             if lease := self._leases.get(key):
                 lease.held = True
                 self._settle(key, lease)
+        self._idle = not plan.computes
         self._computing = [(lease, step) for step in plan.leases if (lease := self._lease_step(step)) is not None]
         for key in plan.cancel:
             with self._failing_pull_on_error(key):
@@ -99,6 +109,8 @@ class HandoffRank:
     def end(self) -> RankResults:
         """Close the step and return what has been finished since the last one."""
         self._computing = []
+        if self._idle and (self._pulls or self._leases) and not self._results.sent and not self._results.received:
+            self._news.poll(IDLE_WAIT_S * 1000)
         for event in self.agent.poll():
             self._take(event)
         results, self._results = self._results, RankResults()

@@ -157,7 +157,7 @@ class BatonConnector(KVConnectorBase_V1):
                 assert self._kv_cache_manager is not None
                 table = self._kv_cache_manager.get_block_ids(request)[0]
                 leases.append(scheduler.computes(request, table, computed[request], computed[request] + tokens))
-        return StepMetadata(scheduler.plan(leases))
+        return StepMetadata(scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:

@@ -41,7 +41,10 @@ class BatonWorker:
         rank = self._baton().rank
         if rank is None:
             return {}
-        return {**asdict(rank.agent.stats()), "layers_arrived": dict(rank.layers_arrived)}
+        return {
+            **asdict(rank.agent.stats()),
+            "layers_arrived": {key.hex(): layers for key, layers in rank.layers_arrived.items()},
+        }
 
     def baton_set_faults(self, delay_s: float, corrupt_every: int) -> None:
         """Inject faults at this rank's agent, for tests and benchmarks."""

@@ -257,6 +257,8 @@ class SimulatedEngine:
 
     def _agent_broke(self, error: TransferFailed) -> None:
         self._fail(EngineFailed(f"the transfer agent failed: {error.detail}"))
+        if self._steps is not None:
+            self._steps.cancel()
 
     def _lease_over(self, key: bytes) -> None:
         stream = self._streams.get(key)

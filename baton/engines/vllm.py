@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
@@ -172,6 +173,8 @@ class VllmEngine:
             await self._host.stop()
             self._host = None
         self._llm = None
+        # vLLM's objects form a cycle, and complain if the interpreter's end is the first to break it.
+        gc.collect()
 
     async def set_faults(self, faults: Faults) -> None:
         """Inject faults at this engine's agents, for tests and benchmarks."""
@@ -262,7 +265,8 @@ class VllmEngine:
         rows: Any = completion.logprobs if alternatives is not None and attempt.request.leg is not Leg.PREFILL else None
         pulled = attempt.outcome
         return EngineDelta(
-            tokens=completion.token_ids,
+            # What prefill samples is no part of the answer: decode samples the first token itself.
+            tokens=() if attempt.request.leg is Leg.PREFILL else completion.token_ids,
             logprobs=token_logprobs(completion.token_ids, rows, alternatives or 0) if rows else (),
             finish=finish,
             cached_tokens=max((output.num_cached_tokens or 0) - (pulled.tokens if pulled else 0), 0),

@@ -47,6 +47,7 @@ class VllmHost:
         self._agent = agent
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[AsyncLLM] = self._loop.create_future()
+        self._loaded = False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="baton-vllm-host", daemon=True)
         self.recorder = LoadRecorder(ranks=1)
@@ -58,16 +59,17 @@ class VllmHost:
         """Load the model. Raises ConfigurationError with a sentence for the user."""
         self._thread.start()
         # The thread cannot be interrupted; `stop` makes it clean up behind itself.
-        return await asyncio.shield(self._started)
+        llm = await asyncio.shield(self._started)
+        self._loaded = True
+        self._started = self._loop.create_future()
+        return llm
 
     async def stop(self) -> None:
         """End vLLM's processes. While the model still loads, they end once it has."""
         self._stop.set()
-        if self._started.done() or not self._thread.is_alive():
+        if self._loaded:
             await asyncio.to_thread(self._thread.join)
-        else:
-            # Nobody waits for the result any more; without this its failure would be reported as unseen.
-            self._started.cancel()
+        self._started.cancel()
 
     def _run(self) -> None:
         try:
@@ -85,6 +87,8 @@ class VllmHost:
         self._tell(llm)
         self._stop.wait()
         llm.shutdown(timeout=SHUTDOWN_TIMEOUT_S)
+        # vLLM keeps this frame in a traceback of its own, and an engine that outlives the interpreter complains.
+        del llm
 
     def _tell(self, result: AsyncLLM | BatonError) -> None:
         def settle() -> None:

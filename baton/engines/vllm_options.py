@@ -60,6 +60,8 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    # A worker does not wake for the end of its queue; after this long vLLM sends it a signal, which it heeds.
+    "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
     ENGINE_MARK: "1",
 }
 """Of every engine, before vLLM is imported."""

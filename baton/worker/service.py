@@ -129,12 +129,13 @@ class WorkerService:
                     block_tokens=self._identity.block_tokens,
                     timeout_s=self._timers.canary_timeout_s,
                 )
-                loops += [
-                    tasks.create_task(self._every(self._timers.heartbeat_s, self._beat), name="heartbeat"),
-                    tasks.create_task(self._every(self._timers.digest_s, self._send_digests), name="digests"),
-                    tasks.create_task(self._watch_engine(), name="health"),
-                ]
                 async with self._subscribed():
+                    # Whoever hears the first heartbeat may send a task at once.
+                    loops += [
+                        tasks.create_task(self._every(self._timers.heartbeat_s, self._beat), name="heartbeat"),
+                        tasks.create_task(self._every(self._timers.digest_s, self._send_digests), name="digests"),
+                        tasks.create_task(self._watch_engine(), name="health"),
+                    ]
                     on_ready()
                     await stop.wait()
                     await self._drain()
@@ -196,7 +197,10 @@ class WorkerService:
     def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
         address = self._identity.address
         accepted = Accepted(worker=address.worker, generation=address.generation)
-        if task.generation == address.generation and self._ledger.get(key_of(task)) is not None:
+        known = self._ledger.get(key_of(task))
+        if known is not None and known.stopping:
+            return Busy(worker=address.worker, reason="tombstone", detail="this attempt is being ended here")
+        if known is not None and task.generation == address.generation:
             return accepted
         started = self._start(task, now_s)
         if isinstance(started, Refusal):

@@ -82,6 +82,11 @@ class ShadowMap:
     def __len__(self) -> int:
         return len(self._held)
 
+    @property
+    def engine_blocks(self) -> int:
+        """Engine blocks that are held, or that a held one still belongs together with."""
+        return len(self._blocks)
+
     def __contains__(self, block: bytes) -> bool:
         return block in self._held
 

@@ -12,9 +12,13 @@ using namespace nb::literals;
 
 namespace {
 
-baton::Bytes view(const nb::bytes& data) { return {static_cast<const std::uint8_t*>(data.data()), data.size()}; }
+baton::Bytes view(const nb::bytes& data) {
+  return {static_cast<const std::uint8_t*>(data.data()), data.size()};
+}
 
-nb::bytes to_bytes(baton::Bytes data) { return nb::bytes(data.data(), data.size()); }
+nb::bytes to_bytes(baton::Bytes data) {
+  return nb::bytes(data.data(), data.size());
+}
 
 baton::Digest key_of(const nb::bytes& key) {
   if (key.size() != baton::kDigestBytes) throw std::invalid_argument("a key has 32 bytes");
@@ -63,9 +67,8 @@ void bind_hash(nb::module_& m) {
       "root"_a, "packed_tokens"_a, "block_tokens"_a, "parent"_a = nb::bytes("", 0),
       "Return the 16-byte ids of all full blocks, concatenated.");
   m.def(
-      "crc32c",
-      [](const nb::bytes& data, std::uint32_t crc) { return baton::crc32c(crc, data.data(), data.size()); }, "data"_a,
-      "crc"_a = 0, "Extend `crc` over `data`.");
+      "crc32c", [](const nb::bytes& data, std::uint32_t crc) { return baton::crc32c(crc, data.data(), data.size()); },
+      "data"_a, "crc"_a = 0, "Extend `crc` over `data`.");
   m.def(
       "crc32c_portable",
       [](const nb::bytes& data, std::uint32_t crc) { return baton::crc32c_portable(crc, data.data(), data.size()); },

@@ -101,9 +101,13 @@ Words words_of(const Digest& key) {
 
 Blake3::Blake3() : Blake3(kInitial, 0) {}
 Blake3::Blake3(const Digest& key) : Blake3(words_of(key), kKeyed) {}
-Blake3::Blake3(const Words& key, std::uint32_t flags) : key_(key), flags_(flags) { chunk_.chaining_value = key_; }
+Blake3::Blake3(const Words& key, std::uint32_t flags) : key_(key), flags_(flags) {
+  chunk_.chaining_value = key_;
+}
 
-std::uint32_t Blake3::start_flag() const { return chunk_.blocks_compressed == 0 ? kChunkStart : 0; }
+std::uint32_t Blake3::start_flag() const {
+  return chunk_.blocks_compressed == 0 ? kChunkStart : 0;
+}
 
 Blake3& Blake3::add(Bytes input) {
   while (!input.empty()) {
@@ -159,7 +163,11 @@ Digest Blake3::digest() const {
   return out;
 }
 
-Digest blake3(Bytes input) { return Blake3().add(input).digest(); }
-Digest blake3_keyed(const Digest& key, Bytes input) { return Blake3(key).add(input).digest(); }
+Digest blake3(Bytes input) {
+  return Blake3().add(input).digest();
+}
+Digest blake3_keyed(const Digest& key, Bytes input) {
+  return Blake3(key).add(input).digest();
+}
 
 }  // namespace baton

@@ -41,7 +41,9 @@ constexpr std::size_t kLaneBytes = 2048;
 
 using ShiftTables = std::array<std::array<std::uint32_t, 256>, 4>;
 
-constexpr std::uint32_t append_zero_byte(std::uint32_t crc) { return (crc >> 8) ^ kTables[0][crc & 0xFF]; }
+constexpr std::uint32_t append_zero_byte(std::uint32_t crc) {
+  return (crc >> 8) ^ kTables[0][crc & 0xFF];
+}
 
 ShiftTables make_shift_tables() {
   // CRC over zeros is linear in the CRC before: shifting each bit alone gives the shift of every value.

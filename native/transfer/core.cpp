@@ -21,7 +21,8 @@ Core::Core(Options options)
 
 void Core::set_geometry(Geometry geometry) {
   if (geometry_.layers != 0) throw std::invalid_argument("the pool was set already");
-  if (geometry.layers == 0 || geometry.layers >= kAllLayers) throw std::invalid_argument("a pool has 1 to 65534 layers");
+  if (geometry.layers == 0 || geometry.layers >= kAllLayers)
+    throw std::invalid_argument("a pool has 1 to 65534 layers");
   if (geometry.blocks == 0) throw std::invalid_argument("a pool has at least one block");
   if (geometry.block_tokens == 0) throw std::invalid_argument("a block has at least one token");
   if (geometry.block_bytes == 0 || geometry.block_bytes > (std::uint64_t{64} << 20)) {
@@ -47,58 +48,57 @@ std::vector<Action> Core::step(double now_s, std::span<const Event> events) {
 }
 
 void Core::on(double now_s, const Event& event) {
-  std::visit(
-      Overloaded{
-          [&](const OpenLease& e) { source_.open(now_s, e); },
-          [&](const ExtendLease& e) { source_.extend(e); },
-          [&](const PostReady& e) { source_.post_ready(e); },
-          [&](const CompleteLease& e) { source_.complete(e); },
-          [&](const RevokeLease& e) { source_.revoke(now_s, e); },
-          [&](const StartPull& e) { sink_.pull(now_s, e); },
-          [&](const CancelPull& e) { sink_.cancel(e); },
-          [&](const ReleaseLease& e) { sink_.release(now_s, e); },
-          [&](const SetFaults& e) { options_.faults = e.faults; },
-          [&](const Shutdown&) {
-            source_.shut_down();
-            sink_.shut_down();
-          },
-          [&](const Accepted& e) { open_connection(now_s, e.connection, Handshake::Side::source); },
-          [&](const Connected& e) { open_connection(now_s, e.connection, Handshake::Side::sink); },
-          [&](const Closed& e) { on_closed(now_s, e); },
-          [&](const FrameArrived& e) { on_frame(now_s, e); },
-          [&](const DataArrived& e) {
-            const auto found = connections_.find(e.connection);
-            if (found == connections_.end()) return;
-            const Handshake& handshake = found->second.handshake;
-            const bool expected = handshake.agreed() && handshake.side() == Handshake::Side::sink;
-            if (!expected || !sink_.on_data(now_s, e)) drop_broken(e.connection);
-          },
-          [&](const Served& e) {
-            if (connections_.contains(e.connection)) source_.on_served(e);
-          },
-          [&](const Placed& e) {
-            if (e.slot >= 0 && connections_.contains(e.connection)) {
-              out_.send(e.connection, frames::CreditSlot{e.slot});
-            }
-            sink_.on_placed(now_s, e);
-          },
-          [&](const PlacingStopped& e) { sink_.on_placing_stopped(now_s, e); },
-          [&](const BackendOffered& e) {
-            const auto found = connections_.find(e.connection);
-            if (found == connections_.end()) return;
-            settle(now_s, e.connection, found->second.handshake.on_offered(e.ok, e.offer, out_));
-          },
-          [&](const BackendAccepted& e) {
-            const auto found = connections_.find(e.connection);
-            if (found != connections_.end()) found->second.handshake.on_accepted(e.ok, e.proof, out_);
-          },
-          [&](const BackendChecked& e) {
-            const auto found = connections_.find(e.connection);
-            if (found == connections_.end()) return;
-            settle(now_s, e.connection, found->second.handshake.on_checked(e.ok, out_));
-          },
-      },
-      event);
+  std::visit(Overloaded{
+                 [&](const OpenLease& e) { source_.open(now_s, e); },
+                 [&](const ExtendLease& e) { source_.extend(e); },
+                 [&](const PostReady& e) { source_.post_ready(e); },
+                 [&](const CompleteLease& e) { source_.complete(e); },
+                 [&](const RevokeLease& e) { source_.revoke(now_s, e); },
+                 [&](const StartPull& e) { sink_.pull(now_s, e); },
+                 [&](const CancelPull& e) { sink_.cancel(e); },
+                 [&](const ReleaseLease& e) { sink_.release(now_s, e); },
+                 [&](const SetFaults& e) { options_.faults = e.faults; },
+                 [&](const Shutdown&) {
+                   source_.shut_down();
+                   sink_.shut_down();
+                 },
+                 [&](const Accepted& e) { open_connection(now_s, e.connection, Handshake::Side::source); },
+                 [&](const Connected& e) { open_connection(now_s, e.connection, Handshake::Side::sink); },
+                 [&](const Closed& e) { on_closed(now_s, e); },
+                 [&](const FrameArrived& e) { on_frame(now_s, e); },
+                 [&](const DataArrived& e) {
+                   const auto found = connections_.find(e.connection);
+                   if (found == connections_.end()) return;
+                   const Handshake& handshake = found->second.handshake;
+                   const bool expected = handshake.agreed() && handshake.side() == Handshake::Side::sink;
+                   if (!expected || !sink_.on_data(now_s, e)) drop_broken(e.connection);
+                 },
+                 [&](const Served& e) {
+                   if (connections_.contains(e.connection)) source_.on_served(e);
+                 },
+                 [&](const Placed& e) {
+                   if (e.slot >= 0 && connections_.contains(e.connection)) {
+                     out_.send(e.connection, frames::CreditSlot{e.slot});
+                   }
+                   sink_.on_placed(now_s, e);
+                 },
+                 [&](const PlacingStopped& e) { sink_.on_placing_stopped(now_s, e); },
+                 [&](const BackendOffered& e) {
+                   const auto found = connections_.find(e.connection);
+                   if (found == connections_.end()) return;
+                   settle(now_s, e.connection, found->second.handshake.on_offered(e.ok, e.offer, out_));
+                 },
+                 [&](const BackendAccepted& e) {
+                   const auto found = connections_.find(e.connection);
+                   if (found != connections_.end()) found->second.handshake.on_accepted(e.ok, e.proof, out_);
+                 },
+                 [&](const BackendChecked& e) {
+                   const auto found = connections_.find(e.connection);
+                   if (found == connections_.end()) return;
+                   settle(now_s, e.connection, found->second.handshake.on_checked(e.ok, out_));
+                 },
+             },
+             event);
 }
 
 void Core::open_connection(double now_s, ConnectionId connection, Handshake::Side side) {
@@ -122,9 +122,8 @@ void Core::on_frame(double now_s, const FrameArrived& arrived) {
   const Bytes body = Bytes(arrived.frame).subspan(1);
   Handshake& handshake = found->second.handshake;
   if (!handshake.agreed()) return settle(now_s, arrived.connection, handshake.on_frame(type, body, out_));
-  const bool good = handshake.side() == Handshake::Side::source
-                        ? on_source_frame(now_s, arrived.connection, type, body)
-                        : on_sink_frame(now_s, arrived.connection, type, body);
+  const bool good = handshake.side() == Handshake::Side::source ? on_source_frame(now_s, arrived.connection, type, body)
+                                                                : on_sink_frame(now_s, arrived.connection, type, body);
   if (!good) drop_broken(arrived.connection);
 }
 

@@ -120,8 +120,8 @@ struct BackendChecked {
 };
 
 using Event = std::variant<OpenLease, ExtendLease, PostReady, CompleteLease, RevokeLease, StartPull, CancelPull,
-                           ReleaseLease, SetFaults, Shutdown, Accepted, Connected, Closed, FrameArrived, DataArrived, Served,
-                           Placed, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
+                           ReleaseLease, SetFaults, Shutdown, Accepted, Connected, Closed, FrameArrived, DataArrived,
+                           Served, Placed, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
 
 // ---------------------------------------------------------------- actions
 

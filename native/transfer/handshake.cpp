@@ -31,7 +31,9 @@ bool same(const Digest& a, const Digest& b) {
   return difference == 0;
 }
 
-Bytes view(std::string_view text) { return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()}; }
+Bytes view(std::string_view text) {
+  return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
+}
 
 }  // namespace
 
@@ -45,7 +47,9 @@ Handshake::Handshake(Side side, ConnectionId connection, const Options& options,
       expected_incarnation_(expected_incarnation),
       own_nonce_(nonce) {}
 
-void Handshake::start(Outbox& out) { out.send(connection_, frames::Hello{.nonce = own_nonce_}); }
+void Handshake::start(Outbox& out) {
+  out.send(connection_, frames::Hello{.nonce = own_nonce_});
+}
 
 frames::Identity Handshake::identity() const {
   return {.incarnation = options_.incarnation,
@@ -177,9 +181,9 @@ Handshake::Outcome Handshake::on_identify(const frames::Identify& identify, Outb
     if (std::find(have.begin(), have.end(), *name) != have.end()) candidates_.push_back(*name);
   }
   if (candidates_.empty()) {
-    return refuse("no common backend: the sink has '" + identify.identity.backends + "', the source has '" +
-                      own.backends + "'",
-                  out);
+    return refuse(
+        "no common backend: the sink has '" + identify.identity.backends + "', the source has '" + own.backends + "'",
+        out);
   }
   out.send(connection_, frames::Welcome{own, proof(Side::source, own)});
   step_ = Step::backends;

@@ -43,9 +43,9 @@ void Source::open(double now_s, const OpenLease& command) {
   if (const auto ended = ended_.find(command.key); ended != ended_.end()) {
     const EndedLease before = ended->second;
     ended_.erase(ended);
-    // A sink may give up before its source begins: the lease then ends as soon as it exists.
-    if (!before.opened) return end(now_s, found, before.cause, before.detail);
     lease.generation = before.generation + 1;
+    // A sink may be done before its source begins, or begins again: the lease then ends as soon as it is open.
+    if (before.by_sink) return end(now_s, found, before.cause, before.detail, true);
   }
   for (const ReaderId& id : lease.readers) attach(id, lease);
   const auto [first, last] = parked_.equal_range(command.key);
@@ -133,8 +133,7 @@ void Source::revoke(double now_s, const RevokeLease& command) {
     }
     parked_.erase(first, last);
     return remember(now_s, command.key,
-                    {.generation = generation(command.key), .cause = Cause::revoked, .detail = detail,
-                     .opened = true});
+                    {.generation = generation(command.key), .cause = Cause::revoked, .detail = detail});
   }
   if (found == leases_.end() || !found->second.open) return;
   Lease& lease = found->second;
@@ -274,8 +273,7 @@ void Source::on_served(const Served& served) {
       generation = leases_.at(reader->second.ask.key).generation;
     }
   }
-  out_.send(served.connection,
-            frames::ChunkEnd{served.pull, served.sequence, generation, served.slot, served.crc});
+  out_.send(served.connection, frames::ChunkEnd{served.pull, served.sequence, generation, served.slot, served.crc});
 }
 
 void Source::on_keep_alive(double now_s, ConnectionId connection, const frames::KeepAlive& frame) {
@@ -289,13 +287,13 @@ void Source::on_keep_alive(double now_s, ConnectionId connection, const frames::
 void Source::on_release(double now_s, const frames::Release& release) {
   const std::string detail = release.cause == Cause::none ? "" : "the sink gave the pull up";
   if (const auto lease = leases_.find(release.key); lease != leases_.end()) {
-    return end(now_s, lease, release.cause, detail);
+    return end(now_s, lease, release.cause, detail, true);
   }
   const auto [first, last] = parked_.equal_range(release.key);
   for (auto at = first; at != last; ++at) readers_.erase(at->second);
   parked_.erase(first, last);
   if (ended_.contains(release.key)) return;
-  remember(now_s, release.key, {.cause = release.cause, .detail = detail, .opened = false});
+  remember(now_s, release.key, {.cause = release.cause, .detail = detail, .by_sink = true});
 }
 
 // ---------------------------------------------------------------- ends
@@ -307,7 +305,7 @@ void Source::stop_serving(const ReaderId& id) {
   out_.put(StopServing{id.first, id.second});
 }
 
-void Source::end(double now_s, Leases::iterator found, Cause cause, const std::string& detail) {
+void Source::end(double now_s, Leases::iterator found, Cause cause, const std::string& detail, bool by_sink) {
   const Key key = found->first;
   const Lease lease = std::move(found->second);
   leases_.erase(found);
@@ -319,7 +317,7 @@ void Source::end(double now_s, Leases::iterator found, Cause cause, const std::s
     out_.send(id.first, frames::Ended{id.second, cause == Cause::none ? Cause::expired : cause, detail});
     readers_.erase(id);
   }
-  remember(now_s, key, {.generation = lease.generation, .cause = cause, .detail = detail, .opened = true});
+  remember(now_s, key, {.generation = lease.generation, .cause = cause, .detail = detail, .by_sink = by_sink});
   const auto kind = cause == Cause::none ? ReportKind::lease_released : ReportKind::lease_ended;
   out_.put(Report{.kind = kind, .key = key, .cause = cause, .detail = detail});
 }

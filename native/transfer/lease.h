@@ -68,7 +68,7 @@ class Source {
     Cause cause = Cause::none;
     std::string detail;
     double forget_s = 0;
-    bool opened = false;  // False: a sink gave it up before it existed.
+    bool by_sink = false;  // The sink is done with this key, whatever its source does next.
   };
 
   using Leases = std::unordered_map<Key, Lease, KeyHash>;
@@ -79,7 +79,7 @@ class Source {
   bool refuse_if_short(Lease& lease, const ReaderId& id);
   void serve(const ReaderId& id, Reader& reader, const Lease& lease, const frames::Request& request);
   void stop_serving(const ReaderId& id);
-  void end(double now_s, Leases::iterator lease, Cause cause, const std::string& detail);
+  void end(double now_s, Leases::iterator lease, Cause cause, const std::string& detail, bool by_sink = false);
   void remember(double now_s, const Key& key, EndedLease ended);
   void detach(const ReaderId& id);
   void unpark(const ReaderId& id, const Key& key);

@@ -4,8 +4,6 @@
 #include <cstdio>
 #include <stdexcept>
 
-#include "transfer/endpoint.h"
-
 namespace baton::transfer {
 namespace {
 
@@ -20,7 +18,9 @@ std::string seconds(double duration_s) {
 Sink::Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats)
     : options_(options), geometry_(geometry), out_(out), stats_(stats) {}
 
-double Sink::keep_alive_interval_s() const { return std::min(1.0, options_.lease_ttl_s / 3); }
+double Sink::keep_alive_interval_s() const {
+  return std::min(1.0, options_.lease_ttl_s / 3);
+}
 
 // ---------------------------------------------------------------- the owner's commands
 
@@ -37,8 +37,8 @@ void Sink::pull(double now_s, const StartPull& command) {
            std::to_string(command.first_token));
   }
   const std::uint32_t first_block = command.first_token / block_tokens;
-  const auto needed = static_cast<std::uint32_t>((std::uint64_t{command.tokens} + block_tokens - 1) / block_tokens) -
-                      first_block;
+  const auto needed =
+      static_cast<std::uint32_t>((std::uint64_t{command.tokens} + block_tokens - 1) / block_tokens) - first_block;
   if (command.blocks.size() != needed) {
     refuse("tokens [" + std::to_string(command.first_token) + ", " + std::to_string(command.tokens) + ") fill " +
            std::to_string(needed) + " blocks, not " + std::to_string(command.blocks.size()));
@@ -84,63 +84,7 @@ void Sink::shut_down() {
   for (auto& [id, pull] : pulls_) fail(pull, Cause::cancelled, "the agent was closed");
 }
 
-// ---------------------------------------------------------------- connections
-
-Sink::Peer& Sink::peer_of(double now_s, const std::string& endpoint) {
-  const auto parsed = parse_endpoint(endpoint);
-  if (!parsed) throw std::invalid_argument("'" + endpoint + "' is not an endpoint of an agent");
-  if (const auto found = peers_.find(endpoint); found != peers_.end()) return found->second;
-  if (peers_.size() >= options_.limits.peers) throw std::invalid_argument("too many sources are in use");
-  Peer& peer = peers_[endpoint];
-  peer.endpoint = endpoint;
-  peer.address = parsed->address;
-  peer.incarnation = parsed->incarnation;
-  peer.give_up_s = now_s + options_.connect_timeout_s;
-  peer.lost_detail = "no answer from the source";
-  connect(peer);
-  out_.wake_at(peer.give_up_s);
-  return peer;
-}
-
-void Sink::connect(Peer& peer) {
-  peer.connection = next_connection_;
-  next_connection_ += 2;
-  peer.ready = false;
-  endpoints_[peer.connection] = peer.endpoint;
-  out_.put(Connect{peer.connection, peer.address});
-}
-
-Sink::Peer* Sink::peer_on(ConnectionId connection) {
-  const auto found = endpoints_.find(connection);
-  return found == endpoints_.end() ? nullptr : &peers_.at(found->second);
-}
-
-// A pull that is fencing or waits for its writes to stop takes nothing from its source.
-Sink::Pull* Sink::pull_on(ConnectionId connection, PullId id) {
-  const auto found = pulls_.find(id);
-  const Peer* peer = peer_on(connection);
-  if (found == pulls_.end() || peer == nullptr || found->second.endpoint != peer->endpoint) return nullptr;
-  return found->second.state == State::fencing ? nullptr : &found->second;
-}
-
-std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
-  const auto found = endpoints_.find(connection);
-  return found == endpoints_.end() ? 0 : peers_.at(found->second).incarnation;
-}
-
-void Sink::on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum) {
-  Peer* peer = peer_on(connection);
-  if (peer == nullptr) return;
-  peer->ready = true;
-  peer->backend = backend;
-  peer->checksum = checksum;
-  peer->idle_since_s = now_s;
-  for (const frames::Release& release : std::exchange(peer->releases, {})) out_.send(connection, release);
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == peer->endpoint && pull.state != State::fencing) ask(now_s, pull, connection);
-  }
-  out_.wake_at(now_s + options_.limits.idle_s);
-}
+// ---------------------------------------------------------------- what sources say
 
 void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
   pull.keep_alive_s = pull.progress_s = now_s;
@@ -153,37 +97,13 @@ void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
   out_.wake_at(now_s + keep_alive_interval_s());
 }
 
-void Sink::on_refused(ConnectionId connection, Cause cause, const std::string& detail) {
-  Peer* peer = peer_on(connection);
-  if (peer == nullptr) return;
-  endpoints_.erase(connection);
-  const std::string endpoint = peer->endpoint;
-  peer->releases.clear();
-  fail_all(endpoint, cause, detail);
-  peers_.erase(endpoint);
+// A pull that is fencing or waits for its writes to stop takes nothing from its source.
+Sink::Pull* Sink::pull_on(ConnectionId connection, PullId id) {
+  const auto found = pulls_.find(id);
+  const Peer* peer = peer_on(connection);
+  if (found == pulls_.end() || peer == nullptr || found->second.endpoint != peer->endpoint) return nullptr;
+  return found->second.state == State::fencing ? nullptr : &found->second;
 }
-
-void Sink::on_closed(double now_s, ConnectionId connection, const std::string& detail) {
-  Peer* peer = peer_on(connection);
-  if (peer == nullptr) return;
-  endpoints_.erase(connection);
-  if (peer->ready) peer->give_up_s = now_s + options_.connect_timeout_s;
-  peer->ready = false;
-  peer->connection = 0;
-  peer->lost_detail = detail;
-  peer->retry_s = now_s + options_.limits.reconnect_s;
-  out_.wake_at(std::min(peer->retry_s, peer->give_up_s));
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint != peer->endpoint) continue;
-    account(now_s, pull);
-    // Nothing of that connection is written any more, so its chunks can be asked for anew.
-    for (const auto& [sequence, chunk] : pull.in_flight) pull.again.push_back(chunk.run);
-    pull.in_flight.clear();
-    if (pull.state == State::verifying) pull.state = State::pulling;
-  }
-}
-
-// ---------------------------------------------------------------- what sources say
 
 bool Sink::on_opened(double now_s, ConnectionId connection, const frames::Opened& frame) {
   Pull* pull = pull_on(connection, frame.pull);
@@ -452,20 +372,6 @@ void Sink::on_placing_stopped(double now_s, const PlacingStopped& stopped) {
   request_more(now_s, pull);
 }
 
-void Sink::fail_all(const std::string& endpoint, Cause cause, const std::string& detail) {
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == endpoint) fail(pull, cause, detail);
-  }
-}
-
-void Sink::send_release(Peer& peer, const Key& key, Cause cause) {
-  if (peer.ready) {
-    out_.send(peer.connection, frames::Release{key, cause});
-  } else if (peer.releases.size() < options_.limits.pulls) {
-    peer.releases.push_back({key, cause});
-  }
-}
-
 void Sink::erase(PullId id) {
   const auto found = pulls_.find(id);
   by_key_.erase(found->second.key);
@@ -510,37 +416,6 @@ void Sink::tick_pull(double now_s, Pull& pull) {
 void Sink::tick(double now_s) {
   for (auto& [id, pull] : pulls_) tick_pull(now_s, pull);
   tick_peers(now_s);
-}
-
-void Sink::tick_peers(double now_s) {
-  for (auto at = peers_.begin(); at != peers_.end();) {
-    Peer& peer = at->second;
-    const bool wanted = peer.pulls > 0 || !peer.releases.empty();
-    bool forget = false;
-    if (peer.ready) {
-      forget = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;
-      if (!wanted && !forget) out_.wake_at(peer.idle_since_s + options_.limits.idle_s);
-    } else if (!wanted) {
-      forget = true;
-    } else if (now_s >= peer.give_up_s) {
-      peer.releases.clear();
-      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + peer.address + ": " + peer.lost_detail);
-      forget = true;
-    } else {
-      out_.wake_at(peer.give_up_s);
-      if (peer.connection == 0 && now_s >= peer.retry_s) connect(peer);
-      if (peer.connection == 0) out_.wake_at(peer.retry_s);
-    }
-    if (!forget) {
-      ++at;
-      continue;
-    }
-    if (peer.connection != 0) {
-      endpoints_.erase(peer.connection);
-      out_.put(Close{peer.connection, "not needed any more"});
-    }
-    at = peers_.erase(at);
-  }
 }
 
 }  // namespace baton::transfer

@@ -75,7 +75,7 @@ class Sink {
     double retry_s = 0;    // While without a connection.
     double idle_since_s = 0;
     std::string lost_detail;
-    std::size_t pulls = 0;  // Not counting those that fence.
+    std::size_t pulls = 0;                 // Not counting those that fence.
     std::deque<frames::Release> releases;  // To be sent once connected.
   };
   struct Pull {
@@ -86,16 +86,16 @@ class Sink {
     std::uint32_t tokens = 0;
     std::vector<std::uint32_t> blocks;
     State state = State::wanted;
-    bool stopping = false;   // `PlacingStopped` is awaited.
-    bool reopened = false;   // `Opened` came while it was.
-    bool revoked = false;    // The source gave a generation up and has not opened the next.
+    bool stopping = false;  // `PlacingStopped` is awaited.
+    bool reopened = false;  // `Opened` came while it was.
+    bool revoked = false;   // The source gave a generation up and has not opened the next.
     bool ever_opened = false;
     std::uint64_t generation = 0;
-    std::vector<std::uint32_t> ready_tokens;    // Per layer, as the source posts.
-    std::vector<std::uint32_t> requested;       // Per layer, blocks from the first on.
-    std::vector<std::uint32_t> verified;        // Per layer, a count of blocks.
-    std::vector<Run> again;                     // Lost with a connection; asked for first.
-    std::map<std::uint32_t, Chunk> in_flight;   // By sequence.
+    std::vector<std::uint32_t> ready_tokens;   // Per layer, as the source posts.
+    std::vector<std::uint32_t> requested;      // Per layer, blocks from the first on.
+    std::vector<std::uint32_t> verified;       // Per layer, a count of blocks.
+    std::vector<Run> again;                    // Lost with a connection; asked for first.
+    std::map<std::uint32_t, Chunk> in_flight;  // By sequence.
     std::uint32_t next_sequence = 0;
     std::uint32_t layers_reported = 0;
     std::uint64_t blocks_verified = 0;

@@ -49,6 +49,11 @@ class Agent {
     std::uint32_t watched = 0;
   };
 
+  // What epoll says of the agent's own descriptors; every other token is a connection's id.
+  static constexpr std::uint64_t kListenToken = ~std::uint64_t{0};
+  static constexpr std::uint64_t kWakeToken = kListenToken - 1;
+  static constexpr const char* kBrokenProtocol = "the peer broke the protocol";
+
   static double now_s();
   void step(std::span<const Event> events);
   void step_locked(std::span<const Event> events);
@@ -71,7 +76,7 @@ class Agent {
   void read(ConnectionId id);
   void flush_all();
   void watch(ConnectionId id, Connection& connection, std::uint32_t events);
-  void drop(ConnectionId id, const std::string& why);
+  void drop(ConnectionId id, std::string why);
   [[nodiscard]] Connection* find(ConnectionId id);
 
   std::uint64_t chunk_bytes_max_ = 0;

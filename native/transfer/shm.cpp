@@ -82,7 +82,8 @@ std::unique_ptr<Segment> Segment::create(std::uint64_t slot_bytes) {
     segment->name_ += "0123456789abcdef"[random[i] & 15];
   }
   segment->slot_bytes_ = slot_bytes;
-  segment->slots_ = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(kRingBytes / slot_bytes, kSlotsMin, kSlotsMax));
+  segment->slots_ =
+      static_cast<std::uint32_t>(std::clamp<std::uint64_t>(kRingBytes / slot_bytes, kSlotsMin, kSlotsMax));
   const int fd = ::shm_open(segment->name_.c_str(), O_CREAT | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) return nullptr;
   segment->linked_ = true;
@@ -119,14 +120,18 @@ Blob Segment::offer() const {
   return blob;
 }
 
-Blob Segment::token() const { return {memory_, memory_ + kTokenBytes}; }
+Blob Segment::token() const {
+  return {memory_, memory_ + kTokenBytes};
+}
 
 void Segment::unlink() {
   if (linked_) ::shm_unlink(name_.c_str());
   linked_ = false;
 }
 
-std::uint8_t* Segment::slot(std::uint32_t index) const { return memory_ + kHeaderBytes + index * slot_bytes_; }
+std::uint8_t* Segment::slot(std::uint32_t index) const {
+  return memory_ + kHeaderBytes + index * slot_bytes_;
+}
 
 ShmPath::ShmPath(std::unique_ptr<Segment> segment, ConnectionId connection, const Pool& pool, bool checksum,
                  std::vector<Event>& happened)

@@ -28,7 +28,9 @@ std::uint32_t checksum_of(std::span<const iovec> pieces) {
 Stream::Stream(int fd, ConnectionId connection, std::vector<Event>& happened)
     : fd_(fd), connection_(connection), happened_(happened), buffer_(kBufferBytes) {}
 
-Stream::~Stream() { ::close(fd_); }
+Stream::~Stream() {
+  ::close(fd_);
+}
 
 void Stream::allow_payloads(std::uint64_t bytes_max, bool checksum) {
   payload_bytes_max_ = bytes_max;
@@ -50,9 +52,8 @@ bool Stream::send(Blob frame) {
 }
 
 void Stream::serve(const Serve& chunk, std::vector<iovec> pieces, std::uint64_t bytes) {
-  payloads_.push_back(Payload{.chunk = chunk,
-                              .header = encode(frames::Data{chunk.pull, chunk.sequence, bytes}),
-                              .pieces = std::move(pieces)});
+  payloads_.push_back(Payload{
+      .chunk = chunk, .header = encode(frames::Data{chunk.pull, chunk.sequence, bytes}), .pieces = std::move(pieces)});
 }
 
 void Stream::stop_serving(PullId pull) {

@@ -6,10 +6,15 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 import pytest
 from bus_world import World, memory_world, nats_world
 from servers import Server, start_nats
+from transfer_rig import BLOCK_BYTES, OPTIONS, MakeNode, Node
+
+from baton.transfer import NativeAgent
+from baton.transfer_memory import MemoryFabric
 
 _names = (f"t{number}" for number in itertools.count())
 
@@ -37,3 +42,33 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
             yield await nats_world(stack, request.getfixturevalue("nats_server"))
     leftover = asyncio.all_tasks() - {asyncio.current_task()}
     assert not leftover, f"tasks are left after close: {leftover}"
+
+
+@pytest.fixture(params=["shm", "tcp", "memory"])
+def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
+    """Make nodes whose transfer agents talk over one backend; close them afterwards."""
+    nodes: list[Node] = []
+    fabric = MemoryFabric()
+
+    def make(*, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, **changes: object) -> Node:
+        options = replace(OPTIONS, **changes)  # pyright: ignore[reportArgumentType]
+        if request.param == "memory":
+            agent = fabric.agent(options)
+        else:
+            agent = NativeAgent(replace(options, backends=(request.param,)))
+        nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.agent.close()
+
+
+@pytest.fixture
+def source(make_node: MakeNode) -> Node:
+    return make_node()
+
+
+@pytest.fixture
+def sink(make_node: MakeNode) -> Node:
+    return make_node()

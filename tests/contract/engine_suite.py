@@ -409,21 +409,19 @@ class EngineSuite:
         expected = await collect(pair.prefill, pair.request(turn, salt="computed here"))
         assert second.tokens == expected.tokens
 
-    async def test_decode_may_come_long_before_or_after_prefill(self, pair: Pair) -> None:
-        for decode_first in (True, False):
-            prompt = pair.prompt(150)
-            prefill = pair.request(prompt, leg=Leg.PREFILL)
-            decode = pair.request(prompt, leg=Leg.DECODE, name=prefill.request)
-            order = [(pair.decode, decode), (pair.prefill, prefill)]
-            first, second = order if decode_first else reversed(order)
-            running = asyncio.create_task(collect(*first))
-            await asyncio.sleep(0.3)
-            assert running.done() is not decode_first
-            await collect(*second)
-            answer = await running if decode_first else None
-            if answer is not None:
-                expected = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
-                assert answer.tokens == expected.tokens
+    @pytest.mark.parametrize("decode_first", [True, False])
+    async def test_either_leg_may_come_long_before_the_other(self, pair: Pair, decode_first: bool) -> None:
+        prompt = pair.prompt(150)
+        prefill = pair.request(prompt, leg=Leg.PREFILL)
+        decode = pair.request(prompt, leg=Leg.DECODE, name=prefill.request)
+        legs = {"prefill": (pair.prefill, prefill), "decode": (pair.decode, decode)}
+        first, second = ("decode", "prefill") if decode_first else ("prefill", "decode")
+        waiting = asyncio.create_task(collect(*legs[first]))
+        await asyncio.sleep(0.3)
+        assert waiting.done() is not decode_first, "decode waits for prefill, and prefill for nobody"
+        answers = {second: await collect(*legs[second]), first: await waiting}
+        expected = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
+        assert answers["decode"].tokens == expected.tokens
         await pair.settled()
 
     async def test_a_lease_is_held_until_decode_has_it(self, pair: Pair) -> None:

@@ -335,3 +335,14 @@ async def test_close_sends_what_was_published(world: World, name: str) -> None:
         await sender.publish(f"{name}.a", message(number))
     await sender.close()
     assert len(await inbox.wait(500)) == 500
+
+
+async def test_a_subscription_hears_everything_from_its_first_moment(world: World, name: str) -> None:
+    sender, receiver = await world.open(), await world.open()
+    for number in range(200):
+        inbox = Inbox()
+        subscription = await receiver.subscribe(f"{name}.{number}", inbox)
+        for label in range(3):
+            await sender.publish(f"{name}.{number}", message(label))
+        assert await inbox.wait(3) == ["0", "1", "2"]
+        await subscription.unsubscribe()

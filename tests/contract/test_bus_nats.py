@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 from bus_world import NOT_A_MESSAGE, Inbox, echo, eventually, label_of, message
@@ -24,6 +25,22 @@ async def server() -> AsyncIterator[Server]:
     assert not leftover, f"tasks are left after close: {leftover}"
 
 
+@pytest.fixture
+async def connect(server: Server) -> AsyncIterator[Callable[[], Awaitable[NatsBus]]]:
+    buses: list[NatsBus] = []
+
+    async def open_bus() -> NatsBus:
+        buses.append(await NatsBus.connect(server.url, name="test"))
+        return buses[-1]
+
+    yield open_bus
+    for bus in buses:
+        await bus.close()
+
+
+Connect = Callable[[], Awaitable[NatsBus]]
+
+
 async def _restored(bus: NatsBus, subject: str) -> None:
     async with asyncio.timeout(5):
         while True:
@@ -35,8 +52,10 @@ async def _restored(bus: NatsBus, subject: str) -> None:
                 return
 
 
-async def test_a_killed_server_is_reported_and_subscriptions_survive_its_restart(server: Server) -> None:
-    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+async def test_a_killed_server_is_reported_and_subscriptions_survive_its_restart(
+    server: Server, connect: Connect
+) -> None:
+    bus, inbox = await connect(), Inbox()
     await bus.subscribe("a.*", echo)
     await bus.subscribe("b", inbox)
     server.kill()
@@ -54,12 +73,13 @@ async def test_a_killed_server_is_reported_and_subscriptions_survive_its_restart
     await _restored(bus, "a.x")
     await bus.publish("b", message("after"))
     assert await inbox.wait(1) == ["after"]
-    await bus.close()
 
 
-async def test_a_stream_survives_on_disk_and_a_follower_misses_and_repeats_nothing(server: Server) -> None:
-    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
-    reader = await NatsBus.connect(server.url, name="reader")
+async def test_a_stream_survives_on_disk_and_a_follower_misses_and_repeats_nothing(
+    server: Server, connect: Connect
+) -> None:
+    bus, inbox = await connect(), Inbox()
+    reader = await connect()
     await reader.follow("S", "s.*", inbox)
     stop = asyncio.Event()
     appended = 0
@@ -87,12 +107,10 @@ async def test_a_stream_survives_on_disk_and_a_follower_misses_and_repeats_nothi
         stop.set()
     assert await inbox.wait(appended) == [str(number) for number in range(appended)]
     assert [delivery.stream_sequence for delivery in inbox.deliveries] == list(range(1, appended + 1))
-    await bus.close()
-    await reader.close()
 
 
-async def test_a_server_that_forgot_the_stream_gets_it_again(server: Server) -> None:
-    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+async def test_a_server_that_forgot_the_stream_gets_it_again(server: Server, connect: Connect) -> None:
+    bus, inbox = await connect(), Inbox()
     for number in range(5):
         await bus.append("S", "s.a", message(number), message_id=str(number))
     await bus.follow("S", "s.*", inbox)
@@ -104,11 +122,23 @@ async def test_a_server_that_forgot_the_stream_gets_it_again(server: Server) -> 
     await eventually(lambda: bus.connected)
     assert await bus.append("S", "s.a", message("new"), message_id="n") == 1
     assert (await inbox.wait(6))[-1] == "new"
-    await bus.close()
 
 
-async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server: Server) -> None:
-    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+async def test_many_batches_come_through_one_consumer(connect: Connect, caplog: pytest.LogCaptureFixture) -> None:
+    bus, inbox = await connect(), Inbox()
+    appends = (bus.append("S", "s.a", message(number), message_id=str(number)) for number in range(1500))
+    await asyncio.gather(*appends)
+    with caplog.at_level(logging.DEBUG):
+        await bus.follow("S", "s.*", inbox)
+        await inbox.wait(1500)
+        await bus.append("S", "s.a", message("last"), message_id="last")
+        assert (await inbox.wait(1501))[-1] == "last"
+    assert [delivery.stream_sequence for delivery in inbox.deliveries] == list(range(1, 1502))
+    assert "anew" not in caplog.text
+
+
+async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server: Server, connect: Connect) -> None:
+    bus, inbox = await connect(), Inbox()
     subscription = await bus.follow("S", "s.*", inbox)
     raw = Client()
     await raw.connect(server.url)
@@ -117,11 +147,10 @@ async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server
     await bus.append("S", "s.a", message("good"), message_id="1")
     assert await inbox.wait(1) == ["good"]
     assert subscription.malformed_messages == 1
-    await bus.close()
 
 
-async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: Server) -> None:
-    bus = await NatsBus.connect(server.url, name="test")
+async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: Server, connect: Connect) -> None:
+    bus = await connect()
     await bus.subscribe("a", echo)
     server.pause()
     try:
@@ -130,11 +159,10 @@ async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: 
     finally:
         server.resume()
     assert label_of(await bus.request("a", message("again"), timeout_s=2)) == "again"
-    await bus.close()
 
 
-async def test_what_a_stalled_server_does_not_take_is_bounded(server: Server) -> None:
-    bus = await NatsBus.connect(server.url, name="test")
+async def test_what_a_stalled_server_does_not_take_is_bounded(server: Server, connect: Connect) -> None:
+    bus = await connect()
     server.pause()
     try:
         with pytest.raises(BusUnavailable):
@@ -143,11 +171,10 @@ async def test_what_a_stalled_server_does_not_take_is_bounded(server: Server) ->
                     await bus.publish("a", message("x" * (4 << 20)))
     finally:
         server.resume()
-    await bus.close()
 
 
-async def test_closing_while_the_server_is_down_ends_soon(server: Server) -> None:
-    bus = await NatsBus.connect(server.url, name="test")
+async def test_closing_while_the_server_is_down_ends_soon(server: Server, connect: Connect) -> None:
+    bus = await connect()
     await bus.subscribe("a", echo)
     await bus.follow("S", "s.a", echo)
     server.kill()
@@ -200,8 +227,8 @@ async def test_credentials_in_the_address(settings: str, right: str, wrong: str)
             assert "secret" not in str(raised.value)
 
 
-async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Server) -> None:
-    bus, inbox = await NatsBus.connect(server.url, name="test"), Inbox()
+async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Server, connect: Connect) -> None:
+    bus, inbox = await connect(), Inbox()
     await bus.subscribe("a", echo)
     await bus.follow("S", "s.*", inbox)
     # With other credentials in force, the server tells a connection that is up to go, and nats-py gives up on it.
@@ -215,7 +242,6 @@ async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Se
     assert await inbox.wait(1) == ["after"]
     with pytest.raises(NoResponders):
         await bus.request("nobody", message("?"), timeout_s=1)
-    await bus.close()
 
 
 async def test_the_payload_limit_is_the_servers() -> None:

@@ -206,5 +206,5 @@ class SameAsTable(RuleBasedStateMachine):
 @pytest.mark.parametrize("implementation", [kind for kind in IMPLEMENTATIONS if kind is not TableIndex])
 def test_same_as_the_dictionary(implementation: type[Index]) -> None:
     machine = type("Machine", (SameAsTable,), {"implementation": implementation})
-    machine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
     machine.TestCase().runTest()

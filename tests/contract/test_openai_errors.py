@@ -12,7 +12,8 @@ import pytest
 from baton_gateway.config import Settings
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
-from tests.gateway_stage import CONTEXT_TOKENS, MODEL, Stage, open_stage
+from tests.gateway_actors import CONTEXT_TOKENS, MODEL
+from tests.gateway_stage import Stage, open_stage
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -99,22 +100,22 @@ async def test_malformed_http(stage: Stage) -> None:
     writer.close()
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{}]}, "tools"),
-        ({"response_format": {"type": "json_schema"}}, "response_format"),
-        ({"temperature": 9}, "temperature"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"n": 5}, "n"),
-        ({"stop_token_ids": [512]}, "stop_token_ids"),
-        ({"logit_bias": {"512": 1}}, "logit_bias"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
-        ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
-        ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
-    ],
-)
+FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{}]}, "tools"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"temperature": 9}, "temperature"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"n": 5}, "n"),
+    ({"stop_token_ids": [512]}, "stop_token_ids"),
+    ({"logit_bias": {"512": 1}}, "logit_bias"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
+    ({"messages": [{"role": "developer", "content": "x"}]}, "messages"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), FIELDS)
 async def test_fields(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
     error = error_of(await client.post(CHAT, json={**HI, **fields}), 400, "invalid_request")
     assert error["param"] == param
@@ -219,11 +220,22 @@ async def test_health_and_readiness(stage: Stage, client: httpx.AsyncClient) -> 
 
 
 async def test_missing_keys() -> None:
-    async with open_stage(Settings(port=0, api_keys=("secret",))) as stage:
-        async with httpx.AsyncClient(base_url=stage.base_url) as client:
-            for headers in ({}, {"authorization": "Basic secret"}, {"authorization": "Bearer"}):
-                refused = await client.get("/v1/models", headers=headers)
-                error_of(refused, 401, "invalid_api_key")
-                assert refused.headers["www-authenticate"] == "Bearer"
-            assert (await client.get("/health")).status_code == 200
-            assert (await client.get("/nope")).status_code == 401
+    settings = Settings(port=0, api_keys=("secret",))
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
+        for authorization in ("", "Basic secret", "Bearer", "Bearer  wrong"):
+            refused = await client.get("/v1/models", headers={"authorization": authorization})
+            error_of(refused, 401, "invalid_api_key")
+            assert refused.headers["www-authenticate"] == "Bearer"
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/nope")).status_code == 401
+
+
+async def test_the_document_describes_the_bodies(client: httpx.AsyncClient) -> None:
+    document = (await client.get("/openapi.json")).json()
+    for path, kind in ((CHAT, "ChatBody"), (COMPLETIONS, "CompletionBody")):
+        body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert body == {"$ref": f"#/components/schemas/{kind}"}
+        assert "model" in document["components"]["schemas"][kind]["required"]
+    text = json.dumps(document)
+    for name in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
+        assert name in document["components"]["schemas"]

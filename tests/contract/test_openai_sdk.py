@@ -9,12 +9,15 @@ from contextlib import AsyncExitStack
 import openai
 import pytest
 from baton_gateway.config import Settings
+from openai.types import Completion
+from openai.types.chat import ChatCompletionMessageParam
 
 from baton.messages import Cancel, DecodeTask, PrefillTask, Role, unpack_tokens
-from tests.gateway_stage import MODEL, Stage, forward, open_stage
+from tests.gateway_actors import MODEL
+from tests.gateway_stage import Stage, forward, open_stage
 
 HELLO = "Hello wörld, 你好 😀! And then it stops."
-MESSAGES = [{"role": "user", "content": "hi"}]
+MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -43,9 +46,7 @@ async def test_a_chat(stage: Stage, client: openai.AsyncOpenAI) -> None:
     assert answer.choices[0].message.content == HELLO
     assert answer.choices[0].message.role == "assistant"
     assert answer.choices[0].finish_reason == "stop"
-    prompt = stage.tokenizer.encode(
-        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special=False
-    )
+    prompt = stage.tokenizer.encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n", add_special=False)
     (task,) = stage.workers["d1"].got(DecodeTask)
     assert isinstance(task, DecodeTask)
     assert unpack_tokens(task.tokens) == prompt
@@ -94,7 +95,7 @@ async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: open
     prefill.script.cached_tokens = 5
     await forward(stage, "p1")
     answer = await client.completions.create(
-        model=MODEL, prompt="the quick", max_tokens=50, extra_headers={"x-baton-disaggregation": "always"}
+        model=MODEL, prompt=[7] * 40, max_tokens=50, extra_headers={"x-baton-disaggregation": "always"}
     )
     assert answer.choices[0].text == HELLO
     assert answer.usage is not None
@@ -112,10 +113,15 @@ async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: open
 async def test_completions_of_every_kind_of_prompt(stage: Stage, client: openai.AsyncOpenAI) -> None:
     stage.say("ok")
     tokens = stage.tokenizer.encode("the fox", add_special=False)
-    for prompt, choices in (("the fox", 1), (["the fox", "the dog"], 2), (tokens, 1), ([tokens, tokens, tokens], 3)):
+    prompts: list[tuple[str | list[str] | list[int] | list[list[int]], int]] = [
+        ("the fox", 1), (["the fox", "the dog"], 2), (tokens, 1), ([tokens, tokens, tokens], 3)
+    ]  # fmt: skip
+    answer: Completion | None = None
+    for prompt, choices in prompts:
         answer = await client.completions.create(model=MODEL, prompt=prompt)
         assert [choice.text for choice in answer.choices] == ["ok"] * choices
         assert [choice.index for choice in answer.choices] == list(range(choices))
+    assert answer is not None
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 3 * len(tokens)
 
@@ -151,18 +157,18 @@ async def test_a_stop_string_ends_the_answer_and_the_decode(
     worker.script.interval_s = 0.001
     worker.script.cached_tokens = 3
     stage.say(HELLO * 50, ends=False)
-    parameters = {"model": MODEL, "messages": MESSAGES, "stop": ["好 😀", "never"]}
+    stop = ["好 😀", "never"]
     if stream:
         chunks = [
             chunk
             async for chunk in await client.chat.completions.create(
-                **parameters, stream=True, stream_options={"include_usage": True}
+                model=MODEL, messages=MESSAGES, stop=stop, stream=True, stream_options={"include_usage": True}
             )
         ]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
         usage, reason = chunks[-1].usage, chunks[-2].choices[0].finish_reason
     else:
-        answer = await client.chat.completions.create(**parameters)
+        answer = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stop=stop)
         text, usage = answer.choices[0].message.content or "", answer.usage
         reason = answer.choices[0].finish_reason
     assert text == "Hello wörld, 你"
@@ -213,9 +219,7 @@ async def test_a_long_prompt_travels_in_chunks(stage: Stage, client: openai.Asyn
 
 async def test_many_at_once(stage: Stage, client: openai.AsyncOpenAI) -> None:
     stage.workers["d1"].script.interval_s = 0.001
-    answers = await asyncio.gather(
-        *(client.chat.completions.create(model=MODEL, messages=MESSAGES) for _ in range(40))
-    )
+    answers = await asyncio.gather(*(client.chat.completions.create(model=MODEL, messages=MESSAGES) for _ in range(40)))
     assert {answer.choices[0].message.content for answer in answers} == {HELLO}
     assert stage.workers["d1"].peak > 5
     await stage.wait_for(lambda: not stage.workers["d1"].attempts)

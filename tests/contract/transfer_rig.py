@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from baton.transfer import EventKind, Pool, TransferAgent, TransferEvent
+from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key
 
 LAYERS = 4
 BLOCKS = 48
@@ -17,6 +17,12 @@ GAP_BYTES = 64
 POISON = 0xA5
 TERMINAL = frozenset({EventKind.PULL_DONE, EventKind.PULL_FAILED})
 WAIT_S = 8.0
+
+KEY = lease_key("request", 0)
+OPTIONS = AgentOptions(secret="shared", lease_ttl_s=3.0, unclaimed_ttl_s=5.0)
+SOURCE_BLOCKS = list(range(3, 15))
+SINK_BLOCKS = list(range(30, 42))
+TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 
 
 class Node:
@@ -133,3 +139,24 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
     while not condition():
         assert time.monotonic() < deadline_s, "the condition did not become true"
         time.sleep(0.002)
+
+
+MakeNode = Callable[..., Node]
+"""Of the fixture `make_node`: fields of AgentOptions, `fingerprint` and `block_bytes` may be given."""
+
+
+def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = 10.0) -> None:
+    """Pull all that `SOURCE_BLOCKS` hold, from `first_token` on, into `SINK_BLOCKS`."""
+    blocks = SINK_BLOCKS[first_token // BLOCK_TOKENS :]
+    sink.agent.pull(
+        key, source.agent.endpoint, first_token=first_token, tokens=TOKENS, blocks=blocks, budget_s=budget_s
+    )
+
+
+def assert_nothing_left(*nodes: Node) -> None:
+    def is_empty(node: Node) -> bool:
+        stats = node.agent.stats()
+        return (stats.leases, stats.leased_blocks, stats.pulls, stats.parked) == (0, 0, 0, 0)
+
+    # The last release may still be on its way.
+    wait_until(lambda: all(is_empty(node) for node in nodes), 1.0)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import Answer, EngineProcess, until
+from engine_pair import Pair
+from engine_process import EngineProcess
 
 from baton.cli.tiny_model import make_tiny_model
 
@@ -33,12 +32,17 @@ AGENT: dict[str, Any] = {
 }
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ends_engines: kills the session's engines, and therefore runs last")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Without vLLM there is nothing to test here; with it, the first test also pays for the engines' start."""
+    items.sort(key=lambda item: item.get_closest_marker("ends_engines") is not None)
     here = Path(__file__).parent
     for item in items:
         if item.path.parent == here and item.path.name.startswith("test_vllm_"):
-            item.add_marker(pytest.mark.timeout(240))
+            item.add_marker(pytest.mark.timeout(700))
             if importlib.util.find_spec("vllm") is None:
                 item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
 
@@ -48,70 +52,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     make_tiny_model(folder)
     return folder
-
-
-@dataclass
-class Pair:
-    """A prefill and a decode engine of the same model, and requests that go through both."""
-
-    prefill: EngineProcess
-    decode: EngineProcess
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
-
-    def name(self) -> str:
-        return f"request-{next(self._numbers)}"
-
-    def send_prefill(self, name: str, tokens: list[int], **fields: Any) -> Answer:
-        sampling = {"max_tokens": 1}
-        return self.prefill.send(
-            "generate", request=name, leg="prefill", tokens=tokens, sampling=sampling, **fields
-        )
-
-    def send_decode(self, name: str, tokens: list[int], output_tokens: int, **fields: Any) -> Answer:
-        fields = {"agents": self.prefill.facts["agents"]} | fields
-        return self.decode.send(
-            "generate", request=name, leg="decode", tokens=tokens, sampling=greedy(output_tokens), **fields
-        )
-
-    def disaggregated(self, tokens: list[int], output_tokens: int) -> tuple[list[int], dict[str, Any]]:
-        """Return the tokens that prefill → decode generates, and decode's last delta."""
-        name = self.name()
-        prefill = self.send_prefill(name, tokens)
-        decode = self.send_decode(name, tokens, output_tokens)
-        output = decode.tokens()
-        prefill.wait()
-        return output, decode.last
-
-    def aggregated(self, tokens: list[int], output_tokens: int) -> list[int]:
-        """Return what the decode engine generates alone, with nothing cached."""
-        name = self.name()
-        return self.decode.send(
-            "generate", request=name, leg="whole", tokens=tokens, sampling=greedy(output_tokens), cache_salt=name
-        ).tokens()
-
-    def settled(self) -> None:
-        self.prefill.settled()
-        self.decode.settled()
-
-    def hold(self, layer: int, passes: int = 0) -> None:
-        """Stop prefill's next step before `layer`, after it has gone by it `passes` times."""
-        (self.prefill.gate / "hold").write_text(f'{{"layer": {layer}, "pass": {passes}}}')
-
-    def held(self) -> None:
-        until((self.prefill.gate / "held").exists, 20)
-
-    def let_go(self) -> None:
-        for name in ("hold", "held"):
-            (self.prefill.gate / name).unlink(missing_ok=True)
-
-
-def greedy(output_tokens: int) -> dict[str, Any]:
-    return {"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True}
-
-
-def prompt(tokens: int, seed: int) -> list[int]:
-    """Return token ids that no other seed shares a first block with."""
-    return [(index * 7919 + seed * 104729 + 13) % 8000 + 50 for index in range(tokens)]
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +64,8 @@ def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
             engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
             started.append(engine)
             engine.wait_started()
-        yield Pair(*started)
+        prefill, decode = started
+        yield Pair(prefill, decode)
     finally:
         for engine in started:
             engine.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -22,7 +22,7 @@ from baton.transfer import AgentOptions, Faults
 
 
 def say(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message, default=lambda value: value.hex() if isinstance(value, bytes) else str(value)))
+    sys.stdout.write(json.dumps(message, default=bytes.hex))
     sys.stdout.write("\n")
     sys.stdout.flush()
 
@@ -46,6 +46,7 @@ class Driver:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         self._events: list[dict[str, Any]] = []
+        self._running: dict[int, asyncio.Task[None]] = {}
 
     async def gather_events(self) -> None:
         with suppress(EngineFailed):
@@ -53,24 +54,41 @@ class Driver:
 
     async def _gather_events(self) -> None:
         async for batch in self._engine.events():
-            self._events.append(msgspec.to_builtins(batch) | {"kinds": [type(event).__name__ for event in batch.events]})
+            self._events.append(
+                msgspec.to_builtins(batch) | {"kinds": [type(event).__name__ for event in batch.events]}
+            )
 
     async def do(self, command: dict[str, Any]) -> None:
         number = command["id"]
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[number] = task
         try:
             say({"id": number, "result": await self._result(command)})
         except BatonError as error:
             say({"id": number, "error": error.code, "detail": error.detail})
+        except asyncio.CancelledError:
+            say({"id": number, "error": "stopped", "detail": "the driver was told to close the iterator"})
+            raise
+        finally:
+            del self._running[number]
 
     async def _result(self, command: dict[str, Any]) -> Any:
         engine = self._engine
         match command["do"]:
             case "generate":
-                async for delta in engine.generate(engine_request(command)):
-                    say({"id": command["id"], "delta": msgspec.to_builtins(delta)})
+                async with aclosing(engine.generate(engine_request(command))) as deltas:
+                    async for delta in deltas:
+                        say({"id": command["id"], "delta": msgspec.to_builtins(delta)})
                 return None
             case "abort":
                 return await engine.abort(command["request"], command.get("attempt", 0))
+            case "stop":
+                # Closes the iterator, as a client that leaves does.
+                self._running[command["command"]].cancel()
+                return None
+            case "health":
+                return await engine.check_health()
             case "load":
                 return msgspec.to_builtins(engine.load())
             case "stats":
@@ -89,7 +107,11 @@ class Driver:
 async def main(settings: dict[str, Any]) -> None:
     agent = msgspec.convert(settings.get("agent", {}), AgentOptions)
     engine = VllmEngine(settings["model"], role=Role(settings["role"]), options=settings["options"], agent=agent)
-    facts = await engine.start()
+    try:
+        facts = await engine.start()
+    except BatonError as error:
+        say({"id": 0, "error": error.code, "detail": error.detail})
+        return
     try:
         say({"id": 0, "result": msgspec.to_builtins(facts)})
         driver = Driver(engine)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 DRIVER = Path(__file__).with_name("driver.py")
-START_TIMEOUT_S = 150.0
+START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 60.0
 
 
@@ -33,6 +33,7 @@ class EngineError(Exception):
 class Answer:
     """All lines that answer one command."""
 
+    number: int = 0
     lines: queue.Queue[dict[str, Any]] = field(default_factory=queue.Queue)
     deltas: list[dict[str, Any]] = field(default_factory=list)
 
@@ -85,13 +86,20 @@ class EngineProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def pids(self) -> list[int]:
+        """Return the processes of the engine: its scheduler and its ranks, without the driver."""
+        cores = [child for child in _children(self.pid) if _name(child).startswith("VLLM::Engine")]
+        return [*cores, *self.worker_pids()]
+
     def worker_pids(self) -> list[int]:
         """Return the ranks' processes: the children of the scheduler's."""
-        return [rank for core in _children(self.pid) for rank in _children(core) if _name(rank).startswith("VLLM::Work")]
+        return [
+            rank for core in _children(self.pid) for rank in _children(core) if _name(rank).startswith("VLLM::Work")
+        ]
 
     def send(self, do: str, **fields: Any) -> Answer:
         number = next(self._numbers)
-        answer = self._answers[number] = Answer()
+        answer = self._answers[number] = Answer(number)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"id": number, "do": do, **fields}) + "\n")
         self._process.stdin.flush()

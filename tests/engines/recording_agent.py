@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from baton.transfer import AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
@@ -18,9 +19,11 @@ class RecordingAgent:
         self.generations: dict[bytes, int] = {}
         self.pulls: set[bytes] = set()
         self._events: list[TransferEvent] = []
+        self._readable = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def tell(self, kind: EventKind, key: bytes, cause: Cause = Cause.NONE, layers: int = 0, moved: int = 0) -> None:
         self._events.append(TransferEvent(kind=kind, key=key, cause=cause, layers=layers, bytes=moved))
+        os.eventfd_write(self._readable, 1)
         if kind in (EventKind.PULL_DONE, EventKind.PULL_FAILED):
             self.pulls.discard(key)
 
@@ -30,10 +33,12 @@ class RecordingAgent:
         self.calls.append((name, *arguments))
 
     def fileno(self) -> int:
-        return -1
+        return self._readable
 
     def poll(self) -> list[TransferEvent]:
         events, self._events = self._events, []
+        if events:
+            os.eventfd_read(self._readable)
         return events
 
     def set_pool(self, pool: Pool) -> None:
@@ -79,3 +84,4 @@ class RecordingAgent:
 
     def close(self) -> None:
         self._called("close")
+        os.close(self._readable)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -17,7 +20,7 @@ from baton.connectors.handoff import (
     StepPlan,
     TransferReport,
 )
-from baton.connectors.rank import ALL_LAYERS, HandoffRank, RankResults
+from baton.connectors.rank import ALL_LAYERS, IDLE_WAIT_S, HandoffRank, RankResults
 from baton.transfer import Cause, EventKind
 
 BLOCK = 32
@@ -261,7 +264,27 @@ def test_held_lease_ended_from_outside_is_sent_with_the_next_step() -> None:
     assert (report.leases_ended, report.leased_blocks) == ((KEY,), {0: 0})
 
 
-# ---------------------------------------------------------------- both, at random
+# ---------------------------------------------------------------- both
+
+
+def test_step_with_nothing_to_compute_waits_for_news_but_not_without_anything_pending() -> None:
+    rank, agent = new_rank()
+    scheduler = HandoffScheduler(BLOCK)
+    scheduler.admit("r", decode_handoff(), 100)
+    scheduler.allocated("r", [1, 2, 3, 4], external_tokens=99)
+    rank.begin(scheduler.plan([], computes=False))
+    assert _duration_s(rank.end) > IDLE_WAIT_S / 2
+    agent.tell(EventKind.PULL_DONE, KEY)
+    rank.begin(StepPlan(computes=False))
+    assert rank.end() == RankResults(received={"r"})
+    rank.begin(StepPlan(computes=False))
+    assert _duration_s(rank.end) < IDLE_WAIT_S / 2
+
+
+def _duration_s(act: Callable[[], object]) -> float:
+    started_s = time.perf_counter()
+    act()
+    return time.perf_counter() - started_s
 
 
 ACTIONS = st.lists(

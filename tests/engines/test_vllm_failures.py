@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import time
 
 import pytest
-from conftest import Pair, prompt
-from engine_process import EngineError, until
+from engine_pair import Pair, prompt
+from engine_process import Answer, EngineError, until
+
+from baton.transfer import AgentOptions, NativeAgent
 
 
 def test_corrupted_bytes_are_discarded(pair: Pair) -> None:
@@ -70,12 +73,72 @@ def test_lease_that_expires_under_a_read(pair: Pair) -> None:
 
 
 def test_source_that_nobody_listens_at(pair: Pair) -> None:
-    ids = prompt(100, seed=33)
-    dead = pair.prefill.facts["agents"][0]
-    host, _, _ = dead.rpartition(":")
+    gone = NativeAgent(AgentOptions(secret="tests"))
+    gone.close()
     with pytest.raises(EngineError) as failure:
-        pair.send_decode(pair.name(), ids, 8, agents=[f"{host}:1"]).wait()
+        pair.send_decode(pair.name(), prompt(100, seed=33), 8, agents=[gone.endpoint]).wait()
     assert failure.value.code == "peer_unreachable"
+
+
+@pytest.mark.parametrize("agents", [["no endpoint at all"], ["127.0.0.1:1"]])
+def test_source_that_is_no_agent(pair: Pair, agents: list[str]) -> None:
+    with pytest.raises(EngineError) as failure:
+        pair.send_decode(pair.name(), prompt(100, seed=34), 8, agents=agents).wait()
+    assert failure.value.code == "transfer_failed"
+
+
+def test_decode_preempted_while_it_generates_does_not_pull_again(pair: Pair) -> None:
+    name, ids = pair.name(), prompt(300, seed=40)
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 60)
+    prefill.wait()
+    assert decode.next_delta() is not None
+    pulls = pair.decode.ask("stats")["pulls_done"]
+    pair.decode.ask("preempt")
+    assert decode.tokens() == pair.aggregated(ids, 60)
+    assert pair.decode.ask("load")["preemptions"] > 0
+    assert pair.decode.ask("stats")["pulls_done"] == pulls
+
+
+def test_client_that_leaves_in_any_state_frees_both(pair: Pair) -> None:
+    for state, ids in enumerate(prompt(900, seed=41 + state) for state in range(3)):
+        name = pair.name()
+        pair.prefill.ask("faults", faults={"delay_s": 0.5 if state == 1 else 0.0})
+        decode = pair.send_decode(name, ids, 2000)
+        if state > 0:
+            pair.send_prefill(name, ids).wait()
+        if state > 1:
+            assert decode.next_delta() is not None
+        pair.decode.ask("stop", command=decode.number)
+        with pytest.raises(EngineError, match="stopped"):
+            decode.wait()
+        pair.prefill.ask("faults", faults={})
+        pair.settled()
+
+
+def test_random_cancels_leave_nothing(pair: Pair) -> None:
+    chance = random.Random(7)
+    answers: list[Answer] = []
+    for number in range(30):
+        name, ids = pair.name(), prompt(chance.choice((20, 60, 150, 400, 700)), seed=50 + number)
+        answers.append(pair.send_prefill(name, ids))
+        answers.append(pair.send_decode(name, ids, chance.choice((1, 5, 40))))
+        if chance.random() < 0.5:
+            time.sleep(chance.random() * 0.2)
+            victim = chance.choice((pair.prefill, pair.decode))
+            victim.ask("abort", request=name)
+    ends = [_end(answer) for answer in answers]
+    assert ends.count("length") >= 30
+    assert set(ends) <= {"length", "cancelled", "transfer_failed"}
+    pair.settled()
+
+
+def _end(answer: Answer) -> str:
+    try:
+        answer.wait()
+    except EngineError as error:
+        return error.code
+    return answer.last["finish"]
 
 
 def test_lease_that_never_opens(pair: Pair) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Pair, prompt
+from engine_pair import Pair, prompt
 from engine_process import until
 
 LAYERS = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -86,7 +87,7 @@ STORED = {
 }
 
 
-def published(*events: dict[str, object]) -> bytes:
+def published(*events: Mapping[str, object]) -> bytes:
     return msgspec.msgpack.encode([1.5, list(events), 0])
 
 

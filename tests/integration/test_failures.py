@@ -20,7 +20,7 @@ from baton.cli.tiny_model import make_tiny_model
 from baton.messages import AttemptState, Role
 from tests.cluster import Cluster, running_cluster
 
-PROMPT = " ".join(f"line {number}: the quick brown fox" for number in range(60))
+STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OUTPUT_TOKENS = 60
 
 SLOW = {"speed": 1.0, "step_fixed_s": 0.03, "prefill_token_s": 0.002, "blocks": 512, "eos_probability": 0.0, "seed": 1}
@@ -62,18 +62,17 @@ async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def ask(cluster: Cluster, request: str, *, deadline_s: float = 60.0) -> str:
+async def ask(cluster: Cluster, *, prompt: str = STORY, deadline_s: float = 60.0) -> str:
     """Stream one greedy answer and return its text."""
     client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
-    headers = {"x-request-id": request, "x-baton-deadline-s": str(deadline_s)}
     async with client:
         stream = await client.completions.create(
             model="tiny",
-            prompt=PROMPT,
+            prompt=prompt,
             temperature=0,
             max_tokens=OUTPUT_TOKENS,
             stream=True,
-            extra_headers=headers,
+            extra_headers={"x-baton-deadline-s": str(deadline_s)},
         )
         return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
 
@@ -90,18 +89,19 @@ async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, ho
         for number in range(2):
             await start_worker(cluster, role, number)
     await cluster.wait_ready()
-    undisturbed = await ask(cluster, "undisturbed")
-    assert len(undisturbed) > OUTPUT_TOKENS / 2
     for case in CASES:
-        request = f"struck-{case.role}-{case.state}"
-        answer = asyncio.create_task(ask(cluster, request))
-        worker = await cluster.observer.worker_in(case.state, request=request, timeout_s=15)
-        assert worker.startswith(case.role)
+        # Each case begins its prompt anew, so that no worker has it cached and every state lasts.
+        prompt = f"{case.role} {case.state} {STORY}"
+        answer = asyncio.create_task(ask(cluster, prompt=prompt))
+        worker = await cluster.observer.worker_in(case.role, case.state)
         strike(cluster, worker, how)
-        assert await answer == undisturbed, f"{case} changed the answer"
+        struck = await answer
         await cluster.services.pop(worker).end()
         await start_worker(cluster, case.role, int(worker[-1]))
         await cluster.wait_ready()
+        undisturbed = await ask(cluster, prompt=prompt)
+        assert len(undisturbed) > OUTPUT_TOKENS / 2
+        assert struck == undisturbed, f"{case} changed the answer"
     await assert_nothing_left(cluster)
 
 
@@ -116,9 +116,9 @@ async def test_without_another_worker_the_client_gets_a_typed_error_in_time(
     await cluster.wait_ready()
     deadline_s = 20.0
     started_s = time.monotonic()
-    answer = asyncio.create_task(ask(cluster, "alone", deadline_s=deadline_s))
+    answer = asyncio.create_task(ask(cluster, deadline_s=deadline_s))
     state = AttemptState.COMPUTING if role is Role.PREFILL else AttemptState.PULLING
-    worker = await cluster.observer.worker_in(state, request="alone", timeout_s=15)
+    worker = await cluster.observer.worker_in(role, state)
     strike(cluster, worker, how)
     with pytest.raises(openai.APIError) as failure:
         await answer
@@ -131,10 +131,9 @@ async def test_a_client_that_leaves_frees_both_engines(cluster: Cluster) -> None
     await start_worker(cluster, Role.PREFILL, 0)
     await start_worker(cluster, Role.DECODE, 0)
     await cluster.wait_ready()
-    for state in (AttemptState.COMPUTING, AttemptState.HELD, AttemptState.PULLING, AttemptState.RUNNING):
-        request = f"leaves-{state}"
-        answer = asyncio.create_task(ask(cluster, request))
-        await cluster.observer.worker_in(state, request=request, timeout_s=15)
+    for case in CASES:
+        answer = asyncio.create_task(ask(cluster, prompt=f"{case.role} {case.state} {STORY}"))
+        await cluster.observer.worker_in(case.role, case.state)
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
         await assert_nothing_left(cluster)

@@ -359,7 +359,7 @@ async def test_without_redis_it_starts_and_serves(nats_url: str, prefix: str, bu
         await until_held(bus, worker, "abc", 3)
 
 
-async def test_a_nats_server_that_restarts_empty_is_followed_again(redis_url: str, prefix: str) -> None:
+async def test_a_nats_server_that_restarts_is_followed_again(redis_url: str, prefix: str) -> None:
     with start_nats() as nats:
         bus = await NatsBus.connect(nats.url, name="test")
         try:

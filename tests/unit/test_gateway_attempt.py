@@ -74,9 +74,7 @@ class Bench:
 
     def __init__(self, sampling: Sampling = GREEDY, *, queued: bool = False, deadline_s: float = 300.0) -> None:
         self.now_s = 0.0
-        self.machine = AttemptMachine(
-            sampling, AttemptTimers(), deadline_at_s=deadline_s, eos_tokens=frozenset({2})
-        )
+        self.machine = AttemptMachine(sampling, AttemptTimers(), deadline_at_s=deadline_s, eos_tokens=frozenset({2}))
         self.all: list[ev.Action] = list(self.machine.start(0.0, queued=queued))
         self.fresh: list[ev.Action] = list(self.all)
 
@@ -537,9 +535,7 @@ class Network:
 
 
 MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["emit", "deliver", "repeat", "lose", "digest", "kill", "wait"]), st.integers(0, 5)
-    ),
+    st.tuples(st.sampled_from(["emit", "deliver", "repeat", "lose", "digest", "kill", "wait"]), st.integers(0, 5)),
     max_size=60,
 )
 

@@ -80,20 +80,20 @@ def test_prompts(prompt: object, prompts: list[object]) -> None:
     assert parse_completion(prompt=prompt).prompts() == prompts
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"functions": [{}]}, "functions"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"modalities": ["text", "audio"]}, "modalities"),
-        ({"audio": {"voice": "x"}}, "audio"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
-    ],
-)
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "x"}}, "audio"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), UNSUPPORTED)
 def test_what_is_not_supported_says_so(fields: dict[str, object], param: str) -> None:
     with pytest.raises(InvalidRequest, match=r"not supported|text only") as caught:
         parse_chat(**fields)

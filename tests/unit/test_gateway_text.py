@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from baton.messages import TokenLogprob
-from tests.gateway_stage import EOS, make_tokenizer
+from tests.gateway_actors import EOS, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,19 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def byte_fallback() -> Tokenizer:
     """Return a tokenizer as Llama 2's: pieces with ▁ for spaces, and bytes for what no piece covers."""
-    pieces = ["<unk>", "<s>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁", "a", "b", "▁a", "ab", "▁ab", "é"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *[f"<0x{byte:02X}>" for byte in range(256)],
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+        "▁ab",
+        "é",
+    ]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
     merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, byte_fallback=True, unk_token="<unk>"))
@@ -98,7 +111,7 @@ def test_stop_strings_equal_the_naive_search(text: str, stops: list[str], cuts: 
     scanner = StopScanner(stops, include_stop=include)
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     shown, found = "", None
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         piece, found = scanner.feed(text[start:end])
         shown += piece
         assert not any(shown.endswith(stop) for stop in stops) or include, "a stop string was shown"
@@ -127,7 +140,7 @@ def run_choice(
     choice = ChoiceText(Vocabulary(tokenizer), options)
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     text = ""
-    for start, end in zip(edges, edges[1:], strict=False):
+    for start, end in pairwise(edges):
         piece = choice.feed(tokens[start:end], (), ends=ends and end == len(tokens))
         text += piece.text
         if piece.stopped:

@@ -61,6 +61,12 @@ def test_a_worker_is_dead_without_heartbeats_and_its_model_known_for_a_while(loa
     assert not loads.knows("tiny")
 
 
+def test_a_pause_of_the_scheduler_itself_costs_no_worker(loads: Loads) -> None:
+    loads.excuse(60.0, 60.0)
+    assert len(loads.live(61.4)) == 1
+    assert loads.live(61.6) == []
+
+
 def test_goodbye_is_at_once_but_not_for_a_newer_life(loads: Loads) -> None:
     loads.on_heartbeat(heartbeat(generation=2), 0.0)
     loads.on_goodbye(WorkerAddress(worker="w", generation=1))

@@ -78,8 +78,12 @@ def test_a_pair_costs_queue_compute_transfer_and_entry() -> None:
 
 def test_the_slower_side_sets_the_bandwidth() -> None:
     fast = place(demand(ALWAYS), prefill(), decode()).predicted.predicted_ttft_s
-    slow = place(demand(ALWAYS), prefill(transfer_bytes_per_s=1e7), decode()).predicted.predicted_ttft_s
-    assert slow - fast == pytest.approx(1.0 - 0.01)
+    for pool in (
+        (prefill(transfer_bytes_per_s=1e7), decode()),
+        (prefill(), decode(transfer_bytes_per_s=1e7)),
+    ):
+        slow = place(demand(ALWAYS), *pool).predicted.predicted_ttft_s
+        assert slow - fast == pytest.approx(1.0 - 0.01)
 
 
 def test_an_aggregated_worker_pays_its_own_queue_and_delays_who_runs_there() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import ctypes
 import random
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -15,10 +15,11 @@ import pytest
 from baton.clock import ManualClock
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
 from baton.engines.simulated import SimulatedEngine
-from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest
+from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages import FinishReason, KvSource, Role, Sampling, WorkerAddress
-from baton.transfer import AgentOptions, Pool
-from baton.transfer_memory import MemoryAgent, MemoryFabric
+from baton.transfer import AgentOptions, Pool, TransferEvent
+from baton.transfer_memory import MemoryFabric
+from baton.transfer_memory_agent import MemoryAgent
 
 # One second per step, whatever is in it: an instant says which step it is.
 SECONDS = {"step_fixed_s": 1.0, "prefill_token_s": 0.0, "decode_sequence_s": 0.0, "attention_token_s": 0.0, "speed": 1}
@@ -76,6 +77,16 @@ class World:
         self.engines.append(engine)
         self.facts.append(await engine.start())
         return engine
+
+    def made(self, kind: type[MemoryAgent]) -> Callable[[AgentOptions], MemoryAgent]:
+        """Return what makes agents of another kind on this world's fabric."""
+
+        def make(options: AgentOptions) -> MemoryAgent:
+            agent = kind(self.fabric, f"memory://{kind.__name__}", options)
+            self.fabric.agents[agent.endpoint] = agent
+            return agent
+
+        return make
 
     def run(
         self,
@@ -226,6 +237,19 @@ async def test_a_layer_moves_before_the_next_is_computed(role: Role) -> None:
         world.assert_empty()
 
 
+async def test_what_prefill_had_cached_moves_before_its_first_step_ends() -> None:
+    async with open_world() as world:
+        prefill, decode = await world.engine(Role.PREFILL), await world.engine()
+        tokens = prompt(65)
+        await world.finish(world.run(prefill, tokens[:49]))
+        held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
+        run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
+        await world.settle()
+        assert world.agents[1].stats().pulled_blocks == 3 * 4
+        await world.finish(held, run)
+        assert run.tokens == await whole_answer(tokens)
+
+
 def corrupt(pool: Pool, *, layer: int, block: int, byte: int, bit: int) -> None:
     address = pool.layer_addresses[layer] + block * pool.block_stride_bytes + byte
     ctypes.memset(address, ctypes.string_at(address, 1)[0] ^ (1 << bit), 1)
@@ -272,13 +296,7 @@ class MisdirectedAgent(MemoryAgent):
 
 async def test_blocks_in_the_wrong_place_change_the_answer() -> None:
     async with open_world() as world:
-
-        def misdirected(options: AgentOptions) -> MemoryAgent:
-            agent = MisdirectedAgent(world.fabric, "memory://wrong", options)
-            world.fabric.agents[agent.endpoint] = agent
-            return agent
-
-        prefill, decode = await world.engine(Role.PREFILL), await world.engine(make_agent=misdirected)
+        prefill, decode = await world.engine(Role.PREFILL), await world.engine(make_agent=world.made(MisdirectedAgent))
         tokens = prompt(49)
         held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
         run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
@@ -373,16 +391,16 @@ async def test_a_cancelled_pull_keeps_its_blocks_until_the_agent_is_done() -> No
 # ---------------------------------------------------------------- life
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"eos_probability": 1.0}, [2]), ({"eos_probability": 0.0, "context_tokens_max": 23}, 3)],
-)
-async def test_the_end_of_the_sequence_and_of_the_context(options: Mapping[str, object], expected: object) -> None:
+async def test_the_end_of_the_sequence_and_of_the_context() -> None:
+    sampling = Sampling(max_tokens=10, temperature=0)
     async with open_world() as world:
-        run = world.run(await world.engine(**options), prompt(20), Sampling(max_tokens=10, temperature=0))
-        await world.finish(run)
-        assert expected in (run.tokens, len(run.tokens))
-        assert run.deltas[-1].finish is (FinishReason.STOP if expected == [2] else FinishReason.LENGTH)
+        ending = world.run(await world.engine(eos_probability=1.0), prompt(20), sampling)
+        short = world.run(await world.engine(eos_probability=0.0, context_tokens_max=23), prompt(20), sampling)
+        await world.finish(ending, short)
+        assert ending.tokens == [2]
+        assert ending.deltas[-1].finish is FinishReason.STOP
+        assert len(short.tokens) == 3
+        assert short.deltas[-1].finish is FinishReason.LENGTH
 
 
 async def test_an_attempt_that_is_here_already_is_refused() -> None:
@@ -394,16 +412,23 @@ async def test_an_attempt_that_is_here_already_is_refused() -> None:
             await second.task
 
 
+async def collect_events(engine: SimulatedEngine) -> None:
+    async for _ in engine.events():
+        pass
+
+
 async def test_close_ends_everything() -> None:
     async with open_world() as world:
         engine = await world.engine()
         run = world.run(engine, prompt(20))
-        events = asyncio.create_task(anext(engine.events()))
+        events = asyncio.create_task(collect_events(engine))
         await world.advance(0.5)
         await engine.close()
-        for ended in (run.task, events, engine.check_health(), engine.abort("r", 0)):
+        for ended in (run.task, events, asyncio.ensure_future(engine.check_health())):
             with pytest.raises(EngineFailed):
                 await ended
+        with pytest.raises(EngineFailed):
+            await engine.abort("r", 0)
         with pytest.raises(EngineFailed):
             engine.load()
         late = world.run(engine, prompt(20))
@@ -426,9 +451,7 @@ class BrokenAgent(MemoryAgent):
 
 async def test_an_engine_that_dies_says_so_to_everyone() -> None:
     async with open_world() as world:
-        engine = await world.engine(
-            Role.PREFILL, make_agent=lambda options: BrokenAgent(world.fabric, "memory://broken", options)
-        )
+        engine = await world.engine(Role.PREFILL, make_agent=world.made(BrokenAgent))
         waiting = world.run(engine, prompt(20))
         fatal = world.run(engine, prompt(20), leg=Leg.PREFILL)
         await world.advance(1)
@@ -437,6 +460,26 @@ async def test_an_engine_that_dies_says_so_to_everyone() -> None:
                 await run.task
         with pytest.raises(EngineFailed):
             await engine.check_health()
+
+
+class DyingAgent(MemoryAgent):
+    def poll(self) -> list[TransferEvent]:
+        raise TransferFailed("its thread is gone")
+
+
+async def test_an_agent_that_dies_takes_the_engine_with_it() -> None:
+    async with open_world() as world:
+        prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=1))
+        engine = await world.engine(make_agent=world.made(DyingAgent))
+        generating = world.run(engine, prompt(20))
+        world.run(prefill, prompt(40), leg=Leg.PREFILL, name="r")
+        pulling = world.run(engine, prompt(40), leg=Leg.DECODE, name="r")
+        await world.advance(3)
+        for run in (generating, pulling):
+            with pytest.raises(EngineFailed, match="its thread is gone"):
+                await run.task
+        with pytest.raises(EngineFailed, match="its thread is gone"):
+            engine.load()
 
 
 @pytest.mark.parametrize("model", ["", "/no/such/folder", "./neither"])

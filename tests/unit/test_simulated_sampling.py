@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,11 +25,12 @@ def choose(
     output: tuple[int, ...] = (),
     eos_probability: float = 0.0,
     uniform: float = 0.0,
-    **sampling: object,
+    sampling: Mapping[str, object] | None = None,
+    **more: object,
 ) -> tuple[int, TokenLogprob | None]:
     return choose_token(
         MODEL,
-        msgspec.convert({"max_tokens": 9, "temperature": 0.0, **sampling}, Sampling),
+        msgspec.convert({"max_tokens": 9, "temperature": 0.0, **(sampling or {}), **more}, Sampling),
         digest=digest,
         prompt=(105,),
         output=output,
@@ -69,7 +71,7 @@ def test_sampling_follows_the_distribution() -> None:
 
 @pytest.mark.parametrize("limit", [{"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.4}])
 def test_filters_leave_only_likely_tokens(limit: dict[str, object]) -> None:
-    drawn = {choose(uniform=step / 500, temperature=1.0, **limit)[0] for step in range(500)}
+    drawn = {choose(uniform=step / 500, sampling={"temperature": 1.0, **limit})[0] for step in range(500)}
     assert drawn == {105, 106}
 
 

@@ -78,6 +78,15 @@ async def test_one_message_per_gateway_for_a_whole_step(world: World) -> None:
         assert (message.worker, message.generation) == ("d0", 1)
 
 
+async def test_an_attempt_that_is_one_turn_of_the_loop_late_shares_the_message(world: World) -> None:
+    world.sender.add("g1", ("early", 0), 0, [1], [], None)
+    await asyncio.sleep(0)
+    world.sender.add("g1", ("late", 0), 0, [2], [], None)
+    await world.settle()
+    [message] = world.gateways["g1"].messages
+    assert [frame.request for frame in message.frames] == ["early", "late"]
+
+
 async def test_deltas_of_one_attempt_are_joined_and_its_end_comes_last(world: World) -> None:
     usage = Usage(prompt_tokens=3, completion_tokens=1)
     world.sender.add("g1", ("r", 1), 4, [1], [], usage)

@@ -219,6 +219,20 @@ async def test_prefill_computes_tells_and_holds_until_its_lease_is_gone(prefill:
     assert not prefill.frames()
 
 
+async def test_a_lease_that_ended_makes_room_at_once(prefill: World) -> None:
+    long = list(range(1100))
+    task = msgspec.structs.replace(prefill_task("long"), tokens=pack_tokens(long), prompt_tokens=len(long))
+    await prefill.ask(task)
+    prefill.engine.load_now = EngineLoad(leased=frozenset({("long", 0)}))
+    await prefill.step(EngineDelta(finish=FinishReason.LENGTH), ("long", 0))
+    next_task = msgspec.structs.replace(task, context=context("next"))
+    refusal = await prefill.ask(next_task)
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "leases"
+    prefill.engine.load_now = EngineLoad()
+    assert isinstance(await prefill.ask(next_task), Accepted)
+
+
 async def test_prefills_failure_is_a_hint(prefill: World) -> None:
     await prefill.ask(prefill_task())
     prefill.engine.step(("r", 0), EngineFailed("no"))
@@ -401,7 +415,11 @@ async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None
     assert isinstance(refusal, Busy)
     assert refusal.reason == "draining"
     assert decode.heartbeat().draining
+    await decode.clock.advance(3.0)
     await decode.step(EngineDelta(tokens=[1], finish=FinishReason.STOP))
+    finish = decode.frames()[-1].finish
+    assert finish is not None
+    assert finish.reason is FinishReason.STOP
     await decode.tell(Acknowledge(context=context()))
     await decode.clock.advance(0.1)
     await decode.running

@@ -135,6 +135,16 @@ def test_a_hash_stored_twice_is_held_until_it_was_removed_twice() -> None:
     assert feed(removed("e1")) == [], "a third removal means nothing"
 
 
+def test_two_hashes_of_the_same_content_are_one_block_until_both_are_gone() -> None:
+    tokens = list(range(32))
+    feed = Feed(shadow_map(32))
+    feed(stored(tokens, ["e1"], 32), stored(tokens, ["other"], 32))
+    assert list(feed.index) == ids_of(tokens)
+    assert feed(removed("e1")) == []
+    feed(removed("other"))
+    assert feed.index == {}
+
+
 def test_the_salt_enters_the_root_and_children_inherit_it() -> None:
     tokens = list(range(64))
     feed = Feed(shadow_map(32))
@@ -233,3 +243,7 @@ def test_the_map_equals_a_recount_of_the_engines_blocks(
     assert set(feed.index) == expected
     assert {block for block in expected if block in feed.shadow} == expected
     assert len(feed.shadow) == len(expected)
+    for prefix, count in copies.items():
+        for _ in range(count):
+            feed(removed(str(prefix)))
+    assert (len(feed.shadow), feed.shadow.engine_blocks) == (0, 0), "nothing is remembered of what is gone"

@@ -1,5 +1,7 @@
 """The transfer agent's state machine, to be stepped by a simulator or a test: see native/transfer/core.h."""
 
+from typing import TypeAlias
+
 from baton_native._core import (
     AcceptBackend,
     Accepted,
@@ -41,9 +43,50 @@ from baton_native._core import (
     UseBackend,
 )
 
+Event: TypeAlias = (
+    OpenLease
+    | ExtendLease
+    | PostReady
+    | CompleteLease
+    | RevokeLease
+    | StartPull
+    | CancelPull
+    | ReleaseLease
+    | SetFaults
+    | Shutdown
+    | Accepted
+    | Connected
+    | Closed
+    | FrameArrived
+    | DataArrived
+    | Served
+    | Placed
+    | PlacingStopped
+    | BackendOffered
+    | BackendAccepted
+    | BackendChecked
+)
+Action: TypeAlias = (
+    Connect
+    | Close
+    | Send
+    | Serve
+    | StopServing
+    | Credit
+    | Place
+    | Discard
+    | StopPlacing
+    | OfferBackend
+    | AcceptBackend
+    | CheckBackend
+    | UseBackend
+    | Report
+)
+
 __all__ = [
     "AcceptBackend",
     "Accepted",
+    "Action",
     "BackendAccepted",
     "BackendChecked",
     "BackendOffered",
@@ -58,6 +101,7 @@ __all__ = [
     "Credit",
     "DataArrived",
     "Discard",
+    "Event",
     "ExtendLease",
     "FrameArrived",
     "OfferBackend",

@@ -39,7 +39,7 @@ async def serve(settings: Settings) -> None:
                 tokenizers=tokenizers,
                 random=SystemRandom(),
             )
-            server = make_server(make_app(gateway), settings)
+            server = make_server(make_app(gateway), settings, gateway.end_requests)
             async with gateway.running():
                 log.info("gateway %s listens on %s port %d", gateway_id, settings.host, listener.getsockname()[1])
                 await server.serve(sockets=[listener])

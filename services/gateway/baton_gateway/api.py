@@ -12,10 +12,11 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
 from baton.messages import Disaggregation
@@ -29,6 +30,7 @@ from baton_gateway.workers import Model
 
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
+SCHEMAS: Final = "#/components/schemas/"
 
 
 class _NoRoute(InvalidRequest):
@@ -64,42 +66,55 @@ def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> AS
     async def model(name: str) -> Response:
         return _json(_describe(gateway.workers.model(name), started_s))
 
-    @app.post("/v1/chat/completions", openapi_extra=_body_schema(ChatBody))
-    async def chat(request: Request) -> Response:
-        return await _generate(gateway, request, ChatBody, int(wall_s()))
+    @app.post("/v1/chat/completions", openapi_extra=_body_reference(ChatBody))
+    async def chat() -> Response:
+        return GenerationResponse(gateway, ChatBody, int(wall_s()))
 
-    @app.post("/v1/completions", openapi_extra=_body_schema(CompletionBody))
-    async def complete(request: Request) -> Response:
-        return await _generate(gateway, request, CompletionBody, int(wall_s()))
+    @app.post("/v1/completions", openapi_extra=_body_reference(CompletionBody))
+    async def complete() -> Response:
+        return GenerationResponse(gateway, CompletionBody, int(wall_s()))
 
     _add_error_handlers(app)
+    _describe_bodies(app)
     return Guard(app, ApiKeys(gateway.settings.api_keys))
 
 
-async def _generate(
-    gateway: Gateway, request: Request, kind: type[ChatBody] | type[CompletionBody], created_s: int
-) -> Response:
-    facts = _facts_of(gateway, request)
-    with gateway.tracing.span("request", parent=request.headers.get("traceparent", "")[:256]) as span:
-        facts = _facts_of(gateway, request, span.trace)
-        payload = await read_body(request, gateway.settings.body_bytes_max, gateway.settings.body_read_s)
-        body = parse(kind, payload)
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
-        job = await prepare(gateway, body, facts)
-    with_usage = bool(body.stream_options and body.stream_options.include_usage)
-    head = AnswerHead(
-        request=facts.request,
-        model=job.model,
-        created_s=created_s,
-        with_usage=with_usage,
-        with_logprobs=job.output.logprobs,
-    )
-    shape = ChatFormat(head) if isinstance(body, ChatBody) else CompletionFormat(head)
-    return AnswerResponse(gateway, job, shape, stream=bool(body.stream), with_usage=with_usage)
+class GenerationResponse(Response):
+    """Reads, checks and answers one generation request, under one span from its first byte to its last."""
+
+    def __init__(self, gateway: Gateway, kind: type[ChatBody] | type[CompletionBody], created_s: int) -> None:
+        super().__init__()
+        self._gateway = gateway
+        self._kind = kind
+        self._created_s = created_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gateway, request = self._gateway, Request(scope, receive)
+        parent = request.headers.get("traceparent", "")[:256]
+        with gateway.tracing.span("request", parent=parent) as span:
+            facts = _facts_of(gateway, request, span.trace)
+            payload = await read_body(request, gateway.settings.body_bytes_max, gateway.settings.body_read_s)
+            body = parse(self._kind, payload)
+            if body.stream_options is not None and not body.stream:
+                raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+            job = await prepare(gateway, body, facts)
+            span.set("baton.request", job.request)
+            span.set("gen_ai.request.model", job.model)
+            span.set("gen_ai.usage.input_tokens", job.prompt_tokens)
+            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            head = AnswerHead(
+                request=job.request,
+                model=job.model,
+                created_s=self._created_s,
+                with_usage=with_usage,
+                with_logprobs=job.output.logprobs,
+            )
+            shape = ChatFormat(head) if isinstance(body, ChatBody) else CompletionFormat(head)
+            answer = AnswerResponse(gateway, job, shape, stream=bool(body.stream), with_usage=with_usage)
+            await answer(scope, receive, send)
 
 
-def _facts_of(gateway: Gateway, request: Request, trace: str = "") -> RequestFacts:
+def _facts_of(gateway: Gateway, request: Request, trace: str) -> RequestFacts:
     """Return what the headers say. Raises InvalidRequest that names the header."""
     deadline_s = gateway.settings.deadline_s
     if (asked := request.headers.get(DEADLINE_HEADER)) is not None:
@@ -161,10 +176,18 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-def _body_schema(kind: type[GenerationBody]) -> dict[str, Any]:
-    # Bodies are parsed by hand, for exact errors; the document that describes the API still lists them.
-    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
+def _body_reference(kind: type[GenerationBody]) -> dict[str, Any]:
+    schema = {"$ref": f"{SCHEMAS}{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Put the bodies into the API's document: they are parsed by hand, so FastAPI does not know them."""
+    document = app.openapi()
+    _, described = models_json_schema(
+        [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template=SCHEMAS + "{model}"
+    )
+    document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -7,8 +7,8 @@ import contextlib
 import errno
 import signal
 import socket
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator
+from typing import Any, Final
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -18,6 +18,8 @@ from baton.errors import InvalidRequest, Unavailable
 from baton_gateway.answers import error_body, to_json
 from baton_gateway.config import Settings
 from baton_gateway.respond import ABORT_EXTENSION
+
+LAST_WORDS_S: Final = 2
 
 
 class Protocol(HttpToolsProtocol):
@@ -38,6 +40,20 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
+    """uvicorn's server; once `drain_s` of a shutdown have passed, `on_drained` ends what still runs."""
+
+    def __init__(self, config: uvicorn.Config, *, drain_s: float, on_drained: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain_s = drain_s
+        self._on_drained = on_drained
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        timer = asyncio.get_running_loop().call_later(self._drain_s, self._on_drained)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         """Stop on a signal and leave with status 0; uvicorn's own way dies of it, before the workers are told."""
@@ -70,7 +86,7 @@ def listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def make_server(app: ASGIApp, settings: Settings) -> Server:
+def make_server(app: ASGIApp, settings: Settings, on_drained: Callable[[], None]) -> Server:
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -82,6 +98,7 @@ def make_server(app: ASGIApp, settings: Settings) -> Server:
         date_header=False,
         backlog=4096,
         timeout_keep_alive=settings.keep_alive_s,
-        timeout_graceful_shutdown=settings.drain_s,
+        # Only clients that do not even read the error are left by then; their connections are cut.
+        timeout_graceful_shutdown=settings.drain_s + LAST_WORDS_S,
     )
-    return Server(config)
+    return Server(config, drain_s=settings.drain_s, on_drained=on_drained)

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 BEAT_S: Final = 1.0
 EXPIRY_S: Final = 0.1
+STALL_S: Final = 0.5
+"""A pass of the event loop that took longer than this held up heartbeats as well."""
 READY_KEPT_S: Final = 1.0
 FAREWELL_S: Final = 1.0
 
@@ -104,9 +106,15 @@ class Gateway:
                 try:
                     yield
                 finally:
+                    self.end_requests()
                     await self.outbox.drain(self.clock, FAREWELL_S)
                     for task in tasks:
                         task.cancel()
+
+    def end_requests(self) -> None:
+        """End every answer that is not whole yet; its client gets an error, its workers are told."""
+        for driver in list(self.routes.values()):
+            driver.post(ev.Aborted(Unavailable("the server is being stopped", retry_after_s=1.0)))
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless a request could be placed now.
@@ -213,12 +221,13 @@ class Gateway:
             await self.clock.sleep(BEAT_S)
 
     async def _expire(self) -> None:
-        before_s = self.clock.now_s()
+        before_s, lenient = self.clock.now_s(), False
         while True:
             await self.clock.sleep(EXPIRY_S)
             now_s = self.clock.now_s()
-            # After a stall of our own, first let the heartbeats in that have piled up meanwhile.
-            if now_s - before_s < 5 * EXPIRY_S:
+            # After a stall of our own, first let the heartbeats in that have piled up meanwhile; once.
+            lenient = now_s - before_s > STALL_S and not lenient
+            if not lenient:
                 for gone in self.workers.expire(now_s):
                     self._note_gone(gone)
             before_s = now_s

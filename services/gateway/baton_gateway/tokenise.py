@@ -32,13 +32,7 @@ class ModelTokenizer:
 
     def __init__(self, path: str) -> None:
         """Load from a folder or a hub id; slow. Raises ConfigurationError with a sentence that names `path`."""
-        # Imported here, since it takes seconds and the gateway answers meanwhile.
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = cast("Any", AutoTokenizer).from_pretrained(path)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigurationError(f"the tokenizer of {path} does not load: {error}") from error
+        tokenizer = _load(path)
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ConfigurationError(f"the model {path} has no fast tokenizer (tokenizer.json), which Baton needs")
@@ -128,10 +122,6 @@ class Tokenizers:
             self._failed_at_s[key] = self._clock.now_s()
             log.error("%s", error)
 
-    def is_ready(self, path: str, digest: str) -> bool:
-        future = self._loaded.get((path, digest))
-        return future is not None and future.done() and not future.cancelled() and future.exception() is None
-
     async def get(self, path: str, digest: str) -> ModelTokenizer:
         """Return the tokenizer, waiting while it loads. Raises Unavailable where it does not load."""
         try:
@@ -156,6 +146,23 @@ def _plain(message: ChatMessage) -> dict[str, Any]:
     if message.name is not None:
         plain["name"] = message.name
     return plain
+
+
+def _load(path: str) -> Any:
+    # Imported here, since it takes seconds and the gateway answers meanwhile.
+    import transformers
+
+    library = cast("Any", transformers)
+    expected = (OSError, ValueError, KeyError, TypeError, ImportError)
+    try:
+        # `tokenizer.json` says everything; AutoTokenizer would import the model's family, and torch with it.
+        return library.PreTrainedTokenizerFast.from_pretrained(path)
+    except expected:
+        try:
+            return library.AutoTokenizer.from_pretrained(path)
+        except expected as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigurationError(f"the tokenizer of {path} does not load: {reason}") from error
 
 
 def _read_json(path: str, name: str) -> Mapping[str, object]:

@@ -22,7 +22,7 @@ class IndexSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     write_retry_s: Annotated[Seconds, msgspec.Meta(description="Time between two tries while Redis is down.")] = 1.0
     unwritten_blocks_max: Annotated[
         Count, msgspec.Meta(description="Changes of one worker that wait to be written before all of it is rewritten.")
-    ] = 65536
+    ] = 8192
     dead_after_s: Annotated[
         Seconds, msgspec.Meta(description="A worker is dead after this long without a heartbeat.")
     ] = 1.5

@@ -34,6 +34,8 @@ GONE_WORKERS_MAX = 4096
 class FollowerOptions:
     dead_after_s: float = 1.5
     """A worker without a heartbeat for this long is dead."""
+    pause_s: float = 0.5
+    """A tick that is this late means that this process itself was paused."""
     behind_s: float = 1.0
     """An event that a heartbeat named and that did not come for this long is lost."""
     resync_interval_s: float = 0.5
@@ -80,6 +82,8 @@ class _Worker:
     resync: _Resync = _Resync.NO
     resync_from_s: float = 0.0
     """When the next resync may start."""
+    doubted: bool = False
+    """An event made no sense, so what is held is wrong somewhere: nothing more is applied before the resync."""
     waiting: list[KvEvents] = field(default_factory=list[KvEvents])
 
 
@@ -91,6 +95,7 @@ class Follower:
         self._workers: dict[str, _Worker] = {}
         self._gone: OrderedDict[str, int] = OrderedDict()
         """Worker → the generation that said Goodbye."""
+        self._ticked_s: float | None = None
         self.counters = Counters()
         self.stream_sequence = 0
         """The newest message of the stream that was handed in."""
@@ -148,7 +153,7 @@ class Follower:
         if not known.live:
             known.live = True
             if heartbeat.events_sequence and not known.sequence:
-                self._need_resync(known)
+                known.resync = _Resync.NEEDED
         if known.sequence >= known.expected:
             known.expected = heartbeat.events_sequence if heartbeat.events_sequence > known.sequence else 0
             known.expected_since_s = now_s
@@ -171,14 +176,21 @@ class Follower:
             self._take(message, known)
 
     def on_tick(self, now_s: float) -> None:
-        """Drop the dead, and find the workers whose events were lost at the tail."""
+        """Drop the dead, and find the workers whose events were lost at the tail. Called many times a second."""
+        gap_s = now_s - self._ticked_s if self._ticked_s is not None else 0.0
+        self._ticked_s = now_s
+        if gap_s > self._options.pause_s:
+            # This process stood still and could hear nobody: that time counts for no worker's silence.
+            for known in self._workers.values():
+                known.heard_s = min(now_s, known.heard_s + gap_s)
+                known.expected_since_s = min(now_s, known.expected_since_s + gap_s)
         for worker, known in list(self._workers.items()):
             if now_s - known.heard_s > self._options.dead_after_s:
                 self._drop(worker)
             elif known.expected > known.sequence and now_s - known.expected_since_s > self._options.behind_s:
                 if known.resync is _Resync.NO:
                     self.counters.behind += 1
-                    self._need_resync(known)
+                    known.resync = _Resync.NEEDED
                 known.expected_since_s = now_s
 
     # ------------------------------------------------------------ resync
@@ -214,24 +226,21 @@ class Follower:
         self._journal.rewrite(address.worker)
         known.sequence = pages[0].sequence if pages else 0
         known.resync = _Resync.NO
-        waiting, known.waiting = known.waiting, []
-        for message in waiting:
-            self._take(message, known)
+        known.doubted = False
+        self._take_waiting(known)
 
     def on_resync_failed(self, address: WorkerAddress) -> None:
+        """Try again later, unless what came meanwhile makes up for it."""
         known = self._running(address)
         if known is not None:
             known.resync = _Resync.NEEDED
+            self._take_waiting(known)
 
     def _running(self, address: WorkerAddress) -> _Worker | None:
         known = self._workers.get(address.worker)
         if known is None or known.generation != address.generation or known.resync is not _Resync.RUNNING:
             return None
         return known
-
-    def _need_resync(self, known: _Worker) -> None:
-        if known.resync is _Resync.NO:
-            known.resync = _Resync.NEEDED
 
     # ------------------------------------------------------------ one worker
 
@@ -262,23 +271,33 @@ class Follower:
             self._trees.drop(worker)
             self._journal.rewrite(worker)
 
+    def _take_waiting(self, known: _Worker) -> None:
+        waiting, known.waiting = known.waiting, []
+        for message in waiting:
+            self._take(message, known)
+
     def _take(self, message: KvEvents, known: _Worker) -> None:
         """Apply the next message of a worker, or put it aside for the resync that it must wait for."""
         if message.sequence <= known.sequence:
             self.counters.duplicates += 1
             return
-        if known.resync is _Resync.NO and message.sequence > known.sequence + 1:
-            self.counters.gaps += 1
-            self._need_resync(known)
-        if known.resync is not _Resync.NO:
+        follows_on = message.sequence == known.sequence + 1 and not known.waiting and not known.doubted
+        if known.resync is _Resync.RUNNING or not follows_on:
+            if known.resync is _Resync.NO:
+                self.counters.gaps += 1
+                known.resync = _Resync.NEEDED
             if len(known.waiting) >= self._options.waiting_events_max:
                 # The gap that this leaves is seen after the resync, which is then repeated.
                 known.waiting.clear()
             known.waiting.append(message)
             return
-        if not self._apply(message):
-            self._need_resync(known)
+        known.doubted = not self._apply(message)
         known.sequence = message.sequence
+        if known.doubted:
+            known.resync = _Resync.NEEDED
+        elif known.sequence >= known.expected:
+            # What a resync would have brought has come by itself.
+            known.resync = _Resync.NO
 
     def _apply(self, message: KvEvents) -> bool:
         """Apply one message's events; return whether all of them made sense."""

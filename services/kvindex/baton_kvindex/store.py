@@ -97,7 +97,7 @@ class RedisStore:
                 if entry is not None:
                     workers[worker] = entry
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis cannot be read: {error or 'no answer in time'}") from error
+            raise StoreUnavailable(f"Redis cannot be read: {str(error) or 'no answer in time'}") from error
         self._has_written = written is not None
         return Saved(int(written) if written is not None and written.isdigit() else 0, workers)
 
@@ -117,7 +117,7 @@ class RedisStore:
                 pipeline.hset(self._state, "stream_sequence", batch.stream_sequence)
                 await self._within_deadline(pipeline.execute())
         except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis cannot be written: {error or 'no answer in time'}") from error
+            raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
         self._has_written = True
 
     async def close(self) -> None:

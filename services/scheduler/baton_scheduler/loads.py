@@ -118,6 +118,11 @@ class Loads:
             else:
                 known.soft.pop(request, None)
 
+    def excuse(self, paused_s: float, now_s: float) -> None:
+        """Take it that nobody could be heard for `paused_s`: this process itself stood still."""
+        for known in self._workers.values():
+            known.heard_s = min(now_s, known.heard_s + paused_s)
+
     def live(self, now_s: float) -> list[WorkerLoad]:
         """Return the workers heard of lately, and forget those long dead."""
         for worker, known in list(self._workers.items()):

@@ -62,7 +62,7 @@ class PlacementOptions:
     retry_after_s: float = 1.0
     candidates_max: int = 4
     """Candidates that the answer tells of."""
-    shortlist: int = 16
+    shortlist: int = 8
     """Workers of each role that are paired with each other: the best by their own part of the cost."""
 
 
@@ -233,10 +233,11 @@ class _Prediction:
         def receive_s(decode: WorkerLoad) -> float:
             return self._pull_s(decode, _bandwidth(decode)) + self._entry_s(decode)
 
+        receivers = self._shortlist(decodes, receive_s) if prefills else []
         return [
             self._pair(prefill, decode)
             for prefill in self._shortlist(prefills, self._prefill_s)
-            for decode in self._shortlist(decodes, receive_s)
+            for decode in receivers
             if (prefill.worker, decode.worker) not in self._demand.exclude_pairs
             and prefill.heartbeat.model_digest == decode.heartbeat.model_digest
         ]

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from contextlib import AsyncExitStack
 from random import Random
+from typing import Final
 
 from baton import subjects
 from baton.bus import Bus, Delivery
@@ -37,7 +38,10 @@ from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_pla
 
 logger = logging.getLogger(__name__)
 
-ID_BYTES = 16
+ID_BYTES: Final = 16
+TICK_S: Final = 0.1
+PAUSE_S: Final = 0.5
+"""A tick that is this late means that this process itself was paused."""
 
 
 class SchedulerService:
@@ -79,10 +83,21 @@ class SchedulerService:
                     self._placing += 1
                     tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
 
+                tasks.create_task(self._watch_pauses())
                 places = await self._bus.subscribe(subjects.PLACE, on_place, group=subjects.SCHEDULERS)
                 stack.push_async_callback(places.unsubscribe)
                 logger.info("the scheduler answers")
-                await asyncio.Event().wait()
+
+    async def _watch_pauses(self) -> None:
+        """Notice when this process was stopped, before it takes every worker for dead."""
+        ticked_s = self._clock.now_s()
+        while True:
+            await self._clock.sleep(TICK_S)
+            now_s = self._clock.now_s()
+            if now_s - ticked_s > PAUSE_S:
+                logger.warning("stood still for %.1f s", now_s - ticked_s)
+                self._loads.excuse(now_s - ticked_s, now_s)
+            ticked_s = now_s
 
     def _on_answered(self, _task: asyncio.Task[None]) -> None:
         self._placing -= 1
@@ -171,7 +186,7 @@ class SchedulerService:
                         raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
                     held |= answer.held
         except (BatonError, TimeoutError) as error:
-            logger.warning("placing %s without the index: %s", place.context.request, error or "no answer in time")
+            logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
             return None
         return held
 

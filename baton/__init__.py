@@ -1,0 +1,1 @@
+"""What every Baton service shares: messages, the bus, block identity, transfer, engines, workers."""

@@ -1,0 +1,383 @@
+"""One agent of a `MemoryFabric`: both sides of the transfer protocol, with copies instead of a network."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from baton.errors import TransferFailed
+from baton.transfer import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
+from baton.transfer_memory_state import EndedLease, Lease, Pull, check_blocks, copy_block, refusal
+
+if TYPE_CHECKING:
+    from baton.transfer_memory import MemoryFabric
+
+BACKEND: Final = "memory"
+SCHEME: Final = "memory://"
+_ENDED_MAX: Final = 4096
+_KEEP_ALIVES_PER_TTL: Final = 3
+_NO_STATS: Final = AgentStats(
+    leases=0,
+    leased_blocks=0,
+    pulls=0,
+    parked=0,
+    pulled_bytes=0,
+    pulled_blocks=0,
+    served_bytes=0,
+    pulls_done=0,
+    pulls_failed=0,
+    leases_expired=0,
+    leases_revoked=0,
+    checksum_failures=0,
+)
+
+
+class MemoryAgent:
+    """See `TransferAgent` and `NativeAgent`; made by `MemoryFabric.agent`."""
+
+    def __init__(self, fabric: MemoryFabric, endpoint: str, options: AgentOptions) -> None:
+        self.endpoint = endpoint
+        self.pool: Pool | None = None
+        self._fabric = fabric
+        self._options = options
+        self._faults = options.faults
+        self._leases: dict[bytes, Lease] = {}
+        self._ended: dict[bytes, EndedLease] = {}
+        """The newest leases that are over, so that a late sink need not wait."""
+        self._pulls: dict[bytes, Pull] = {}
+        self._events: list[TransferEvent] = []
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._chunks_served = 0
+        self._closed = False
+        self._stats = _NO_STATS
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._pulls or self._leases)
+
+    def fileno(self) -> int:
+        return self._eventfd
+
+    def poll(self) -> list[TransferEvent]:
+        with self._fabric.changed:
+            events, self._events = self._events, []
+            if events and not self._closed:
+                os.eventfd_read(self._eventfd)
+            return events
+
+    def set_pool(self, pool: Pool) -> None:
+        with self._fabric.changed:
+            if self.pool is not None:
+                raise ValueError("the pool is set already")
+            self.pool = pool
+
+    # Source.
+
+    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+        with self._fabric.changed:
+            pool = self._ready_pool(key)
+            lease = self._leases.get(key)
+            if lease is not None and lease.open:
+                raise ValueError("this lease is open already")
+            ended = self._ended.pop(key, None)
+            if lease is None:
+                lease = Lease(1, self._fabric.now_s(), len(pool.layer_addresses))
+                self._leases[key] = lease
+            lease.open = True
+            lease.unclaimed_ttl_s = self._options.unclaimed_ttl_s if unclaimed_ttl_s is None else unclaimed_ttl_s
+            lease.reset()
+            if ended is not None:
+                lease.generation = ended.generation + 1
+                if ended.by_sink:
+                    self._end_lease(key, ended.cause, by_sink=True)
+            self._fabric.changed.notify_all()
+            return lease.generation
+
+    def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None:
+        with self._fabric.changed:
+            check_blocks(tuple(blocks), self._ready_pool(key))
+            lease = self._current(key, generation)
+            if lease is not None:
+                lease.blocks.extend(blocks)
+
+    def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None:
+        with self._fabric.changed:
+            pool = self._ready_pool(key)
+            if not -1 <= layer < len(pool.layer_addresses):
+                raise ValueError(f"layer {layer} is not one of the pool's {len(pool.layer_addresses)} layers")
+            lease = self._current(key, generation)
+            if lease is None:
+                return
+            if tokens > len(lease.blocks) * pool.block_tokens:
+                raise ValueError(f"{tokens} tokens cannot be ready in the {len(lease.blocks)} blocks of this lease")
+            for number in range(len(lease.ready_tokens)) if layer < 0 else (layer,):
+                lease.ready_tokens[number] = max(lease.ready_tokens[number], tokens)
+            self._fabric.changed.notify_all()
+
+    def complete_lease(self, key: bytes, generation: int, tokens: int) -> None:
+        with self._fabric.changed:
+            lease = self._current(key, generation)
+            if lease is not None:
+                lease.complete_tokens = tokens
+                self._fabric.changed.notify_all()
+
+    def revoke_lease(self, key: bytes, *, final: bool) -> None:
+        # Bytes are copied under the same lock, so nobody reads while this runs.
+        with self._fabric.changed:
+            self._check_open()
+            lease = self._leases.get(key)
+            if lease is not None and (lease.open or final):
+                self._count(leases_revoked=1)
+                lease.open = False
+                lease.generation += 1
+                lease.reset()
+            if final and lease is not None:
+                self._end_lease(key, Cause.REVOKED)
+            elif final and key not in self._ended:
+                self._remember(key, EndedLease(Cause.REVOKED, 0, by_sink=False))
+            self._fabric.changed.notify_all()
+
+    # Sink.
+
+    def pull(
+        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
+    ) -> None:
+        with self._fabric.changed:
+            pool = self._ready_pool(key)
+            _check_endpoint(endpoint)
+            check_blocks(tuple(blocks), pool)
+            needed = -(-tokens // pool.block_tokens) - first_token // pool.block_tokens
+            if first_token % pool.block_tokens or len(blocks) != needed or needed < 1:
+                raise ValueError(f"tokens {first_token} to {tokens} do not fit {len(blocks)} blocks")
+            if key in self._pulls:
+                raise ValueError("this pull is running already")
+            now_s = self._fabric.now_s()
+            moved = [first_token] * len(pool.layer_addresses)
+            self._pulls[key] = Pull(
+                endpoint, first_token, tokens, tuple(blocks), now_s, now_s + budget_s, moved, kept_alive_s=now_s
+            )
+            self._fabric.changed.notify_all()
+
+    def cancel_pull(self, key: bytes) -> None:
+        with self._fabric.changed:
+            pull = self._pulls.get(key)
+            if pull is not None:
+                pull.cancelled = True
+                self._fabric.changed.notify_all()
+
+    def release(self, key: bytes, endpoint: str) -> None:
+        with self._fabric.changed:
+            self._check_open()
+            _check_endpoint(endpoint)
+            source = self._fabric.reach(self.endpoint, endpoint)
+            if source is not None:
+                source.take_release(key, Cause.NONE)
+
+    def stats(self) -> AgentStats:
+        with self._fabric.changed:
+            opened = [lease for lease in self._leases.values() if lease.open]
+            now_s = self._fabric.now_s()
+            parked = [
+                key
+                for sink in self._fabric.agents.values()
+                for key, pull in sink._pulls.items()
+                if pull.endpoint == self.endpoint and now_s < pull.kept_alive_s + self._options.lease_ttl_s
+            ]
+            return replace(
+                self._stats,
+                leases=len(self._leases),
+                leased_blocks=sum(len(lease.blocks) for lease in opened),
+                pulls=len(self._pulls),
+                parked=sum(1 for key in parked if key not in self._leases),
+            )
+
+    def set_faults(self, faults: Faults) -> None:
+        with self._fabric.changed:
+            self._faults = faults
+
+    def close(self) -> None:
+        with self._fabric.changed:
+            if self._closed:
+                return
+            for key in list(self._pulls):
+                self._fail(key, Cause.CANCELLED, "the agent was closed")
+            for key in list(self._leases):
+                self._end_lease(key, Cause.CANCELLED)
+            self._closed = True
+        thread = self._fabric.forget(self)
+        if thread is not None:
+            thread.join()
+        os.close(self._eventfd)
+
+    # What a native agent's own thread does. The fabric's lock is held in all that follows.
+
+    def step(self, now_s: float) -> None:
+        for key, pull in list(self._pulls.items()):
+            self._step_pull(key, pull, now_s)
+        for key, lease in list(self._leases.items()):
+            if now_s >= lease.expires_s(self._options.lease_ttl_s):
+                self._count(leases_expired=1)
+                self._end_lease(key, Cause.EXPIRED)
+
+    def take_release(self, key: bytes, cause: Cause) -> None:
+        """The sink is done with a lease, or gave it up; that may cross the lease's opening."""
+        if key in self._leases:
+            self._end_lease(key, cause, by_sink=True)
+        elif key not in self._ended:
+            self._remember(key, EndedLease(cause, 0, by_sink=True))
+
+    def _step_pull(self, key: bytes, pull: Pull, now_s: float) -> None:
+        source = self._fabric.reach(self.endpoint, pull.endpoint)
+        if pull.cancelled:
+            self._fail(key, Cause.CANCELLED, "cancelled by the engine")
+        elif source is None:
+            self._fail(key, Cause.UNREACHABLE, f"no agent answers at {pull.endpoint}")
+        elif source._options.secret != self._options.secret:
+            self._fail(key, Cause.REFUSED, f"{source.endpoint} and {self.endpoint} do not share a secret")
+        elif ended := source._ended.get(key):
+            cause = Cause.EXPIRED if ended.cause is Cause.NONE else ended.cause
+            self._fail(key, cause, "the lease is over at its source")
+        elif now_s >= pull.deadline_s:
+            lease = source._leases.get(key)
+            revoked = lease is not None and not lease.open
+            self._fail(key, Cause.REVOKED if revoked else Cause.DEADLINE, "the budget is spent")
+        elif source.pool is not None and self.pool is not None and (why := refusal(source.pool, self.pool)):
+            self._fail(key, Cause.REFUSED, why)
+        else:
+            self._follow(key, pull, source, now_s)
+
+    def _follow(self, key: bytes, pull: Pull, source: MemoryAgent, now_s: float) -> None:
+        """Keep the lease alive, and move what is ready."""
+        keeps_alive = now_s >= pull.kept_alive_s + self._options.lease_ttl_s / _KEEP_ALIVES_PER_TTL
+        if keeps_alive:
+            pull.kept_alive_s = now_s
+        lease = source._leases.get(key)
+        if lease is not None and (keeps_alive or lease.claimed_s is None):
+            lease.claimed_s = now_s
+        if lease is None or not lease.open:
+            if pull.generation:
+                pull.restart()
+            if lease is None and now_s >= pull.wanted_s + self._options.wanted_timeout_s:
+                self._fail(key, Cause.STALLED, "the source neither opened nor refused the lease")
+            return
+        if pull.generation != lease.generation:
+            if pull.generation:
+                pull.restart()
+            pull.generation = lease.generation
+        pull.wanted_s = now_s
+        if lease.complete_tokens is not None and pull.tokens > lease.complete_tokens:
+            self._fail(
+                key, Cause.REFUSED, f"the sink wants {pull.tokens} tokens, the whole lease has {lease.complete_tokens}"
+            )
+        elif self._may_serve(pull, lease, source, now_s):
+            self._move(key, pull, lease, source)
+
+    def _may_serve(self, pull: Pull, lease: Lease, source: MemoryAgent, now_s: float) -> bool:
+        if pull.serve_after_s is None and max(lease.ready_tokens) > 0:
+            pull.serve_after_s = now_s + source._faults.delay_s
+        return pull.serve_after_s is not None and now_s >= pull.serve_after_s
+
+    def _move(self, key: bytes, pull: Pull, lease: Lease, source: MemoryAgent) -> None:
+        started_s = time.perf_counter()
+        intact = all(self._copy_layer(layer, pull, lease, source) for layer in range(len(pull.moved_tokens)))
+        pull.moving_s += time.perf_counter() - started_s
+        if not intact:
+            self._count(checksum_failures=1)
+            self._fail(key, Cause.CHECKSUM, "a block arrived with other bytes than were sent")
+            return
+        whole = pull.layers_whole()
+        while pull.layers_reported < whole:
+            pull.layers_reported += 1
+            self._emit(TransferEvent(kind=EventKind.PULL_PROGRESS, key=key, layers=pull.layers_reported))
+        if whole == len(pull.moved_tokens):
+            self._finish(key, pull, source)
+
+    def _copy_layer(self, layer: int, pull: Pull, lease: Lease, source: MemoryAgent) -> bool:
+        """Copy the whole blocks of a layer that are ready and not here yet; False where a checksum is wrong."""
+        assert self.pool is not None
+        assert source.pool is not None
+        size, moved = self.pool.block_tokens, pull.moved_tokens[layer]
+        ready = min(lease.ready_tokens[layer], pull.tokens)
+        # Of a block that is not full yet nothing is taken, unless it is the last.
+        end = ready if ready == pull.tokens else ready // size * size
+        for token in range(moved, end, size):
+            origin, target = lease.blocks[token // size], pull.blocks[(token - pull.first_token) // size]
+            source._chunks_served += 1
+            every = source._faults.corrupt_every
+            corrupt = every > 0 and source._chunks_served % every == 0
+            check = self._options.checksum
+            if not copy_block(source.pool, origin, self.pool, target, layer, corrupt=corrupt, check=check):
+                return False
+            pull.bytes += self.pool.block_bytes
+            self._count(pulled_bytes=self.pool.block_bytes, pulled_blocks=1)
+            source._count(served_bytes=self.pool.block_bytes)
+        pull.moved_tokens[layer] = max(moved, end)
+        return True
+
+    def _finish(self, key: bytes, pull: Pull, source: MemoryAgent) -> None:
+        del self._pulls[key]
+        self._count(pulls_done=1)
+        source.take_release(key, Cause.NONE)
+        self._emit(
+            TransferEvent(
+                kind=EventKind.PULL_DONE,
+                key=key,
+                layers=len(pull.moved_tokens),
+                bytes=pull.bytes,
+                tokens=pull.tokens - pull.first_token,
+                moving_s=pull.moving_s,
+                backend=BACKEND,
+                restarts=pull.restarts,
+            )
+        )
+
+    def _current(self, key: bytes, generation: int) -> Lease | None:
+        lease = self._leases.get(key)
+        return lease if lease is not None and lease.open and lease.generation == generation else None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise TransferFailed("the transfer agent is closed")
+
+    def _ready_pool(self, key: bytes) -> Pool:
+        self._check_open()
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
+        if self.pool is None:
+            raise ValueError("call set_pool first")
+        return self.pool
+
+    def _fail(self, key: bytes, cause: Cause, detail: str) -> None:
+        pull = self._pulls.pop(key)
+        source = self._fabric.reach(self.endpoint, pull.endpoint)
+        if source is not None and cause is not Cause.REFUSED:
+            source.take_release(key, cause)
+        self._count(pulls_failed=1)
+        self._emit(TransferEvent(kind=EventKind.PULL_FAILED, key=key, cause=cause, detail=detail))
+
+    def _end_lease(self, key: bytes, cause: Cause, *, by_sink: bool = False) -> None:
+        lease = self._leases.pop(key)
+        self._remember(key, EndedLease(cause, lease.generation, by_sink))
+        kind = EventKind.LEASE_RELEASED if cause is Cause.NONE else EventKind.LEASE_ENDED
+        self._emit(TransferEvent(kind=kind, key=key, cause=cause))
+
+    def _remember(self, key: bytes, ended: EndedLease) -> None:
+        self._ended[key] = ended
+        if len(self._ended) > _ENDED_MAX:
+            del self._ended[next(iter(self._ended))]
+
+    def _emit(self, event: TransferEvent) -> None:
+        if not self._events and not self._closed:
+            os.eventfd_write(self._eventfd, 1)
+        self._events.append(event)
+
+    def _count(self, **added: int) -> None:
+        self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in added.items()})
+
+
+def _check_endpoint(endpoint: str) -> None:
+    if not endpoint.startswith(SCHEME):
+        raise ValueError(f"{endpoint!r} is not an endpoint of an agent")

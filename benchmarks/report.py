@@ -1,0 +1,62 @@
+"""What every benchmark ends with: a table for people and a JSON file that is committed."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One figure of ours beside others of the same run. `ratio` is ours divided by the first peer's."""
+
+    name: str
+    unit: str
+    ours: float
+    peers: dict[str, float] = field(default_factory=dict[str, float])
+    ratio: float | None = None
+
+    @classmethod
+    def against(cls, name: str, unit: str, ours: float, **peers: float) -> Row:
+        first = next(iter(peers.values()), 0.0)
+        return cls(name=name, unit=unit, ours=ours, peers=peers, ratio=ours / first if first else None)
+
+
+def _machine() -> str:
+    model = next(
+        (
+            line.partition(":")[2].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
+    return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
+
+
+def _commit() -> str:
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
+    )
+    return described.stdout.strip() or "unknown"
+
+
+def report(name: str, rows: Sequence[Row], *, notes: str = "") -> None:
+    """Print the rows and write `benchmarks/results/<name>.json`."""
+    width = max(len(row.name) for row in rows)
+    for row in rows:
+        peers = "  ".join(f"{peer} {value:.4g}" for peer, value in row.peers.items())
+        ratio = "" if row.ratio is None else f"  ratio {row.ratio:.3f}"
+        print(f"{row.name:<{width}}  {row.ours:.4g} {row.unit}  {peers}{ratio}")
+    if notes:
+        print(notes)
+    RESULTS.mkdir(exist_ok=True)
+    content = {"machine": _machine(), "commit": _commit(), "notes": notes, "rows": [asdict(row) for row in rows]}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,190 @@
+// Whole agents with their threads, under several callers at once: what the sanitizers are for.
+#include <poll.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <random>
+
+#include "tests/check.h"
+#include "transfer/shell.h"
+
+using namespace baton::transfer;
+
+namespace {
+
+constexpr std::uint32_t kLayers = 3, kBlocks = 64, kBlockTokens = 16;
+constexpr std::uint64_t kBlockBytes = 20000, kStrideBytes = 20480;
+
+Key key_of(std::uint32_t number) {
+  Key key{};
+  std::memcpy(key.data(), &number, sizeof number);
+  return key;
+}
+
+struct Node {
+  explicit Node(const std::string& backend, Faults faults = {})
+      : memory(kLayers * kBlocks * kStrideBytes),
+        agent(Options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults}, "127.0.0.1", 0) {
+    Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes};
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
+    agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
+  }
+  std::uint8_t* at(std::uint32_t layer, std::uint32_t block) {
+    return memory.data() + (layer * kBlocks + block) * kStrideBytes;
+  }
+  void fill(std::uint32_t block, std::uint8_t seed) {
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      std::memset(at(layer, block), static_cast<int>(seed + layer), kBlockBytes);
+    }
+  }
+  bool holds(std::uint32_t block, std::uint8_t seed) {
+    for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+      const std::uint8_t* begin = at(layer, block);
+      for (std::uint64_t i = 0; i < kBlockBytes; ++i) {
+        if (begin[i] != static_cast<std::uint8_t>(seed + layer)) return false;
+      }
+    }
+    return true;
+  }
+
+  // Returns the first report of one of two kinds for a key; keeps the others.
+  Report wait(const Key& key, ReportKind kind, ReportKind or_kind) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (std::chrono::steady_clock::now() < end) {
+      for (auto report = reports.begin(); report != reports.end(); ++report) {
+        if (report->key != key || (report->kind != kind && report->kind != or_kind)) continue;
+        const Report found = *report;
+        reports.erase(report);
+        return found;
+      }
+      pollfd waiting{agent.fileno(), POLLIN, 0};
+      ::poll(&waiting, 1, 100);
+      for (Report& report : agent.poll()) reports.push_back(std::move(report));
+    }
+    throw std::runtime_error("no report within 20 s");
+  }
+  Report wait_end(const Key& key) { return wait(key, ReportKind::pull_done, ReportKind::pull_failed); }
+  Report wait_lease(const Key& key) { return wait(key, ReportKind::lease_released, ReportKind::lease_ended); }
+
+  std::vector<std::uint8_t> memory;
+  std::vector<Report> reports;
+  Agent agent;
+};
+
+void offer(Node& source, std::uint32_t number, std::vector<std::uint32_t> blocks) {
+  const Key key = key_of(number);
+  const auto generation = source.agent.open_lease(key, -1);
+  const auto tokens = static_cast<std::uint32_t>(blocks.size()) * kBlockTokens;
+  source.agent.command(ExtendLease{key, generation, std::move(blocks)});
+  for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
+    source.agent.command(PostReady{key, generation, static_cast<std::int32_t>(layer), tokens});
+  }
+}
+
+// Two threads, one per side: requests come and go, some cancelled, some revoked.
+void run_traffic(const std::string& backend) {
+  Node source(backend), sink(backend);
+  constexpr std::uint32_t kRequests = 60;
+  std::atomic<std::uint32_t> begun = 0;
+  std::string problem;
+  std::thread prefill([&] {
+    try {
+      for (std::uint32_t number = 0; number < kRequests; ++number) {
+        const std::uint32_t first = number % 16 * 4;
+        if (number >= 16) source.wait_lease(key_of(number - 16));  // Its blocks are reused.
+        source.fill(first, static_cast<std::uint8_t>(number));
+        source.fill(first + 1, static_cast<std::uint8_t>(number + 100));
+        offer(source, number, {first, first + 1});
+        if (number % 7 == 3) source.agent.command(RevokeLease{key_of(number), true});
+        begun = number + 1;
+      }
+      for (std::uint32_t number = kRequests - 16; number < kRequests; ++number) source.wait_lease(key_of(number));
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+  });
+  std::mt19937 random(3);
+  std::uint32_t done = 0;
+  for (std::uint32_t number = 0; number < kRequests; ++number) {
+    const std::uint32_t first = number % 16 * 4 + 2;
+    const Key key = key_of(number);
+    sink.agent.command(StartPull{key, source.agent.endpoint(), 0, 2 * kBlockTokens, {first, first + 1}, 20});
+    if (random() % 5 == 0) sink.agent.command(CancelPull{key});
+    const Report end = sink.wait_end(key);
+    // After the end nothing may write here: under the thread sanitizer a late write is a data race.
+    if (end.kind == ReportKind::pull_done) {
+      ++done;
+      CHECK(sink.holds(first, static_cast<std::uint8_t>(number)));
+      CHECK(sink.holds(first + 1, static_cast<std::uint8_t>(number + 100)));
+    }
+    sink.fill(first, 0);
+    sink.fill(first + 1, 0);
+  }
+  prefill.join();
+  if (!problem.empty()) throw std::runtime_error(problem);
+  CHECK(done > kRequests / 3);
+  const Stats left = source.agent.stats();
+  CHECK(left.leases == 0 && left.leased_blocks == 0 && left.parked == 0 && sink.agent.stats().pulls == 0);
+  CHECK(left.protocol_errors == 0 && sink.agent.stats().protocol_errors == 0);
+}
+
+void run_many_at_once(const std::string& backend) {
+  Node source(backend, {.delay_s = 0.02}), sink(backend);
+  std::vector<std::thread> callers;
+  std::atomic<int> failed = 0;
+  for (std::uint32_t number = 0; number < 16; ++number) {
+    source.fill(number, static_cast<std::uint8_t>(number));
+    callers.emplace_back([&, number] {
+      try {
+        sink.agent.command(StartPull{key_of(number), source.agent.endpoint(), 0, kBlockTokens, {63 - number}, 20});
+        offer(source, number, {number});
+        (void)source.agent.stats();
+      } catch (const std::exception&) {
+        ++failed;
+      }
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  CHECK(failed == 0);
+  for (std::uint32_t number = 0; number < 16; ++number) {
+    CHECK(sink.wait_end(key_of(number)).kind == ReportKind::pull_done);
+    CHECK(sink.holds(63 - number, static_cast<std::uint8_t>(number)));
+  }
+}
+
+// Agents die in the middle of everything, over and over; nothing is leaked and nobody hangs.
+void run_sudden_ends(const std::string& backend) {
+  for (std::uint32_t round = 0; round < 12; ++round) {
+    Node source(backend), sink(backend);
+    source.fill(0, 1);
+    sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
+    if (round % 3 > 0) offer(source, 1, {0});
+    std::this_thread::sleep_for(std::chrono::microseconds(150 * round));
+    (round % 2 == 0 ? source : sink).agent.close();
+    const Report end = sink.wait_end(key_of(1));
+    CHECK(end.kind == ReportKind::pull_failed || sink.holds(5, 1));
+  }
+}
+
+}  // namespace
+
+TEST(traffic_over_shared_memory) {
+  run_traffic("shm");
+}
+TEST(traffic_over_tcp) {
+  run_traffic("tcp");
+}
+TEST(many_callers_over_shared_memory) {
+  run_many_at_once("shm");
+}
+TEST(many_callers_over_tcp) {
+  run_many_at_once("tcp");
+}
+TEST(sudden_ends_over_shared_memory) {
+  run_sudden_ends("shm");
+}
+TEST(sudden_ends_over_tcp) {
+  run_sudden_ends("tcp");
+}

@@ -1,0 +1,80 @@
+#include <random>
+
+#include "tests/check.h"
+#include "transfer/core.h"
+#include "transfer/endpoint.h"
+#include "transfer/wire.h"
+
+using namespace baton::transfer;
+
+namespace {
+
+baton::Bytes body_of(const Blob& frame) {
+  return baton::Bytes(frame).subspan(kLengthBytes + 1);
+}
+
+}  // namespace
+
+TEST(frames_survive_the_wire) {
+  const frames::Request sent{
+      .pull = 1ull << 40, .generation = 3, .sequence = 0xFFFFFFFF, .layer = 7, .first_block = 9, .blocks = 1};
+  const auto got = decode<frames::Request>(body_of(encode(sent)));
+  CHECK(got && got->pull == sent.pull && got->sequence == sent.sequence && got->blocks == 1);
+  const frames::Ended ended{.pull = 5, .cause = Cause::stalled, .detail = "why"};
+  const auto got_ended = decode<frames::Ended>(body_of(encode(ended)));
+  CHECK(got_ended && got_ended->cause == Cause::stalled && got_ended->detail == "why");
+}
+
+TEST(short_long_and_impossible_frames_are_refused) {
+  const Blob frame = encode(frames::Ended{.pull = 5, .cause = Cause::stalled, .detail = "why"});
+  const baton::Bytes body = body_of(frame);
+  for (std::size_t size = 0; size < body.size(); ++size) CHECK(!decode<frames::Ended>(body.first(size)));
+  Blob longer(body.begin(), body.end());
+  longer.push_back(0);
+  CHECK(!decode<frames::Ended>(longer));
+  Blob unknown_cause(body.begin(), body.end());
+  unknown_cause[8] = kCauses;
+  CHECK(!decode<frames::Ended>(unknown_cause));
+}
+
+TEST(endpoints_are_parsed_strictly) {
+  const auto good = parse_endpoint(format_endpoint({"127.0.0.1:80", 0xABC}));
+  CHECK(good && good->address == "127.0.0.1:80" && good->incarnation == 0xABC);
+  CHECK(parse_endpoint("[::1]:80/0000000000000001"));
+  for (const char* bad : {"", "/", ":1/0000000000000001", "h:0/0000000000000001", "h:99999/0000000000000001", "h:1/1",
+                          "h:1/000000000000000g", "h/0000000000000001", "h:1"}) {
+    CHECK(!parse_endpoint(bad));
+  }
+}
+
+// Whatever a stranger sends, in whatever order, nothing is read out of bounds and no action serves it a block.
+TEST(a_core_survives_random_frames) {
+  std::mt19937 random(1);
+  for (int round = 0; round < 300; ++round) {
+    Core core(Options{.secret = "s", .incarnation = 1});
+    core.set_geometry({"model", 2, 8, 64, 16});
+    const Key key{};
+    std::vector<Event> setup = {OpenLease{key}};
+    CHECK(core.step(0, setup).empty());
+    setup = {ExtendLease{key, 1, {0, 1}}};
+    CHECK(core.step(0, setup).empty());
+    setup = {PostReady{key, 1, -1, 32}};
+    CHECK(core.step(0, setup).empty());
+    std::vector<Event> events = {Accepted{1}};
+    for (int i = 0; i < 20; ++i) {
+      FrameArrived frame{1, Blob(random() % 40)};
+      for (auto& byte : frame.frame) byte = static_cast<std::uint8_t>(random());
+      if (!frame.frame.empty()) frame.frame[0] = static_cast<std::uint8_t>(random() % 24);
+      if (i == 0 && round % 2 == 0) {
+        const Blob hello = encode(frames::Hello{});
+        frame.frame.assign(hello.begin() + kLengthBytes, hello.end());
+      }
+      events.push_back(frame);
+    }
+    events.push_back(DataArrived{1, 1, 0, 64});
+    events.push_back(BackendChecked{1, true});
+    events.push_back(Closed{1, ""});
+    for (const Action& action : core.step(0, events)) CHECK(!std::holds_alternative<Serve>(action));
+    CHECK(core.stats().leases == 1);
+  }
+}

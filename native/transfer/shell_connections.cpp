@@ -1,0 +1,151 @@
+// The progress thread's connections: how they begin, which way their chunks go, what is read and sent.
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <system_error>
+
+#include "transfer/shell.h"
+#include "transfer/sockets.h"
+
+namespace baton::transfer {
+namespace {
+
+constexpr int kReadsPerTurn = 16;  // Then other connections get their turn.
+
+}  // namespace
+
+// ---------------------------------------------------------------- backends
+
+void Agent::offer(const OfferBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  if (action.backend == "shm") at->segment = Segment::create(chunk_bytes_max_);
+  const bool ok = at->segment != nullptr;
+  happened_.push_back(BackendOffered{action.connection, ok, ok ? at->segment->offer() : Blob{}});
+}
+
+void Agent::accept_offer(const AcceptBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  if (action.backend == "shm") at->segment = Segment::open(action.offer, chunk_bytes_max_);
+  const bool ok = at->segment != nullptr;
+  happened_.push_back(BackendAccepted{action.connection, ok, ok ? at->segment->token() : Blob{}});
+}
+
+void Agent::use(const UseBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  if (action.backend == "tcp") {
+    at->stream->allow_payloads(chunk_bytes_max_, action.checksum);
+    at->path = std::make_unique<InlinePath>(*at->stream, pool_);
+  } else if (at->segment != nullptr) {
+    at->path = std::make_unique<ShmPath>(std::move(at->segment), action.connection, pool_, action.checksum, happened_);
+  } else {
+    drop(action.connection, kBrokenProtocol);
+  }
+}
+
+// ---------------------------------------------------------------- connections
+
+void Agent::connect(const Connect& action) {
+  const int fd = begin_connect(action.address);
+  if (fd < 0) {
+    happened_.push_back(Closed{action.connection, std::strerror(errno)});
+    return;
+  }
+  tune(fd);
+  Connection& connection = connections_[action.connection];
+  connection.stream = std::make_unique<Stream>(fd, action.connection, happened_);
+  connection.connecting = true;
+  watch(action.connection, connection, EPOLLOUT);
+}
+
+void Agent::watch(ConnectionId id, Connection& connection, std::uint32_t events) {
+  if (connection.watched == events) return;
+  epoll_event event{.events = events, .data = {.u64 = id}};
+  const int operation = connection.watched == 0 ? EPOLL_CTL_ADD : EPOLL_CTL_MOD;
+  if (::epoll_ctl(epoll_fd_, operation, connection.stream->fd(), &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+  }
+  connection.watched = events;
+}
+
+void Agent::drop(ConnectionId id, std::string why) {
+  if (connections_.erase(id) > 0) happened_.push_back(Closed{id, std::move(why)});
+}
+
+void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
+  if (token == kListenToken) return accept_all();
+  if (token == kWakeToken) {
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto taken = ::read(wake_fd_, &count, sizeof count);
+    return;
+  }
+  Connection* at = find(token);
+  if (at == nullptr) return;
+  if (at->connecting) return finish_connect(token, *at);
+  if ((events & EPOLLOUT) != 0) dirty_.push_back(token);
+  if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) read(token);
+  carry_out_all();
+  flush_all();
+}
+
+void Agent::accept_all() {
+  while (true) {
+    const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    if (fd < 0) return;  // None is left, or it is gone again.
+    tune(fd);
+    const ConnectionId id = next_accepted_;
+    next_accepted_ += 2;
+    Connection& connection = connections_[id];
+    connection.stream = std::make_unique<Stream>(fd, id, happened_);
+    watch(id, connection, EPOLLIN);
+    happened_.push_back(Accepted{id});
+  }
+}
+
+void Agent::finish_connect(ConnectionId id, Connection& connection) {
+  int error = 0;
+  socklen_t size = sizeof error;
+  ::getsockopt(connection.stream->fd(), SOL_SOCKET, SO_ERROR, &error, &size);
+  if (error != 0) return drop(id, std::strerror(error));
+  connection.connecting = false;
+  watch(id, connection, EPOLLIN);
+  happened_.push_back(Connected{id});
+}
+
+void Agent::read(ConnectionId id) {
+  for (int turn = 0; turn < kReadsPerTurn; ++turn) {
+    Connection* at = find(id);
+    if (at == nullptr) return;
+    bool more = false;
+    if (!at->stream->receive(more)) return drop(id, at->stream->why());
+    // After a data header the core decides where its payload goes before the next frame is read.
+    while (true) {
+      const std::size_t before = happened_.size();
+      if (!at->stream->parse(happened_)) return drop(id, at->stream->why());
+      if (happened_.size() == before) break;
+      carry_out_all();
+      at = find(id);
+      if (at == nullptr) return;
+    }
+    if (!more) return;
+  }
+}
+
+void Agent::flush_all() {
+  for (const ConnectionId id : std::exchange(dirty_, {})) {
+    Connection* at = find(id);
+    if (at == nullptr || at->connecting) continue;
+    if (!at->stream->flush()) {
+      drop(id, at->stream->why());
+      continue;
+    }
+    watch(id, *at, at->stream->wants_write() ? EPOLLIN | EPOLLOUT : EPOLLIN);
+  }
+}
+
+}  // namespace baton::transfer

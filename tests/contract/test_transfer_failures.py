@@ -1,0 +1,252 @@
+"""How a pull or a lease ends early: the suite of every implementation and backend."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from transfer_rig import (
+    BLOCK_BYTES,
+    BLOCK_TOKENS,
+    KEY,
+    SINK_BLOCKS,
+    SOURCE_BLOCKS,
+    TERMINAL,
+    TOKENS,
+    MakeNode,
+    Node,
+    assert_nothing_left,
+    pull,
+    wait_until,
+)
+
+from baton.transfer import Cause, EventKind, Faults, lease_key
+
+# ---------------------------------------------------------------- revocation and expiry
+
+
+def test_a_revoked_pull_starts_again_with_the_new_generation(source: Node, sink: Node) -> None:
+    source.fill(SOURCE_BLOCKS)
+    first = source.lease(KEY, SOURCE_BLOCKS)
+    source.agent.post_ready(KEY, first, 0, TOKENS)
+    source.agent.post_ready(KEY, first, 1, TOKENS)
+    pull(sink, source)
+    sink.wait(EventKind.PULL_PROGRESS, layers=2)
+    source.agent.revoke_lease(KEY, final=False)
+    source.fill(SOURCE_BLOCKS, seed=9)
+    source.agent.post_ready(KEY, first, -1, TOKENS)  # Of the old generation: must not count.
+    moved = [block + 15 for block in SOURCE_BLOCKS]
+    second = source.offer(KEY, moved, seed=1)
+    assert second == first + 1
+    done = sink.wait_end(KEY)
+    assert (done.kind, done.restarts) == (EventKind.PULL_DONE, 1)
+    assert sink.holds(SINK_BLOCKS, seed=1)
+    assert [event.layers for event in sink.rest()] == [1, 3, 4]  # 2 was waited for; none comes twice.
+    assert source.wait(EventKind.LEASE_RELEASED).key == KEY
+    assert source.agent.stats().leases_revoked == 1
+    assert_nothing_left(source, sink)
+
+
+def test_revoking_again_and_again_never_delivers_stale_bytes(source: Node, sink: Node) -> None:
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    offered = [0]
+    for seed in range(1, 60):
+        time.sleep(0.0004 * (seed % 7))
+        source.agent.revoke_lease(KEY, final=False)
+        if source.agent.stats().leases == 0:
+            break  # The pull was faster.
+        source.fill(SOURCE_BLOCKS, seed=200)  # Overwritten at once, as a preempted engine does.
+        source.offer(KEY, SOURCE_BLOCKS, seed=seed)
+        offered.append(seed)
+    assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
+    assert any(sink.holds(SINK_BLOCKS, seed=seed) for seed in offered), "torn or stale"
+    wait_until(lambda: source.agent.stats().leases == 0)
+
+
+def test_a_lease_opened_again_after_its_release_ends_at_once(source: Node, sink: Node) -> None:
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    source.wait(EventKind.LEASE_RELEASED)
+    assert source.agent.open_lease(KEY) == 2
+    source.wait(EventKind.LEASE_RELEASED, timeout_s=1.0)
+    assert_nothing_left(source, sink)
+
+
+def test_a_final_revocation_fails_the_pull_at_once(source: Node, sink: Node) -> None:
+    source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    wait_until(lambda: sink.agent.stats().pulls == 1)
+    source.agent.revoke_lease(KEY, final=True)
+    assert source.wait(EventKind.LEASE_ENDED).cause == Cause.REVOKED
+    failed = sink.wait_end(KEY, 2.0)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.REVOKED)
+    assert_nothing_left(source, sink)
+
+
+def test_a_final_revocation_may_come_before_the_pull(source: Node, sink: Node) -> None:
+    source.agent.revoke_lease(KEY, final=True)
+    pull(sink, source)
+    assert sink.wait_end(KEY, 2.0).cause == Cause.REVOKED
+    assert source.rest() == []
+
+
+def test_a_revoked_lease_that_stays_closed_fails_at_the_deadline(source: Node, sink: Node) -> None:
+    source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source, budget_s=0.5)
+    wait_until(lambda: sink.agent.stats().pulls == 1)
+    time.sleep(0.1)
+    source.agent.revoke_lease(KEY, final=False)
+    assert sink.wait_end(KEY).cause == Cause.REVOKED
+    assert source.wait(EventKind.LEASE_ENDED).cause == Cause.REVOKED
+    assert_nothing_left(source, sink)
+
+
+def test_a_lease_expires_under_a_read(make_node: MakeNode) -> None:
+    # The sink's own time to live decides how often it says that it lives: too seldom for this source.
+    source, sink = make_node(lease_ttl_s=0.3), make_node(lease_ttl_s=30.0)
+    source.fill(SOURCE_BLOCKS)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    source.agent.post_ready(KEY, generation, 0, TOKENS)
+    sink.wait(EventKind.PULL_PROGRESS)
+    assert source.wait(EventKind.LEASE_ENDED, timeout_s=2.0).cause == Cause.EXPIRED
+    source.fill(SOURCE_BLOCKS, seed=3)
+    source.agent.post_ready(KEY, generation, -1, TOKENS)
+    assert sink.wait_end(KEY, 2.0).cause == Cause.EXPIRED
+    assert source.agent.stats().leases_expired == 1
+    assert_nothing_left(source, sink)
+
+
+def test_a_live_sink_keeps_its_lease(make_node: MakeNode) -> None:
+    source, sink = make_node(lease_ttl_s=0.3, unclaimed_ttl_s=0.3), make_node(lease_ttl_s=0.3)
+    source.fill(SOURCE_BLOCKS)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    time.sleep(1.2)
+    source.agent.post_ready(KEY, generation, -1, TOKENS)
+    assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
+
+
+def test_a_lease_that_nobody_asks_for_expires(source: Node) -> None:
+    source.agent.open_lease(KEY, unclaimed_ttl_s=0.1)
+    ended = source.wait(EventKind.LEASE_ENDED, timeout_s=1.0)
+    assert (ended.cause, source.agent.stats().leases) == (Cause.EXPIRED, 0)
+
+
+def test_an_old_ask_is_not_parked_for_ever(make_node: MakeNode) -> None:
+    source, sink = make_node(lease_ttl_s=0.3), make_node(lease_ttl_s=30.0)
+    pull(sink, source, budget_s=5.0)
+    wait_until(lambda: source.agent.stats().parked == 1)
+    wait_until(lambda: source.agent.stats().parked == 0, 2.0)
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node) -> None:
+    source.agent.set_faults(Faults(corrupt_every=3))
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    failed = sink.wait_end(KEY)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.CHECKSUM)
+    assert sink.agent.stats().checksum_failures == 1
+    assert source.holds(SOURCE_BLOCKS), "the fault is in the copy, not in the pool"
+    assert source.wait(EventKind.LEASE_ENDED).cause == Cause.CHECKSUM
+    source.agent.set_faults(Faults())
+    source.offer(again := lease_key("request", 1), SOURCE_BLOCKS)
+    pull(sink, source, again)
+    assert sink.wait_end(again).kind == EventKind.PULL_DONE
+    assert_nothing_left(source, sink)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"secret": "other"}, ("secret",)),
+        ({"fingerprint": "other"}, ("fingerprint", "'other'", "'model'")),
+        ({"block_bytes": 64}, ("bytes per block", "'64'", f"'{BLOCK_BYTES}'")),
+    ],
+)
+def test_unlike_agents_refuse_each_other(
+    make_node: MakeNode, changes: dict[str, object], words: tuple[str, ...]
+) -> None:
+    source, sink = make_node(), make_node(**changes)
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    failed = sink.wait_end(KEY, 2.0)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.REFUSED)
+    assert all(word in failed.detail for word in words), failed.detail
+    assert sink.is_poison()
+    assert source.agent.stats().served_bytes == 0
+
+
+def test_a_sink_that_wants_more_than_the_lease_has_is_refused(source: Node, sink: Node) -> None:
+    source.fill(SOURCE_BLOCKS)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    source.agent.post_ready(KEY, generation, -1, TOKENS - BLOCK_TOKENS)
+    source.agent.complete_lease(KEY, generation, TOKENS - BLOCK_TOKENS)
+    failed = sink.wait_end(KEY, 2.0)
+    assert (failed.cause, str(TOKENS) in failed.detail) == (Cause.REFUSED, True)
+
+
+def test_a_pull_has_a_deadline(source: Node, sink: Node) -> None:
+    source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source, budget_s=0.2)
+    began_s = time.monotonic()
+    assert sink.wait_end(KEY).cause == Cause.DEADLINE
+    assert 0.1 < time.monotonic() - began_s < 0.6
+    assert source.wait(EventKind.LEASE_ENDED).cause == Cause.DEADLINE
+
+
+def test_a_lease_that_never_opens_fails_the_pull(make_node: MakeNode) -> None:
+    source, sink = make_node(), make_node(wanted_timeout_s=0.2)
+    pull(sink, source)
+    assert sink.wait_end(KEY, 1.0).cause == Cause.STALLED
+
+
+# ---------------------------------------------------------------- cancellation, release, several at once
+
+
+@pytest.mark.parametrize("state", ["connecting", "wanted", "opened", "delayed", "moving", "revoked"])
+def test_nothing_is_written_after_a_cancel(make_node: MakeNode, state: str) -> None:
+    source, sink = make_node(faults=Faults(delay_s=0.3 if state == "delayed" else 0.0)), make_node()
+    source.fill(SOURCE_BLOCKS)
+    generation = 0
+    if state in {"opened", "delayed", "moving", "revoked"}:
+        generation = source.lease(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    if state == "wanted":
+        wait_until(lambda: source.agent.stats().parked == 1)
+    if state in {"delayed", "moving"}:
+        source.agent.post_ready(KEY, generation, -1, TOKENS)
+    if state == "moving":
+        wait_until(lambda: sink.agent.stats().pulled_blocks > 0)
+    if state == "revoked":
+        source.agent.post_ready(KEY, generation, 0, TOKENS)
+        sink.wait(EventKind.PULL_PROGRESS)
+        source.agent.revoke_lease(KEY, final=False)
+    sink.agent.cancel_pull(KEY)
+    ended = sink.wait_end(KEY, 2.0)
+    if ended.kind == EventKind.PULL_DONE:
+        assert state == "moving"  # The pull was faster.
+        return
+    sink.poison()
+    assert ended.cause == Cause.CANCELLED
+    if generation == 0:
+        generation = source.agent.open_lease(KEY)
+    source.agent.post_ready(KEY, generation, -1, 0)
+    assert source.wait(EventKind.LEASE_ENDED, timeout_s=2.0).cause == Cause.CANCELLED
+    source.agent.post_ready(KEY, generation, -1, TOKENS)
+    time.sleep(0.4 if state == "delayed" else 0.05)
+    assert sink.is_poison()
+    assert [event for event in sink.rest() if event.kind in TERMINAL] == []
+    assert source.rest() == []
+    assert_nothing_left(source, sink)
+
+
+def test_a_cancel_of_nothing_is_ignored(sink: Node) -> None:
+    sink.agent.cancel_pull(KEY)
+    time.sleep(0.02)
+    assert sink.rest() == []

@@ -1,0 +1,207 @@
+"""What a transfer agent answers to wrong arguments, strangers, and the end of its own life."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+from collections.abc import Generator
+
+import pytest
+from transfer_rig import BLOCK_TOKENS, BLOCKS, LAYERS, Node, wait_until
+
+from baton.errors import ConfigurationError, TransferFailed
+from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
+
+KEY = lease_key("request", 0)
+SINK_BLOCKS = list(range(30, 34))
+TOKENS = len(SINK_BLOCKS) * BLOCK_TOKENS
+
+
+@pytest.fixture
+def node() -> Generator[Node]:
+    node = Node(NativeAgent(AgentOptions()))
+    yield node
+    node.agent.close()
+
+
+@pytest.fixture
+def other() -> Generator[Node]:
+    node = Node(NativeAgent(AgentOptions()))
+    yield node
+    node.agent.close()
+
+
+@pytest.mark.parametrize(
+    ("first_token", "tokens", "blocks", "budget_s", "words"),
+    [
+        (1, TOKENS, SINK_BLOCKS, 1.0, "not a multiple of the block size"),
+        (0, 0, [], 1.0, "nothing to pull"),
+        (0, TOKENS, SINK_BLOCKS[1:], 1.0, "fill 4 blocks, not 3"),
+        (0, TOKENS, [0, 1, 2, BLOCKS], 1.0, "outside the pool"),
+        (0, TOKENS, [0, 1, 2, -1], 1.0, "a block index"),
+        (0, TOKENS, SINK_BLOCKS, 0.0, "budget_s"),
+        (0, TOKENS, SINK_BLOCKS, float("nan"), "budget_s"),
+        (-16, TOKENS, SINK_BLOCKS, 1.0, "first_token"),
+    ],
+)
+def test_a_pull_that_makes_no_sense(
+    node: Node, other: Node, first_token: int, tokens: int, blocks: list[int], budget_s: float, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        node.agent.pull(
+            KEY, other.agent.endpoint, first_token=first_token, tokens=tokens, blocks=blocks, budget_s=budget_s
+        )
+    assert node.agent.stats().pulls == 0
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["", "127.0.0.1:80", "host/0123456789abcdef", "127.0.0.1:0/0123456789abcdef", "a:1/z"]
+)
+def test_an_endpoint_of_no_agent(node: Node, endpoint: str) -> None:
+    with pytest.raises(ValueError, match="not an endpoint"):
+        node.agent.pull(KEY, endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=1.0)
+    with pytest.raises(ValueError, match="not an endpoint"):
+        node.agent.release(KEY, endpoint)
+
+
+def test_a_key_of_the_wrong_length(node: Node) -> None:
+    with pytest.raises(ValueError, match="16 bytes, not 3"):
+        node.agent.open_lease(b"abc")
+
+
+def test_a_key_that_is_pulled_already(node: Node, other: Node) -> None:
+    node.agent.pull(KEY, other.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    with pytest.raises(ValueError, match="already"):
+        node.agent.pull(KEY, other.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+
+
+def test_a_lease_that_makes_no_sense(node: Node) -> None:
+    generation = node.agent.open_lease(KEY)
+    with pytest.raises(ValueError, match="open already"):
+        node.agent.open_lease(KEY)
+    with pytest.raises(ValueError, match="outside the pool"):
+        node.agent.extend_lease(KEY, generation, [0, BLOCKS])
+    assert node.agent.stats().leased_blocks == 0
+    with pytest.raises(ValueError, match="cannot be ready"):
+        node.agent.post_ready(KEY, generation, 0, 1)
+    with pytest.raises(ValueError, match="layer"):
+        node.agent.post_ready(KEY, generation, LAYERS, 0)
+    with pytest.raises(ValueError, match="do not fit"):
+        node.agent.complete_lease(KEY, generation, 1)
+    node.agent.extend_lease(KEY, generation + 1, [0])  # Of another generation: ignored.
+    node.agent.post_ready(lease_key("unknown", 0), 1, 0, 5)
+    assert node.agent.stats().leased_blocks == 0
+
+
+def test_a_pool_is_set_once_and_first(node: Node) -> None:
+    agent = NativeAgent(AgentOptions())
+    with pytest.raises(ValueError, match="set_pool first"):
+        agent.open_lease(KEY)
+    with pytest.raises(ValueError, match="set_pool first"):
+        agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=1, blocks=[0], budget_s=1.0)
+    Node(agent)
+    with pytest.raises(ValueError, match="already"):
+        Node(agent)
+    agent.close()
+
+
+def test_options_that_make_no_sense(node: Node) -> None:
+    with pytest.raises(ValueError, match="no backend 'carrier pigeon'"):
+        NativeAgent(AgentOptions(backends=("carrier pigeon",)))
+    with pytest.raises(ValueError, match="no port"):
+        NativeAgent(AgentOptions(port=70000))
+    with pytest.raises(ValueError, match="others reach"):
+        NativeAgent(AgentOptions(host="0.0.0.0"))
+    port = int(node.agent.endpoint.split(":")[1].split("/")[0])
+    with pytest.raises(ConfigurationError, match="in use"):
+        NativeAgent(AgentOptions(port=port))
+
+
+def test_close_ends_everything(node: Node, other: Node) -> None:
+    node.lease(KEY, [0, 1, 2, 3])
+    other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    wait_until(lambda: other.agent.stats().pulls == 1)
+    time.sleep(0.1)
+    node.agent.close()
+    node.agent.close()
+    assert node.wait(EventKind.LEASE_ENDED).cause == Cause.CANCELLED
+    assert other.wait_end(KEY, 2.0).kind == EventKind.PULL_FAILED
+    with pytest.raises(TransferFailed, match="closed"):
+        node.agent.open_lease(KEY)
+    other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    other.agent.close()
+    assert other.wait_end(KEY).cause == Cause.CANCELLED
+
+
+def frame(kind: int, body: bytes) -> bytes:
+    return struct.pack("<IB", len(body) + 1, kind) + body
+
+
+HELLO = frame(1, struct.pack("<IH32s", 0x4E544142, 1, bytes(32)))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 0),
+        struct.pack("<I", 0xFFFFFFFF) + bytes(64),
+        frame(1, b"short"),
+        frame(200, b""),
+        frame(15, bytes(20)),
+        HELLO + HELLO,
+        HELLO + frame(9, bytes(36)),
+        HELLO + frame(3, bytes(80)),
+    ],
+    ids=[
+        "http",
+        "empty",
+        "huge",
+        "short hello",
+        "unknown type",
+        "data",
+        "two hellos",
+        "ask unproven",
+        "garbage identity",
+    ],
+)
+def test_strangers_are_sent_away(node: Node, other: Node, noise: bytes) -> None:
+    host, port = node.agent.endpoint.split("/")[0].split(":")
+    with socket.create_connection((host, int(port)), timeout=2.0) as stranger:
+        stranger.sendall(noise)
+        while stranger.recv(4096):
+            pass  # Ends when the agent closes the connection.
+    node.offer(KEY, [0, 1, 2, 3])
+    other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    assert other.wait_end(KEY).kind == EventKind.PULL_DONE
+
+
+def test_an_agent_sleeps_while_nothing_happens(node: Node, other: Node) -> None:
+    node.lease(KEY, [0, 1, 2, 3])
+    other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    time.sleep(0.2)
+    before_s = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before_s < 0.05
+
+
+def test_no_agent_there(other: Node) -> None:
+    node = Node(NativeAgent(AgentOptions(connect_timeout_s=0.3)))
+    other.agent.close()
+    node.agent.pull(KEY, other.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    failed = node.wait_end(KEY, 2.0)
+    node.agent.close()
+    assert (failed.cause, "127.0.0.1" in failed.detail) == (Cause.UNREACHABLE, True)
+
+
+def test_another_life_of_the_source_is_not_the_source(node: Node, other: Node) -> None:
+    endpoint = other.agent.endpoint
+    other.agent.close()
+    reborn = Node(NativeAgent(AgentOptions(port=int(endpoint.split(":")[1].split("/")[0]))))
+    reborn.offer(KEY, [0, 1, 2, 3])
+    node.agent.pull(KEY, endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    failed = node.wait_end(KEY, 2.0)
+    reborn.agent.close()
+    assert (failed.cause, "restarted" in failed.detail) == (Cause.UNREACHABLE, True)
+    assert node.is_poison()

@@ -1,0 +1,214 @@
+"""Transfer agents in different processes: one is killed, stopped, restarted or has no shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import pytest
+from transfer_rig import BLOCK_TOKENS, LAYERS, Node, wait_until
+
+from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
+
+KEY = lease_key("request", 0)
+SOURCE_BLOCKS = list(range(3, 15))
+SINK_BLOCKS = list(range(30, 42))
+TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
+
+
+class Peer:
+    """`transfer_peer.py` as a child process."""
+
+    def __init__(self, backends: str, lease_ttl_s: float = 5.0, file_bytes_max: int = 0) -> None:
+        script = str(Path(__file__).with_name("transfer_peer.py"))
+        self.process = subprocess.Popen(
+            [sys.executable, script, backends, str(lease_ttl_s), str(file_bytes_max)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self._stdin, self._stdout = self.process.stdin, self.process.stdout
+        self.endpoint = self._stdout.readline().strip()
+        assert self.endpoint, "the peer did not start"
+
+    def tell(self, *words: object) -> None:
+        self._stdin.write(" ".join(map(str, words)) + "\n")
+        self._stdin.flush()
+        assert self._stdout.readline() == "ok\n"
+
+    def lease(self, seed: int = 0) -> None:
+        self.tell("lease", KEY.hex(), ",".join(map(str, SOURCE_BLOCKS)), seed)
+
+    def ready(self, layer: int) -> None:
+        self.tell("ready", KEY.hex(), layer, TOKENS)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
+
+    def close(self) -> None:
+        self.kill()
+        self._stdin.close()
+        self._stdout.close()
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+StartPeer = Callable[..., Peer]
+
+
+@pytest.fixture
+def start_peer() -> Generator[StartPeer]:
+    peers: list[Peer] = []
+
+    def start(*arguments: object) -> Peer:
+        peers.append(Peer(*arguments))  # pyright: ignore[reportArgumentType]
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def node(backend: str) -> Generator[Node]:
+    """Return an agent of this process that gives up soon."""
+    options = AgentOptions(
+        secret="shared", backends=(backend, "tcp"), lease_ttl_s=0.6, connect_timeout_s=0.5, stall_timeout_s=1.0
+    )
+    node = Node(NativeAgent(options))
+    yield node
+    node.agent.close()
+
+
+def pull(sink: Node, endpoint: str) -> None:
+    sink.agent.pull(KEY, endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=10.0)
+
+
+def segments() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("baton-*")}
+
+
+def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend: str) -> None:
+    before = segments()
+    peer = start_peer(backend)
+    peer.lease(seed=5)
+    pull(node, peer.endpoint)
+    for layer in range(LAYERS):
+        peer.ready(layer)
+    done = node.wait_end(KEY)
+    assert (done.kind, done.backend) == (EventKind.PULL_DONE, backend)
+    assert node.holds(SINK_BLOCKS, seed=5)
+    assert segments() <= before, "the segment has no name any more, so a kill leaves nothing behind"
+
+
+def test_a_killed_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
+    peer = start_peer(backend)
+    peer.lease()
+    pull(node, peer.endpoint)
+    peer.ready(0)
+    node.wait(EventKind.PULL_PROGRESS)
+    peer.kill()
+    began_s = time.monotonic()
+    failed = node.wait_end(KEY, 3.0)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.UNREACHABLE)
+    assert time.monotonic() - began_s < 1.5
+    assert node.agent.stats().pulls == 0
+
+
+def test_a_stopped_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
+    peer = start_peer(backend)
+    peer.lease()
+    pull(node, peer.endpoint)
+    peer.ready(0)
+    node.wait(EventKind.PULL_PROGRESS)
+    peer.signal(signal.SIGSTOP)
+    failed = node.wait_end(KEY, 3.0)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.STALLED)
+
+
+def test_a_stopped_source_cannot_be_reached(node: Node, start_peer: StartPeer, backend: str) -> None:
+    peer = start_peer(backend)
+    peer.signal(signal.SIGSTOP)  # Its kernel still accepts the connection; the handshake never comes.
+    pull(node, peer.endpoint)
+    assert node.wait_end(KEY, 2.0).cause == Cause.UNREACHABLE
+
+
+def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: str) -> None:
+    peer = start_peer(backend)
+    peer.lease(seed=2)
+    pull(node, peer.endpoint)
+    peer.ready(0)
+    node.wait(EventKind.PULL_PROGRESS)
+    peer.signal(signal.SIGSTOP)
+    time.sleep(0.4)
+    peer.signal(signal.SIGCONT)
+    for layer in range(1, LAYERS):
+        peer.ready(layer)
+    assert node.wait_end(KEY).kind == EventKind.PULL_DONE
+    assert node.holds(SINK_BLOCKS, seed=2)
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_lease_of_a_dead_sink_expires(node: Node, start_peer: StartPeer, backend: str, end: signal.Signals) -> None:
+    peer = start_peer(backend)
+    node.lease(KEY, SOURCE_BLOCKS)
+    peer.tell("pull", KEY.hex(), node.agent.endpoint, ",".join(map(str, SINK_BLOCKS)))
+    node.agent.post_ready(KEY, 1, 0, TOKENS)
+    wait_until(lambda: node.agent.stats().served_bytes > 0)
+    peer.signal(end)
+    ended = node.wait(EventKind.LEASE_ENDED, timeout_s=3.0)
+    assert ended.cause == Cause.EXPIRED
+    assert node.agent.stats().leased_blocks == 0
+
+
+def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: StartPeer, backend: str) -> None:
+    """The other way round: this process is the source, and a stopped sink must fail once it goes on."""
+    peer = start_peer(backend, 0.6)
+    peer.lease()
+    pull(node, peer.endpoint)
+    peer.ready(0)
+    node.wait(EventKind.PULL_PROGRESS)
+    peer.signal(signal.SIGSTOP)
+    node.wait_end(KEY, 3.0)
+    peer.signal(signal.SIGCONT)
+    other = lease_key("request", 1)
+    peer.tell("lease", other.hex(), ",".join(map(str, SOURCE_BLOCKS)), 4)
+    peer.tell("ready", other.hex(), -1, TOKENS)
+    node.agent.pull(other, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    assert node.wait_end(other).kind == EventKind.PULL_DONE
+    assert node.holds(SINK_BLOCKS, seed=4)
+
+
+def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer) -> None:
+    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm", "tcp"))))
+    peer = start_peer("shm,tcp", 5.0, 1 << 20)  # It may not write files as large as its ring would be.
+    peer.lease(seed=1)
+    pull(sink, peer.endpoint)
+    peer.ready(-1)
+    done = sink.wait_end(KEY)
+    sink.agent.close()
+    assert (done.kind, done.backend) == (EventKind.PULL_DONE, "tcp")
+    assert sink.holds(SINK_BLOCKS, seed=1)
+
+
+def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:
+    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm",))))
+    peer = start_peer("tcp")
+    pull(sink, peer.endpoint)
+    failed = sink.wait_end(KEY, 3.0)
+    sink.agent.close()
+    assert failed.cause == Cause.REFUSED
+    assert "'shm'" in failed.detail and "'tcp'" in failed.detail

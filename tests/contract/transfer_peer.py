@@ -1,0 +1,47 @@
+"""An agent in a process of its own, told what to do line by line; it says its endpoint first.
+
+Arguments: backends (comma-separated), lease TTL in seconds, most bytes of a file it may write (0: no limit).
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+
+from transfer_rig import BLOCK_TOKENS, Node
+
+from baton.transfer import AgentOptions, NativeAgent
+
+
+def main(backends: str, lease_ttl_s: str, file_bytes_max: str) -> None:
+    if int(file_bytes_max):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes_max), int(file_bytes_max)))
+    options = AgentOptions(secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s))
+    node = Node(NativeAgent(options))
+    agent = node.agent
+
+    def lease(key: str, blocks: str, seed: str) -> None:
+        indexes = [int(block) for block in blocks.split(",")]
+        node.fill(indexes, int(seed))
+        node.lease(bytes.fromhex(key), indexes)
+
+    def ready(key: str, layer: str, tokens: str) -> None:
+        agent.post_ready(bytes.fromhex(key), 1, int(layer), int(tokens))
+
+    def pull(key: str, endpoint: str, blocks: str) -> None:
+        indexes = [int(block) for block in blocks.split(",")]
+        tokens = len(indexes) * BLOCK_TOKENS
+        agent.pull(bytes.fromhex(key), endpoint, first_token=0, tokens=tokens, blocks=indexes, budget_s=30.0)
+
+    commands: dict[str, Callable[..., None]] = {"lease": lease, "ready": ready, "pull": pull}
+    print(agent.endpoint, flush=True)
+    for line in sys.stdin:
+        name, *arguments = line.split()
+        commands[name](*arguments)
+        print("ok", flush=True)
+    agent.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,72 @@
+"""A prefill and a decode engine, and what a test does with both."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine_process import Answer, EngineProcess, until
+
+
+@dataclass
+class Pair:
+    """A prefill and a decode engine of the same model, and requests that go through both."""
+
+    prefill: EngineProcess
+    decode: EngineProcess
+    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    def name(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def send_prefill(self, name: str, tokens: list[int], **fields: Any) -> Answer:
+        sampling = {"max_tokens": 1}
+        return self.prefill.send("generate", request=name, leg="prefill", tokens=tokens, sampling=sampling, **fields)
+
+    def send_decode(self, name: str, tokens: list[int], output_tokens: int, **fields: Any) -> Answer:
+        fields = {"agents": self.prefill.facts["agents"]} | fields
+        return self.decode.send(
+            "generate", request=name, leg="decode", tokens=tokens, sampling=greedy(output_tokens), **fields
+        )
+
+    def disaggregated(self, tokens: list[int], output_tokens: int) -> tuple[list[int], dict[str, Any]]:
+        """Return the tokens that prefill → decode generates, and decode's last delta."""
+        name = self.name()
+        prefill = self.send_prefill(name, tokens)
+        decode = self.send_decode(name, tokens, output_tokens)
+        output = decode.tokens()
+        prefill.wait()
+        return output, decode.last
+
+    def aggregated(self, tokens: list[int], output_tokens: int) -> list[int]:
+        """Return what the decode engine generates alone, with nothing cached."""
+        name = self.name()
+        return self.decode.send(
+            "generate", request=name, leg="whole", tokens=tokens, sampling=greedy(output_tokens), cache_salt=name
+        ).tokens()
+
+    def settled(self) -> None:
+        self.prefill.settled()
+        self.decode.settled()
+
+    def hold(self, layer: int, passes: int = 0) -> None:
+        """Stop prefill's next step before `layer`, after it has gone by it `passes` times."""
+        (self.prefill.gate / "hold").write_text(f'{{"layer": {layer}, "pass": {passes}}}')
+
+    def held(self) -> None:
+        until((self.prefill.gate / "held").exists, 20)
+
+    def let_go(self) -> None:
+        for name in ("hold", "held"):
+            (self.prefill.gate / name).unlink(missing_ok=True)
+
+
+def greedy(output_tokens: int) -> dict[str, Any]:
+    return {"max_tokens": output_tokens, "temperature": 0.0, "ignore_eos": True}
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    """Return token ids that no other seed shares a first block with."""
+    return [(index * 7919 + seed * 104729 + 13) % 8000 + 50 for index in range(tokens)]

@@ -1,0 +1,76 @@
+"""What engine steps report about transfers, gathered over ranks; no engine runs here."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+
+from baton.connectors.handoff import PullOutcome, TransferReport
+from baton.engines.vllm_stats import LoadRecorder
+from baton.transfer import Cause
+
+KEY = b"k" * 16
+
+
+def record(recorder: LoadRecorder, report: TransferReport) -> None:
+    """Hand a report over as vLLM does, by way of MessagePack."""
+    payload = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(report, builtin_types=(bytes,))))
+    stats = SimpleNamespace(
+        num_running_reqs=2,
+        num_waiting_reqs=1,
+        num_skipped_waiting_reqs=3,
+        kv_cache_usage=0.25,
+        kv_connector_stats=payload,
+    )
+    recorder.record(cast("Any", stats), None)
+
+
+def pull(**fields: Any) -> TransferReport:
+    return TransferReport(pulls=(PullOutcome(key=KEY, **fields),))
+
+
+async def test_outcome_is_there_once_all_ranks_have_ended() -> None:
+    recorder = LoadRecorder(ranks=2)
+    record(recorder, pull(tokens=99, moved_bytes=10, moving_s=0.1))
+    assert recorder.take_outcome(KEY) is None
+    record(recorder, pull(tokens=99, moved_bytes=20, moving_s=0.4))
+    outcome = recorder.take_outcome(KEY)
+    assert outcome == PullOutcome(key=KEY, tokens=99, moved_bytes=30, moving_s=0.4)
+    assert recorder.take_outcome(KEY) is None
+    assert recorder.load.bytes_pulled == 30
+
+
+async def test_one_failed_rank_fails_the_pull() -> None:
+    for ranks in ((True, False), (False, True)):
+        recorder = LoadRecorder(ranks=2)
+        for failed in ranks:
+            cause = Cause.CHECKSUM if failed else Cause.NONE
+            record(recorder, pull(failed=failed, cause=cause, tokens=0 if failed else 99))
+        outcome = recorder.take_outcome(KEY)
+        assert outcome is not None
+        assert (outcome.failed, outcome.cause) == (True, Cause.CHECKSUM)
+
+
+async def test_waiting_for_an_outcome_ends_with_it_or_with_its_time() -> None:
+    recorder = LoadRecorder(ranks=1)
+    assert await recorder.wait_outcome(KEY, 0.01) is None
+    asyncio.get_running_loop().call_later(0.01, record, recorder, pull(failed=True, cause=Cause.UNREACHABLE))
+    outcome = await recorder.wait_outcome(KEY, 5)
+    assert outcome is not None
+    assert outcome.cause is Cause.UNREACHABLE
+
+
+async def test_load_counts_waiting_for_kv_as_waiting_and_leases_once_for_all_ranks() -> None:
+    recorder = LoadRecorder(ranks=2)
+    ended: list[bytes] = []
+    recorder.on_lease_ended = ended.append
+    record(recorder, TransferReport(leased_blocks={0: 7}))
+    record(recorder, TransferReport(leased_blocks={1: 7}))
+    load = recorder.load
+    assert (load.running, load.waiting, load.kv_usage, load.leased_blocks) == (2, 4, 0.25, 7)
+    record(recorder, TransferReport(leased_blocks={0: 0, 1: 0}, leases_ended=(KEY,)))
+    assert recorder.load.leased_blocks == 0
+    assert ended == [KEY]

@@ -1,0 +1,352 @@
+"""What goes wrong between gateway and workers, and what clients see of it: nothing, or a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from random import Random
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from baton_gateway.config import Settings
+
+from baton.errors import EngineFailed, TransferFailed
+from baton.messages import Cancel, DecodeTask, Frame, Place, PrefillTask, Resend, Role, unpack_tokens
+from tests.gateway_actors import MODEL, Attempt, Worker
+from tests.gateway_stage import Stage, forward, open_stage
+
+CHAT = "/v1/chat/completions"
+TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀, and then it stops. " * 3
+SETTINGS = Settings(port=0, worker_dead_s=0.8, progress_s=3.0, resend_s=0.1, admission_wait_s=5.0)
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with open_stage(SETTINGS) as opened:
+        opened.say(TEXT)
+        opened.workers["d1"].script.interval_s = 0.001
+        yield opened
+
+
+@pytest.fixture
+async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as opened:
+        yield opened
+
+
+def body(**fields: object) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "temperature": 0, **fields}
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line[6:]) for line in text.split("\n\n") if line.startswith("data: {")]
+
+
+def text_of(events: list[dict[str, Any]]) -> str:
+    return "".join(choice["delta"].get("content", "") for event in events for choice in event.get("choices", ()))
+
+
+async def stream(client: httpx.AsyncClient, **fields: object) -> list[dict[str, Any]]:
+    options = {"stream": True, "stream_options": {"include_usage": True}, **fields}
+    response = await client.post(CHAT, json=body(**options))
+    assert response.status_code == 200, response.text
+    return events_of(response.text)
+
+
+async def check_clean(stage: Stage) -> None:
+    """Nothing of any request is left anywhere."""
+    await stage.wait_for(lambda: not stage.gateway.routes)
+    await stage.wait_for(lambda: all(not worker.attempts for worker in stage.workers.values() if worker.alive))
+    assert not stage.gateway.admission.is_waiting(MODEL)
+
+
+class Chaos:
+    """Loses, repeats, delays and swaps frames, by a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = Random(seed)
+        self._late: list[Frame] = []
+
+    def __call__(self, frames: list[Frame]) -> list[Frame]:
+        chance = self._random.random()
+        if chance < 0.1:
+            return []
+        if chance < 0.2:
+            return frames * 2
+        if chance < 0.3:
+            self._late += frames
+            return []
+        late, self._late = self._late, []
+        return [*frames, *late]
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_stream_over_a_bad_network_is_whole(stage: Stage, client: httpx.AsyncClient, seed: int) -> None:
+    worker = stage.workers["d1"]
+    worker.script.twist = Chaos(seed)
+    events = await stream(client)
+    assert text_of(events) == TEXT
+    assert events[-1]["usage"]["completion_tokens"] == len(stage.answer)
+    assert worker.got(Resend)
+    await check_clean(stage)
+
+
+async def test_a_lost_final_frame(stage: Stage, client: httpx.AsyncClient) -> None:
+    lost: list[Frame] = []
+
+    def lose_the_first_final(frames: list[Frame]) -> list[Frame]:
+        if frames[0].finish is not None and not lost:
+            lost.extend(frames)
+            return []
+        return frames
+
+    stage.workers["d1"].script.twist = lose_the_first_final
+    assert text_of(await stream(client)) == TEXT
+    assert lost
+    await check_clean(stage)
+
+
+def die(worker: Worker, at: int) -> None:
+    worker.script.die_at = at
+
+
+def forget(worker: Worker, at: int) -> None:
+    worker.script.stall_at = at
+    worker.script.forget = True
+
+
+def stall(worker: Worker, at: int) -> None:
+    worker.script.stall_at = at
+
+
+def fail(worker: Worker, at: int) -> None:
+    worker.script.fail_at = at
+    worker.script.failure = EngineFailed("scripted")
+
+
+@pytest.mark.parametrize("at", [0, 1, 20])
+@pytest.mark.parametrize("failure", [die, forget, stall, fail])
+async def test_an_answer_survives_its_worker(
+    stage: Stage, client: httpx.AsyncClient, failure: Callable[[Worker, int], None], at: int
+) -> None:
+    await stage.add("d2")
+    await forward(stage, "d2")
+    if failure is stall and at == 0:
+        return  # A worker that only never begins is the first-token budget's, which is minutes.
+    failure(stage.workers["d1"], at)
+    events = await stream(client)
+    assert text_of(events) == TEXT
+    usage = events[-1]["usage"]
+    prompt_tokens = usage["prompt_tokens"]
+    assert usage["completion_tokens"] == len(stage.answer), "counted once, over both attempts"
+    first, second = stage.scheduler.places
+    assert (second.context.attempt, second.exclude) == (1, ("d1",))
+    (task,) = stage.workers["d2"].got(DecodeTask)
+    assert isinstance(task, DecodeTask)
+    resumed_at = len(unpack_tokens(task.tokens)) - prompt_tokens
+    assert resumed_at == at, "prompt plus what was delivered"
+    assert unpack_tokens(task.tokens)[prompt_tokens:] == stage.answer[:at]
+    assert task.sampling.max_tokens == first.output_tokens_max - at
+    assert second.prompt_tokens == prompt_tokens + at
+    assert second.blocks[: len(first.blocks)] == first.blocks
+    assert len(second.blocks) == 16 * ((prompt_tokens + at) // 32)
+    await check_clean(stage)
+
+
+async def test_a_restarted_worker_is_noticed_at_once(stage: Stage, client: httpx.AsyncClient) -> None:
+    worker = stage.workers["d1"]
+    worker.script.die_at = 5
+    answer = asyncio.create_task(stream(client))
+    await stage.wait_for(lambda: not worker.alive)
+    worker.restart()
+    async with asyncio.timeout(0.75):  # Its silence alone would have to last for 0.8 s.
+        assert text_of(await answer) == TEXT
+
+
+async def test_the_last_worker_dies(stage: Stage, client: httpx.AsyncClient) -> None:
+    stage.workers["d1"].script.die_at = 5
+    events = await stream(client)
+    assert TEXT.startswith(text_of(events))
+    assert events[-1]["error"]["code"] in ("no_workers", "worker_lost")
+    assert not stage.gateway.routes
+
+
+async def test_what_cannot_be_continued_exactly_says_so(stage: Stage, client: httpx.AsyncClient) -> None:
+    await stage.add("d2")
+    await forward(stage, "d2")
+    stage.workers["d1"].script.die_at = 5
+    events = await stream(client, presence_penalty=1.0)
+    assert events[-1]["error"]["code"] == "not_resumable"
+    assert len(stage.scheduler.places) == 1
+
+
+async def test_prefill_dies_before_the_first_token(stage: Stage, client: httpx.AsyncClient) -> None:
+    for name in ("p1", "p2"):
+        await stage.add(name, Role.PREFILL)
+    await forward(stage, "p1", "p2")
+    stage.workers["d1"].script.stall_at = 0
+    answer = asyncio.create_task(client.post(CHAT, json=body(), headers={"x-baton-disaggregation": "always"}))
+    await stage.wait_for(lambda: stage.workers["p1"].attempts)
+    stage.workers["d1"].script.stall_at = None
+    stage.workers["p1"].die()
+    assert (await answer).json()["choices"][0]["message"]["content"] == TEXT
+    assert stage.workers["p2"].got(PrefillTask)
+    assert stage.workers["d1"].got(Cancel)
+    await check_clean(stage)
+
+
+async def test_a_failed_transfer_goes_to_another_prefill_worker(stage: Stage, client: httpx.AsyncClient) -> None:
+    for name in ("p1", "p2"):
+        await stage.add(name, Role.PREFILL)
+    await forward(stage, "p1", "p2")
+    script = stage.workers["d1"].script
+    script.fail_at, script.failure = 0, TransferFailed("stalled")
+    answer = asyncio.create_task(client.post(CHAT, json=body(), headers={"x-baton-disaggregation": "always"}))
+    await stage.wait_for(lambda: len(stage.scheduler.places) > 1)
+    script.fail_at = None
+    assert (await answer).status_code == 200
+    assert stage.scheduler.places[1].exclude == ("p1",)
+
+
+async def test_a_worker_that_is_not_there(stage: Stage, client: httpx.AsyncClient) -> None:
+    """The scheduler still places on a worker that nobody hears any more."""
+    await stage.add("d2")
+    await forward(stage, "d2")
+    stage.workers["d1"].script.silent = True
+    assert (await client.post(CHAT, json=body())).status_code == 200
+    assert [place.exclude for place in stage.scheduler.places] == [(), ("d1",)]
+    assert stage.workers["d1"].got(Cancel), "it may have the task after all"
+
+
+async def test_the_scheduler_answers_late_or_not_at_all(stage: Stage, client: httpx.AsyncClient) -> None:
+    stage.scheduler.answers = [None, None]
+    assert (await client.post(CHAT, json=body())).status_code == 200
+    assert len(stage.scheduler.places) == 3
+    stage.scheduler.answers = [None] * 4
+    response = await client.post(CHAT, json=body())
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_every_message_carries_the_trace_and_the_budget(stage: Stage, client: httpx.AsyncClient) -> None:
+    trace = "4bf92f3577b34da6a3ce929d0e0e4736"
+    headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-baton-deadline-s": "20"}
+    assert (await client.post(CHAT, json=body(), headers=headers)).status_code == 200
+    await check_clean(stage)
+    places: list[Any] = list[Place](stage.scheduler.places)
+    messages: list[Any] = [*places, *stage.workers["d1"].received]
+    assert len(messages) == 3
+    for message in messages:
+        assert message.context.trace.split("-")[1] == trace
+        assert 15.0 < message.context.budget_s <= 20.0
+    assert len({message.context.trace for message in messages}) == 3, "each is sent by a span of its own"
+
+
+# ---------------------------------------------------------------- overload
+
+
+async def test_busy_workers_make_requests_wait_in_turn(stage: Stage, client: httpx.AsyncClient) -> None:
+    worker = stage.workers["d1"]
+    worker.script.capacity = 2
+    stage.say("ok")
+    answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(30)))
+    assert [answer.status_code for answer in answers] == [200] * 30
+    assert worker.peak <= 2
+    await check_clean(stage)
+
+
+async def test_the_admission_queue_is_bounded() -> None:
+    settings = msgspec.structs.replace(SETTINGS, admission_queue_max=3, admission_wait_s=0.5)
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        stage.workers["d1"].script.busy = "full"
+        answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(8)))
+        assert [answer.status_code for answer in answers] == [429] * 8
+        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+        assert sum("too many" in answer.text for answer in answers) == 5
+        await check_clean(stage)
+
+
+async def test_requests_in_progress_are_bounded() -> None:
+    async with open_stage(msgspec.structs.replace(SETTINGS, requests_max=2)) as stage:
+        stage.workers["d1"].script.stall_at = 0
+        async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+            held = [asyncio.create_task(client.post(CHAT, json=body())) for _ in range(2)]
+            await stage.wait_for(lambda: len(stage.gateway.routes) == 2)
+            assert (await client.post(CHAT, json=body())).status_code == 429
+            for task in held:
+                task.cancel()
+            await asyncio.wait(held)
+            await check_clean(stage)
+
+
+# ---------------------------------------------------------------- clients
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("at", [0, 3])
+async def test_a_client_that_leaves_frees_both_workers(stage: Stage, streamed: bool, at: int) -> None:
+    prefill = await stage.add("p1", Role.PREFILL)
+    await forward(stage, "p1")
+    decode = stage.workers["d1"]
+    decode.script.stall_at = at
+    async with httpx.AsyncClient(base_url=stage.base_url) as client:
+        request = asyncio.create_task(
+            client.post(CHAT, json=body(stream=streamed), headers={"x-baton-disaggregation": "always"})
+        )
+        await stage.wait_for(lambda: [len(attempt.tokens) for attempt in decode.attempts.values()] == [at])
+        request.cancel()
+        await asyncio.wait([request])
+    await stage.wait_for(lambda: decode.got(Cancel) and prefill.got(Cancel), timeout_s=0.5)
+    await check_clean(stage)
+
+
+async def test_a_client_that_leaves_while_it_waits(stage: Stage) -> None:
+    stage.workers["d1"].script.busy = "full"
+    async with httpx.AsyncClient(base_url=stage.base_url) as client:
+        request = asyncio.create_task(client.post(CHAT, json=body()))
+        await stage.wait_for(lambda: stage.gateway.admission.is_waiting(MODEL))
+        request.cancel()
+        await asyncio.wait([request])
+    await check_clean(stage)
+
+
+async def test_a_stalled_reader_slows_nobody_and_is_cut_off() -> None:
+    settings = msgspec.structs.replace(SETTINGS, unread_tokens_max=64)
+    async with open_stage(settings) as stage:
+        stage.say(TEXT, ends=False)
+        decode = stage.workers["d1"]
+        host, port = stage.base_url.removeprefix("http://").split(":")
+        loop = asyncio.get_running_loop()
+        with socket.socket() as stalled:
+            # A small receive buffer, set before connecting, so that the kernel does not read for the client.
+            stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stalled.setblocking(False)
+            await loop.sock_connect(stalled, (host, int(port)))
+            payload = json.dumps(body(stream=True, max_tokens=4000, n=24)).encode()
+            head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
+            await loop.sock_sendall(stalled, head + payload)
+            await stage.wait_for(lambda: len(decode.attempts) == 24)
+            async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+                assert text_of(await stream(client, max_tokens=len(stage.answer))) == TEXT
+            await stage.wait_for(lambda: not decode.attempts and not stage.gateway.routes, timeout_s=15.0)
+            assert len(decode.got(Cancel)) == 24
+            received = b""
+            while part := await loop.sock_recv(stalled, 1 << 20):
+                received += part
+            assert not received.endswith(b"0\r\n\r\n"), "the end of a whole answer"
+
+
+async def test_a_worker_that_missed_its_cancel_is_told_again(stage: Stage, client: httpx.AsyncClient) -> None:
+    """Digests that list what nobody waits for are answered, so that a lost message costs a second at most."""
+    decode = stage.workers["d1"]
+    assert (await client.post(CHAT, json=body())).status_code == 200
+    await check_clean(stage)
+    (task,) = decode.got(DecodeTask)
+    assert isinstance(task, DecodeTask)
+    decode.received.clear()
+    decode.attempts["forgotten", 0] = Attempt(task, [1])
+    await stage.wait_for(lambda: not decode.attempts)
+    assert decode.got(Cancel)

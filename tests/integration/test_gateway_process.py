@@ -1,0 +1,199 @@
+"""The gateway as a process of its own, on a real NATS server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from baton.bus import NatsBus
+from baton.clock import SystemClock
+from baton.messages import Cancel, DecodeTask, PrefillTask, Role
+from tests.gateway_actors import MODEL, Actors
+from tests.servers import free_port, start_nats
+
+pytestmark = pytest.mark.timeout(90)  # Starting a process takes seconds, and more on a busy machine.
+
+TEXT = "the quick brown fox jumps over the lazy dog. "
+
+
+async def spawn(*flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton_gateway", *flags,
+        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+
+
+@asynccontextmanager
+async def gateway(nats_url: str, *flags: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
+    """Run a gateway; yields the process and its base URL."""
+    port = free_port()
+    process = await spawn("--nats-url", nats_url, "--port", str(port), *flags)
+    output: list[bytes] = []
+
+    async def read(stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        async for line in stream:
+            output.append(line)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(read(process.stdout))
+        group.create_task(read(process.stderr))
+        try:
+            yield process, f"http://127.0.0.1:{port}"
+        except BaseException:
+            print(b"".join(output).decode())
+            raise
+        finally:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+@asynccontextmanager
+async def actors(nats_url: str) -> AsyncGenerator[Actors]:
+    bus = await NatsBus.connect(nats_url, name="actors")
+    try:
+        cast = Actors(bus, SystemClock())
+        async with cast.acting():
+            await cast.add("d1")
+            cast.say(TEXT)
+            yield cast
+    finally:
+        await bus.close()
+
+
+async def wait_ready(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60.0):
+        while True:
+            try:
+                if (await client.get("/ready")).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            await asyncio.sleep(0.05)
+
+
+async def test_the_sdk_over_processes_and_nats(nats_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        cast = await stack.enter_async_context(actors(nats_url))
+        prefill = await cast.add("p1", Role.PREFILL)
+        _, url = await stack.enter_async_context(gateway(nats_url))
+        await wait_ready(url)
+        client = await stack.enter_async_context(openai.AsyncOpenAI(base_url=url + "/v1", api_key="x", max_retries=0))
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": "hi"}], stream=True,
+            extra_headers={"x-baton-disaggregation": "always"},
+        )  # fmt: skip
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == TEXT
+        assert prefill.got(PrefillTask)
+        long = await client.completions.create(model=MODEL, prompt=[7] * 4000, max_tokens=5)
+        assert long.usage is not None
+        assert long.usage.prompt_tokens == 4000
+        await cast.wait_for(lambda: not prefill.attempts and not cast.workers["d1"].attempts)
+
+
+async def test_sigterm_finishes_streams_and_leaves(nats_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        cast = await stack.enter_async_context(actors(nats_url))
+        cast.workers["d1"].script.interval_s = 0.05
+        process, url = await stack.enter_async_context(gateway(nats_url))
+        await wait_ready(url)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        async with client.stream(
+            "POST", "/v1/completions", json={"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 20}
+        ) as response:
+            lines = response.aiter_lines()
+            assert (await anext(lines)).startswith("data: ")
+            process.send_signal(signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            with pytest.raises(httpx.TransportError):
+                async with httpx.AsyncClient() as late:
+                    await late.get(url + "/health")
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+
+
+async def test_a_stream_beyond_the_drain_budget_is_cancelled(nats_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        cast = await stack.enter_async_context(actors(nats_url))
+        decode = cast.workers["d1"]
+        decode.script.stall_at = 2
+        process, url = await stack.enter_async_context(gateway(nats_url, "--drain-s", "1"))
+        await wait_ready(url)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        request = asyncio.create_task(client.post("/v1/completions", json={"model": MODEL, "prompt": "x"}))
+        await cast.wait_for(lambda: decode.got(DecodeTask))
+        process.send_signal(signal.SIGTERM)
+        await cast.wait_for(lambda: decode.got(Cancel))
+        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        answer = await request
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_nats_goes_away_and_comes_back() -> None:
+    with start_nats() as server:
+        async with AsyncExitStack() as stack:
+            cast = await stack.enter_async_context(actors(server.url))
+            _, url = await stack.enter_async_context(gateway(server.url))
+            await wait_ready(url)
+            client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+            body = {"model": MODEL, "prompt": "x"}
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            server.kill()
+            refused = await client.post("/v1/completions", json=body)
+            assert refused.status_code == 503
+            assert refused.json()["error"]["type"] == "server_error"
+            assert (await client.get("/health")).status_code == 200
+            server.start()
+            await wait_ready(url)
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+            assert not cast.workers["d1"].script.silent
+
+
+async def test_a_port_in_use_is_one_sentence(nats_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = await spawn("--nats-url", nats_url, "--port", str(port))
+        _, errors = await asyncio.wait_for(process.communicate(), 60.0)
+    assert process.returncode == 1
+    assert errors.decode() == f"baton-gateway: port {port} is in use: choose another one with --port\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "named"),
+    [
+        (("--prot", "1"), 2, "--prot"),
+        (("--port", "70000"), 2, "--port"),
+        (("--deadline-s", "0"), 2, "--deadline-s"),
+        (("--nats-url", "nats://127.0.0.1:1"), 1, "127.0.0.1:1"),
+        (("--host", "203.0.113.1"), 1, "--host"),
+    ],
+)
+async def test_bad_settings_are_one_sentence(flags: tuple[str, ...], status: int, named: str, tmp_path: Path) -> None:
+    process = await spawn(*flags, *(() if "--port" in flags else ("--port", "0")))
+    _, errors = await asyncio.wait_for(process.communicate(), 60.0)
+    assert process.returncode == status
+    sentence = errors.decode().splitlines()[-1]
+    assert sentence.startswith("baton-gateway: ")
+    assert named in sentence
+    assert "Traceback" not in errors.decode()
+
+
+async def test_help_lists_the_settings() -> None:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton_gateway", "--help", stdout=asyncio.subprocess.PIPE, env=dict(os.environ)
+    )
+    output, _ = await process.communicate()
+    for flag in (b"--port", b"--nats-url", b"--deadline-s", b"--admission-wait-s", b"--api-keys"):
+        assert flag in output

@@ -1,0 +1,146 @@
+"""The durable form in a real Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from uuid import uuid4
+
+import pytest
+import redis.asyncio as redis
+from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState
+from baton_kvindex.index import Run, link
+from baton_kvindex.store import RedisStore, StoreEmptied, StoreUnavailable
+
+from baton.errors import ConfigurationError
+from tests.servers import start_redis
+
+STATE = WorkerState(generation=2, model_digest="digest", sequence=7)
+
+
+def changed(
+    *, runs: list[Run] | None = None, stored: dict[bytes, bytes] | None = None, removed: tuple[bytes, ...] = ()
+) -> WorkerChange:
+    return WorkerChange(state=STATE, runs=runs, stored=stored or {}, removed=removed)
+
+
+def ids(count: int) -> list[bytes]:
+    return [os.urandom(16) for _ in range(count)]
+
+
+def links(saved: Saved, worker: str) -> dict[bytes, bytes]:
+    return {block: parent for run in saved.workers[worker].runs for block, parent in link(run.parent, run.blocks)}
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"test:{uuid4().hex[:8]}"
+
+
+@pytest.fixture
+async def store(redis_url: str, prefix: str) -> AsyncIterator[RedisStore]:
+    made = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def raw(redis_url: str) -> AsyncIterator[redis.Redis]:
+    made = redis.Redis.from_url(redis_url)  # pyright: ignore[reportUnknownMemberType]
+    yield made
+    await made.aclose()
+
+
+async def test_an_empty_database_is_an_empty_index(store: RedisStore) -> None:
+    assert await store.load() == Saved()
+
+
+async def test_what_was_written_is_loaded(store: RedisStore) -> None:
+    long = ids(2500)
+    whole = Run(parent=b"", blocks=b"".join(long))
+    await store.write(Batch(3, {"a": changed(runs=[whole]), "b": changed(stored={long[0]: b""})}))
+    added = ids(1)[0]
+    await store.write(Batch(4, {"a": changed(stored={added: long[-1]}, removed=(long[1],)), "b": None}))
+    saved = await store.load()
+    assert saved.stream_sequence == 4
+    assert saved.workers.keys() == {"a"}
+    assert saved.workers["a"].state == STATE
+    expected = dict(link(b"", whole.blocks)) | {added: long[-1]}
+    del expected[long[1]]
+    assert links(saved, "a") == expected
+
+
+async def test_a_rewrite_replaces_and_an_empty_one_clears(store: RedisStore) -> None:
+    old, new = ids(2)
+    await store.write(Batch(1, {"a": changed(stored={old: b""}), "b": changed(stored={old: b""})}))
+    empty: list[Run] = []
+    await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=new)]), "b": changed(runs=empty)}))
+    saved = await store.load()
+    assert links(saved, "a") == {new: b""}
+    assert saved.workers["b"] == SavedWorker(STATE, [])
+
+
+async def test_nothing_is_written_on_top_of_a_database_that_was_emptied(
+    store: RedisStore, raw: redis.Redis, prefix: str
+) -> None:
+    first, second = ids(2)
+    await store.write(Batch(1, {"a": changed(stored={first: b""})}))
+    await raw.delete(f"{prefix}:state", f"{prefix}:workers", f"{prefix}:blocks:a")
+    with pytest.raises(StoreEmptied):
+        await store.write(Batch(2, {"a": changed(stored={second: first})}))
+    assert await store.load() == Saved()
+    await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=first + second)])}))
+    assert links(await store.load(), "a") == {first: b"", second: first}
+
+
+async def test_damage_costs_the_damaged_worker_only(store: RedisStore, raw: redis.Redis, prefix: str) -> None:
+    (block,) = ids(1)
+    await store.write(Batch(9, dict.fromkeys(("good", "blocks", "state"), changed(stored={block: b""}))))
+    await raw.hset(f"{prefix}:blocks:blocks", "short", "x")
+    await raw.hset(f"{prefix}:workers", "state", b"\xc1")
+    saved = await store.load()
+    assert saved.workers.keys() == {"good"}
+    await raw.hset(f"{prefix}:state", "stream_sequence", "nonsense")
+    assert (await store.load()).stream_sequence == 0
+    await raw.delete(f"{prefix}:workers")
+    await raw.set(f"{prefix}:workers", "of another type")
+    with pytest.raises(StoreUnavailable):
+        await store.load()
+
+
+async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() -> None:
+    with start_redis() as server:
+        store = RedisStore(server.url, prefix="p", timeout_s=0.2)
+        batch = Batch(1, {"a": changed(stored={ids(1)[0]: b""})})
+        await store.write(batch)
+        server.pause()
+        async with asyncio.timeout(1.0):
+            with pytest.raises(StoreUnavailable, match="no answer in time"):
+                await store.write(batch)
+        server.resume()
+        await store.write(batch)
+        server.kill()
+        with pytest.raises(StoreUnavailable):
+            await store.write(batch)
+        with pytest.raises(StoreUnavailable):
+            await store.load()
+        server.start()
+        await store.write(batch)
+        await store.close()
+
+
+async def test_a_cancelled_write_is_cancelled(store: RedisStore) -> None:
+    """The client must not swallow a cancellation: the service would never end."""
+    for attempt in range(300):
+        write = asyncio.create_task(store.write(Batch(attempt, {"a": changed(stored={ids(1)[0]: b""})})))
+        await asyncio.sleep(attempt * 2e-6)
+        if not write.done():
+            write.cancel()
+            await asyncio.wait([write])
+            assert write.cancelled()
+
+
+def test_an_address_that_is_none_is_a_wrong_setting() -> None:
+    with pytest.raises(ConfigurationError, match="redis_url"):
+        RedisStore("nonsense", prefix="p", timeout_s=1.0)

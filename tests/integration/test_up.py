@@ -1,0 +1,219 @@
+"""`baton up` as a user runs it: it serves, tells, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from openai import OpenAI
+
+from baton.cli.tiny_model import make_tiny_model
+from tests.servers import free_port
+
+READY_TIMEOUT_S = 60.0
+END_TIMEOUT_S = 20.0
+PROCESSES = 7
+"""NATS, Redis, index, scheduler, gateway, one prefill and one decode worker."""
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass
+class Launcher:
+    """A running `baton up`, or a shell that runs one."""
+
+    process: subprocess.Popen[bytes]
+    output_path: Path
+    port: int
+
+    @property
+    def output(self) -> str:
+        return self.output_path.read_text()
+
+    def wait_for(self, words: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+        give_up_at_s = time.monotonic() + timeout_s
+        while words not in self.output:
+            assert self.process.poll() is None, f"it ended before it said {words!r}:\n{self.output}"
+            assert time.monotonic() < give_up_at_s, f"it never said {words!r}:\n{self.output}"
+            time.sleep(0.05)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+
+def assert_gone(processes: list[psutil.Process], timeout_s: float = END_TIMEOUT_S) -> None:
+    assert processes, "there was nothing to end"
+    _, alive = psutil.wait_procs(processes, timeout_s)
+    assert not alive, f"still there: {[process.cmdline() for process in alive]}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model in it, so that it is made once."""
+    folder = tmp_path_factory.mktemp("up")
+    make_tiny_model(folder / ".cache" / "models" / "tiny-qwen3")
+    return folder
+
+
+def up_command(folder: Path, port: int, *flags: str) -> list[str]:
+    command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--port", str(port)]
+    return [*command, "--folder", str(folder), *flags]
+
+
+@contextmanager
+def launched(folder: Path, *flags: str, shell: str = "") -> Generator[Launcher]:
+    """Run `baton up`; `shell`: inside a shell, as `make` does, with this as its last command."""
+    port = free_port()
+    command = up_command(folder, port, *flags)
+    if shell:
+        command = ["sh", "-c", f'"$@" & {shell}', "sh", *command]
+    output_path = folder / f"output-{port}"
+    with output_path.open("wb") as output:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+    launcher = Launcher(process, output_path, port)
+    seen: list[psutil.Process] = []
+    try:
+        launcher.wait_for("Ctrl-C ends everything")
+        seen = launcher.descendants()
+        yield launcher
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for stray in seen:
+            if stray.is_running():
+                stray.kill()
+
+
+@pytest.fixture(scope="module")
+def launcher(folder: Path) -> Generator[Launcher]:
+    with launched(folder) as launcher:
+        yield launcher
+
+
+def test_openais_sdk_streams_token_by_token(launcher: Launcher) -> None:
+    arrivals_s: list[float] = []
+    text = ""
+    with OpenAI(base_url=f"http://127.0.0.1:{launcher.port}/v1", api_key="none") as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        stream = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hello!"}],
+            max_tokens=40,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+        usage = None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            if chunk.choices and chunk.choices[0].delta.content:
+                arrivals_s.append(time.monotonic())
+                text += chunk.choices[0].delta.content
+    assert text
+    assert usage is not None
+    assert usage.completion_tokens == 40
+    # A few tokens are halves of a character, which come with the next one; on the whole each comes alone.
+    assert len(arrivals_s) >= 25
+    middle_s = arrivals_s[len(arrivals_s) // 2]
+    assert arrivals_s[0] + 0.1 < middle_s < arrivals_s[-1] - 0.1, "they came as they were made: 20 ms apart"
+
+
+def test_the_printed_curl_works(launcher: Launcher) -> None:
+    lines = launcher.output.splitlines()
+    start = next(index for index, line in enumerate(lines) if line.strip().startswith("curl -N"))
+    end = next(index for index in range(start, len(lines)) if lines[index].endswith("}'"))
+    answer = subprocess.run(
+        ["sh", "-c", "\n".join(lines[start : end + 1])], capture_output=True, text=True, timeout=15, check=True
+    )
+    assert answer.stdout.count("data: ") > 5
+    assert answer.stdout.rstrip().endswith("data: [DONE]")
+    assert "noise" in launcher.output, "nobody should take the tiny model's text for an answer"
+
+
+def test_a_killed_worker_is_said_and_comes_back(launcher: Launcher) -> None:
+    worker = next(child for child in launcher.descendants() if "decode-0" in child.cmdline())
+    worker.kill()
+    launcher.wait_for("decode-0 was killed (SIGKILL); starting it again")
+    launcher.wait_for("decode-0 is back")
+    with OpenAI(base_url=f"http://127.0.0.1:{launcher.port}/v1", api_key="none") as client:
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "Again"}], max_tokens=5
+        )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
+
+
+def test_secrets_are_on_no_command_line(launcher: Launcher) -> None:
+    configuration = (launcher.output_path.parent / ".run" / str(launcher.port) / "nats.conf").read_text()
+    token = configuration.partition('token: "')[2].partition('"')[0]
+    assert len(token) > 20
+    assert not any(token in word for child in launcher.descendants() for word in child.cmdline())
+
+
+def test_a_second_one_on_the_same_port_says_so(launcher: Launcher, folder: Path) -> None:
+    answer = subprocess.run(up_command(folder, launcher.port), capture_output=True, text=True, timeout=30, check=False)
+    assert answer.returncode == 2
+    assert answer.stderr == (
+        f"baton: port {launcher.port} is in use on 127.0.0.1: end what listens there, "
+        f"or choose another, such as PORT={launcher.port + 1}\n"
+    )
+
+
+def test_ctrl_c_ends_everything(folder: Path) -> None:
+    with launched(folder) as launcher:
+        children = launcher.descendants()
+        assert len(children) == PROCESSES
+        launcher.process.send_signal(signal.SIGINT)
+        assert launcher.process.wait(END_TIMEOUT_S) == 0, launcher.output
+        assert_gone(children, timeout_s=1.0)
+        with closing(socket.create_server(("127.0.0.1", launcher.port))):
+            pass
+
+
+def test_kill_9_leaves_nothing_behind(folder: Path) -> None:
+    with launched(folder) as launcher:
+        children = launcher.descendants()
+        assert len(children) == PROCESSES
+        launcher.process.kill()
+        assert_gone(children, timeout_s=5.0)
+
+
+def test_with_its_parent_killed_it_ends_itself(folder: Path) -> None:
+    """As `make up` when `make` is killed."""
+    with launched(folder, "--die-with-parent", shell="wait") as launcher:
+        children = launcher.descendants()
+        assert len(children) == PROCESSES + 1
+        launcher.process.kill()
+        assert_gone(children)
+
+
+def test_an_engine_that_does_not_start_is_one_sentence(folder: Path) -> None:
+    port = free_port()
+    command = up_command(folder, port, "--engine-options", '{"blockz": 7}')
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert answer.returncode == 2
+    assert answer.stderr.count("\n") == 1, answer.stderr
+    assert "prefill-0 did not start" in answer.stderr
+    assert "blockz" in answer.stderr
+    mine = str(folder / ".run" / str(port))
+    left = [process for process in psutil.process_iter(["cmdline"]) if mine in " ".join(process.info["cmdline"] or ())]
+    assert left == []
+
+
+def test_servers_that_do_not_answer_are_one_sentence(folder: Path) -> None:
+    command = up_command(folder, free_port(), "--nats-url", f"nats://127.0.0.1:{free_port()}")
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=dict(os.environ))
+    assert answer.returncode == 1
+    assert answer.stderr.count("\n") == 1, answer.stderr
+    assert "cannot be reached" in answer.stderr

@@ -1,0 +1,222 @@
+"""The scheduler's shell, on the bus in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.service import SchedulerService
+
+from baton import subjects
+from baton.bus import Delivery, MemoryBus, MemoryNetwork
+from baton.clock import SystemClock
+from baton.messages import (
+    AnyMessage,
+    Context,
+    Disaggregation,
+    Goodbye,
+    Heartbeat,
+    Match,
+    Matched,
+    Place,
+    Placement,
+    Refused,
+    Role,
+    WorkerAddress,
+)
+from baton.telemetry import Tracing
+
+
+def heartbeat(worker: str, role: Role, **changes: Any) -> Heartbeat:
+    return msgspec.structs.replace(
+        Heartbeat(
+            address=WorkerAddress(worker=worker, generation=1),
+            role=role,
+            model="tiny",
+            model_path="tiny",
+            model_digest="digest",
+            engine="simulated",
+            block_tokens=32,
+            context_tokens_max=4096,
+            running_max=8,
+            kv_blocks_total=1000,
+            engine_block_tokens=32,
+            prefill_tokens_per_s=1000.0,
+            decode_tokens_per_s=100.0,
+            transfer_bytes_per_s=1e9,
+            kv_bytes_per_token=1024,
+        ),
+        **changes,
+    )
+
+
+PREFILL = heartbeat("p1", Role.PREFILL)
+DECODE = heartbeat("d1", Role.DECODE)
+
+
+def place(request: str = "r", *, budget_s: float = 5.0, **changes: Any) -> Place:
+    return msgspec.structs.replace(
+        Place(
+            context=Context(request=request, budget_s=budget_s),
+            model="tiny",
+            blocks=bytes(32),
+            prompt_tokens=64,
+            output_tokens_max=16,
+        ),
+        **changes,
+    )
+
+
+class Gateway:
+    """Speaks to the scheduler, and plays the index where a test wants one."""
+
+    def __init__(self, network: MemoryNetwork) -> None:
+        self.bus = MemoryBus(network)
+        self.held: dict[str, int] = {}
+        self.matches: list[Match] = []
+        self.index_delay_s = 0.0
+
+    async def hear(self, *heartbeats: AnyMessage) -> None:
+        for each in heartbeats:
+            await self.bus.publish(subjects.HEARTBEAT, each)
+
+    async def ask(self, message: AnyMessage) -> AnyMessage:
+        return await self.bus.request(subjects.PLACE, message, timeout_s=2.0)
+
+    async def place(self, request: str = "r", **changes: Any) -> Placement:
+        answer = await self.ask(place(request, **changes))
+        assert isinstance(answer, Placement), answer
+        return answer
+
+    async def refusal(self, message: AnyMessage) -> str:
+        answer = await self.ask(message)
+        assert isinstance(answer, Refused), answer
+        return answer.error.code
+
+    async def play_index(self) -> None:
+        await self.bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES)
+
+    async def _on_match(self, delivery: Delivery) -> None:
+        assert isinstance(delivery.message, Match)
+        self.matches.append(delivery.message)
+        await asyncio.sleep(self.index_delay_s)
+        await delivery.respond(Matched(held=self.held))
+
+
+@asynccontextmanager
+async def scheduling(network: MemoryNetwork, **changes: Any) -> AsyncGenerator[None]:
+    settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.001), **changes)
+    bus = MemoryBus(network)
+    service = SchedulerService(
+        bus=bus, clock=SystemClock(), tracing=Tracing("scheduler"), settings=settings, random=Random(0)
+    )
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0.02)
+    try:
+        yield
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await bus.close()
+    assert running.cancelled(), running.exception()
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    made = Gateway(MemoryNetwork())
+    yield made
+    await made.bus.close()
+    await made.bus.network.close()
+
+
+async def test_a_placement_names_workers_reason_and_prediction(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network):
+        await gateway.play_index()
+        await gateway.hear(PREFILL, DECODE)
+        gateway.held = {"p1": 1}
+        placement = await gateway.place(disaggregation=Disaggregation.ALWAYS)
+        assert (placement.prefill, placement.decode) == (PREFILL.address, DECODE.address)
+        assert placement.predicted.cached_tokens == 32
+        assert "p1" in placement.reason
+        assert gateway.matches[0].model_digest == "digest"
+        assert gateway.matches[0].context.trace, "the trace goes on to the index"
+
+
+async def test_the_deployment_decides_where_the_request_does_not(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.ALWAYS):
+        await gateway.hear(PREFILL, DECODE)
+        assert (await gateway.place()).prefill is not None
+        assert (await gateway.place(disaggregation=Disaggregation.NEVER)).prefill is None
+
+
+async def test_without_an_index_it_places_and_says_so(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network):
+        await gateway.hear(PREFILL, DECODE)
+        placement = await gateway.place()
+        assert "index did not answer" in placement.reason
+        await gateway.play_index()
+        assert "index did not answer" not in (await gateway.place()).reason
+
+
+async def test_a_slow_index_delays_nobody_else(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, index_timeout_s=0.1):
+        await gateway.play_index()
+        gateway.index_delay_s = 1.0
+        await gateway.hear(PREFILL, DECODE)
+        async with asyncio.timeout(0.5):
+            placements = await asyncio.gather(*(gateway.place(f"r{number}") for number in range(8)))
+        assert all("index did not answer" in placement.reason for placement in placements)
+
+
+async def test_a_burst_between_two_heartbeats_is_spread_and_then_refused(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.hear(*(heartbeat(f"d{number}", Role.DECODE, running_max=4) for number in range(3)))
+        placements = [await gateway.place(f"r{number}", blocks=b"", output_tokens_max=4000) for number in range(12)]
+        used = [placement.decode.worker for placement in placements]
+        assert sorted(used.count(worker) for worker in set(used)) == [4, 4, 4]
+        answer = await gateway.ask(place("more", blocks=b""))
+        assert isinstance(answer, Refused)
+        assert (answer.error.code, answer.error.retry_after_s) == ("overloaded", 1.0)
+
+
+async def test_refusals_are_typed(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, dead_after_s=0.2):
+        assert await gateway.refusal(place()) == "model_not_found"
+        await gateway.hear(PREFILL)
+        assert await gateway.refusal(place()) == "no_workers"
+        await gateway.hear(DECODE)
+        assert await gateway.refusal(place(model="other")) == "model_not_found"
+        assert await gateway.refusal(place(budget_s=0.0)) == "deadline_exceeded"
+        assert await gateway.refusal(place(prompt_tokens=0)) == "invalid_request"
+        assert await gateway.refusal(place(prompt_tokens=5000)) == "context_length_exceeded"
+        assert await gateway.refusal(place(blocks=b"odd")) == "malformed_message"
+        assert await gateway.refusal(Matched(held={})) == "malformed_message"
+        await gateway.place()
+        await asyncio.sleep(0.25)
+        assert await gateway.refusal(place()) == "no_workers", "dead is not unknown"
+        await gateway.hear(Goodbye(address=PREFILL.address), Goodbye(address=DECODE.address))
+        assert await gateway.refusal(place()) == "model_not_found"
+
+
+async def test_nonsense_on_the_heartbeat_subject_harms_nothing(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network):
+        await gateway.hear(PREFILL, DECODE, heartbeat("odd", Role.DECODE, block_tokens=0), Matched(held={}))
+        gateway.bus.publish_payload(subjects.HEARTBEAT, b"\xff\x00")
+        assert (await gateway.place()).decode == DECODE.address
+
+
+async def test_too_many_at_once_are_refused(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, placements_max=2, index_timeout_s=0.2):
+        await gateway.play_index()
+        gateway.index_delay_s = 1.0
+        await gateway.hear(PREFILL, DECODE)
+        answers = await asyncio.gather(*(gateway.ask(place(f"r{number}")) for number in range(5)))
+        codes = [answer.error.code for answer in answers if isinstance(answer, Refused)]
+        assert codes == ["overloaded"] * 3
+        await gateway.place("later")
