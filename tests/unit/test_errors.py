@@ -12,7 +12,9 @@ from baton.messages import ErrorReport
 
 
 def _tree(root: type[BatonError], depth: int = 0) -> list[tuple[int, str, int]]:
-    below = [line for child in root.__subclasses__() for line in _tree(child, depth + 1)]
+    # A service may have errors of its own, which never leave it; the tree is what stands in `baton.errors`.
+    children = [child for child in root.__subclasses__() if child.__module__ == errors.__name__]
+    below = [line for child in children for line in _tree(child, depth + 1)]
     return [(depth, root.__name__, root.http_status), *below]
 
 
