@@ -140,7 +140,8 @@ async def measure(model: Path, *, rounds: int, duration_s: float, delay_s: float
     for role in Role:
         for name, figure in (("p50", statistics.median), ("p99", p99)):
             ours, undelayed = (
-                statistics.median(figure(done.intervals_s[role]) for done in series) * 1e3 for series in (delayed, plain)
+                statistics.median(figure(done.intervals_s[role]) for done in series) * 1e3
+                for series in (delayed, plain)
             )
             rows.append(Row.against(f"bystanders on {role}, {name} token interval", "ms", ours, undelayed=undelayed))
     whole, undelayed = (
@@ -159,9 +160,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(Path(folder))
         rows = asyncio.run(
-            measure(
-                Path(folder), rounds=arguments.rounds, duration_s=arguments.duration_s, delay_s=arguments.delay_s
-            )
+            measure(Path(folder), rounds=arguments.rounds, duration_s=arguments.duration_s, delay_s=arguments.delay_s)
         )
     report(
         "interference",

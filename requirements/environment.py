@@ -57,8 +57,8 @@ def check_machine(environ: Mapping[str, str]) -> None:
         raise Stop(f"Python's venv module is missing; on Debian and Ubuntu: apt install python{version}-venv")
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
         raise Stop(f"Python's headers are missing; on Debian and Ubuntu: apt install python{version}-dev")
-    compilers = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++", "clang++"]
-    if not any(shutil.which(compiler.split()[0]) for compiler in compilers):
+    compilers = environ.get("CXX", "").split()[:1] or ["c++", "g++", "clang++"]
+    if not any(shutil.which(compiler) for compiler in compilers):
         raise Stop(f"there is no C++ compiler ({', '.join(compilers)}); on Debian and Ubuntu: apt install g++")
 
 

@@ -212,7 +212,9 @@ class Cluster:
                     return
                 dead = [service for service in self.services.values() if service.process and service.process.returncode]
                 if dead or time.monotonic() > give_up_at_s:
-                    logs = "\n".join(f"--- {service.name}\n{service.tail()}" for service in dead or self.services.values())
+                    logs = "\n".join(
+                        f"--- {service.name}\n{service.tail()}" for service in dead or self.services.values()
+                    )
                     raise RuntimeError(f"the cluster did not become ready:\n{logs}")
                 await asyncio.sleep(0.05)
 

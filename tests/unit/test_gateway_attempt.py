@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import pytest
 from baton_gateway import attempt_events as ev
-from baton_gateway.attempt import AttemptMachine, AttemptTimers, Phase
+from baton_gateway.attempt import AttemptMachine, Phase
+from baton_gateway.attempt_events import AttemptTimers
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -14,7 +14,6 @@ The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
 from typing import assert_never
@@ -25,7 +24,6 @@ from baton.errors import (
     EngineFailed,
     InvalidRequest,
     MalformedMessage,
-    NotResumable,
     NoWorkers,
     Overloaded,
     PeerUnreachable,
@@ -35,23 +33,11 @@ from baton.errors import (
 )
 from baton.messages import Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
 from baton_gateway import attempt_events as ev
-from baton_gateway.resumption import is_ended, obstacle
+from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.resumption import is_ended, rest_of
 
 BUSY_ROUNDS_MAX = 3
 """Placements in a row that met a busy worker, before the request waits in the queue."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptTimers:
-    place_resend_s: float = 0.25
-    place_resends_max: int = 3
-    accept_s: float = 0.1
-    first_token_s: float = 120.0
-    progress_s: float = 30.0
-    resend_s: float = 0.25
-    admission_wait_s: float = 10.0
-    retry_pause_s: float = 0.1
-    attempts_max: int = 4
 
 
 class Phase(StrEnum):
@@ -408,17 +394,13 @@ class AttemptMachine:
         if isinstance(error, InvalidRequest | DeadlineExceeded):
             self._fail(error)
             return
-        if self.delivered:
-            if len(self.delivered) >= self._sampling.max_tokens:
-                self._complete(FinishReason.LENGTH)
-                return
-            if is_ended(self._sampling, self.delivered, self._eos_tokens):
-                self._complete(FinishReason.STOP)
-                return
-            if reason := obstacle(self._sampling):
-                sent = f"{len(self.delivered)} tokens were sent when the attempt failed ({error})"
-                self._fail(NotResumable(f"{sent}; with {reason} the rest cannot be continued exactly"))
-                return
+        rest = rest_of(self._sampling, self.delivered, self._eos_tokens, error)
+        if isinstance(rest, FinishReason):
+            self._complete(rest)
+            return
+        if rest is not None:
+            self._fail(rest)
+            return
         if self._failures >= self._timers.attempts_max:
             detail = f"{self._failures} attempts failed, the last one because {error}"
             self._fail(type(error)(detail) if isinstance(error, WorkerLost | EngineFailed) else error)

@@ -1,4 +1,4 @@
-"""What goes into the attempt machine (events) and what comes out (actions). See `attempt.py`."""
+"""What goes into the attempt machine (events, timers) and what comes out (actions). See `attempt.py`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,20 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.messages import DigestEntry, FinishReason, Frame, Placement, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptTimers:
+    place_resend_s: float = 0.25
+    place_resends_max: int = 3
+    accept_s: float = 0.1
+    first_token_s: float = 120.0
+    progress_s: float = 30.0
+    resend_s: float = 0.25
+    admission_wait_s: float = 10.0
+    retry_pause_s: float = 0.1
+    attempts_max: int = 4
+
 
 # ---------------------------------------------------------------- events
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from baton_gateway.attempt import AttemptTimers
+from baton_gateway.attempt_events import AttemptTimers
 
 Seconds = Annotated[float, Meta(gt=0)]
 

@@ -39,7 +39,8 @@ from baton.messages import (
 from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue, Ticket
-from baton_gateway.attempt import AttemptMachine, AttemptTimers
+from baton_gateway.attempt import AttemptMachine
+from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.outbox import Outbox
 from baton_gateway.resumption import resumed

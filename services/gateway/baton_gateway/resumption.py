@@ -7,7 +7,8 @@ from typing import Final
 
 import msgspec
 
-from baton.messages import Sampling
+from baton.errors import BatonError, NotResumable
+from baton.messages import FinishReason, Sampling
 
 _PURE_EXTENSIONS: Final = frozenset({"priority", "skip_special_tokens", "spaces_between_special_tokens"})
 """Engine parameters that do not make the next token depend on where the prompt ends."""
@@ -46,3 +47,19 @@ def is_ended(sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset
         return False
     last = delivered[-1]
     return last in sampling.stop_token_ids or (last in eos_tokens and not sampling.ignore_eos)
+
+
+def rest_of(
+    sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset[int], cause: BatonError
+) -> FinishReason | NotResumable | None:
+    """Return what becomes of an output whose attempt failed: it was whole, or cannot go on, or (None) goes on."""
+    if not delivered:
+        return None
+    if len(delivered) >= sampling.max_tokens:
+        return FinishReason.LENGTH
+    if is_ended(sampling, delivered, eos_tokens):
+        return FinishReason.STOP
+    if reason := obstacle(sampling):
+        sent = f"{len(delivered)} tokens were sent when the attempt failed ({cause})"
+        return NotResumable(f"{sent}; with {reason} the rest cannot be continued exactly")
+    return None

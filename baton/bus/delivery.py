@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from baton.bus_protocol import BusLimits, Delivery, Handler
+from baton.bus.protocol import BusLimits, Delivery, Handler
 from baton.errors import BatonError, InvalidRequest, MalformedMessage, PayloadTooLarge
 from baton.messages import AnyMessage, ErrorReport, Refused, decode
 

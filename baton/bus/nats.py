@@ -18,10 +18,10 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 
-from baton.bus_delivery import Arrival, Mailbox, check_payload, check_subject
-from baton.bus_nats_requests import Requests
-from baton.bus_nats_stream import NatsFollower, append_to_stream
-from baton.bus_protocol import BusLimits, Handler, Subscription
+from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject
+from baton.bus.nats_requests import Requests
+from baton.bus.nats_stream import NatsFollower, append_to_stream
+from baton.bus.protocol import BusLimits, Handler, Subscription
 from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded
 from baton.messages import AnyMessage, decode, encode
 

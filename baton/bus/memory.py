@@ -14,9 +14,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.bus_delivery import Arrival, Mailbox, check_payload, check_subject, matches
-from baton.bus_memory_stream import Follower, MemoryStream
-from baton.bus_protocol import BusLimits, Handler, Subscription
+from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject, matches
+from baton.bus.memory_stream import Follower, MemoryStream
+from baton.bus.protocol import BusLimits, Handler, Subscription
 from baton.clock import Clock, SystemClock
 from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
 from baton.messages import AnyMessage, decode, encode

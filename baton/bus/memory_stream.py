@@ -6,8 +6,8 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 
-from baton.bus_delivery import Arrival, HandlerRunner, matches, parent_wildcard
-from baton.bus_protocol import BusLimits, Handler
+from baton.bus.delivery import Arrival, HandlerRunner, matches, parent_wildcard
+from baton.bus.protocol import BusLimits, Handler
 from baton.clock import Clock
 
 

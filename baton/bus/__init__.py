@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from baton.bus_memory import Faults, MemoryBus, MemoryNetwork
-from baton.bus_nats import NatsBus
-from baton.bus_protocol import Bus, BusLimits, Delivery, Handler, Subscription
+from baton.bus.memory import Faults, MemoryBus, MemoryNetwork
+from baton.bus.nats import NatsBus
+from baton.bus.protocol import Bus, BusLimits, Delivery, Handler, Subscription
 
 __all__ = [
     "Bus",

@@ -22,9 +22,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import Header
 
-from baton.bus_delivery import Arrival, HandlerRunner, parent_wildcard
-from baton.bus_nats_requests import Requests
-from baton.bus_protocol import BusLimits, Handler
+from baton.bus.delivery import Arrival, HandlerRunner, parent_wildcard
+from baton.bus.nats_requests import Requests
+from baton.bus.protocol import BusLimits, Handler
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
 
 log = logging.getLogger(__name__)
