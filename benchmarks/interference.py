@@ -165,7 +165,8 @@ def main() -> None:
     report(
         "interference",
         rows,
-        notes=f"ours: every pull held back by {arguments.delay_s * 1e3:g} ms; medians of {arguments.rounds} interleaved rounds",
+        notes=f"ours: every pull held back by {arguments.delay_s * 1e3:g} ms; "
+        f"medians of {arguments.rounds} interleaved rounds of {arguments.duration_s:g} s",
     )
 
 

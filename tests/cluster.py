@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,7 +227,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(folder: Path, *, model: Path) -> AsyncIterator[Cluster]:
+async def running_cluster(folder: Path, *, model: Path) -> AsyncGenerator[Cluster]:
     """Run NATS and Redis, and whatever the test starts on top; end all of it, and show logs when the test fails."""
     with start_nats() as nats, start_redis() as redis:
         cluster = Cluster(folder, model=model, nats_url=nats.url, redis_url=redis.url)
