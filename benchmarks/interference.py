@@ -13,28 +13,21 @@ import asyncio
 import statistics
 import tempfile
 import time
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.cli.tiny_model import make_tiny_model
-from baton.engines.engine import EngineFacts, EngineRequest, Leg
-from baton.engines.vllm import VllmEngine
-from baton.messages import KvSource, Role, Sampling, WorkerAddress
-from baton.transfer import AgentOptions, Faults
+from baton.engines.engine import Leg
+from baton.messages import Role
+from baton.transfer import Faults
 from benchmarks.report import Row, report
+from benchmarks.vllm_pair import VllmPair, running_pair
 
-OPTIONS: dict[str, object] = {
-    "dtype": "float32",
-    "max_model_len": 4096,
-    "max_num_seqs": 16,
-    "max_num_batched_tokens": 512,
-    "num_gpu_blocks_override": 400,
-}
 BYSTANDERS = 2
 """On each engine."""
 PROMPT_TOKENS = 300
 HANDOFF_OUTPUT_TOKENS = 8
-BUDGET_S = 120.0
 
 
 @dataclass
@@ -44,47 +37,43 @@ class Round:
 
 
 class Bench:
-    def __init__(self, prefill: VllmEngine, decode: VllmEngine, source: EngineFacts) -> None:
-        self.engines = {Role.PREFILL: prefill, Role.DECODE: decode}
-        self.source = KvSource(address=WorkerAddress(worker="prefill", generation=1, agents=source.agents))
+    def __init__(self, pair: VllmPair) -> None:
+        self.pair = pair
         self.count = 0
-
-    def _request(self, leg: Leg, *, output_tokens: int, name: str, prompt: int) -> EngineRequest:
-        # Every prompt differs from its first token on, so that nothing is cached and everything has to move.
-        tokens = [(prompt * 7919 + index * 104729) % 8000 + 50 for index in range(PROMPT_TOKENS)]
-        return EngineRequest(
-            request=name,
-            attempt=0,
-            leg=leg,
-            tokens=tokens,
-            sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
-            source=self.source if leg is Leg.DECODE else None,
-            budget_s=BUDGET_S,
-        )
 
     async def _bystand(self, role: Role, intervals_s: list[float], until_s: float) -> None:
         self.count += 1
-        request = self._request(Leg.WHOLE, output_tokens=3500, name=f"bystander-{self.count}", prompt=self.count)
         last_s = 0.0
-        stream = self.engines[role].generate(request)
-        try:
-            async for _ in stream:
+        stream = self.pair.generate(
+            role,
+            Leg.WHOLE,
+            name=f"bystander-{self.count}",
+            prompt=self.count,
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens=3500,
+        )
+        async with aclosing(stream) as deltas:
+            async for _ in deltas:
                 now_s = time.monotonic()
                 if last_s:
                     intervals_s.append(now_s - last_s)
                 last_s = now_s
                 if now_s > until_s:
                     return
-        finally:
-            await stream.aclose()
 
     async def _hand_off(self, durations_s: list[float]) -> None:
         self.count += 1
-        name, began_s = f"handoff-{self.count}", time.monotonic()
+        number, began_s = self.count, time.monotonic()
 
         async def run(role: Role, leg: Leg) -> None:
-            request = self._request(leg, output_tokens=HANDOFF_OUTPUT_TOKENS, name=name, prompt=self.count)
-            async for _ in self.engines[role].generate(request):
+            async for _ in self.pair.generate(
+                role,
+                leg,
+                name=f"handoff-{number}",
+                prompt=number,
+                prompt_tokens=PROMPT_TOKENS,
+                output_tokens=HANDOFF_OUTPUT_TOKENS,
+            ):
                 pass
 
         await asyncio.gather(run(Role.PREFILL, Leg.PREFILL), run(Role.DECODE, Leg.DECODE))
@@ -92,7 +81,7 @@ class Bench:
 
     async def round(self, *, delay_s: float, duration_s: float) -> Round:
         """Run bystanders for a while and hand off one request after another beside them."""
-        await self.engines[Role.PREFILL].set_faults(Faults(delay_s=delay_s))
+        await self.pair.engines[Role.PREFILL].set_faults(Faults(delay_s=delay_s))
         result = Round()
         until_s = time.monotonic() + duration_s
 
@@ -116,26 +105,16 @@ def p99(values: list[float]) -> float:
 
 
 async def measure(model: Path, *, rounds: int, duration_s: float, delay_s: float) -> list[Row]:
-    agent = AgentOptions(secret="bench")
-    engines: list[VllmEngine] = []
-    try:
-        facts: list[EngineFacts] = []
-        for role in Role:
-            engine = VllmEngine(str(model), role=role, options=OPTIONS, agent=agent)
-            engines.append(engine)
-            facts.append(await engine.start())
-        bench = Bench(engines[0], engines[1], facts[0])
+    plain: list[Round] = []
+    delayed: list[Round] = []
+    async with running_pair(model) as pair:
+        bench = Bench(pair)
         await bench.round(delay_s=0.0, duration_s=3.0)
-        plain: list[Round] = []
-        delayed: list[Round] = []
         for number in range(rounds):
             # Which of the two comes first alternates as well.
             for slow in (False, True) if number % 2 == 0 else (True, False):
                 done = await bench.round(delay_s=delay_s if slow else 0.0, duration_s=duration_s)
                 (delayed if slow else plain).append(done)
-    finally:
-        for engine in engines:
-            await engine.close()
     rows: list[Row] = []
     for role in Role:
         for name, figure in (("p50", statistics.median), ("p99", p99)):

@@ -11,6 +11,7 @@ from random import Random
 
 import openai
 import pytest
+import pytest_asyncio
 
 from baton.messages import AttemptState, Role
 from tests.cluster import Cluster, running_cluster
@@ -26,7 +27,7 @@ OPTIONS = {
 PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[Cluster]:
     async with running_cluster(tmp_path_factory.mktemp("serving"), model=tiny_model) as cluster:
         await cluster.start_control_plane(gateway_flags=PATIENCE)
@@ -37,7 +38,7 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
         yield cluster
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(loop_scope="module")
 async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         yield client

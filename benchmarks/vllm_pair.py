@@ -1,0 +1,59 @@
+"""A prefill and a decode engine on real vLLM for benchmarks, both in this process's care."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
+from baton.engines.vllm import VllmEngine
+from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from baton.transfer import AgentOptions
+
+OPTIONS: dict[str, object] = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 400,
+}
+BUDGET_S = 120.0
+
+
+class VllmPair:
+    def __init__(self, engines: dict[Role, VllmEngine], source: EngineFacts) -> None:
+        self.engines = engines
+        self._source = KvSource(address=WorkerAddress(worker="prefill", generation=1, agents=source.agents))
+
+    def generate(
+        self, role: Role, leg: Leg, *, name: str, prompt: int, prompt_tokens: int, output_tokens: int
+    ) -> AsyncGenerator[EngineDelta]:
+        """Run one leg. Prompts with different numbers differ from their first token on: nothing is cached."""
+        request = EngineRequest(
+            request=name,
+            attempt=0,
+            leg=leg,
+            tokens=[(prompt * 7919 + index * 104729) % 8000 + 50 for index in range(prompt_tokens)],
+            sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+            source=self._source if leg is Leg.DECODE else None,
+            budget_s=BUDGET_S,
+        )
+        return self.engines[role].generate(request)
+
+
+@asynccontextmanager
+async def running_pair(model: Path) -> AsyncGenerator[VllmPair]:
+    engines: dict[Role, VllmEngine] = {}
+    try:
+        facts: dict[Role, EngineFacts] = {}
+        for role in Role:
+            began_s = time.monotonic()
+            engines[role] = VllmEngine(str(model), role=role, options=OPTIONS, agent=AgentOptions(secret="bench"))
+            facts[role] = await engines[role].start()
+            print(f"{role}: vLLM started in {time.monotonic() - began_s:.0f} s", flush=True)
+        yield VllmPair(engines, facts[Role.PREFILL])
+    finally:
+        for engine in engines.values():
+            await engine.close()
