@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import psutil
 
 from baton.bus import Bus, Delivery, NatsBus
 from baton.messages import AttemptState, Digest, Frames, Heartbeat, Role
-from tests.servers import free_port, start_nats, start_redis
+from tests.servers import start_nats, start_redis
 
 START_TIMEOUT_S = 60.0
 
@@ -137,14 +138,17 @@ class Cluster:
         self.model = model
         self.nats_url = nats_url
         self.redis_url = redis_url
-        self.port = free_port()
         self.services: dict[str, Service] = {}
         self.observer = Observer()
         self.bus: Bus | None = None
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """The gateway's address. It takes a free port itself: one chosen here could be taken by then."""
+        listens = re.search(r"listens on 127\.0\.0\.1 port (\d+)", self.services["gateway"].log.read_text())
+        if listens is None:
+            raise ConnectionError("the gateway does not listen yet")
+        return f"http://127.0.0.1:{listens[1]}"
 
     async def start(self, name: str, module: str, *flags: str, python: str = sys.executable) -> Service:
         command = [python, "-m", module, "--nats-url", self.nats_url, *flags]
@@ -156,7 +160,7 @@ class Cluster:
     async def start_control_plane(self, *, gateway_flags: Sequence[str] = (), disaggregation: str = "always") -> None:
         await self.start("kvindex", "baton_kvindex", "--redis-url", self.redis_url)
         await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation)
-        await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", str(self.port), *gateway_flags)
+        await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", "0", *gateway_flags)
         bus = await NatsBus.connect(self.nats_url, name="observer")
         self.bus = bus
         await bus.subscribe("baton.heartbeat", self.observer.see)
@@ -200,14 +204,12 @@ class Cluster:
         """Wait until every worker that was started sends heartbeats and the gateway answers /ready."""
         workers = {name for name, service in self.services.items() if "--worker" in service.command}
         give_up_at_s = time.monotonic() + timeout_s
-        async with httpx.AsyncClient(base_url=self.url) as client:
+        async with httpx.AsyncClient() as client:
             while True:
                 ready = False
                 if workers <= self.observer.heartbeats.keys():
-                    try:
-                        ready = (await client.get("/ready", timeout=2.0)).status_code == 200
-                    except httpx.HTTPError:
-                        ready = False
+                    with suppress(httpx.HTTPError, ConnectionError):
+                        ready = (await client.get(f"{self.url}/ready", timeout=2.0)).status_code == 200
                 if ready:
                     return
                 dead = [service for service in self.services.values() if service.process and service.process.returncode]

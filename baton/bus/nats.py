@@ -320,6 +320,9 @@ async def _end(client: Client) -> None:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
+    except (nats.errors.Error, OSError) as error:
+        # A server that refuses us may reset the connection, and nats-py passes that on: it is closed either way.
+        log.debug("while closing the connection to the message bus: %s", error)
     # nats-py cancels its tasks without waiting for them: let them end before the loop may close.
     for _ in range(4):
         await asyncio.sleep(0)

@@ -143,7 +143,7 @@ def test_a_stopped_source_cannot_be_reached(node: Node, start_peer: StartPeer, b
     peer = start_peer(backend)
     peer.signal(signal.SIGSTOP)  # Its kernel still accepts the connection; the handshake never comes.
     pull(node, peer.endpoint)
-    assert node.wait_end(KEY, 2.0).cause == Cause.UNREACHABLE
+    assert node.wait_end(KEY).cause == Cause.UNREACHABLE
 
 
 def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: str) -> None:

@@ -152,3 +152,27 @@ async def test_a_killed_decode_worker_does_not_change_the_answer(
     await cluster.services.pop(worker).end()
     left = {"prefill-0", "decode-0", "decode-1"} - {worker}
     await wait_idle(cluster, left)
+
+
+@pytest.mark.timeout(120)
+async def test_a_frozen_prefill_worker_is_a_typed_error_or_no_matter(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    async def ask(disaggregation: str) -> openai.types.Completion:
+        return await client.completions.create(
+            model="tiny",
+            prompt=f"{disaggregation} answered while prefill is frozen " * 20,
+            max_tokens=5,
+            extra_headers={"x-baton-disaggregation": disaggregation, "x-baton-deadline-s": "20"},
+        )
+
+    prefill = cluster.services["prefill-0"]
+    prefill.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(openai.APIStatusError) as failure:
+            await ask("always")
+        assert failure.value.status_code in {429, 502, 503, 504}
+        assert failure.value.code
+        assert (await ask("auto")).usage is not None
+    finally:
+        prefill.signal(signal.SIGCONT)

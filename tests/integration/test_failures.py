@@ -33,9 +33,12 @@ PREFILL_FLAGS = ("--faults", '{"delay_s": 3.5}', "--digest-s", "0.1")
 class Case:
     role: Role
     state: AttemptState
+    disaggregation: str = "always"
 
 
 CASES = [
+    # Without a source, decode computes the prompt itself, and says QUEUED until its first token.
+    Case(Role.DECODE, AttemptState.QUEUED, "never"),
     Case(Role.PREFILL, AttemptState.COMPUTING),
     Case(Role.PREFILL, AttemptState.HELD),
     Case(Role.DECODE, AttemptState.PULLING),
@@ -62,7 +65,9 @@ async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def ask(cluster: Cluster, *, prompt: str = STORY, deadline_s: float = 60.0) -> str:
+async def ask(
+    cluster: Cluster, *, prompt: str = STORY, deadline_s: float = 60.0, disaggregation: str = "always"
+) -> str:
     """Stream one greedy answer and return its text."""
     client = openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
     async with client:
@@ -72,7 +77,7 @@ async def ask(cluster: Cluster, *, prompt: str = STORY, deadline_s: float = 60.0
             temperature=0,
             max_tokens=OUTPUT_TOKENS,
             stream=True,
-            extra_headers={"x-baton-deadline-s": str(deadline_s)},
+            extra_headers={"x-baton-deadline-s": str(deadline_s), "x-baton-disaggregation": disaggregation},
         )
         return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
 
@@ -92,7 +97,7 @@ async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, ho
     for case in CASES:
         # Each case begins its prompt anew, so that no worker has it cached and every state lasts.
         prompt = f"{case.role} {case.state} {STORY}"
-        answer = asyncio.create_task(ask(cluster, prompt=prompt))
+        answer = asyncio.create_task(ask(cluster, prompt=prompt, disaggregation=case.disaggregation))
         worker = await cluster.observer.worker_in(case.role, case.state)
         strike(cluster, worker, how)
         struck = await answer
@@ -103,6 +108,39 @@ async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, ho
         assert len(undisturbed) > OUTPUT_TOKENS / 2
         assert struck == undisturbed, f"{case} changed the answer"
     await assert_nothing_left(cluster)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_a_task_for_a_worker_that_has_just_been_lost_goes_elsewhere(
+    cluster: Cluster, how: signal.Signals
+) -> None:
+    """Before anyone can know: the attempt is PLACING, and RESERVED on nobody."""
+    for role in Role:
+        for number in range(2):
+            await start_worker(cluster, role, number)
+    await cluster.wait_ready()
+    for role in Role:
+        strike(cluster, f"{role}-0", how)
+    # Several at once, so that some are placed on the lost workers whatever the scheduler prefers.
+    prompts = [f"{number} and {STORY}" for number in range(4)]
+    answers = await asyncio.gather(*(ask(cluster, prompt=prompt) for prompt in prompts))
+    again = [await ask(cluster, prompt=prompt) for prompt in prompts]
+    assert answers == again
+
+
+@pytest.mark.timeout(60)
+async def test_a_worker_lost_behind_its_last_frame_changes_nothing(cluster: Cluster) -> None:
+    """Decode is RETAINED: its tokens are delivered, only the acknowledgement is missing."""
+    await start_worker(cluster, Role.PREFILL, 0)
+    await start_worker(cluster, Role.DECODE, 0)
+    await cluster.wait_ready()
+    undisturbed = await ask(cluster)
+    cluster.observer.finished.clear()
+    answer = asyncio.create_task(ask(cluster))
+    await cluster.observer.until(lambda: cluster.observer.finished, timeout_s=15)
+    strike(cluster, "decode-0", signal.SIGKILL)
+    assert await answer == undisturbed
 
 
 @pytest.mark.timeout(60)
@@ -132,7 +170,8 @@ async def test_a_client_that_leaves_frees_both_engines(cluster: Cluster) -> None
     await start_worker(cluster, Role.DECODE, 0)
     await cluster.wait_ready()
     for case in CASES:
-        answer = asyncio.create_task(ask(cluster, prompt=f"{case.role} {case.state} {STORY}"))
+        prompt = f"{case.role} {case.state} {STORY}"
+        answer = asyncio.create_task(ask(cluster, prompt=prompt, disaggregation=case.disaggregation))
         await cluster.observer.worker_in(case.role, case.state)
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
