@@ -163,7 +163,9 @@ class VllmHost:
 
 def _reason(error: Exception) -> str:
     """Return one line of what vLLM says; its processes have logged their own reasons before."""
-    reason = str(error).strip().partition("\n")[0]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    # pydantic, which checks vLLM's settings, names its class first and the reason in the line after.
+    reason = lines[1].removeprefix("Value error, ") if " validation error" in lines[0] and lines[1:] else lines[0]
     if not reason or reason.startswith("Engine core initialization failed"):
         return "its engine process ended while loading, for the reason in the log above"
     return reason

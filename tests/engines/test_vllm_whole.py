@@ -130,3 +130,4 @@ def test_model_that_does_not_load_is_one_sentence(tmp_path: Path) -> None:
     assert failure.value.code == "configuration_error"
     assert str(tmp_path) in failure.value.detail
     assert "\n" not in failure.value.detail
+    assert "no-such" in failure.value.detail, "the sentence leaves out the reason"
