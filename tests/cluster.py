@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,9 +105,8 @@ class Observer:
                 return
         self.changed.set()
 
-    async def until(self, condition: object, *, timeout_s: float = 10.0) -> None:
+    async def until(self, condition: Callable[[], object], *, timeout_s: float = 10.0) -> None:
         """Wait until `condition()` is true; raises TimeoutError."""
-        assert callable(condition)
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self.changed.clear()

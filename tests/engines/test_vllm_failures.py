@@ -51,6 +51,7 @@ def test_prefill_preempted_in_the_middle_of_a_pull(pair: Pair) -> None:
 def test_lease_that_expires_under_a_read(pair: Pair) -> None:
     ids = prompt(600, seed=32)
     name = pair.name()
+    expired_before = pair.prefill.ask("stats")["leases_expired"]
     pair.prefill.ask("faults", faults={"delay_s": 6.0})
     (sink,) = pair.decode.worker_pids()
     prefill = pair.send_prefill(name, ids)
@@ -67,6 +68,7 @@ def test_lease_that_expires_under_a_read(pair: Pair) -> None:
     with pytest.raises(EngineError) as failure:
         decode.wait()
     assert failure.value.code == "transfer_failed"
+    assert pair.prefill.ask("stats")["leases_expired"] == expired_before + 1
     pair.prefill.ask("faults", faults={})
     output, _ = pair.disaggregated(ids, 8)
     assert output == pair.aggregated(ids, 8)

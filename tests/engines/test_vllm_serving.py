@@ -62,6 +62,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_tokens_arrive_one_by_one(client: openai.AsyncOpenAI) -> None:
+    asked_s = time.monotonic()
     stream = await client.chat.completions.create(
         model="tiny",
         messages=[{"role": "user", "content": "Tell me about batons. " * 40}],
@@ -80,7 +81,8 @@ async def test_tokens_arrive_one_by_one(client: openai.AsyncOpenAI) -> None:
     assert usage is not None
     assert usage.completion_tokens == 40
     assert len(arrivals_s) > 20, "the answer came in few pieces"
-    assert arrivals_s[-1] > arrivals_s[0]
+    # Pieces that somebody had gathered would come together, behind all of the waiting.
+    assert arrivals_s[-1] - arrivals_s[0] > 0.2 * (arrivals_s[-1] - asked_s)
 
 
 @pytest.mark.timeout(300)
