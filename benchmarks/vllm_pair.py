@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
-from baton.engines.vllm import VllmEngine
+from baton.engines.vllm.engine import VllmEngine
 from baton.messages import KvSource, Role, Sampling, WorkerAddress
 from baton.transfer import AgentOptions
 

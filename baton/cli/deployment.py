@@ -18,7 +18,7 @@ import msgspec
 
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.processes import Program
-from baton.engines.vllm_options import local_model
+from baton.engines.vllm.options import local_model
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation, Role
 

@@ -15,6 +15,7 @@ from baton.blocks import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MI
 from baton.engines.engine import Engine
 from baton.errors import ConfigurationError
 from baton.messages import Role
+from baton.telemetry import TelemetrySettings
 from baton.transfer import AgentOptions, Faults
 
 _AGENT: Final = AgentOptions()
@@ -30,7 +31,7 @@ class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     corrupt_every: Annotated[int, Meta(ge=0)] = 0
 
 
-class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nats_url: Annotated[str, Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
     worker: Annotated[
         str,
@@ -45,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     engine: Annotated[Literal["vllm", "simulated"], Meta(description="vllm or simulated.")] = "vllm"
     engine_options: Annotated[
         dict[str, object], Meta(description="Flags of the engine, passed through as they are, as JSON.")
-    ] = {}
+    ] = msgspec.field(default_factory=dict[str, object])
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the engine runs: auto, cpu or cuda.")] = (
         "auto"
     )
@@ -124,10 +125,10 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
     agent = settings.agent_options()
     try:
         if settings.engine == "simulated":
-            from baton.engines.simulated import SimulatedEngine
+            from baton.engines.simulated.engine import SimulatedEngine
 
             return SimulatedEngine(settings.model, role=role, options=settings.engine_options, agent=agent)
-        from baton.engines.vllm import VllmEngine
+        from baton.engines.vllm.engine import VllmEngine
 
         options = {"device": settings.device, **settings.engine_options}
         return VllmEngine(settings.model, role=role, options=options, agent=agent)

@@ -14,7 +14,7 @@ from servers import Server, start_nats
 from transfer_rig import BLOCK_BYTES, OPTIONS, MakeNode, Node
 
 from baton.transfer import NativeAgent
-from baton.transfer_memory import MemoryFabric
+from baton.transfer.memory import MemoryFabric
 
 _names = (f"t{number}" for number in itertools.count())
 

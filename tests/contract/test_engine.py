@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.engines.engine import Leg
-from baton.engines.simulated import SimulatedEngine
+from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import TransferFailed
 from baton.messages import Role
 from baton.transfer import AgentOptions, Faults, NativeAgent, TransferAgent
-from baton.transfer_memory import MemoryFabric
+from baton.transfer.memory import MemoryFabric
 from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]

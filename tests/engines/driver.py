@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from baton.engines.engine import EngineRequest, Leg
-from baton.engines.vllm import VllmEngine
+from baton.engines.vllm.engine import VllmEngine
 from baton.errors import BatonError, EngineFailed
 from baton.messages import KvSource, Role, Sampling, WorkerAddress
 from baton.transfer import AgentOptions, Faults

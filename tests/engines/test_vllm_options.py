@@ -12,8 +12,8 @@ import pytest
 import zmq
 
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
-from baton.engines.vllm_events import KvEventListener, decode_batch
-from baton.engines.vllm_options import (
+from baton.engines.vllm.events import KvEventListener, decode_batch
+from baton.engines.vllm.options import (
     PROFILES,
     Device,
     engine_arguments,

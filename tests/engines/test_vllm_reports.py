@@ -9,7 +9,7 @@ from typing import Any, cast
 import msgspec
 
 from baton.connectors.handoff import PullOutcome, TransferReport
-from baton.engines.vllm_stats import LoadRecorder
+from baton.engines.vllm.stats import LoadRecorder
 from baton.transfer import Cause
 
 KEY = b"k" * 16

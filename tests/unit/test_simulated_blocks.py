@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engines.engine import EngineBlocksRemoved, EngineBlocksStored
-from baton.engines.simulated_blocks import BlockCache
+from baton.engines.simulated.blocks import BlockCache
 
 
 def make_cache(blocks: int = 4, nonce: bytes = b"nonce") -> BlockCache:

@@ -14,12 +14,12 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
-from baton.engines.simulated import SimulatedEngine
+from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages import FinishReason, KvSource, Role, Sampling, WorkerAddress
 from baton.transfer import AgentOptions, Pool, TransferEvent
-from baton.transfer_memory import MemoryFabric
-from baton.transfer_memory_agent import MemoryAgent
+from baton.transfer.memory import MemoryFabric
+from baton.transfer.memory_agent import MemoryAgent
 
 # One second per step, whatever is in it: an instant says which step it is.
 SECONDS = {"step_fixed_s": 1.0, "prefill_token_s": 0.0, "decode_sequence_s": 0.0, "attention_token_s": 0.0, "speed": 1}

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engines.simulated_kv import ContextReader, KvPool, TokenChunk, read_contexts
+from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
 
 LAYERS = 3
 WORDS = 4

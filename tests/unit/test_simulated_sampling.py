@@ -11,8 +11,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.engines.simulated_options import SimulatedOptions, parse_options
-from baton.engines.simulated_sampling import SimulatedModel, check_sampling, choose_token, read_model
+from baton.engines.simulated.options import SimulatedOptions, parse_options
+from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model
 from baton.errors import ConfigurationError, InvalidRequest
 from baton.messages import Sampling, TokenLogprob
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engines.engine import EngineBlocksRemoved, EngineBlocksStored, Leg
-from baton.engines.simulated_blocks import BlockCache
-from baton.engines.simulated_scheduler import Attempt, Phase, Scheduler, Step
+from baton.engines.simulated.blocks import BlockCache
+from baton.engines.simulated.scheduler import Attempt, Phase, Scheduler, Step
 
 BLOCK = 4
 

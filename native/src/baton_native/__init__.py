@@ -1,4 +1,4 @@
-"""Baton's native core. Only `baton.blocks` and `baton.transfer` import this."""
+"""Baton's native core. Only `baton.blocks` and `baton.transfer.native` import this."""
 
 from baton_native import core
 from baton_native._core import (

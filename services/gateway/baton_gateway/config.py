@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta, Struct
+from msgspec import Meta
 
+from baton.telemetry import TelemetrySettings
 from baton_gateway.attempt_events import AttemptTimers
 
 Seconds = Annotated[float, Meta(gt=0)]
 
 
-class Settings(Struct, frozen=True, kw_only=True):
+class Settings(TelemetrySettings, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes any free one.")] = 8000
     nats_url: Annotated[str, Meta(description="NATS server.")] = "nats://127.0.0.1:4222"

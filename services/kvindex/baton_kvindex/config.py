@@ -6,11 +6,13 @@ from typing import Annotated
 
 import msgspec
 
+from baton.telemetry import TelemetrySettings
+
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(gt=0)]
 
 
-class IndexSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class IndexSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nats_url: Annotated[str, msgspec.Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
     redis_url: Annotated[
         str,

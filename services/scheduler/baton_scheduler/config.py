@@ -7,13 +7,14 @@ from typing import Annotated
 import msgspec
 
 from baton.messages import Disaggregation
+from baton.telemetry import TelemetrySettings
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class SchedulerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SchedulerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     nats_url: Annotated[str, msgspec.Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
     disaggregation: Annotated[
         Disaggregation, msgspec.Meta(description="Whether prefill runs on another worker; a request may say otherwise.")

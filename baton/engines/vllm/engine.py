@@ -14,9 +14,9 @@ import msgspec
 
 from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
 from baton.engines.engine import EngineDelta, EngineEventBatch, EngineFacts, EngineLoad, EngineRequest, Leg
-from baton.engines.vllm_events import KvEventListener
-from baton.engines.vllm_host import VllmHost
-from baton.engines.vllm_options import split_options
+from baton.engines.vllm.events import KvEventListener
+from baton.engines.vllm.host import VllmHost
+from baton.engines.vllm.options import split_options
 from baton.errors import (
     BatonError,
     ContextLengthExceeded,
@@ -220,7 +220,7 @@ class VllmEngine:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
     def _params(self, request: EngineRequest, key: bytes) -> SamplingParams:
-        from baton.engines.vllm_sampling import prefill_params, sampling_params
+        from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         if not request.tokens:
             raise InvalidRequest("the prompt is empty", param="prompt")
@@ -247,7 +247,7 @@ class VllmEngine:
         return sampling_params(request.sampling, msgspec.to_builtins(handoff, builtin_types=(bytes,)))
 
     async def _delta(self, attempt: _Attempt, output: RequestOutput) -> EngineDelta:
-        from baton.engines.vllm_sampling import token_logprobs
+        from baton.engines.vllm.sampling import token_logprobs
 
         assert self._host is not None
         completion = output.outputs[0]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final
+from threading import Condition, Thread
+from typing import Final, Protocol
 
 from baton.errors import TransferFailed
-from baton.transfer import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
-from baton.transfer_memory_state import EndedLease, Lease, Pull, check_blocks, copy_block, refusal
-
-if TYPE_CHECKING:
-    from baton.transfer_memory import MemoryFabric
+from baton.transfer.memory_state import EndedLease, Lease, Pull, check_blocks, copy_block, refusal
+from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
 
 BACKEND: Final = "memory"
 SCHEME: Final = "memory://"
@@ -35,10 +33,23 @@ _NO_STATS: Final = AgentStats(
 )
 
 
+class Fabric(Protocol):
+    """What an agent knows of the fabric that made it: a clock, a lock, and the other agents."""
+
+    @property
+    def now_s(self) -> Callable[[], float]: ...
+    @property
+    def changed(self) -> Condition: ...
+    @property
+    def agents(self) -> Mapping[str, MemoryAgent]: ...
+    def reach(self, one: str, other: str) -> MemoryAgent | None: ...
+    def forget(self, agent: MemoryAgent) -> Thread | None: ...
+
+
 class MemoryAgent:
     """See `TransferAgent` and `NativeAgent`; made by `MemoryFabric.agent`."""
 
-    def __init__(self, fabric: MemoryFabric, endpoint: str, options: AgentOptions) -> None:
+    def __init__(self, fabric: Fabric, endpoint: str, options: AgentOptions) -> None:
         self.endpoint = endpoint
         self.pool: Pool | None = None
         self._fabric = fabric

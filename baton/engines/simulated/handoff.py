@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.engines.simulated_scheduler import Pull
+from baton.engines.simulated.scheduler import Pull
 from baton.errors import BatonError, DeadlineExceeded, PeerUnreachable, TransferFailed
 from baton.transfer import Cause, EventKind, TransferAgent, TransferEvent
 

@@ -11,7 +11,7 @@ from typing import Final, cast
 
 import msgspec
 
-from baton.engines.simulated_kv import MASK, mix_word
+from baton.engines.simulated.kv import MASK, mix_word
 from baton.errors import ConfigurationError, InvalidRequest
 from baton.messages import Sampling, TokenLogprob
 

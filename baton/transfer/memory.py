@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from baton.transfer import AgentOptions
-from baton.transfer_memory_agent import SCHEME, MemoryAgent
+from baton.transfer.memory_agent import SCHEME, MemoryAgent
+from baton.transfer.protocol import AgentOptions
 
 _TICK_S: Final = 0.01
 """How late the thread may notice a deadline."""

@@ -11,7 +11,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from baton.blocks import model_digest
-from baton.engines.vllm_options import (
+from baton.engines.vllm.options import (
     PROFILES,
     Device,
     OwnOptions,
@@ -19,7 +19,7 @@ from baton.engines.vllm_options import (
     engine_environment,
     local_model,
 )
-from baton.engines.vllm_stats import LoadRecorder
+from baton.engines.vllm.stats import LoadRecorder
 from baton.errors import BatonError, ConfigurationError
 from baton.transfer import AgentOptions
 

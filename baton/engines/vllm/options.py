@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
-from baton.engines.vllm_process import ENGINE_MARK
+from baton.engines.vllm.process import ENGINE_MARK
 from baton.errors import ConfigurationError
 
 CONNECTOR: Final = "baton.connectors.vllm:BatonConnector"

@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from baton.transfer import Cause, Pool
+from baton.transfer.protocol import Cause, Pool
 
 
 @dataclass(slots=True)

@@ -20,13 +20,13 @@ from typing import Final
 from baton.blocks import model_digest
 from baton.clock import Clock, SystemClock
 from baton.engines.engine import EngineDelta, EngineEventBatch, EngineFacts, EngineLoad, EngineRequest, Leg
-from baton.engines.simulated_blocks import HASH_BYTES, BlockCache
-from baton.engines.simulated_handoff import Handoff
-from baton.engines.simulated_kv import ContextReader, KvPool, TokenChunk, read_contexts
-from baton.engines.simulated_options import SimulatedOptions, parse_options
-from baton.engines.simulated_sampling import SimulatedModel, choose_token, read_model, stop_tokens
-from baton.engines.simulated_scheduler import Attempt, Chunk, Phase, Scheduler, Step
-from baton.engines.simulated_stream import Stream, check_request
+from baton.engines.simulated.blocks import HASH_BYTES, BlockCache
+from baton.engines.simulated.handoff import Handoff
+from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
+from baton.engines.simulated.options import SimulatedOptions, parse_options
+from baton.engines.simulated.sampling import SimulatedModel, choose_token, read_model, stop_tokens
+from baton.engines.simulated.scheduler import Attempt, Chunk, Phase, Scheduler, Step
+from baton.engines.simulated.stream import Stream, check_request
 from baton.errors import (
     BatonError,
     ConfigurationError,

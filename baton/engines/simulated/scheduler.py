@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from baton.engines.engine import Leg
-from baton.engines.simulated_blocks import BlockCache
+from baton.engines.simulated.blocks import BlockCache
 
 
 class Phase(Enum):

@@ -1,4 +1,4 @@
-"""Moving KV blocks between engines: the one module that knows `baton_native`'s transfer agent.
+"""What a transfer agent is: leases on the source side, layer-wise pulls on the sink side.
 
 One agent per engine rank. On the **source** side (prefill) an agent opens a lease per attempt: an
 append-only list of blocks of its pool, and per layer the number of tokens that are ready. On the
@@ -12,16 +12,11 @@ own thread, without the GIL. Results come as events (`poll`), announced by `file
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
 from typing import Protocol
-
-import baton_native
-
-from baton.errors import ConfigurationError, TransferFailed
 
 KEY_BYTES = 16
 
@@ -214,152 +209,3 @@ class TransferAgent(Protocol):
     def close(self) -> None:
         """Stop the thread, close connections; open pulls fail, open leases end."""
         ...
-
-
-class NativeAgent:
-    """The transfer agent of `native/transfer`: a state machine in C++ with one thread of its own.
-
-    Beyond the protocol: a cancelled pull ends its source's lease as LEASE_ENDED with cause CANCELLED, a
-    pull that failed at the sink with the sink's cause; a pull that the source revoked starts again by
-    itself and reports no layer twice. A `final` revocation, a release or a cancel is remembered for a
-    minute, so it may come before the lease or the pull it is about. After `close`, and if its thread
-    ever fails, methods raise TransferFailed; bad arguments raise ValueError.
-    """
-
-    def __init__(self, options: AgentOptions) -> None:
-        native = baton_native.Options()
-        native.secret = options.secret
-        native.backends = list(options.backends)
-        native.checksum = options.checksum
-        native.lease_ttl_s = options.lease_ttl_s
-        native.unclaimed_ttl_s = options.unclaimed_ttl_s
-        native.wanted_timeout_s = options.wanted_timeout_s
-        native.connect_timeout_s = options.connect_timeout_s
-        native.stall_timeout_s = options.stall_timeout_s
-        native.delay_s = options.faults.delay_s
-        native.corrupt_every = options.faults.corrupt_every
-        if not 0 <= options.port <= 65535:
-            raise ValueError(f"{options.port} is no port")
-        try:
-            self._agent = baton_native.Agent(native, options.host, options.port)
-        except RuntimeError as failure:
-            raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
-        self.endpoint = self._agent.endpoint
-
-    def fileno(self) -> int:
-        return self._agent.fileno()
-
-    def poll(self) -> list[TransferEvent]:
-        with _typed_failure():
-            reports = self._agent.poll()
-        return [_event(report) for report in reports]
-
-    def set_pool(self, pool: Pool) -> None:
-        with _typed_failure():
-            self._agent.set_pool(
-                list(pool.layer_addresses),
-                _natural("blocks", pool.blocks),
-                _natural("block_bytes", pool.block_bytes),
-                _natural("block_stride_bytes", pool.block_stride_bytes),
-                _natural("block_tokens", pool.block_tokens),
-                pool.fingerprint,
-            )
-
-    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
-        with _typed_failure():
-            return self._agent.open_lease(_checked(key), -1.0 if unclaimed_ttl_s is None else unclaimed_ttl_s)
-
-    def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None:
-        with _typed_failure():
-            self._agent.extend_lease(_checked(key), generation, _indexes(blocks))
-
-    def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None:
-        with _typed_failure():
-            self._agent.post_ready(_checked(key), generation, layer, _natural("tokens", tokens))
-
-    def complete_lease(self, key: bytes, generation: int, tokens: int) -> None:
-        with _typed_failure():
-            self._agent.complete_lease(_checked(key), generation, _natural("tokens", tokens))
-
-    def revoke_lease(self, key: bytes, *, final: bool) -> None:
-        with _typed_failure():
-            self._agent.revoke_lease(_checked(key), final)
-
-    def pull(
-        self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
-    ) -> None:
-        first_token, tokens = _natural("first_token", first_token), _natural("tokens", tokens)
-        with _typed_failure():
-            self._agent.pull(_checked(key), endpoint, first_token, tokens, _indexes(blocks), budget_s)
-
-    def cancel_pull(self, key: bytes) -> None:
-        with _typed_failure():
-            self._agent.cancel_pull(_checked(key))
-
-    def release(self, key: bytes, endpoint: str) -> None:
-        with _typed_failure():
-            self._agent.release(_checked(key), endpoint)
-
-    def stats(self) -> AgentStats:
-        stats = self._agent.stats()
-        return AgentStats(
-            leases=stats.leases,
-            leased_blocks=stats.leased_blocks,
-            pulls=stats.pulls,
-            parked=stats.parked,
-            pulled_bytes=stats.pulled_bytes,
-            pulled_blocks=stats.pulled_blocks,
-            served_bytes=stats.served_bytes,
-            pulls_done=stats.pulls_done,
-            pulls_failed=stats.pulls_failed,
-            leases_expired=stats.leases_expired,
-            leases_revoked=stats.leases_revoked,
-            checksum_failures=stats.checksum_failures,
-        )
-
-    def set_faults(self, faults: Faults) -> None:
-        with _typed_failure():
-            self._agent.set_faults(faults.delay_s, _natural("corrupt_every", faults.corrupt_every))
-
-    def close(self) -> None:
-        self._agent.close()
-
-
-@contextmanager
-def _typed_failure() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as failure:
-        raise TransferFailed(str(failure)) from failure
-
-
-def _checked(key: bytes) -> bytes:
-    if len(key) != KEY_BYTES:
-        raise ValueError(f"a lease key has {KEY_BYTES} bytes, not {len(key)}")
-    return bytes(key)
-
-
-def _natural(name: str, value: int) -> int:
-    if not 0 <= value < 1 << 32:
-        raise ValueError(f"{name} must be from 0 to 2**32 - 1, not {value}")
-    return value
-
-
-def _indexes(blocks: Sequence[int]) -> list[int]:
-    return [_natural("a block index", int(block)) for block in blocks]
-
-
-def _event(report: baton_native.Report) -> TransferEvent:
-    return TransferEvent(
-        kind=EventKind(report.kind),
-        key=report.key,
-        cause=Cause(report.cause),
-        detail=report.detail,
-        layers=report.layers,
-        bytes=report.bytes,
-        tokens=report.tokens,
-        waiting_s=report.waiting_s,
-        moving_s=report.moving_s,
-        backend=report.backend,
-        restarts=report.restarts,
-    )

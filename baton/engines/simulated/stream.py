@@ -6,10 +6,10 @@ import asyncio
 from dataclasses import dataclass, field
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg
-from baton.engines.simulated_handoff import Lease
-from baton.engines.simulated_kv import ContextReader
-from baton.engines.simulated_sampling import check_sampling
-from baton.engines.simulated_scheduler import Attempt
+from baton.engines.simulated.handoff import Lease
+from baton.engines.simulated.kv import ContextReader
+from baton.engines.simulated.sampling import check_sampling
+from baton.engines.simulated.scheduler import Attempt
 from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
 from baton.messages import FinishReason, TokenLogprob
 from baton.transfer import lease_key

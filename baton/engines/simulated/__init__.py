@@ -1,0 +1,1 @@
+"""The simulated engine: an engine's scheduler, cache and KV bytes, without a model."""

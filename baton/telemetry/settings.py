@@ -1,0 +1,20 @@
+"""Settings that every service has: where its traces go and where it can be asked."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    otlp_endpoint: Annotated[
+        str, Meta(description="OpenTelemetry collector that gets traces and metrics (OTLP over HTTP); empty: none.")
+    ] = ""
+    trace_share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of the requests whose traces are exported; failed ones always are.")
+    ] = 1.0
+    status_host: Annotated[str, Meta(description="Address that serves /metrics, /health and /ready.")] = "127.0.0.1"
+    status_port: Annotated[
+        int | None, Meta(ge=0, le=65535, description="Its port; 0 takes any free one, none: it is not served.")
+    ] = None

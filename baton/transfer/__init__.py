@@ -1,0 +1,31 @@
+"""Moving KV blocks between engines: the protocol, and its implementations in C++ and in memory."""
+
+from __future__ import annotations
+
+from baton.transfer.native import NativeAgent
+from baton.transfer.protocol import (
+    KEY_BYTES,
+    AgentOptions,
+    AgentStats,
+    Cause,
+    EventKind,
+    Faults,
+    Pool,
+    TransferAgent,
+    TransferEvent,
+    lease_key,
+)
+
+__all__ = [
+    "KEY_BYTES",
+    "AgentOptions",
+    "AgentStats",
+    "Cause",
+    "EventKind",
+    "Faults",
+    "NativeAgent",
+    "Pool",
+    "TransferAgent",
+    "TransferEvent",
+    "lease_key",
+]
