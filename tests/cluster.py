@@ -9,6 +9,7 @@ import re
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -112,16 +113,15 @@ class Observer:
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def worker_in(self, role: Role, state: AttemptState, *, timeout_s: float = 15.0) -> str:
-        """Return the worker of this role that next reports an attempt in `state`."""
+    async def worker_in(self, role: Role, *states: AttemptState, attempts: int = 1, timeout_s: float = 15.0) -> str:
+        """Return the worker of this role that next reports so many attempts in one of these states."""
         self.states.clear()
         found: list[str] = []
 
         def look() -> bool:
+            counts = Counter(worker for (worker, _, _), seen in self.states.items() if seen in states)
             found[:] = [
-                worker
-                for (worker, _, _), seen in self.states.items()
-                if seen is state and self.heartbeats[worker].role is role
+                worker for worker, count in counts.items() if count >= attempts and self.heartbeats[worker].role is role
             ]
             return bool(found)
 
@@ -172,15 +172,14 @@ class Cluster:
         *flags: str,
         engine: str = "simulated",
         options: Mapping[str, object] | None = None,
-        python: str = sys.executable,
+        module: str = "",
     ) -> Service:
         return await self.start(
             name,
-            f"baton_{role}",
+            module or f"baton_{role}",
             *("--worker", name, "--model", str(self.model), "--model-name", "tiny", "--engine", engine),
             *("--engine-options", json.dumps(dict(options or {}))),
             *flags,
-            python=python,
         )
 
     async def wait_worker(self, name: str, *, timeout_s: float = 120.0) -> None:

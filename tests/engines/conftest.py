@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_pair import Pair
+from engine_pair import LEASE_TTL_S, Pair
 from engine_process import EngineProcess
 
 from baton.cli.tiny_model import make_tiny_model
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {
 
 AGENT: dict[str, Any] = {
     "secret": "tests",
-    "lease_ttl_s": 2.0,
+    "lease_ttl_s": LEASE_TTL_S,
     "unclaimed_ttl_s": 20.0,
     "wanted_timeout_s": 5.0,
     "stall_timeout_s": 15.0,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from engine_process import Answer, EngineProcess, until
+
+LEASE_TTL_S: Final = 2.0
 
 
 @dataclass

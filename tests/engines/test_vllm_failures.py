@@ -8,7 +8,7 @@ import signal
 import time
 
 import pytest
-from engine_pair import Pair, prompt
+from engine_pair import LEASE_TTL_S, Pair, prompt
 from engine_process import Answer, EngineError, until
 
 from baton.transfer import AgentOptions, NativeAgent
@@ -71,6 +71,34 @@ def test_lease_that_expires_under_a_read(pair: Pair) -> None:
     assert pair.prefill.ask("stats")["leases_expired"] == expired_before + 1
     pair.prefill.ask("faults", faults={})
     output, _ = pair.disaggregated(ids, 8)
+    assert output == pair.aggregated(ids, 8)
+
+
+def test_lease_that_expires_between_the_bytes(pair: Pair) -> None:
+    ids = prompt(1500, seed=42)
+    name = pair.name()
+    expired_before = pair.prefill.ask("stats")["leases_expired"]
+    (sink,) = pair.decode.worker_pids()
+    pair.hold(layer=2, passes=1)
+    prefill = pair.send_prefill(name, ids)
+    decode = pair.send_decode(name, ids, 8)
+    pair.held()
+    # All of the first chunk is here, and of the second the layers 0 and 1: what is missing cannot come yet.
+    until(lambda: pair.decode.ask("stats")["pulled_bytes"] > 0, 10)
+    os.kill(sink, signal.SIGSTOP)
+    try:
+        time.sleep(LEASE_TTL_S + 1.0)
+        pair.let_go()
+        prefill.wait()
+        assert pair.prefill.ask("stats")["leases_expired"] == expired_before + 1
+    finally:
+        os.kill(sink, signal.SIGCONT)
+    with pytest.raises(EngineError) as failure:
+        decode.wait()
+    assert failure.value.code == "transfer_failed"
+    pair.settled()
+    output, last = pair.disaggregated(ids, 8)
+    assert last["cached_tokens"] == 0, "what had arrived of the failed pull must not be cached"
     assert output == pair.aggregated(ids, 8)
 
 

@@ -23,7 +23,7 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 400,
 }
-# Three engines share two cores here: a worker may well be silent for longer than on a machine of its own.
+# Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
 PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")
 
 
@@ -31,10 +31,12 @@ PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")
 async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[Cluster]:
     async with running_cluster(tmp_path_factory.mktemp("serving"), model=tiny_model) as cluster:
         await cluster.start_control_plane(gateway_flags=PATIENCE)
-        for role, number in ((Role.PREFILL, 0), (Role.DECODE, 0), (Role.DECODE, 1)):
-            await cluster.start_worker(role, f"{role}-{number}", engine="vllm", options=OPTIONS)
+        for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
+            role = Role(name.partition("-")[0])
+            await cluster.start_worker(role, name, "--digest-s", "0.1", engine="vllm", options=OPTIONS)
             # One after another: loading two at a time takes longer than both in turn.
-            await cluster.wait_ready(timeout_s=120) if number else await cluster.wait_worker(f"{role}-{number}")
+            await cluster.wait_worker(name)
+        await cluster.wait_ready()
         yield cluster
 
 
@@ -44,16 +46,13 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-async def wait_idle(cluster: Cluster, workers: set[str]) -> None:
+async def wait_idle(cluster: Cluster) -> None:
     """Wait until no attempt, run slot or KV block is held; a lease that was left would live longer than this."""
     await asyncio.sleep(0.6)
     beats = cluster.observer.heartbeats
 
     def idle() -> bool:
-        return all(
-            not beats[worker].attempts and not beats[worker].running and not beats[worker].kv_blocks_used
-            for worker in workers
-        )
+        return all(not beat.attempts and not beat.running and not beat.kv_blocks_used for beat in beats.values())
 
     await cluster.observer.until(idle, timeout_s=20)
 
@@ -127,54 +126,66 @@ async def test_fifty_mixed_requests_with_random_cancels_leave_nothing(
             group.create_task(late_cancel(number, random.uniform(0.0, 3.0)) if number % 5 == 0 else one(number))
     assert len(ends) >= 50
     assert ends.count("finished") >= 15
-    await wait_idle(cluster, {"prefill-0", "decode-0", "decode-1"})
+    await wait_idle(cluster)
 
 
+async def tell(client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 100, mode: str = "always") -> str:
+    """Stream one greedy answer to a prompt of several chunks, and return its text."""
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=f"story {number}: " + "it is interrupted " * 300,
+        max_tokens=output_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-baton-disaggregation": mode, "x-baton-deadline-s": "60"},
+    )
+    return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+
+PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
+"""A prompt of a tiny model is computed between two digests, now and then."""
+STRIKES = [
+    (Role.DECODE, (AttemptState.RUNNING,), signal.SIGSTOP),
+    (Role.DECODE, (AttemptState.RUNNING,), signal.SIGKILL),
+    (Role.PREFILL, PROMPT_STATES, signal.SIGSTOP),
+    (Role.PREFILL, PROMPT_STATES, signal.SIGKILL),
+]
+
+
+# These come last: a killed worker is not replaced.
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("how", [signal.SIGKILL], ids=["kill"])
-async def test_a_killed_decode_worker_does_not_change_the_answer(
-    cluster: Cluster, client: openai.AsyncOpenAI, how: signal.Signals
+@pytest.mark.parametrize(("role", "states", "how"), STRIKES)
+async def test_a_struck_worker_does_not_change_the_answer(
+    cluster: Cluster, client: openai.AsyncOpenAI, role: Role, states: tuple[AttemptState, ...], how: signal.Signals
 ) -> None:
-    async def ask() -> str:
-        stream = await client.completions.create(
-            model="tiny",
-            prompt="a story that is interrupted " * 50,
-            max_tokens=300,
-            temperature=0,
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
-        return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
-
-    undisturbed = await ask()
-    answer = asyncio.create_task(ask())
-    worker = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    number = STRIKES.index((role, states, how))
+    # No worker has seen this prompt before, so that prefill has something to do.
+    answer = asyncio.create_task(tell(client, number))
+    worker = await cluster.observer.worker_in(role, *states)
     cluster.services[worker].signal(how)
-    assert await answer == undisturbed
-    await cluster.services.pop(worker).end()
-    left = {"prefill-0", "decode-0", "decode-1"} - {worker}
-    await wait_idle(cluster, left)
+    struck = await answer
+    if how is signal.SIGSTOP:
+        cluster.services[worker].signal(signal.SIGCONT)
+    else:
+        await cluster.services.pop(worker).end()
+        del cluster.observer.heartbeats[worker]
+    await cluster.wait_ready()
+    assert struck == await tell(client, number, mode="never")
+    await wait_idle(cluster)
 
 
 @pytest.mark.timeout(120)
-async def test_a_frozen_prefill_worker_is_a_typed_error_or_no_matter(
+async def test_without_another_prefill_worker_it_is_a_typed_error_or_no_matter(
     cluster: Cluster, client: openai.AsyncOpenAI
 ) -> None:
-    async def ask(disaggregation: str) -> openai.types.Completion:
-        return await client.completions.create(
-            model="tiny",
-            prompt=f"{disaggregation} answered while prefill is frozen " * 20,
-            max_tokens=5,
-            extra_headers={"x-baton-disaggregation": disaggregation, "x-baton-deadline-s": "20"},
-        )
-
-    prefill = cluster.services["prefill-0"]
-    prefill.signal(signal.SIGSTOP)
+    (name,) = (name for name in cluster.services if name.startswith("prefill"))
+    cluster.services[name].signal(signal.SIGSTOP)
     try:
         with pytest.raises(openai.APIStatusError) as failure:
-            await ask("always")
+            await tell(client, len(STRIKES))
         assert failure.value.status_code in {429, 502, 503, 504}
         assert failure.value.code
-        assert (await ask("auto")).usage is not None
+        assert await tell(client, len(STRIKES), mode="auto")
     finally:
-        prefill.signal(signal.SIGCONT)
+        cluster.services[name].signal(signal.SIGCONT)

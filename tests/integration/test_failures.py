@@ -23,8 +23,17 @@ from tests.cluster import Cluster, running_cluster
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OUTPUT_TOKENS = 60
 
-SLOW = {"speed": 1.0, "step_fixed_s": 0.03, "prefill_token_s": 0.002, "blocks": 512, "eos_probability": 0.0, "seed": 1}
-"""About two seconds to compute the prompt and two to generate, so that every state shows in a digest."""
+SLOW = {
+    "speed": 1.0,
+    "step_fixed_s": 0.03,
+    "step_tokens_max": 256,
+    "prefill_token_s": 0.002,
+    "blocks": 512,
+    "eos_probability": 0.0,
+    "seed": 1,
+}
+"""About two seconds to compute the prompt and two to generate, so that every state shows in a digest.
+A step has room for one prompt's chunk only: a second prompt is queued behind the first."""
 PREFILL_FLAGS = ("--faults", '{"delay_s": 3.5}', "--digest-s", "0.1")
 """Bytes are held back for longer than the prompt takes, so that prefill is seen holding and decode pulling."""
 
@@ -53,9 +62,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def start_worker(cluster: Cluster, role: Role, number: int, *flags: str) -> None:
+async def start_worker(cluster: Cluster, role: Role, number: int, *flags: str, module: str = "") -> None:
     own = PREFILL_FLAGS if role is Role.PREFILL else ("--digest-s", "0.1")
-    await cluster.start_worker(role, f"{role}-{number}", *own, *flags, options=SLOW)
+    await cluster.start_worker(role, f"{role}-{number}", *own, *flags, options=SLOW, module=module)
 
 
 @pytest.fixture
@@ -130,16 +139,45 @@ async def test_a_task_for_a_worker_that_has_just_been_lost_goes_elsewhere(
 
 
 @pytest.mark.timeout(60)
-async def test_a_worker_lost_behind_its_last_frame_changes_nothing(cluster: Cluster) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_decode_lost_while_the_attempt_is_reserved(cluster: Cluster, how: signal.Signals) -> None:
+    await start_worker(cluster, Role.PREFILL, 0)
+    await start_worker(cluster, Role.DECODE, 0, "--enter-timeout-s", "20", module="tests.reluctant_worker")
+    await cluster.wait_ready()
+    answer = asyncio.create_task(ask(cluster))
+    worker = await cluster.observer.worker_in(Role.DECODE, AttemptState.RESERVED)
+    await start_worker(cluster, Role.DECODE, 1)
+    await cluster.wait_worker("decode-1")
+    strike(cluster, worker, how)
+    assert await answer == await ask(cluster)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_prefill_lost_with_an_attempt_in_its_engines_queue(cluster: Cluster, how: signal.Signals) -> None:
+    for role in Role:
+        for number in range(2):
+            await start_worker(cluster, role, number)
+    await cluster.wait_ready()
+    prompts = [f"{number} then {STORY}" for number in range(3)]
+    answers = [asyncio.create_task(ask(cluster, prompt=prompt)) for prompt in prompts]
+    # Of two prompts on one worker the second waits in the engine until the first is computed.
+    strike(cluster, await cluster.observer.worker_in(Role.PREFILL, AttemptState.COMPUTING, attempts=2), how)
+    assert [await answer for answer in answers] == [await ask(cluster, prompt=prompt) for prompt in prompts]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+async def test_a_worker_lost_behind_its_last_frame_changes_nothing(cluster: Cluster, how: signal.Signals) -> None:
     """Decode is RETAINED: its tokens are delivered, only the acknowledgement is missing."""
     await start_worker(cluster, Role.PREFILL, 0)
     await start_worker(cluster, Role.DECODE, 0)
     await cluster.wait_ready()
     undisturbed = await ask(cluster)
-    cluster.observer.finished.clear()
     answer = asyncio.create_task(ask(cluster))
-    await cluster.observer.until(lambda: cluster.observer.finished, timeout_s=15)
-    strike(cluster, "decode-0", signal.SIGKILL)
+    # Two requests: the observer may hear of the first one's end later than its client.
+    await cluster.observer.until(lambda: len(cluster.observer.finished) == 2, timeout_s=15)
+    strike(cluster, "decode-0", how)
     assert await answer == undisturbed
 
 

@@ -1,0 +1,30 @@
+"""A decode worker whose first attempt does not get past RESERVED, which lasts microseconds elsewhere.
+
+Started as `python -m tests.reluctant_worker`, with the flags of a decode worker.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Final
+
+from baton_decode.config import DecodeSettings
+
+from baton import config
+from baton.messages import Role
+from baton.worker.ledger import Key, Ledger
+from baton.worker.process import run_worker
+
+_enter: Final = Ledger.enter
+_held: set[Key] = set()
+
+
+def _hold_the_first(ledger: Ledger, key: Key) -> bool:
+    if not _held:
+        _held.add(key)
+    return key not in _held and _enter(ledger, key)
+
+
+if __name__ == "__main__":
+    Ledger.enter = _hold_the_first
+    config.run(partial(run_worker, Role.DECODE), DecodeSettings, service="decode")
