@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -9,6 +10,8 @@ import baton_native
 
 from baton.errors import ConfigurationError, TransferFailed
 from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
+
+_log = logging.getLogger(__name__)
 
 
 class NativeAgent:
@@ -40,6 +43,8 @@ class NativeAgent:
         except RuntimeError as failure:
             raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
+        self._backends = options.backends
+        self._announced: set[str] = set()
 
     def fileno(self) -> int:
         return self._agent.fileno()
@@ -47,7 +52,20 @@ class NativeAgent:
     def poll(self) -> list[TransferEvent]:
         with _typed_failure():
             reports = self._agent.poll()
-        return [_event(report) for report in reports]
+        events = [_event(report) for report in reports]
+        for event in events:
+            if event.backend and event.backend not in self._announced:
+                self._announce(event.backend)
+        return events
+
+    def _announce(self, backend: str) -> None:
+        """Say which way KV comes, once: a slow one is never taken silently."""
+        self._announced.add(backend)
+        better = self._backends[: self._backends.index(backend)]
+        if better:
+            _log.warning("KV comes over %s: %s does not work between this worker and its peer", backend, better[0])
+        else:
+            _log.info("KV comes over %s", backend)
 
     def set_pool(self, pool: Pool) -> None:
         with _typed_failure():

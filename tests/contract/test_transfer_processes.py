@@ -192,7 +192,7 @@ def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: Start
     assert node.holds(SINK_BLOCKS, seed=4)
 
 
-def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer) -> None:
+def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer, caplog: pytest.LogCaptureFixture) -> None:
     sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm", "tcp"))))
     peer = start_peer("shm,tcp", 5.0, 1 << 20)  # It may not write files as large as its ring would be.
     peer.lease(seed=1)
@@ -202,6 +202,8 @@ def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer) -> N
     sink.agent.close()
     assert (done.kind, done.backend) == (EventKind.PULL_DONE, "tcp")
     assert sink.holds(SINK_BLOCKS, seed=1)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == ["KV comes over tcp: shm does not work between this worker and its peer"]
 
 
 def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:
