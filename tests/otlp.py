@@ -78,6 +78,9 @@ def running_collector(port: int = 0) -> Generator[Collector]:
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"  # Connections stay open, as at any collector.
+        timeout = 5.0
+
         def do_POST(self) -> None:
             payload = self.rfile.read(int(self.headers["content-length"]))
             time.sleep(collector.delay_s)

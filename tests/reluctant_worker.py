@@ -19,10 +19,10 @@ _enter: Final = Ledger.enter
 _held: set[Key] = set()
 
 
-def _hold_the_first(ledger: Ledger, key: Key) -> bool:
+def _hold_the_first(self: Ledger, key: Key) -> bool:
     if not _held:
         _held.add(key)
-    return key not in _held and _enter(ledger, key)
+    return key not in _held and _enter(self, key)
 
 
 if __name__ == "__main__":

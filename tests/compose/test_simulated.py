@@ -84,7 +84,7 @@ def test_a_killed_worker_costs_no_stream(project: Project, client: OpenAI, servi
             assert project.metric(victim, working) > 0, "it is killed while it streams"
         project.kill(victim)
         project.wait_until(lambda: load.wrong or load.done >= 12, "streams do not end")
-    assert not load.wrong
+    assert not load.wrong, "\n".join(load.wrong)
     project.wait_until(lambda: project.inspect(victim)["RestartCount"] == 1, f"{victim} was not started again")
     project.wait_healthy(victim)
 
@@ -98,7 +98,7 @@ def test_a_rolling_restart_drops_no_stream(project: Project, client: OpenAI, ser
             project.wait_healthy(container)
             project.wait_until(lambda: load.wrong or load.done >= before + 6, "streams do not end")  # noqa: B023
     print(f"{service}: {load.done} streams")
-    assert not load.wrong
+    assert not load.wrong, "\n".join(load.wrong)
 
 
 def test_scaling_drops_no_stream(project: Project, client: OpenAI) -> None:
@@ -107,7 +107,7 @@ def test_scaling_drops_no_stream(project: Project, client: OpenAI) -> None:
             before = load.done
             project.compose("up", "-d", "--no-recreate", "--wait", *scale_to(gateway=count), timeout_s=400.0)
             project.wait_until(lambda: load.wrong or load.done >= before + 6, "streams do not end")  # noqa: B023
-    assert not load.wrong
+    assert not load.wrong, "\n".join(load.wrong)
 
 
 def test_the_edge_lets_its_streams_end(project: Project) -> None:
@@ -116,7 +116,7 @@ def test_the_edge_lets_its_streams_end(project: Project) -> None:
         for container in project.containers("edge"):
             docker("restart", container, timeout_s=350.0)
             project.wait_healthy(container)
-    assert not load.wrong
+    assert not load.wrong, "\n".join(load.wrong)
     assert load.done >= 4
 
 

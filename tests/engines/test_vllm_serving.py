@@ -145,7 +145,7 @@ async def tell(client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 
 
 PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
 """A prompt of a tiny model is computed between two digests, now and then."""
-STRIKES = [
+STRIKES: list[tuple[Role, tuple[AttemptState, ...], signal.Signals]] = [
     (Role.DECODE, (AttemptState.RUNNING,), signal.SIGSTOP),
     (Role.DECODE, (AttemptState.RUNNING,), signal.SIGKILL),
     (Role.PREFILL, PROMPT_STATES, signal.SIGSTOP),
