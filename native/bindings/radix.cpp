@@ -336,16 +336,17 @@ nb::class_<NamedIndex<Core>> bind_index(nb::module_& m, const char* name) {
       .def(
           "match",
           [](This& self, const nb::bytes& blocks, bool is_history) {
-            return self.match(
-                blocks, [&](const Held& held) { return leading_blocks(is_history ? held.reach : held.active); });
+            return self.match(blocks,
+                              [&](const Held& held) { return leading_blocks(is_history ? held.reach : held.active); });
           },
           "blocks"_a, "is_history"_a)
-      .def("match_tiers",
-           [](This& self, const nb::bytes& blocks) {
-             return self.match(blocks,
-                               [](const Held& held) -> nb::object { return nb::make_tuple(held.active, held.reach); });
-           },
-           "blocks"_a)
+      .def(
+          "match_tiers",
+          [](This& self, const nb::bytes& blocks) {
+            return self.match(blocks,
+                              [](const Held& held) -> nb::object { return nb::make_tuple(held.active, held.reach); });
+          },
+          "blocks"_a)
       .def("size", &This::size)
       .def_prop_ro("workers", &This::workers);
 }

@@ -40,7 +40,9 @@ class Arena {
   // Makes room for a chunk, beside readers.
   void prepare();
   std::size_t slots() const { return (chunks_.size() - empty_.size()) * kChunkSlots; }
-  std::size_t bytes() const { return (chunks_.size() - empty_.size()) * sizeof(Chunk) + chunks_.size() * sizeof(void*); }
+  std::size_t bytes() const {
+    return (chunks_.size() - empty_.size()) * sizeof(Chunk) + chunks_.size() * sizeof(void*);
+  }
 
  private:
   static constexpr std::uint32_t kFree = kNone;

@@ -1,6 +1,6 @@
 // An index for several threads: changes run in batches, and a match waits for one batch at most.
 //
-//   writer    ─ room ─▓ 256 blocks ▓─ room ─▓ 256 blocks ▓─ room ─▓ rest ▓─      one writer at a time
+//   writer    ─ room ─▓ 128 blocks ▓─ room ─▓ 128 blocks ▓─ room ─▓ rest ▓─      one writer at a time
 //   readers   ────── match ───┘ waits └▶ match ──────────── match ────────
 //
 // What takes long is done between two batches, beside the readers: growing the table, fetching memory, looking for what
@@ -108,11 +108,21 @@ class Index {
   }
 
   // These run beside matches and wait for a writer's whole call.
-  std::vector<Run> dump(Holder holder) { return alone([&] { return core_.dump(holder); }); }
-  std::vector<Branch> dump_behind(const Id& id) { return alone([&] { return core_.dump_behind(id); }); }
-  std::vector<Id> idle(std::uint32_t ticks) { return alone([&] { return core_.idle(ticks); }); }
-  Size size() { return alone([&] { return core_.size(); }); }
-  std::size_t holdings(std::uint32_t worker) { return alone([&] { return core_.holdings().of(worker); }); }
+  std::vector<Run> dump(Holder holder) {
+    return alone([&] { return core_.dump(holder); });
+  }
+  std::vector<Branch> dump_behind(const Id& id) {
+    return alone([&] { return core_.dump_behind(id); });
+  }
+  std::vector<Id> idle(std::uint32_t ticks) {
+    return alone([&] { return core_.idle(ticks); });
+  }
+  Size size() {
+    return alone([&] { return core_.size(); });
+  }
+  std::size_t holdings(std::uint32_t worker) {
+    return alone([&] { return core_.holdings().of(worker); });
+  }
   void tick() { core_.tick(); }
 
  private:

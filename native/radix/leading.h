@@ -48,8 +48,7 @@ class Leading {
       for (std::size_t tier = 0; tier < kTiers; ++tier) note(at, tier, alive_[at][tier], blocks);
       for (std::uint64_t bits = seen_[at][1]; bits != 0; bits &= bits - 1) {
         const std::size_t worker = at * 64 + static_cast<std::size_t>(std::countr_zero(bits));
-        out.push_back(
-            {static_cast<std::uint32_t>(first_group_ * 64 + worker), counts_[worker][0], counts_[worker][1]});
+        out.push_back({static_cast<std::uint32_t>(first_group_ * 64 + worker), counts_[worker][0], counts_[worker][1]});
       }
     }
   }

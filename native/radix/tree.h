@@ -12,8 +12,9 @@
 //                                                                    └─[g]     {B}
 //
 // After the removal A holds c to f without a path to them, and `match` drops it at b. When A stores b again, nothing
-// has to be said about c. Were b nobody's, its node would stay as a **ghost**, without holders, for as long as something
-// hangs behind it; so would the parent of a run that is loaded before its parent is, as a ghost that hangs nowhere yet.
+// has to be said about c. Were b nobody's, its node would stay as a **ghost**, without holders, for as long as
+// something hangs behind it; so would the parent of a run that is loaded before its parent is, as a ghost that hangs
+// nowhere yet.
 //
 // A split cuts a node in two, for a difference in holders or a branch. No block moves and no id is looked up: the
 // shorter part becomes a new node, and the owners of its slots are overwritten.

@@ -11,9 +11,9 @@
 
 namespace baton::radix {
 
-// Blocks that one batch changes at most: how long a reader may have to wait. 256 take about 10 µs, half of what a match
-// may take, and are enough to make the cost of the lock itself vanish.
-inline constexpr std::size_t kBatchBlocks = 256;
+// Blocks that one batch changes at most: how long a reader may have to wait. 128 take 2 to 10 µs, less than
+// half of what a match may take, and are enough to make the cost of the lock itself vanish.
+inline constexpr std::size_t kBatchBlocks = 128;
 
 // Where the next block hangs: behind the block in a slot, at the root, or nobody knows.
 using Place = std::uint32_t;

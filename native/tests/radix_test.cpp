@@ -141,7 +141,9 @@ class Fuzz {
 
  private:
   // Few workers do most, so that nodes are shared.
-  std::uint32_t pick_worker() { return static_cast<std::uint32_t>(random_() % 3 == 0 ? random_() % kWorkers : 63 + random_() % 3); }
+  std::uint32_t pick_worker() {
+    return static_cast<std::uint32_t>(random_() % 3 == 0 ? random_() % kWorkers : 63 + random_() % 3);
+  }
 
   void store(Holder holder, const Prompt& prompt) {
     const std::size_t from = random_() % 2 == 0 ? 0 : random_() % prompt.size();
@@ -182,8 +184,7 @@ class Fuzz {
   }
 
   void clear(std::uint32_t worker) {
-    const std::size_t expected =
-        oracle_.of({worker, Tier::active}).size() + oracle_.of({worker, Tier::history}).size();
+    const std::size_t expected = oracle_.of({worker, Tier::active}).size() + oracle_.of({worker, Tier::history}).size();
     CHECK(index_.clear(worker) == expected);
     oracle_.of({worker, Tier::active}).clear();
     oracle_.of({worker, Tier::history}).clear();

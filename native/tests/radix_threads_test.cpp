@@ -16,7 +16,8 @@ TEST(readers_see_whole_batches_while_writers_change_the_tree) {
   // Worker 0 holds everything throughout; the writers' workers come and go beside it.
   Index<Tree> index;
   std::size_t fresh = 0;
-  for (const Prompt& prompt : prompts) CHECK(index.store({0, Tier::active}, std::nullopt, view(prompt), fresh) == Status::ok);
+  for (const Prompt& prompt : prompts)
+    CHECK(index.store({0, Tier::active}, std::nullopt, view(prompt), fresh) == Status::ok);
 
   std::atomic<bool> stop{false};
   std::atomic<int> wrong{0};

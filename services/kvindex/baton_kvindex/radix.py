@@ -27,7 +27,7 @@ class Branch:
 
 
 class _NativeIndex:
-    """Safe for several threads: a match waits for one batch of 256 blocks of a change at most."""
+    """Safe for several threads: a match waits for one batch of 128 blocks of a change at most."""
 
     def __init__(self, native: baton_native.RadixTree | baton_native.FlatTable) -> None:
         self._native = native
