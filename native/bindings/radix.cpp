@@ -28,7 +28,8 @@ struct IndexFull : std::runtime_error {
 };
 
 constexpr std::size_t kRunBlocksMax = std::size_t{1} << 20;
-// A match over so many blocks takes less than it costs to hand the interpreter's lock over and get it back.
+// A match over so many blocks, and the wait for a batch, take less than it costs to hand the interpreter's lock over
+// and get it back, so they keep it: no batch needs it to end. What takes longer gives it away.
 constexpr std::size_t kShortMatchBlocks = 4096;
 
 Ids ids_in(const nb::bytes& blocks) {
@@ -199,14 +200,14 @@ class NamedIndex {
   nb::dict match(const nb::bytes& blocks, Entry entry) {
     const Ids ids = ids_in(blocks);
     Scratch& scratch = scratch_of_thread();
-    if (ids.size() > kShortMatchBlocks || !index_.try_match(ids, scratch.leading, scratch.held)) {
-      std::uint64_t forgotten;
-      do {
-        forgotten = roster_.forgotten();
+    std::uint64_t forgotten;
+    do {
+      forgotten = roster_.forgotten();
+      index_.match(ids, scratch.leading, scratch.held, ids.size() > kShortMatchBlocks, [](auto rest) {
         nb::gil_scoped_release release;
-        index_.match(ids, scratch.leading, scratch.held);
-      } while (forgotten != roster_.forgotten());
-    }
+        rest();
+      });
+    } while (forgotten != roster_.forgotten());
     nb::dict out;
     for (const Held& held : scratch.held) {
       const nb::object value = entry(held);

@@ -25,24 +25,30 @@ class BatchLock {
 
   void unlock() { entered_.fetch_and(~kWriterBits, std::memory_order_release); }
 
-  bool try_lock_shared() {
-    std::uint32_t entered = entered_.load(std::memory_order_relaxed);
-    while ((entered & kWriterBits) == 0) {
-      if (entered_.compare_exchange_weak(entered, entered + kReader, std::memory_order_acquire)) return true;
+  // A reader's three steps. `enter` counts it and returns whom it waits for, `spin` says whether that one has gone, for
+  // as long as a batch should take, and `wait` waits for as long as it does take.
+  std::uint32_t enter_shared() { return entered_.fetch_add(kReader, std::memory_order_acquire) & kWriterBits; }
+  bool spin_shared(std::uint32_t writer) const {
+    for (int spins = 0; !is_open(writer); ++spins) {
+      if (spins == kSpins) return false;
+      __builtin_ia32_pause();
     }
-    return false;
+    return true;
   }
-
-  void lock_shared() {
-    const std::uint32_t writer = entered_.fetch_add(kReader, std::memory_order_acquire) & kWriterBits;
-    if (writer != 0) wait([&] { return (entered_.load(std::memory_order_acquire) & kWriterBits) != writer; });
+  void wait_shared(std::uint32_t writer) const {
+    wait([&] { return is_open(writer); });
   }
+  void lock_shared() { wait_shared(enter_shared()); }
 
   void unlock_shared() { left_.fetch_add(kReader, std::memory_order_release); }
 
  private:
   static constexpr std::uint32_t kPresent = 1, kPhase = 2, kWriterBits = 3, kReader = 4;
-  static constexpr int kSpins = 2048;
+  static constexpr int kSpins = 1024;
+
+  bool is_open(std::uint32_t writer) const {
+    return writer == 0 || (entered_.load(std::memory_order_acquire) & kWriterBits) != writer;
+  }
 
   template <class Done>
   static void wait(Done done) {

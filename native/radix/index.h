@@ -90,21 +90,25 @@ class Index {
     return Status::ok;
   }
 
-  // Does not wait: returns false, and nothing in `out`, where a batch runs just now.
-  bool try_match(Ids ids, Leading& leading, std::vector<Held>& out) {
+  // Waits for one batch at most. Where that takes longer than it should, or at once if it `is_long` itself, the rest is
+  // handed to `aside`, which may give locks of its own away meanwhile.
+  template <class Aside>
+  void match(Ids ids, Leading& leading, std::vector<Held>& out, bool is_long, Aside aside) {
     out.clear();
-    if (!batches_.try_lock_shared()) return false;
-    core_.match(ids, leading, out);
-    batches_.unlock_shared();
-    return true;
+    const std::uint32_t writer = batches_.enter_shared();
+    const auto rest = [&] {
+      batches_.wait_shared(writer);
+      const Reader reader{batches_};
+      core_.match(ids, leading, out);
+    };
+    if (is_long || !batches_.spin_shared(writer)) {
+      aside(rest);
+    } else {
+      rest();
+    }
   }
-
-  // Waits for one batch at most.
   void match(Ids ids, Leading& leading, std::vector<Held>& out) {
-    out.clear();
-    batches_.lock_shared();
-    core_.match(ids, leading, out);
-    batches_.unlock_shared();
+    match(ids, leading, out, false, [](auto rest) { rest(); });
   }
 
   // These run beside matches and wait for a writer's whole call.
@@ -126,6 +130,11 @@ class Index {
   void tick() { core_.tick(); }
 
  private:
+  struct Reader {
+    BatchLock& batches;
+    ~Reader() { batches.unlock_shared(); }
+  };
+
   template <class Question>
   auto alone(Question question) {
     const std::lock_guard writer(writer_);

@@ -11,7 +11,7 @@ bool Tree::holds(std::uint32_t worker, const Id& id) const {
 }
 
 // Walks the prompt node by node: an id is looked up where a node begins, and not even there if the prompt goes on in
-// the child that came last, as it does behind a split.
+// one of the two children that came last: behind a branch, the rest of what was there and what branched off.
 void Tree::match(Ids ids, Leading& leading, std::vector<Held>& out) {
   std::uint32_t at = 0;
   SetNumber holders = kNobody;
@@ -19,6 +19,7 @@ void Tree::match(Ids ids, Leading& leading, std::vector<Held>& out) {
   while (at < ids.size()) {
     const Id id = ids[at];
     NodeNumber number = likely;
+    if (number != kNoNode && arena_.id(nodes_[number].first) != id) number = nodes_[number].next;
     std::uint32_t slot = nodes_[number].first;
     if (number == kNoNode || arena_.id(slot) != id) {
       slot = find(id);
