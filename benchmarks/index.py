@@ -23,7 +23,9 @@ WORKLOADS = ("trace-8", "trace-64", "trace-1000", "split-8", "split-64", "split-
 LARGE_ROUNDS = 3
 FIGURES = {
     "stored_per_s": "blocks/s",
+    "stored_per_cpu_s": "blocks/s of processor time",
     "removed_per_s": "blocks/s",
+    "removed_per_cpu_s": "blocks/s of processor time",
     "idle_p50_us": "µs",
     "idle_p99_us": "µs",
     "busy_p50_us": "µs",
@@ -87,6 +89,17 @@ def run_workload(workload: str, contenders: list[Contender], rounds: int) -> lis
     return rows
 
 
+def measure(workload: str, pythons: dict[str, str], rounds: int) -> list[Row]:
+    """Run a workload in fresh processes. The large one is no place for dictionaries."""
+    large = workload.startswith("large")
+    contenders = [Contender(name, python) for name, python in pythons.items() if not large or name != "dictionary"]
+    try:
+        return run_workload(workload, contenders, min(rounds, LARGE_ROUNDS) if large else rounds)
+    finally:
+        for each in contenders:
+            each.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds of each workload (default 7)")
@@ -96,22 +109,20 @@ def main() -> None:
     pythons = {"dynamo": arguments.peer_python} if arguments.peer_python else {}
     pythons |= {"dictionary": sys.executable, "flat": sys.executable, "tree": sys.executable}
     rows: list[Row] = []
-    for workload in arguments.workloads:
-        large = workload.startswith("large")
-        contenders = [Contender(name, python) for name, python in pythons.items() if not large or name != "dictionary"]
-        try:
-            rows += run_workload(workload, contenders, min(arguments.rounds, LARGE_ROUNDS) if large else arguments.rounds)
-        finally:
-            for each in contenders:
-                each.close()
-    peer = "ratio: against Dynamo" if arguments.peer_python else "no PEER_PYTHON, so Dynamo was not measured"
-    report(
-        "index",
-        rows,
-        notes=f"{peer}; runs of at most {BATCH_BLOCKS} blocks, caches of {CACHED_BLOCKS} blocks over all workers, "
-        f"medians of {arguments.rounds} interleaved rounds (large: {LARGE_ROUNDS}); load of the machine "
-        f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores",
-    )
+    try:
+        for workload in arguments.workloads:
+            print(f"{workload} …", file=sys.stderr)
+            rows += measure(workload, pythons, arguments.rounds)
+    finally:
+        # A run that is broken off says what it has.
+        peer = "ratio: against Dynamo" if arguments.peer_python else "no PEER_PYTHON, so Dynamo was not measured"
+        report(
+            "index",
+            rows,
+            notes=f"{peer}; runs of at most {BATCH_BLOCKS} blocks, caches of {CACHED_BLOCKS} blocks over all workers, "
+            f"medians of {arguments.rounds} interleaved rounds (large: {LARGE_ROUNDS} at most); load of the machine "
+            f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores",
+        )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Arena {
   void prepare();
   std::size_t slots() const { return (chunks_.size() - empty_.size()) * kChunkSlots; }
   std::size_t bytes() const {
-    return (chunks_.size() - empty_.size()) * sizeof(Chunk) + chunks_.size() * sizeof(void*);
+    return (chunks_.size() - empty_.size() + (spare_ ? 1 : 0)) * sizeof(Chunk) + chunks_.size() * sizeof(chunks_[0]);
   }
 
  private:

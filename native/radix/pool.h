@@ -40,7 +40,8 @@ class Pool {
   std::uint32_t end() const { return next_; }
   std::size_t size() const { return next_ - free_.size(); }
   std::size_t bytes() const {
-    return chunks_.size() * (kChunk * sizeof(Record) + sizeof(chunks_[0])) + free_.capacity() * sizeof(free_[0]);
+    return (chunks_.size() + (spare_ ? 1 : 0)) * kChunk * sizeof(Record) + chunks_.size() * sizeof(chunks_[0]) +
+           free_.capacity() * sizeof(free_[0]);
   }
 
  private:

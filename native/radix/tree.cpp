@@ -153,12 +153,13 @@ std::size_t Tree::erase(Holder holder, Ids ids) {
 bool Tree::clear_some(Holder holder, SetNumber set) {
   constexpr int kNodes = 16;  // A join may overwrite thousands of owners.
   for (int left = kNodes; left > 0 && sets_.first_node(set) != kNoNode; --left) {
-    const NodeNumber number = sets_.first_node(set);
-    const Node& node = nodes_[number];
+    NodeNumber number = sets_.first_node(set);
     if (holdings_.any_copies()) {
+      number = isolate(number, 0, std::min<std::uint32_t>(nodes_[number].length, kBatchBlocks / kNodes));
+      const Node& node = nodes_[number];
       for (std::uint32_t slot = node.first; slot < node.end(); ++slot) holdings_.forget_copies(slot, holder);
     }
-    holdings_.drop(holder, node.length);
+    holdings_.drop(holder, nodes_[number].length);
     release(holder, number);
   }
   return sets_.first_node(set) == kNoNode;

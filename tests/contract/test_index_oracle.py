@@ -83,10 +83,11 @@ class SameAsTable(RuleBasedStateMachine):
             assert (footprint.blocks, footprint.ghosts, footprint.nodes, footprint.sets) == (0, 0, 0, 0)
 
 
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("counts_copies", [False, True])
 @pytest.mark.parametrize("implementation", [kind for kind in IMPLEMENTATIONS if kind is not TableIndex])
 def test_same_as_the_dictionary(implementation: Implementation, counts_copies: bool) -> None:
     attributes = {"implementation": implementation, "counts_copies": counts_copies}
     machine = type("Machine", (SameAsTable,), attributes)
-    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+    machine.TestCase.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
     machine.TestCase().runTest()
