@@ -100,6 +100,15 @@ def measure(workload: str, pythons: dict[str, str], rounds: int) -> list[Row]:
             each.close()
 
 
+def notes(rounds: int, has_peer: bool) -> str:
+    peer = "ratio: against Dynamo" if has_peer else "no PEER_PYTHON, so Dynamo was not measured"
+    return (
+        f"{peer}; runs of at most {BATCH_BLOCKS} blocks, caches of {CACHED_BLOCKS} blocks over all workers, medians of"
+        f" {rounds} interleaved rounds (large: {LARGE_ROUNDS} at most); load of the machine {os.getloadavg()[1]:.1f}"
+        f" on {os.cpu_count()} cores"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds of each workload (default 7)")
@@ -115,14 +124,8 @@ def main() -> None:
             rows += measure(workload, pythons, arguments.rounds)
     finally:
         # A run that is broken off says what it has.
-        peer = "ratio: against Dynamo" if arguments.peer_python else "no PEER_PYTHON, so Dynamo was not measured"
-        report(
-            "index",
-            rows,
-            notes=f"{peer}; runs of at most {BATCH_BLOCKS} blocks, caches of {CACHED_BLOCKS} blocks over all workers, "
-            f"medians of {arguments.rounds} interleaved rounds (large: {LARGE_ROUNDS} at most); load of the machine "
-            f"{os.getloadavg()[1]:.1f} on {os.cpu_count()} cores",
-        )
+        if rows:
+            report("index", rows, notes=notes(arguments.rounds, bool(arguments.peer_python)))
 
 
 if __name__ == "__main__":

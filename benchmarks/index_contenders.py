@@ -53,7 +53,6 @@ class Ours:
         from baton_kvindex.radix import FlatIndex, RadixIndex
 
         self._index = {"tree": RadixIndex, "flat": FlatIndex}[kind]()
-        self.match = self._index.match
 
     def encode(self, event: Event) -> tuple[str, bytes | None, bytes]:
         return f"worker-{event.worker}", event.parent, event.blocks
@@ -67,6 +66,9 @@ class Ours:
 
     def encode_prompt(self, prompt: bytes) -> bytes:
         return prompt
+
+    def match(self, prompt: bytes) -> dict[str, int]:
+        return self._index.match(prompt)
 
     def settle(self) -> None:
         pass

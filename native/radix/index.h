@@ -7,7 +7,10 @@
 // a worker holds. So a match may see the front of a run that is being stored, as if the rest came later.
 #pragma once
 
+#include <algorithm>
 #include <mutex>
+#include <optional>
+#include <vector>
 
 #include "radix/batch_lock.h"
 #include "radix/leading.h"

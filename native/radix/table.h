@@ -7,7 +7,6 @@
 // table of twice the size is filled front to back. The ids themselves are compared where they lie, by the caller.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 #include <vector>
 
@@ -39,10 +38,11 @@ class SlotTable {
     ++used_;
   }
 
-  // The slot must be in the table. What follows moves up, so that no probe ever ends too early:
+  // The slot must be in the table. What follows moves up, so that no probe ever ends too early. With a at home in the
+  // first place, b in the second and d where it lies:
   //
-  //   homes   a  a  b  a  d  ·        erase the second        a  b  a  ·  d  ·
-  //   (d stays: it lies at its home)                 the first b moves, then the a behind it
+  //   │ a a b a d · │   erase the second a   │ a b a · d · │
+  //
   void erase(std::uint32_t hash, std::uint32_t slot) {
     std::size_t gap = home(hash);
     while (slot_in(entries_[gap]) != slot) gap = next(gap);

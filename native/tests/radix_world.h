@@ -14,10 +14,6 @@ namespace baton::tests {
 
 using namespace baton::radix;
 
-inline bool operator<(const Id& a, const Id& b) {
-  return std::pair(a.low, a.high) < std::pair(b.low, b.high);
-}
-
 struct ById {
   bool operator()(const Id& a, const Id& b) const { return std::pair(a.low, a.high) < std::pair(b.low, b.high); }
 };
