@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 
 import pytest
-from baton_kvindex.index import Index, IndexSize, Run, UnknownParent, link
-from baton_kvindex.radix import RadixIndex
-from baton_kvindex.table import TableIndex
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from baton_kvindex.index import RUN_BLOCKS_MAX, Index, IndexSize, Run, Tier, UnknownParent
 
 from baton.errors import MalformedMessage
-
-IMPLEMENTATIONS = [TableIndex, RadixIndex]
-
-
-def chain(path: str) -> bytes:
-    """Return the chained ids of a prompt with one block for each letter of `path`."""
-    return b"".join(hashlib.blake2b(path[:end].encode(), digest_size=16).digest() for end in range(1, len(path) + 1))
-
-
-def block(path: str) -> bytes:
-    """Return the id of the last block of `path`; empty for the empty path."""
-    return chain(path)[-16:]
-
-
-def links(runs: list[Run]) -> dict[bytes, bytes]:
-    return {each: parent for run in runs for each, parent in link(run.parent, run.blocks)}
+from tests.contract.index_world import IMPLEMENTATIONS, block, chain, copies, links
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
 def index(request: pytest.FixtureRequest) -> Index:
     return request.param()
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def counting(request: pytest.FixtureRequest) -> Index:
+    return request.param(counts_copies=True)
 
 
 def test_match_counts_leading_blocks_of_each_worker(index: Index) -> None:
@@ -97,16 +82,22 @@ def test_clear_forgets_one_worker_only(index: Index) -> None:
     assert index.size() == IndexSize(workers=1, blocks=3, holdings=3)
 
 
-def test_malformed_runs_change_nothing(index: Index) -> None:
+@pytest.mark.parametrize("broken", [chain("xy")[:-1], b"\0", bytes(16 * (RUN_BLOCKS_MAX + 1))], ids=len)
+def test_malformed_and_oversized_runs_change_nothing(index: Index, broken: bytes) -> None:
     index.store("a", b"", chain("ab"))
-    broken = chain("xy")[:-1]
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: index.store("a", b"", broken),
+        lambda: index.store("new", b"", broken),
         lambda: index.store("a", b"short", chain("xy")),
+        lambda: index.store("a", chain("ab"), chain("xy")),
         lambda: index.remove("a", broken),
+        lambda: index.remove("unknown", broken),
         lambda: index.match(broken),
+        lambda: index.match_tiers(broken),
         lambda: index.load("a", [Run(parent=b"", blocks=chain("x")), Run(parent=b"", blocks=broken)]),
-    ):
+        lambda: index.load("a", [Run(parent=b"short", blocks=chain("x"))]),
+    ]
+    for call in calls:
         with pytest.raises(MalformedMessage):
             call()
     assert index.match(chain("ab")) == {"a": 2}
@@ -148,63 +139,98 @@ def test_ids_that_contradict_their_chain_do_no_harm(index: Index) -> None:
     assert index.size() == IndexSize(workers=0, blocks=0, holdings=0)
 
 
-workers = st.sampled_from("ABC")
-paths = st.text(alphabet="ab", min_size=0, max_size=7)
+# ---------------------------------------------------------------- tiers
 
 
-class SameAsTable(RuleBasedStateMachine):
-    """Whatever is done to it, an implementation answers as the dictionary does."""
-
-    implementation: type[Index]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = self.implementation()
-        self.table = TableIndex()
-
-    @rule(worker=workers, path=paths, start=st.integers(0, 6))
-    def store(self, worker: str, path: str, start: int) -> None:
-        parent, blocks = block(path[:start]), chain(path)[16 * start :]
-        try:
-            expected = self.table.store(worker, parent, blocks)
-        except UnknownParent:
-            with pytest.raises(UnknownParent):
-                self.index.store(worker, parent, blocks)
-        else:
-            assert self.index.store(worker, parent, blocks) == expected
-
-    @rule(worker=workers, removed=st.lists(paths, max_size=6))
-    def remove(self, worker: str, removed: list[str]) -> None:
-        blocks = b"".join(block(path) for path in removed)
-        assert self.index.remove(worker, blocks) == self.table.remove(worker, blocks)
-
-    @rule(worker=workers, path=paths, start=st.integers(0, 6))
-    def remove_run(self, worker: str, path: str, start: int) -> None:
-        blocks = chain(path)[16 * start :]
-        assert self.index.remove(worker, blocks) == self.table.remove(worker, blocks)
-
-    @rule(worker=workers)
-    def clear(self, worker: str) -> None:
-        assert self.index.clear(worker) == self.table.clear(worker)
-
-    @rule(worker=workers, other=workers)
-    def load_what_another_holds(self, worker: str, other: str) -> None:
-        self.index.load(worker, self.index.dump(other))
-        self.table.load(worker, self.table.dump(other))
-
-    @rule(path=paths)
-    def match(self, path: str) -> None:
-        assert self.index.match(chain(path)) == self.table.match(chain(path))
-
-    @invariant()
-    def holds_the_same(self) -> None:
-        assert self.index.size() == self.table.size()
-        for worker in "ABC":
-            assert links(self.index.dump(worker)) == links(self.table.dump(worker))
+def test_history_counts_behind_what_is_active(index: Index) -> None:
+    index.store("a", b"", chain("abcd"))
+    assert index.store("a", block("ab"), chain("abcd")[32:], Tier.HISTORY) == 2
+    index.store("b", b"", chain("ab"), Tier.HISTORY)
+    index.remove("a", chain("abcd")[32:])
+    assert index.match(chain("abcd")) == {"a": 2}
+    assert index.match(chain("abcd"), Tier.HISTORY) == {"a": 4, "b": 2}
+    assert index.match_tiers(chain("abcd")) == {"a": (2, 4), "b": (0, 2)}
+    assert index.size() == IndexSize(workers=2, blocks=4, holdings=6)
 
 
-@pytest.mark.parametrize("implementation", [kind for kind in IMPLEMENTATIONS if kind is not TableIndex])
-def test_same_as_the_dictionary(implementation: type[Index]) -> None:
-    machine = type("Machine", (SameAsTable,), {"implementation": implementation})
-    machine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-    machine.TestCase().runTest()
+def test_a_hole_in_the_active_cache_is_bridged_by_history(index: Index) -> None:
+    index.store("a", b"", chain("abc"))
+    index.store("a", block("a"), block("ab"), Tier.HISTORY)
+    index.remove("a", block("ab"))
+    assert index.match_tiers(chain("abc")) == {"a": (1, 3)}
+
+
+def test_tiers_are_removed_dumped_and_loaded_apart(index: Index) -> None:
+    index.store("a", b"", chain("ab"))
+    index.store("a", b"", chain("ab"), Tier.HISTORY)
+    assert index.remove("a", chain("ab"), Tier.HISTORY) == 2
+    assert index.match_tiers(chain("ab")) == {"a": (2, 2)}
+    index.load("a", [Run(parent=b"", blocks=chain("xyz"))], Tier.HISTORY)
+    assert links(index.dump("a")).keys() == {block("a"), block("ab")}
+    assert links(index.dump("a", Tier.HISTORY)).keys() == {block("x"), block("xy"), block("xyz")}
+    assert index.clear("a") == 5
+    assert index.size() == IndexSize(workers=0, blocks=0, holdings=0)
+
+
+def test_a_parent_may_be_on_the_other_tier(index: Index) -> None:
+    index.store("a", b"", chain("ab"))
+    assert index.store("a", block("ab"), block("abc"), Tier.HISTORY) == 1
+    with pytest.raises(UnknownParent):
+        index.store("b", block("ab"), block("abc"), Tier.HISTORY)
+
+
+# ---------------------------------------------------------------- copies
+
+
+def test_what_was_stored_twice_is_held_until_it_is_removed_twice(counting: Index) -> None:
+    assert counting.store("a", b"", chain("abc")) == 3
+    assert counting.store("a", b"", chain("ab")) == 0
+    counting.store("b", b"", chain("abc"))
+    assert counting.remove("a", chain("abc")) == 3
+    assert counting.match(chain("abc")) == {"a": 2, "b": 3}
+    assert counting.remove("a", chain("abc")) == 2
+    assert counting.remove("a", chain("abc")) == 0
+    assert counting.match(chain("abc")) == {"b": 3}
+
+
+def test_copies_are_counted_on_each_tier(counting: Index) -> None:
+    counting.store("a", b"", chain("a"))
+    counting.store("a", b"", chain("a"), Tier.HISTORY)
+    counting.remove("a", chain("a"))
+    assert counting.match_tiers(chain("a")) == {"a": (0, 1)}
+
+
+def test_copies_survive_dump_and_load_and_end_with_clear(counting: Index) -> None:
+    counting.store("a", b"", chain("abc"))
+    counting.store("a", b"", chain("ab"))
+    dumped = counting.dump("a")
+    assert copies(dumped) == {block("a"): 2, block("ab"): 2, block("abc"): 1}
+    counting.clear("a")
+    counting.store("a", b"", chain("abc"))
+    assert counting.remove("a", chain("abc")) == 3
+    assert counting.match(chain("abc")) == {}
+    counting.load("a", dumped)
+    assert copies(counting.dump("a")) == copies(dumped)
+
+
+def test_without_counting_one_removal_is_enough(index: Index) -> None:
+    index.store("a", b"", chain("ab"))
+    index.store("a", b"", chain("ab"))
+    assert index.remove("a", chain("ab")) == 2
+    assert index.match(chain("ab")) == {}
+
+
+# ---------------------------------------------------------------- size
+
+
+def test_long_runs_and_many_workers(index: Index) -> None:
+    names = [f"w{number}" for number in range(100)]
+    path = "abcdefghij" * 40
+    for number, name in enumerate(names):
+        index.store(name, b"", chain(path[: 4 * (number + 1)]))
+    assert index.match(chain(path)) == {name: 4 * (number + 1) for number, name in enumerate(names)}
+    assert index.remove("w99", chain(path)) == 400
+    assert index.match(chain(path))["w98"] == 396
+    for name in names:
+        index.clear(name)
+    assert index.size() == IndexSize(workers=0, blocks=0, holdings=0)

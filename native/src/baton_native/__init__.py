@@ -1,11 +1,17 @@
-"""Baton's native core. Only `baton.blocks` and `baton.transfer.native` import this."""
+"""Baton's native core. `baton.blocks`, `baton.transfer.native` and `baton_kvindex.radix` import this, nothing else."""
 
 from baton_native import core
 from baton_native._core import (
     Agent,
+    FlatTable,
+    IndexFull,
+    MalformedRun,
     Options,
+    RadixSize,
+    RadixTree,
     Report,
     Stats,
+    UnknownBlock,
     blake3,
     blake3_keyed,
     crc32c,
@@ -15,9 +21,15 @@ from baton_native._core import (
 
 __all__ = [
     "Agent",
+    "FlatTable",
+    "IndexFull",
+    "MalformedRun",
     "Options",
+    "RadixSize",
+    "RadixTree",
     "Report",
     "Stats",
+    "UnknownBlock",
     "blake3",
     "blake3_keyed",
     "core",

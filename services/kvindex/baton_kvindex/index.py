@@ -1,13 +1,19 @@
 """The index protocol: which worker holds which prefix, in blocks of one model.
 
 A block id is a hash over its whole prefix (see `baton.blocks`), so one id names one place, and a worker's
-holdings are a set of ids. An index answers for leading blocks only: a worker that holds blocks 0, 1 and 3
-of a prompt holds two. Every call takes a run of ids in one byte string, 16 bytes each, so that a native
-implementation crosses the language border once per batch.
+holdings are a set of ids, one on each tier. An index answers for leading blocks only: a worker that holds
+blocks 0, 1 and 3 of a prompt holds two. Every call takes a run of ids in one byte string, 16 bytes each, so
+that a native implementation crosses the language border once per batch.
+
+A block is held or not, however often that is said, which is what a resync needs: events that it overlaps are
+applied again. Whoever follows an engine itself, which stores and removes the same hash once for each copy,
+makes an index that **counts copies**: each store adds one, each removal takes one, per (worker, tier, block).
+Workers of this deployment count in their shadow maps, so kvindex does not.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,6 +22,8 @@ from baton.errors import BatonError, MalformedMessage
 from baton.messages import BlocksStored
 
 ID_BYTES: Final = 16
+RUN_BLOCKS_MAX: Final = 1 << 20
+"""Blocks in one run, 16 MiB of ids: beyond any message and any prompt."""
 
 Run = BlocksStored
 """Blocks that follow one another, and the id of the block before them: the unit of `dump` and `load`."""
@@ -27,44 +35,63 @@ class UnknownParent(BatonError):
     code = "unknown_parent"
 
 
+class IndexFull(BatonError):
+    """The index cannot number more workers or blocks."""
+
+    code = "index_full"
+
+
+class Tier(enum.IntEnum):
+    """A worker's two caches, the nearer first."""
+
+    ACTIVE = 0
+    """The engine's own KV memory."""
+    HISTORY = 1
+    """Host memory beside it: promoted into the engine before it serves."""
+
+
 @dataclass(frozen=True, slots=True)
 class IndexSize:
     workers: int
     blocks: int
     """Distinct blocks that at least one worker holds."""
     holdings: int
-    """Blocks held, summed over workers."""
+    """Blocks held, summed over workers and tiers."""
 
 
 class Index(Protocol):
-    """Raises MalformedMessage, and changes nothing, where a run is no whole number of ids."""
+    """Raises MalformedMessage, and changes nothing, where a run is no whole number of ids or too long."""
 
-    def store(self, worker: str, parent: bytes, blocks: bytes) -> int:
-        """Note that `worker` holds `blocks`, each the child of the one before; return how many are new to it.
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        """Note that `worker` holds `blocks`, each the child of the one before; return how many are new to the tier.
 
         `parent` is the id of the block before the first, empty at the root. Raises UnknownParent, and
-        changes nothing, where `worker` does not hold it.
+        changes nothing, where `worker` holds it on no tier.
         """
         ...
 
-    def remove(self, worker: str, blocks: bytes) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
         """Note that `worker` dropped `blocks`, in any order; return how many it held. Others are skipped."""
         ...
 
     def clear(self, worker: str) -> int:
-        """Forget all that `worker` held; return how many blocks that were."""
+        """Forget all that `worker` held, on all tiers; return how many blocks that were."""
         ...
 
-    def match(self, blocks: bytes) -> dict[str, int]:
-        """Return how many leading blocks each worker holds, without the workers that hold none."""
+    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
+        """Return how many leading blocks each worker holds on `tier` or a nearer one, without those that hold none."""
         ...
 
-    def dump(self, worker: str) -> list[Run]:
-        """Return all that `worker` holds as runs, in any order."""
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
+        """Return both answers of `match` at once: leading blocks in the active cache, and in either."""
         ...
 
-    def load(self, worker: str, runs: Sequence[Run]) -> None:
-        """Replace all that `worker` held by `runs`, in any order; parents need not be among them."""
+    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+        """Return all that `worker` holds on a tier as runs, in any order; counted copies as runs of their own."""
+        ...
+
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+        """Replace all that `worker` held on a tier by `runs`, in any order; parents need not be among them."""
         ...
 
     def size(self) -> IndexSize: ...
@@ -75,6 +102,8 @@ def check_ids(blocks: bytes) -> int:
     count, rest = divmod(len(blocks), ID_BYTES)
     if rest:
         raise MalformedMessage(f"{len(blocks)} bytes are no whole number of block ids of {ID_BYTES} bytes")
+    if count > RUN_BLOCKS_MAX:
+        raise MalformedMessage(f"a run of {count} blocks is longer than {RUN_BLOCKS_MAX}")
     return count
 
 

@@ -1,64 +1,88 @@
-"""The index as one dictionary per worker: the oracle of the tests and the baseline of the benchmarks."""
+"""The index as dictionaries: the oracle of the tests and the baseline of the benchmarks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from baton_kvindex.index import IndexSize, Run, UnknownParent, check_ids, check_run, link, split_ids
+from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent, check_ids, check_run, link, split_ids
+
+
+@dataclass(slots=True)
+class _Block:
+    parent: bytes
+    copies: int = 1
 
 
 class TableIndex:
-    def __init__(self) -> None:
-        self._parents: dict[str, dict[bytes, bytes]] = {}
-        """Worker → block → the block before it."""
+    def __init__(self, *, counts_copies: bool = False) -> None:
+        self._counts_copies = counts_copies
+        self._held: dict[tuple[str, Tier], dict[bytes, _Block]] = {}
+        """Holder → block → the block before it."""
 
-    def store(self, worker: str, parent: bytes, blocks: bytes) -> int:
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
         check_run(parent, blocks)
-        held = self._parents.get(worker, {})
-        if parent and parent not in held:
+        if parent and not any(parent in self._held.get((worker, each), {}) for each in Tier):
             raise UnknownParent(f"worker {worker} stored blocks behind {parent.hex()}, which it does not hold here")
-        before = len(held)
-        for block, its_parent in link(parent, blocks):
-            held.setdefault(block, its_parent)
-        if held:
-            self._parents[worker] = held
-        return len(held) - before
+        return self._insert((worker, tier), parent, blocks)
 
-    def remove(self, worker: str, blocks: bytes) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
         check_ids(blocks)
-        held = self._parents.get(worker, {})
-        removed = sum(held.pop(block, None) is not None for block in split_ids(blocks))
+        held = self._held.get((worker, tier), {})
+        found = 0
+        for block in split_ids(blocks):
+            if (mine := held.get(block)) is None:
+                continue
+            found += 1
+            mine.copies -= 1
+            if not mine.copies:
+                del held[block]
         if not held:
-            self._parents.pop(worker, None)
-        return removed
+            self._held.pop((worker, tier), None)
+        return found
 
     def clear(self, worker: str) -> int:
-        return len(self._parents.pop(worker, {}))
+        return sum(len(self._held.pop((worker, tier), {})) for tier in Tier)
 
-    def match(self, blocks: bytes) -> dict[str, int]:
+    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
         check_ids(blocks)
         ids = split_ids(blocks)
-        leading = {
-            worker: next((count for count, block in enumerate(ids) if block not in held), len(ids))
-            for worker, held in self._parents.items()
-        }
-        return {worker: count for worker, count in leading.items() if count}
+        leading: dict[str, int] = {}
+        for worker in dict.fromkeys(worker for worker, _ in self._held):
+            caches = [held for each in Tier if each <= tier and (held := self._held.get((worker, each)))]
+            count = next((at for at, block in enumerate(ids) if not any(block in held for held in caches)), len(ids))
+            if count:
+                leading[worker] = count
+        return leading
 
-    def dump(self, worker: str) -> list[Run]:
-        return [Run(parent=parent, blocks=block) for block, parent in self._parents.get(worker, {}).items()]
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
+        active = self.match(blocks)
+        return {worker: (active.get(worker, 0), reach) for worker, reach in self.match(blocks, Tier.HISTORY).items()}
 
-    def load(self, worker: str, runs: Sequence[Run]) -> None:
+    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+        held = self._held.get((worker, tier), {})
+        return [Run(parent=mine.parent, blocks=block) for block, mine in held.items() for _ in range(mine.copies)]
+
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
         for run in runs:
             check_run(run.parent, run.blocks)
-        held: dict[bytes, bytes] = {}
+        self._held.pop((worker, tier), None)
         for run in runs:
-            for block, parent in link(run.parent, run.blocks):
-                held.setdefault(block, parent)
-        self._parents.pop(worker, None)
-        if held:
-            self._parents[worker] = held
+            self._insert((worker, tier), run.parent, run.blocks)
 
     def size(self) -> IndexSize:
-        holdings = [set(held) for held in self._parents.values()]
-        blocks = len(set[bytes]().union(*holdings))
-        return IndexSize(workers=len(holdings), blocks=blocks, holdings=sum(map(len, holdings)))
+        blocks = len(set[bytes]().union(*self._held.values()))
+        workers = len({worker for worker, _ in self._held})
+        return IndexSize(workers=workers, blocks=blocks, holdings=sum(map(len, self._held.values())))
+
+    def _insert(self, holder: tuple[str, Tier], parent: bytes, blocks: bytes) -> int:
+        held = self._held.get(holder, {})
+        before = len(held)
+        for block, its_parent in link(parent, blocks):
+            if (mine := held.get(block)) is None:
+                held[block] = _Block(its_parent)
+            elif self._counts_copies:
+                mine.copies += 1
+        if held:
+            self._held[holder] = held
+        return len(held) - before

@@ -1,0 +1,109 @@
+// Who holds a node: sets of (worker, tier), kept once each however many nodes have them.
+//
+//   a set       groups of 64 workers from the first to the last that has a member, per group two words
+//               [ active: one bit per worker | history: one bit per worker ]   [ active | history ]   …
+//   a node      the number of its set: two nodes have the same holders if they have the same number
+//
+// Few sets are different: prompts of one worker share one, and so do the parts of a prompt that all have. So a set is
+// never changed; a node is given another one, and a set that no node has is forgotten.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "radix/pool.h"
+
+namespace baton::radix {
+
+using SetNumber = std::uint32_t;
+inline constexpr SetNumber kNobody = 0;
+inline constexpr std::uint32_t kWorkersMax = 1u << 16;
+inline constexpr std::uint32_t kTiers = 2;
+
+// A worker's two caches. Lower is nearer: a block of the history has to be promoted before it serves.
+enum class Tier : std::uint32_t { active = 0, history = 1 };
+
+struct Holder {
+  std::uint32_t worker;
+  Tier tier;
+  std::uint32_t number() const { return worker * kTiers + static_cast<std::uint32_t>(tier); }
+  bool operator==(const Holder&) const = default;
+};
+
+class HolderSet {
+ public:
+  // `words` begin with the group `first_group` and have a member in the first and in the last group.
+  HolderSet() = default;
+  HolderSet(std::uint32_t first_group, const std::uint64_t* words, std::uint32_t groups);
+
+  std::uint32_t first_group() const { return first_group_; }
+  std::uint32_t end_group() const { return first_group_ + groups_; }
+  // Of a group within first_group() … end_group().
+  std::uint64_t word(std::uint32_t group, Tier tier) const {
+    return words()[(group - first_group_) * kTiers + static_cast<std::uint32_t>(tier)];
+  }
+  bool contains(Holder holder) const {
+    const std::uint32_t group = holder.worker / 64;
+    return group >= first_group_ && group < end_group() && (word(group, holder.tier) >> (holder.worker % 64) & 1) != 0;
+  }
+  bool contains(std::uint32_t worker) const {
+    return contains({worker, Tier::active}) || contains({worker, Tier::history});
+  }
+  const std::uint64_t* words() const { return many_ ? many_.get() : few_.data(); }
+  std::uint32_t words_count() const { return groups_ * kTiers; }
+
+ private:
+  std::uint32_t first_group_ = 0;
+  std::uint32_t groups_ = 0;
+  std::array<std::uint64_t, kTiers> few_{};
+  std::unique_ptr<std::uint64_t[]> many_;
+};
+
+class HolderSets {
+ public:
+  HolderSets();
+
+  const HolderSet& operator[](SetNumber set) const { return records_[set].set; }
+  // Returns the number of the set with or without one holder. A set that is new has no node until it is given one.
+  SetNumber with(SetNumber set, Holder holder);
+  SetNumber without(SetNumber set, Holder holder);
+
+  // How many nodes have a set is counted here; which ones, the tree knows, by the first of them.
+  void add_node(SetNumber set) { ++records_[set].nodes; }
+  void drop_node(SetNumber set) {
+    if (--records_[set].nodes == 0) forget(set);
+  }
+  std::uint32_t& first_node(SetNumber set) { return records_[set].first_node; }
+  std::uint32_t first_node(SetNumber set) const { return records_[set].first_node; }
+
+  // Sets have numbers below this one; some of them may be empty.
+  SetNumber end() const { return records_.end(); }
+  std::size_t size() const { return records_.size(); }
+  std::size_t bytes() const;
+
+  // Makes room for what one batch may add, beside readers.
+  void prepare();
+
+ private:
+  struct Record {
+    HolderSet set;
+    std::uint32_t hash = 0;
+    std::uint32_t nodes = 0;
+    SetNumber next = kNobody;
+    std::uint32_t first_node = 0;
+  };
+
+  SetNumber changed(SetNumber set, Holder holder);
+  SetNumber intern(std::uint32_t first_group, const std::uint64_t* words, std::uint32_t groups);
+  void forget(SetNumber set);
+  SetNumber& bucket(std::uint32_t hash) { return buckets_[hash & (buckets_.size() - 1)]; }
+
+  Pool<Record> records_;
+  std::vector<SetNumber> buckets_;
+  std::vector<std::uint64_t> scratch_;
+  std::size_t words_bytes_ = 0;
+};
+
+}  // namespace baton::radix

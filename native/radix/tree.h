@@ -1,0 +1,146 @@
+// The index as a compressed radix tree over chained block ids.
+//
+// A node is a stretch of slots (see arena.h) that the same holders hold. Children hang behind the last block of a node.
+// Workers A and B, blocks a to f, and g behind c:
+//
+//     A stores a…f              B stores a b c g              A removes b
+//
+//     [a b c d e f] {A}         [a b c] {A B}                 [a] {A B}
+//                                ├─[d e f] {A}                 └─[b] {B}
+//                                └─[g]     {B}                    └─[c] {A B}
+//                                                                    ├─[d e f] {A}
+//                                                                    └─[g]     {B}
+//
+// After the removal A holds c to f without a path to them, and `match` drops it at b. When A stores b again, nothing
+// has to be said about c. Were b nobody's, its node would stay as a **ghost**, without holders, for as long as
+// something hangs behind it; so would the parent of a run that is loaded before its parent is, as a ghost that hangs
+// nowhere yet.
+//
+// A split cuts a node in two, for a difference in holders or a branch. No block moves and no id is looked up: the
+// shorter part becomes a new node, and the owners of its slots are overwritten.
+//
+//     slots    │ a b c d e f │                  slots    │ a b c d e f │
+//     owner    │ 5 5 5 5 5 5 │   split 5 at 2   owner    │ 8 8 5 5 5 5 │
+//
+//     parent                                    parent
+//      └─5 = [a b c d e f] {A}                   └─8 = [a b] {A}
+//         └─children                                └─5 = [c d e f] {A}
+//                                                      └─children
+//
+// Where the tail is the shorter part it becomes the new node, unless too many children would have to learn its number.
+// A join undoes a split: a node with one child, the same holders, and slots that touch.
+#pragma once
+
+#include <atomic>
+#include <optional>
+
+#include "radix/arena.h"
+#include "radix/holdings.h"
+#include "radix/leading.h"
+#include "radix/types.h"
+
+namespace baton::radix {
+
+// Not safe by itself: readers (`match`, `size`) and what changes it must be kept apart, see index.h.
+class Tree {
+ public:
+  explicit Tree(bool counts_copies);
+
+  // Beside readers, before a batch: makes room, so that the batch itself seldom allocates; then, within it, uses it.
+  void prepare();
+  void install();
+  bool has_room(std::size_t blocks) const { return table_.size() + blocks <= Arena::kSlotsMax; }
+  bool has_unheld() const { return !unheld_.empty(); }
+  void prefetch(Ids ids) const;
+
+  // ---------------------------------------------------------------- changes, each of kBatchBlocks at most
+
+  // Returns where the parent is, made a ghost if it is not known here.
+  Place place_of(const std::optional<Id>& parent);
+  // Adds a run behind `place`, which then is its end. Returns how many blocks are new to the holder.
+  std::size_t insert(Holder holder, Place& place, Ids ids);
+  // Returns how many of the blocks the holder held.
+  std::size_t erase(Holder holder, Ids ids);
+  // Takes the holder from some nodes of `set`, which must contain it; returns whether that was all of them.
+  bool clear_some(Holder holder, SetNumber set);
+  // Frees some of the blocks that nobody holds any more; returns whether there are more.
+  bool sweep();
+
+  // ---------------------------------------------------------------- questions
+
+  bool holds(std::uint32_t worker, const Id& id) const;
+  void match(Ids ids, Leading& leading, std::vector<Held>& out);
+  // Returns the first set from `from` on that contains the holder, or kNobody.
+  SetNumber next_set(Holder holder, SetNumber from) const;
+  std::vector<Run> dump(Holder holder) const;
+  // Returns the block, what is behind it, and who holds it, each run after its parent.
+  std::vector<Branch> dump_behind(const Id& id) const;
+  // Returns the first blocks of the topmost nodes that were neither stored nor matched for so many ticks.
+  std::vector<Id> idle(std::uint32_t ticks) const;
+  // Moves the clock of `idle`.
+  void tick() { now_.fetch_add(1, std::memory_order_relaxed); }
+  const Holdings& holdings() const { return holdings_; }
+  Size size() const;
+
+ private:
+  using NodeNumber = std::uint32_t;
+  static constexpr NodeNumber kRoot = 0, kLost = 1, kNoNode = 0;
+  static constexpr std::uint32_t kEdgeBlocksMax = 4096;
+  static constexpr int kFewChildren = 8;
+
+  struct Node {
+    std::uint32_t first = 0;
+    std::uint32_t length = 0;
+    SetNumber set = kNobody;
+    NodeNumber parent = kRoot;
+    NodeNumber first_child = kNoNode;
+    NodeNumber before = kNoNode, next = kNoNode;                // Siblings.
+    NodeNumber before_in_set = kNoNode, next_in_set = kNoNode;  // Nodes with the same holders.
+    std::uint32_t used = 0;                                     // The tick when it was last stored or matched.
+
+    std::uint32_t end() const { return first + length; }
+  };
+
+  std::uint32_t find(const Id& id) const {
+    return table_.find(hash_of(id), [&](std::uint32_t slot) { return arena_.id(slot) == id; });
+  }
+
+  // tree_shape.cpp: moves that change the shape and never what is held.
+  NodeNumber new_node(std::uint32_t first, std::uint32_t length, SetNumber set);
+  void free_node(NodeNumber number);
+  void hang(NodeNumber number, NodeNumber parent);
+  void unhang(NodeNumber number);
+  void replace(NodeNumber number, NodeNumber by);
+  void enter_set(NodeNumber number, SetNumber set);
+  void leave_set(NodeNumber number);
+  bool has_few_children(const Node& node) const;
+  void give_children(NodeNumber from, NodeNumber to);
+  NodeNumber split(NodeNumber number, std::uint32_t at);
+  NodeNumber isolate(NodeNumber number, std::uint32_t from, std::uint32_t count);
+  NodeNumber node_ending_at(Place place);
+  NodeNumber join(NodeNumber upper, NodeNumber lower);
+  void join_around(NodeNumber number);
+  void adopt(NodeNumber number, Place place);
+
+  std::uint32_t plant(Holder holder, Place& place, Ids ids);
+  std::uint32_t share(Holder holder, std::uint32_t slot, Ids ids, std::size_t& fresh);
+  void set_holders(NodeNumber number, SetNumber set);
+  void release(Holder holder, NodeNumber number);
+  void touch(Node& node) const;
+  void touch_path(Place place);
+  std::optional<Id> parent_of(const Node& node) const;
+  Run run_of(const Node& node, std::uint32_t from) const;
+
+  Arena arena_;
+  SlotTable table_;
+  std::optional<SlotTable> other_table_;  // The larger one to come, or the one before, to be freed beside readers.
+  bool is_grown_ = false;
+  HolderSets sets_;
+  Pool<Node> nodes_;
+  Holdings holdings_;
+  std::vector<NodeNumber> unheld_;  // Leaves that nobody holds, to be freed; empty between two changes.
+  std::size_t held_blocks_ = 0;
+  std::atomic<std::uint32_t> now_{0};
+};
+
+}  // namespace baton::radix

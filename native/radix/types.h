@@ -1,0 +1,43 @@
+// What goes into an index and comes out of it, whichever way it keeps its blocks.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "radix/holders.h"
+#include "radix/ids.h"
+#include "radix/table.h"
+
+namespace baton::radix {
+
+// Blocks that one batch changes at most: how long a reader may have to wait. 128 take 2 to 10 µs, less than
+// half of what a match may take, and are enough to make the cost of the lock itself vanish.
+inline constexpr std::size_t kBatchBlocks = 128;
+
+// Where the next block hangs: behind the block in a slot, at the root, or nobody knows.
+using Place = std::uint32_t;
+inline constexpr Place kAtRoot = kNone, kNowhere = kNone - 1;
+
+// A run of blocks and the one before the first; none at the root.
+struct Run {
+  std::optional<Id> parent;
+  std::vector<Id> blocks;
+};
+
+// A run and all that hold it.
+struct Branch {
+  Run run;
+  std::vector<Holder> holders;
+};
+
+struct Size {
+  std::size_t blocks = 0;    // That somebody holds.
+  std::size_t holdings = 0;  // Blocks per worker and tier, summed.
+  std::size_t ghosts = 0;    // Blocks that nobody holds, kept because somebody holds a block behind them.
+  std::size_t nodes = 0;
+  std::size_t sets = 0;
+  std::size_t bytes = 0;
+};
+
+}  // namespace baton::radix

@@ -1,0 +1,38 @@
+"""What the tests of every index share: its implementations, and prompts as letters."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from functools import cache
+
+from baton_kvindex.index import Run, link
+from baton_kvindex.radix import FlatIndex, RadixIndex
+from baton_kvindex.table import TableIndex
+
+Implementation = type[TableIndex] | type[FlatIndex] | type[RadixIndex]
+IMPLEMENTATIONS: list[Implementation] = [TableIndex, FlatIndex, RadixIndex]
+
+
+@cache
+def chain(path: str) -> bytes:
+    """Return the chained ids of a prompt with one block for each letter of `path`."""
+    ids: list[bytes] = []
+    digest = hashlib.blake2b(digest_size=16)
+    for letter in path:
+        digest.update(letter.encode())
+        ids.append(digest.digest())
+    return b"".join(ids)
+
+
+def block(path: str) -> bytes:
+    """Return the id of the last block of `path`; empty for the empty path."""
+    return chain(path)[-16:]
+
+
+def links(runs: list[Run]) -> dict[bytes, bytes]:
+    return {each: parent for run in runs for each, parent in link(run.parent, run.blocks)}
+
+
+def copies(runs: list[Run]) -> Counter[bytes]:
+    return Counter(each for run in runs for each, _ in link(run.parent, run.blocks))
