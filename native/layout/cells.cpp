@@ -151,8 +151,8 @@ void pairs(const Grid& grid, std::size_t dim, Pointer<kPack> cells, std::uint32_
   for (std::size_t t = 0; t < rows.size();) {
     const auto token = static_cast<std::uint32_t>(first + t);
     const bool both = token % 2 == 0 && t + 1 < rows.size();
-    for (std::size_t d = 0; d < dim; d += group) {
-      const auto cell = cells + grid.token.at(token) + d / group * grid.dim.outer;
+    auto cell = cells + grid.token.at(token);
+    for (std::size_t d = 0; d < dim; d += group, cell += grid.dim.outer) {
       if (both) {
         interleave<Element, kPack>(cell, rows[t] + d * sizeof(Element), rows[t + 1] + d * sizeof(Element));
       } else {

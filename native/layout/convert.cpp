@@ -77,6 +77,19 @@ void copy_rows(const Lane& source, const Spots& from, const Lane& sink, const Sp
   }
 }
 
+// The same for several heads, from the first one's lanes.
+void copy_heads(const Lane& source, const Spots& from, const Lane& sink, const Spots& to, std::uint32_t heads) {
+  for (std::size_t i = 0; i < from.count; ++i) {
+    const std::uint8_t* read = source.row(from.at[i]);
+    std::uint8_t* write = sink.row(to.at[i]);
+    for (std::uint32_t head = 0; head < heads; ++head) {
+      std::memcpy(write, read, source.row_bytes);
+      read += source.grid.head_stride;
+      write += sink.grid.head_stride;
+    }
+  }
+}
+
 // Moves a group of tokens of one plane and head. `scratch` holds a group's rows, between two packed sides.
 void move_group(const Lane& source, const Spots& from, const Lane& sink, const Spots& to,
                 std::span<std::uint8_t> scratch) {
@@ -111,6 +124,9 @@ class PlaneMover {
       row_bytes_ *= heads_.count;
       heads_.count = 1;
     }
+    // Where they are side by side on one side, memory is read or written in order if a token's heads go together.
+    by_token_ = heads_.count > 1 && source_grid_.cells == Cells::rows && sink_grid_.cells == Cells::rows &&
+                (source_grid_.head_stride < source_grid_.token.inner || sink_grid_.head_stride < sink_grid_.token.inner);
     if (source_grid_.cells != Cells::rows && sink_grid_.cells != Cells::rows) {
       scratch_.resize(kGroupTokens * row_bytes_);
     }
@@ -147,6 +163,12 @@ class PlaneMover {
 
   void flush() {
     if (from_.count == 0) return;
+    if (by_token_) {
+      copy_heads(lane(source_, source_grid_, heads_.first), from_, lane(sink_, sink_grid_, heads_.first), to_,
+                 heads_.count);
+      from_.count = to_.count = 0;
+      return;
+    }
     for (std::uint32_t head = heads_.first; head < heads_.first + heads_.count; ++head) {
       move_group(lane(source_, source_grid_, head), from_, lane(sink_, sink_grid_, head), to_, scratch_);
     }
@@ -159,6 +181,7 @@ class PlaneMover {
   const Grid& sink_grid_;
   Heads heads_;
   std::uint64_t row_bytes_;
+  bool by_token_ = false;
   std::vector<std::uint8_t> scratch_;
   Spots from_, to_;
   std::uint32_t limit_ = kGroupTokens;
