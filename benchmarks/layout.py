@@ -72,7 +72,7 @@ class Case:
         self.bytes = sum(chunk_bytes(layout, piece) for piece in self.pieces)
 
     def ours(self, piece: Chunk, *, to_wire: bool) -> None:
-        data = memoryview(self.buffer.view(torch.uint8).numpy())[: chunk_bytes(self.layout, piece)]
+        data = self.buffer.view(torch.uint8).numpy().data[: chunk_bytes(self.layout, piece)]
         if to_wire:
             gather(self.pool, self.table, piece, data)
         else:
@@ -80,7 +80,10 @@ class Case:
 
     def memcpy(self, piece: Chunk, *, to_wire: bool) -> None:
         size = chunk_bytes(self.layout, piece)
-        place = self.memory[self._tensor(piece)].data_ptr() + piece.first_token * HEADS * DIM * self.buffer.itemsize
+        tensor = self.memory[self._tensor(piece)]
+        place = tensor.data_ptr() + piece.first_token * HEADS * DIM * tensor.itemsize
+        if self.layout.form == "fused" and piece.plane == "v":
+            place += tensor.nbytes // 2
         wire = self.buffer.data_ptr()
         ctypes.memmove(wire if to_wire else place, place if to_wire else wire, size)
 

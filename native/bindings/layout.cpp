@@ -77,16 +77,18 @@ Plane plane_of(const std::string& name) {
 
 void bind_values(nb::module_& m) {
   nb::class_<Layout>(m, "Layout")
-      .def("__init__",
-           [](Layout* self, const nb::int_& layers, const nb::int_& kv_heads, const nb::int_& dim,
-              const std::string& dtype, const std::string& order, const std::string& form, const nb::int_& block_tokens,
-              const std::string& packing, const nb::int_& tp_rank, const nb::int_& tp_size) {
-             new (self)
-                 Layout(make_layout(layers, kv_heads, dim, dtype, order, form, block_tokens, packing, tp_rank, tp_size));
-           },
-           nb::kw_only(), "layers"_a, "kv_heads"_a, "dim"_a, "dtype"_a, "order"_a, "form"_a, "block_tokens"_a,
-           "packing"_a = "plain", "tp_rank"_a = 0, "tp_size"_a = 1)
-      .def_static("parse", [](const std::string& text) { return parse(text); }, "text"_a)
+      .def(
+          "__init__",
+          [](Layout* self, const nb::int_& layers, const nb::int_& kv_heads, const nb::int_& dim,
+             const std::string& dtype, const std::string& order, const std::string& form, const nb::int_& block_tokens,
+             const std::string& packing, const nb::int_& tp_rank, const nb::int_& tp_size) {
+            new (self)
+                Layout(make_layout(layers, kv_heads, dim, dtype, order, form, block_tokens, packing, tp_rank, tp_size));
+          },
+          nb::kw_only(), "layers"_a, "kv_heads"_a, "dim"_a, "dtype"_a, "order"_a, "form"_a, "block_tokens"_a,
+          "packing"_a = "plain", "tp_rank"_a = 0, "tp_size"_a = 1)
+      .def_static(
+          "parse", [](const std::string& text) { return parse(text); }, "text"_a)
       .def_ro("layers", &Layout::layers)
       .def_ro("kv_heads", &Layout::kv_heads)
       .def_ro("dim", &Layout::dim)
@@ -116,26 +118,28 @@ void bind_values(nb::module_& m) {
       .def_ro("sink_token", &Move::sink_token)
       .def_ro("tokens", &Move::tokens)
       .def_ro("whole", &Move::whole);
-  nb::class_<Share>(m, "Share")
-      .def_ro("source_rank", &Share::source_rank)
-      .def_prop_ro("heads", [](const Share& share) { return std::pair(share.heads.first, share.heads.count); });
+  nb::class_<Share>(m, "Share").def_ro("source_rank", &Share::source_rank).def_prop_ro("heads", [](const Share& share) {
+    return std::pair(share.heads.first, share.heads.count);
+  });
   nb::class_<Chunk>(m, "Chunk")
-      .def("__init__",
-           [](Chunk* self, std::uint32_t layer, const std::string& plane, std::uint32_t first_token,
-              std::uint32_t tokens, std::pair<std::uint32_t, std::uint32_t> heads) {
-             new (self) Chunk{layer, plane_of(plane), {first_token, tokens}, {heads.first, heads.second}};
-           },
-           nb::kw_only(), "layer"_a, "plane"_a, "first_token"_a, "tokens"_a, "heads"_a)
+      .def(
+          "__init__",
+          [](Chunk* self, std::uint32_t layer, const std::string& plane, std::uint32_t first_token,
+             std::uint32_t tokens, std::pair<std::uint32_t, std::uint32_t> heads) {
+            new (self) Chunk{layer, plane_of(plane), {first_token, tokens}, {heads.first, heads.second}};
+          },
+          nb::kw_only(), "layer"_a, "plane"_a, "first_token"_a, "tokens"_a, "heads"_a)
       .def_ro("layer", &Chunk::layer)
       .def_prop_ro("plane", [](const Chunk& chunk) { return kPlanes[static_cast<std::size_t>(chunk.plane)]; })
       .def_prop_ro("first_token", [](const Chunk& chunk) { return chunk.tokens.first; })
       .def_prop_ro("tokens", [](const Chunk& chunk) { return chunk.tokens.count; })
       .def_prop_ro("heads", [](const Chunk& chunk) { return std::pair(chunk.heads.first, chunk.heads.count); });
   nb::class_<Pool>(m, "Pool")
-      .def("__init__",
-           [](Pool* self, const Layout& layout, const std::vector<std::uintptr_t>& addresses, std::uint32_t blocks,
-              std::uint64_t stride_bytes) { new (self) Pool(make_pool(layout, addresses, blocks, stride_bytes)); },
-           "layout"_a, "addresses"_a, "blocks"_a, "stride_bytes"_a)
+      .def(
+          "__init__",
+          [](Pool* self, const Layout& layout, const std::vector<std::uintptr_t>& addresses, std::uint32_t blocks,
+             std::uint64_t stride_bytes) { new (self) Pool(make_pool(layout, addresses, blocks, stride_bytes)); },
+          "layout"_a, "addresses"_a, "blocks"_a, "stride_bytes"_a)
       .def_prop_ro("layout", &Pool::layout)
       .def_prop_ro("blocks", &Pool::blocks);
 }

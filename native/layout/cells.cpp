@@ -111,13 +111,20 @@ template <typename Word, bool kPack>
 void columns(Pointer<kPack> cells, std::uint64_t stride, Rows<kPack> rows, std::size_t row_words) {
   constexpr std::size_t kN = kLanes<Word>;
   constexpr std::size_t kLine = kLineBytes / sizeof(Word);
+  constexpr std::size_t kSteps = kLine / kN;
   const std::size_t whole_rows = rows.size() - rows.size() % kN;
   const std::size_t whole_words = row_words - row_words % kN;
-  // A line of either side is worked off while it is in the first-level cache: its words share no set with many others.
+  // A line of either side is worked off while it is in the first-level cache, whose sets far strides share. The next
+  // lines of cells are asked for meanwhile, some with every square: the processor does not look that far ahead by
+  // itself.
   for (std::size_t line = 0; line < whole_words; line += kLine) {
     const std::size_t end = std::min(line + kLine, whole_words);
     for (std::size_t t = 0; t < whole_rows; t += kN) {
+      const std::size_t ahead = kLine + t / kN % kSteps * (kN / kSteps);
       for (std::size_t w = line; w < end; w += kN) {
+        for (std::size_t i = 0; i < kN / kSteps; ++i) {
+          __builtin_prefetch(cells + (w + ahead + i) * stride + t * sizeof(Word), kPack ? 1 : 0);
+        }
         square<Word, kPack>(cells + w * stride + t * sizeof(Word), stride, rows.subspan(t, kN), w * sizeof(Word));
       }
     }

@@ -16,7 +16,9 @@ Grid plain_grid(const Layout& layout, std::uint32_t heads, std::uint32_t plane) 
   return {.tensor = layout.form == Form::split ? plane : 0,
           .cells = Cells::rows,
           .origin = layout.form == Form::fused ? plane * row : 0,
-          .head_stride = heads == 1 ? 0 : head_major ? cell * layout.block_tokens : cell,
+          .head_stride = heads == 1   ? 0
+                         : head_major ? cell * layout.block_tokens
+                                      : cell,
           .token = straight(layout.block_tokens, head_major ? cell : cell * heads),
           .dim = straight(layout.dim, element)};
 }

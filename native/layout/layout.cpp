@@ -84,8 +84,7 @@ void check(const Layout& layout) {
   require(layout.form == Form::fused && layout.order == Order::hnd, layout, "packed blocks are fused and HND");
   if (layout.packing == Packing::amx) {
     require(element_bytes(layout.dtype) <= 2, layout, "amx packs elements of one or two bytes");
-    require(layout.block_tokens % 16 == 0 && layout.dim % 16 == 0, layout,
-            "amx packs tokens and dimensions by 16");
+    require(layout.block_tokens % 16 == 0 && layout.dim % 16 == 0, layout, "amx packs tokens and dimensions by 16");
   }
 }
 

@@ -112,8 +112,7 @@ std::vector<Move> plan(const Block& source, const Table& source_table, const Blo
   return moves;
 }
 
-std::vector<Chunk> chunks(const Layout& sink, std::uint32_t layer, Heads heads, Tokens range,
-                          std::uint64_t bytes_max) {
+std::vector<Chunk> chunks(const Layout& sink, std::uint32_t layer, Heads heads, Tokens range, std::uint64_t bytes_max) {
   const Block block = block_of(sink);
   std::vector<Plane> planes = {Plane::k, Plane::v};
   if (block.planes == 1) planes = {Plane::latent};
@@ -146,8 +145,7 @@ std::uint64_t chunk_bytes(const Layout& layout, const Chunk& chunk) {
     throw Invalid("a chunk has from 1 token to 2**24, and ends by then");
   }
   const std::uint64_t end = std::uint64_t{chunk.heads.first} + chunk.heads.count;
-  if (chunk.heads.count == 0 || chunk.heads.first < block.heads.first ||
-      end > block.heads.first + block.heads.count) {
+  if (chunk.heads.count == 0 || chunk.heads.first < block.heads.first || end > block.heads.first + block.heads.count) {
     throw Invalid("heads " + std::to_string(chunk.heads.first) + " to " + std::to_string(end) +
                   " are not held by the rank of '" + to_string(layout) + "'");
   }

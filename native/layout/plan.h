@@ -67,7 +67,8 @@ void check_range(Tokens range, const Table& table, std::uint32_t block_tokens);
 [[nodiscard]] std::vector<Move> plan(const Block& source, const Table& source_table, const Block& sink,
                                      const Table& sink_table, Tokens range);
 
-// A layer's tokens and heads cut into pieces of at most `bytes_max`, at ends of the sink's blocks where that is possible.
+// A layer's tokens and heads cut into pieces of at most `bytes_max`, at ends of the sink's blocks where that is
+// possible.
 [[nodiscard]] std::vector<Chunk> chunks(const Layout& sink, std::uint32_t layer, Heads heads, Tokens range,
                                         std::uint64_t bytes_max);
 

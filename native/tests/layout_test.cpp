@@ -146,9 +146,9 @@ TEST(equal_layouts_move_whole_blocks_in_runs) {
 
 TEST(layouts_that_differ_are_refused_with_both_named) {
   const Layout base = layout_of(Order::hnd, Form::fused, Packing::plain, 16, Dtype::bfloat16);
-  for (const auto change : {+[](Layout& l) { l.layers = 3; }, +[](Layout& l) { l.kv_heads = 8; },
-                            +[](Layout& l) { l.dim = 64; }, +[](Layout& l) { l.dtype = Dtype::float16; },
-                            +[](Layout& l) { l.form = Form::latent, l.kv_heads = 1; }}) {
+  for (const auto change :
+       {+[](Layout& l) { l.layers = 3; }, +[](Layout& l) { l.kv_heads = 8; }, +[](Layout& l) { l.dim = 64; },
+        +[](Layout& l) { l.dtype = Dtype::float16; }, +[](Layout& l) { l.form = Form::latent, l.kv_heads = 1; }}) {
     Layout other = base;
     change(other);
     try {

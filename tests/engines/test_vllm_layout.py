@@ -52,8 +52,10 @@ def written(folder: Path, *library: str) -> list[Written]:
     subprocess.run([sys.executable, str(WRITER), str(out), *library], check=True, timeout=300, env=environment)
     with np.load(out) as arrays:
         cases: list[dict[str, Any]] = json.loads(str(arrays["cases"]))
-        return [read(case, {name: arrays[f"{number}.{name}"] for name in "cache k v".split()})
-                for number, case in enumerate(cases)]  # fmt: skip
+        return [
+            read(case, {name: arrays[f"{number}.{name}"] for name in ("cache", "k", "v")})
+            for number, case in enumerate(cases)
+        ]
 
 
 def read(case: dict[str, Any], arrays: dict[str, Data]) -> Written:

@@ -10,7 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_oracle import Cache
 
-from baton.transfer.layout import Chunk, Layout, agree, chunk_bytes, chunks, convert, gather, plan, scatter
+from baton.transfer.layout import (
+    Chunk,
+    Layout,
+    Pool,
+    Table,
+    agree,
+    chunk_bytes,
+    chunks,
+    convert,
+    gather,
+    plan,
+    scatter,
+)
+
+# Many examples, on machines that do other things too.
+pytestmark = pytest.mark.timeout(120)
 
 BLOCK_TOKENS = (1, 16, 32, 64, 128)
 SHAPES = tuple(
@@ -114,7 +129,7 @@ def common_heads(source: Layout, sink: Layout) -> tuple[int, int]:
     return first, min(sum(source.heads), sum(sink.heads)) - first
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(st.data())
 def test_a_conversion_writes_the_tokens_it_was_asked_for_and_nothing_else(data: st.DataObject) -> None:
     model = data.draw(models)
@@ -136,7 +151,7 @@ def test_a_conversion_writes_the_tokens_it_was_asked_for_and_nothing_else(data: 
     assert moved == (model.layers - layer) * source.kv.shape[1] * tokens * share.heads[1] * row_bytes
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_chunks_in_wire_form_are_heads_of_tokens_of_dimensions_and_arrive_whole(data: st.DataObject) -> None:
     model = data.draw(models)
@@ -168,14 +183,12 @@ def test_chunks_in_wire_form_are_heads_of_tokens_of_dimensions_and_arrive_whole(
             for head in range(piece.heads[0], sum(piece.heads))
             for token in range(piece.first_token, piece.first_token + piece.tokens)
         ]
-        wanted = itertools.product(
-            names, range(heads[0], sum(heads)), range(first_token, first_token + tokens)
-        )
+        wanted = itertools.product(names, range(heads[0], sum(heads)), range(first_token, first_token + tokens))
         assert sorted(covered) == sorted(wanted)
     assert sink.is_as_expected()
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_a_plan_is_the_tokens_in_order_in_as_few_moves_as_the_tables_allow(data: st.DataObject) -> None:
     model = data.draw(models)
@@ -209,13 +222,11 @@ def test_a_plan_is_the_tokens_in_order_in_as_few_moves_as_the_tables_allow(data:
 def test_every_head_comes_to_every_sink_once(kv_heads: int, source_ranks: int, sink_ranks: int) -> None:
     if not (fits(kv_heads, source_ranks) and fits(kv_heads, sink_ranks)):
         pytest.skip("heads cannot be shared out evenly")
-    sizes = {"layers": 1, "kv_heads": kv_heads, "dim": 8, "block_tokens": 16}
-    source = Layout(**sizes, dtype="bfloat16", order="NHD", form="split", tp_size=source_ranks)
+    sizes = f"layers=1 kv_heads={kv_heads} dim=8 dtype=bfloat16"
+    source = Layout.parse(f"{sizes} order=NHD form=split packing=plain block_tokens=16 tp=0/{source_ranks}")
     asked: list[int] = []
     for tp_rank in range(sink_ranks):
-        sink = Layout(
-            **sizes, dtype="bfloat16", order="HND", form="fused", tp_rank=tp_rank, tp_size=sink_ranks
-        )
+        sink = Layout.parse(f"{sizes} order=HND form=fused packing=plain block_tokens=32 tp={tp_rank}/{sink_ranks}")
         shares = agree(source, sink)
         heads = [head for share in shares for head in range(share.heads[0], sum(share.heads))]
         assert heads == list(range(sink.heads[0], sum(sink.heads)))
@@ -240,36 +251,26 @@ def test_latent_rows_are_whole_on_every_rank_and_sinks_spread_over_them() -> Non
     ]
 
 
-@pytest.mark.parametrize("change", ["order", "form", "packing", "block_tokens", "planes", "tp_rank", "table", "range"])
-def test_a_conversion_that_is_told_something_wrong_is_noticed(change: str) -> None:
-    """The oracle can fail: each mistake that a descriptor can have gives other bytes."""
-    words = {
-        "layers": 1, "kv_heads": 4, "dim": 16, "dtype": "bfloat16", "order": "HND", "form": "fused", "packing": "vec",
-        "block_tokens": 32, "tp_rank": 1, "tp_size": 2,
-    }  # fmt: skip
-    wrong = {
-        "order": {"packing": "plain", "order": "NHD"},
-        "form": {"packing": "plain", "form": "split"},
-        "packing": {"packing": "amx"},
-        "block_tokens": {"block_tokens": 16},
-        "tp_rank": {"tp_rank": 0},
-    }
-    truth = Cache(Layout(**words), blocks=(5, 2, 3))  # pyright: ignore[reportArgumentType]
-    told = Layout(**(words | wrong.get(change, {})))  # pyright: ignore[reportArgumentType]
-    chunk = Chunk(layer=0, plane="k", first_token=7, tokens=50, heads=(2, 2))
-    right = truth.wire(0, 0, 7, 50, (2, 2))
-    memory, addresses = truth.memory[0], [truth.memory[0].ctypes.data] * told.tensors
-    if change == "planes":
-        chunk = Chunk(layer=0, plane="v", first_token=7, tokens=50, heads=(2, 2))
-    if change == "range":
-        chunk = Chunk(layer=0, plane="k", first_token=8, tokens=50, heads=(2, 2))
-    if change == "tp_rank":
-        chunk = Chunk(layer=0, plane="k", first_token=7, tokens=50, heads=(0, 2))
-    table = Cache(Layout(**words), blocks=(2, 5, 3)).table if change == "table" else truth.table  # pyright: ignore[reportArgumentType]
-    pool = type(truth.pool)(told, addresses, memory.nbytes // told.block_bytes, told.block_bytes)
-    wire = bytearray(len(right))
-    if change == "block_tokens":
-        table = type(table)((10, 11, 4, 5, 6, 7), 0)
-    gather(pool, table, chunk, wire)
-    # A rank's own heads are its own business: what is wrong there is which heads of the model they are.
-    assert (wire != right) == (change != "tp_rank")
+@pytest.mark.parametrize(
+    "change",
+    [
+        "packing=amx",
+        "block_tokens=16",
+        "order=NHD form=fused packing=plain",
+        "order=HND form=fused packing=plain",
+        "order=HND form=split packing=plain",
+    ],
+)
+def test_a_cache_that_is_read_by_a_wrong_descriptor_gives_other_bytes(change: str) -> None:
+    """The oracle can fail: it tells layouts apart that have the same number of bytes."""
+    words = "layers=1 kv_heads=4 dim=16 dtype=bfloat16 order=HND form=fused packing=vec block_tokens=32 tp=1/2"
+    truth = Cache(Layout.parse(words), blocks=(5, 2, 3))
+    wrong = {word.partition("=")[0]: word for word in (words + " " + change).split()}
+    told = Layout.parse(" ".join(wrong.values()))
+    memory = truth.memory[0]
+    ratio = truth.layout.block_tokens // told.block_tokens
+    table = Table([ratio * block + part for block in truth.blocks for part in range(ratio)])
+    pool = Pool(told, [memory.ctypes.data] * told.tensors, 8 * ratio, told.block_bytes)
+    wire = bytearray(50 * 2 * 16 * 2)
+    gather(pool, table, Chunk(layer=0, plane="k", first_token=7, tokens=50, heads=(2, 2)), wire)
+    assert wire != truth.wire(0, 0, 7, 50, (2, 2))

@@ -146,9 +146,7 @@ class Share:
 class Chunk:
     """A piece of one layer in wire form: one plane, dense, `[head][token][dim]`."""
 
-    def __init__(
-        self, *, layer: int, plane: Plane, first_token: int, tokens: int, heads: tuple[int, int]
-    ) -> None: ...
+    def __init__(self, *, layer: int, plane: Plane, first_token: int, tokens: int, heads: tuple[int, int]) -> None: ...
     @property
     def layer(self) -> int: ...
     @property
