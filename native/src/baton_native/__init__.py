@@ -1,4 +1,4 @@
-"""Baton's native core. Only `baton.blocks` and `baton.transfer.native` import this."""
+"""Baton's native core. Only `baton.blocks`, `baton.transfer.native` and `baton.transfer.layout` import this."""
 
 from baton_native import core
 from baton_native._core import (
