@@ -33,7 +33,12 @@ class Reader {
   }
 
   [[noreturn]] void fail() const {
-    throw Invalid("'" + std::string(text_.substr(0, 256)) + "' does not describe a KV layout");
+    // It may come from a peer: neither its length nor its bytes are to be trusted in an error's text.
+    std::string shown(text_.substr(0, 256));
+    for (char& byte : shown) {
+      if (byte < ' ' || byte > '~') byte = '?';
+    }
+    throw Invalid("'" + shown + "' does not describe a KV layout");
   }
 
  private:

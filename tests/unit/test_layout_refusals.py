@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from layout_oracle import Cache
 
@@ -79,6 +79,8 @@ def cut_and_edited(parts: tuple[int, bytes]) -> str:
 
 
 @given(st.tuples(st.integers(0, 150), st.binary(max_size=9)).map(cut_and_edited))
+@example("\x00")
+@example("é" * 500)
 def test_what_a_peer_sends_is_a_layout_or_a_malformed_message(text: str) -> None:
     try:
         assert str(read_layout(text)) == text
