@@ -151,7 +151,6 @@ NB_MODULE(layout, m) {
   nb::exception<Invalid>(m, "Invalid", PyExc_ValueError);
   nb::exception<Mismatch>(m, "Mismatch", PyExc_ValueError);
   bind_values(m);
-  m.def("check_convertible", &check_convertible, "source"_a, "sink"_a);
   m.def("identical", &identical, "source"_a, "sink"_a);
   m.def("shares", &shares, "source"_a, "sink"_a);
   m.def(

@@ -160,9 +160,6 @@ class Chunk:
     @property
     def heads(self) -> tuple[int, int]: ...
 
-def check_convertible(source: Layout, sink: Layout) -> None:
-    """Raise Mismatch unless tokens of one can be stored in the other. Ranks and rank counts may differ."""
-
 def identical(source: Layout, sink: Layout) -> bool:
     """Whether blocks of these two ranks can be moved whole. Raises Mismatch."""
 
