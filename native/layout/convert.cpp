@@ -184,11 +184,10 @@ class PlaneMover {
     if (by_token_) {
       copy_heads(lane(source_, source_grid_, heads_.first), from_, lane(sink_, sink_grid_, heads_.first), to_,
                  heads_.count);
-      from_.count = to_.count = 0;
-      return;
-    }
-    for (std::uint32_t head = heads_.first; head < heads_.first + heads_.count; ++head) {
-      move_group(lane(source_, source_grid_, head), from_, lane(sink_, sink_grid_, head), to_, scratch_);
+    } else {
+      for (std::uint32_t head = heads_.first; head < heads_.first + heads_.count; ++head) {
+        move_group(lane(source_, source_grid_, head), from_, lane(sink_, sink_grid_, head), to_, scratch_);
+      }
     }
     from_.count = to_.count = 0;
   }
