@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng((seed, *shape)).standard_normal(shape, dtype=np.float32))
+    return torch.tensor(np.random.default_rng((seed, *shape)).standard_normal(shape, dtype=np.float32))
 
 
 def slots(blocks: list[int], block_tokens: int) -> torch.Tensor:
