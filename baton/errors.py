@@ -18,7 +18,8 @@ BatonError
 ├── AttemptFailed               502  one attempt ended without an answer; the gateway may retry
 │   ├── WorkerLost              502  a worker died, stalled or was restarted
 │   ├── TransferFailed          502  the KV cache did not arrive whole and verified
-│   │   └── PeerUnreachable     502  two agents cannot reach each other
+│   │   ├── PeerUnreachable     502  two agents cannot reach each other
+│   │   └── LayoutMismatch      502  one KV layout cannot be converted into the other
 │   ├── EngineFailed            502  the engine ended the request with an error
 │   └── NotResumable            502  tokens were delivered, and the rest cannot be continued exactly
 ├── MalformedMessage            500  bytes from the bus or a peer that are no message of ours
@@ -134,6 +135,10 @@ class TransferFailed(AttemptFailed):
 
 class PeerUnreachable(TransferFailed):
     code = "peer_unreachable"
+
+
+class LayoutMismatch(TransferFailed):
+    code = "layout_mismatch"
 
 
 class EngineFailed(AttemptFailed):

@@ -1,4 +1,7 @@
-"""Baton's native core. `baton.blocks`, `baton.transfer.native` and `baton_kvindex.radix` import this, nothing else."""
+"""Baton's native core. One module knows each of its jobs.
+
+They are `baton.blocks`, `baton.transfer.native`, `baton.transfer.layout` and `baton_kvindex.radix`.
+"""
 
 from baton_native import core
 from baton_native._core import (
