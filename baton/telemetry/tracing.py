@@ -5,7 +5,7 @@ A trace is sampled or not where it begins, at the gateway: by the client's own `
 made and remembered for a while (`recorder.py`); those of sampled ones are exported (`export.py`).
 
 Spans follow OpenTelemetry's model and are exported by its SDK, but made here: one of the SDK's costs as
-much as the rest of their way together (`docs/decisions/0007-spans-of-our-own.md`).
+much as the rest of their way together (`docs/decisions/0006-spans-of-our-own.md`).
 """
 
 from __future__ import annotations
