@@ -179,3 +179,23 @@ def test_buffers_tables_and_pools_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError):
             Pool(GOOD, *bad)
     assert cache.is_as_expected()
+
+
+def test_a_rank_gives_no_heads_but_its_own() -> None:
+    second = layout(tp_rank=1, tp_size=2)
+    for heads in ((0, 1), (1, 2), (2, 3)):
+        with pytest.raises(ValueError, match="not held by the rank"):
+            chunk_bytes(second, Chunk(layer=0, plane="k", first_token=0, tokens=1, heads=heads))
+
+
+@pytest.mark.parametrize("change", [("layers=2", "layers=02"), ("tp=0/1", "tp=0/1 "), ("dim=16", "dim=+16")])
+def test_a_layout_has_one_text(change: tuple[str, str]) -> None:
+    with pytest.raises(MalformedMessage):
+        read_layout(str(GOOD).replace(*change))
+
+
+def test_chunks_end_where_the_sinks_blocks_do() -> None:
+    cut = chunks(GOOD, 0, 5, 96, (0, 4), 70 * 4 * 16 * 2)
+    assert [(piece.plane, piece.first_token, piece.tokens) for piece in cut] == [
+        (plane, first, tokens) for first, tokens in ((5, 59), (64, 37)) for plane in ("k", "v")
+    ]
