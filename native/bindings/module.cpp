@@ -5,10 +5,12 @@ namespace nb = nanobind;
 void bind_hash(nb::module_& m);
 void bind_core(nb::module_& m);
 void bind_agent(nb::module_& m);
+void bind_limits(nb::module_& m);
 
 NB_MODULE(_core, m) {
   m.doc() = "Baton's native core: block hashing and the KV transfer agent.";
   bind_hash(m);
   bind_core(m);
   bind_agent(m);
+  bind_limits(m);
 }

@@ -19,6 +19,14 @@ def crc32c(data: bytes, crc: int = 0) -> int:
 def crc32c_portable(data: bytes, crc: int = 0) -> int:
     """Extend `crc` over `data` without the processor's instruction."""
 
+def copy_blocks(to: int, from_: int, to_blocks: Sequence[int], from_blocks: Sequence[int], block_bytes: int) -> None:
+    """Copy blocks with memcpy, one by one."""
+
+def read_blocks(
+    pid: int, to: int, from_: int, to_blocks: Sequence[int], from_blocks: Sequence[int], block_bytes: int
+) -> None:
+    """Copy blocks out of another process with process_vm_readv."""
+
 class Options:
     def __init__(self) -> None: ...
     @property
