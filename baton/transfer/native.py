@@ -8,7 +8,17 @@ from contextlib import contextmanager
 import baton_native
 
 from baton.errors import ConfigurationError, TransferFailed
-from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
+from baton.transfer.protocol import (
+    KEY_BYTES,
+    AgentOptions,
+    AgentStats,
+    Cause,
+    EventKind,
+    Faults,
+    Pool,
+    SharedMemory,
+    TransferEvent,
+)
 
 
 class NativeAgent:
@@ -58,6 +68,7 @@ class NativeAgent:
                 _natural("block_stride_bytes", pool.block_stride_bytes),
                 _natural("block_tokens", pool.block_tokens),
                 pool.fingerprint,
+                _region(pool),
             )
 
     def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
@@ -120,6 +131,14 @@ class NativeAgent:
         self._agent.close()
 
 
+def share_memory(size: int) -> SharedMemory:
+    """Reserve memory for a pool that peers on this host read directly. Raises ConfigurationError without memory."""
+    try:
+        return baton_native.Region(size)
+    except RuntimeError as failure:
+        raise ConfigurationError(f"there is no shared memory for the pool: {failure}") from failure
+
+
 @contextmanager
 def _typed_failure() -> Generator[None]:
     try:
@@ -132,6 +151,12 @@ def _checked(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a lease key has {KEY_BYTES} bytes, not {len(key)}")
     return bytes(key)
+
+
+def _region(pool: Pool) -> baton_native.Region | None:
+    if pool.region is None or isinstance(pool.region, baton_native.Region):
+        return pool.region
+    raise ValueError("the pool's region was not made by share_memory")
 
 
 def _natural(name: str, value: int) -> int:
@@ -156,5 +181,6 @@ def _event(report: baton_native.Report) -> TransferEvent:
         waiting_s=report.waiting_s,
         moving_s=report.moving_s,
         backend=report.backend,
+        declined=report.declined,
         restarts=report.restarts,
     )

@@ -48,6 +48,7 @@ void bind_values(nb::module_& m) {
       .def_ro("waiting_s", &Report::waiting_s)
       .def_ro("moving_s", &Report::moving_s)
       .def_ro("backend", &Report::backend)
+      .def_ro("declined", &Report::declined)
       .def_ro("restarts", &Report::restarts);
   nb::class_<Stats>(m, "Stats")
       .def_ro("leases", &Stats::leases)
@@ -101,14 +102,17 @@ void bind_happenings(nb::module_& m) {
   nb::class_<Served>(m, "Served")
       .def(nb::init<ConnectionId, PullId, std::uint32_t, std::int32_t, std::uint32_t>(), "connection"_a, "pull"_a,
            "sequence"_a, "slot"_a, "crc"_a);
+  nb::class_<Granted>(m, "Granted")
+      .def(nb::init<ConnectionId, PullId, std::uint32_t, std::uint32_t, Blob>(), "connection"_a, "pull"_a, "sequence"_a,
+           "crc"_a, "where"_a);
   nb::class_<Placed>(m, "Placed")
       .def(nb::init<ConnectionId, PullId, std::uint32_t, std::int32_t, std::uint32_t>(), "connection"_a, "pull"_a,
            "sequence"_a, "slot"_a, "crc"_a);
   nb::class_<PlacingStopped>(m, "PlacingStopped").def(nb::init<PullId>(), "pull"_a);
   nb::class_<BackendOffered>(m, "BackendOffered")
-      .def(nb::init<ConnectionId, bool, Blob>(), "connection"_a, "ok"_a, "offer"_a);
+      .def(nb::init<ConnectionId, bool, Blob, std::string>(), "connection"_a, "ok"_a, "offer"_a, "why"_a = "");
   nb::class_<BackendAccepted>(m, "BackendAccepted")
-      .def(nb::init<ConnectionId, bool, Blob>(), "connection"_a, "ok"_a, "proof"_a);
+      .def(nb::init<ConnectionId, bool, Blob, std::string>(), "connection"_a, "ok"_a, "proof"_a, "why"_a = "");
   nb::class_<BackendChecked>(m, "BackendChecked").def(nb::init<ConnectionId, bool>(), "connection"_a, "ok"_a);
 }
 
@@ -133,7 +137,8 @@ void bind_actions(nb::module_& m) {
       .def_ro("sequence", &Place::sequence)
       .def_ro("slot", &Place::slot)
       .def_ro("layer", &Place::layer)
-      .def_ro("blocks", &Place::blocks);
+      .def_ro("blocks", &Place::blocks)
+      .def_ro("where", &Place::where);
   nb::class_<Discard>(m, "Discard").def_ro("connection", &Discard::connection);
   nb::class_<StopPlacing>(m, "StopPlacing").def_ro("pull", &StopPlacing::pull);
   nb::class_<OfferBackend>(m, "OfferBackend")

@@ -88,7 +88,9 @@ void Sink::shut_down() {
 
 void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
   pull.keep_alive_s = pull.progress_s = now_s;
-  pull.backend = peers_.at(pull.endpoint).backend;
+  const Peer& peer = peers_.at(pull.endpoint);
+  pull.backend = peer.backend;
+  pull.declined = peer.declined;
   out_.send(connection, frames::Ask{.pull = pull.id,
                                     .key = pull.key,
                                     .first_block = pull.first_block,
@@ -153,36 +155,51 @@ void Sink::on_keep_alive_answer(double now_s, ConnectionId connection, const fra
   if (Pull* pull = pull_on(connection, frame.pull)) pull->progress_s = now_s;
 }
 
+Sink::Chunk* Sink::chunk_on(ConnectionId connection, Pull* pull, std::uint32_t sequence) {
+  if (pull == nullptr) return nullptr;
+  const auto chunk = pull->in_flight.find(sequence);
+  return chunk == pull->in_flight.end() || chunk->second.connection != connection ? nullptr : &chunk->second;
+}
+
 bool Sink::on_data(double now_s, const DataArrived& data) {
   Pull* pull = pull_on(data.connection, data.pull);
-  const auto chunk = pull == nullptr ? std::map<std::uint32_t, Chunk>::iterator{} : pull->in_flight.find(data.sequence);
-  if (pull == nullptr || chunk == pull->in_flight.end()) {
+  Chunk* chunk = chunk_on(data.connection, pull, data.sequence);
+  if (chunk == nullptr) {
     out_.put(Discard{data.connection});  // It crossed a cancellation or a restart.
     return data.bytes <= chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
   }
-  if (chunk->second.placing || chunk->second.run.blocks * geometry_.block_bytes != data.bytes) return false;
+  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;
   pull->progress_s = now_s;
-  place(*pull, data.sequence, chunk->second, data.connection);
+  place(*pull, data.sequence, *chunk);
+  return true;
+}
+
+bool Sink::on_grant(double now_s, ConnectionId connection, const frames::Grant& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  Chunk* chunk = chunk_on(connection, pull, frame.sequence);
+  if (chunk == nullptr) return true;
+  if (chunk->placing) return false;
+  chunk->granted = true;
+  pull->progress_s = now_s;
+  place(*pull, frame.sequence, *chunk, frame.where);
   return true;
 }
 
 bool Sink::on_chunk_end(double now_s, ConnectionId connection, const frames::ChunkEnd& frame) {
   Pull* pull = pull_on(connection, frame.pull);
-  const auto chunk =
-      pull == nullptr ? std::map<std::uint32_t, Chunk>::iterator{} : pull->in_flight.find(frame.sequence);
-  if (pull == nullptr || chunk == pull->in_flight.end()) {
+  Chunk* chunk = chunk_on(connection, pull, frame.sequence);
+  if (chunk == nullptr) {
     if (frame.slot >= 0) out_.send(connection, frames::CreditSlot{frame.slot});
     return true;
   }
-  Chunk& state = chunk->second;
-  if (state.ended || (frame.slot < 0 && !state.placed) || (frame.slot >= 0 && state.placing)) return false;
-  state.ended = true;
-  state.slot = frame.slot;
-  state.trailer_crc = frame.crc;
-  state.trailer_generation = frame.generation;
+  if (chunk->ended || (frame.slot < 0 && !chunk->placed) || (frame.slot >= 0 && chunk->placing)) return false;
+  chunk->ended = true;
+  chunk->slot = frame.slot;
+  chunk->trailer_crc = frame.crc;
+  chunk->trailer_generation = frame.generation;
   pull->progress_s = now_s;
   if (frame.slot >= 0) {
-    place(*pull, frame.sequence, state, connection);
+    place(*pull, frame.sequence, *chunk);
   } else {
     judge(now_s, *pull, frame.sequence);
   }
@@ -224,7 +241,7 @@ void Sink::request_more(double now_s, Pull& pull) {
 
 void Sink::request(Pull& pull, ConnectionId connection, const Run& run) {
   const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
-  pull.in_flight[sequence] = Chunk{.run = run};
+  pull.in_flight[sequence] = Chunk{.run = run, .connection = connection};
   out_.send(connection, frames::Request{.pull = pull.id,
                                         .generation = pull.generation,
                                         .sequence = sequence,
@@ -233,15 +250,16 @@ void Sink::request(Pull& pull, ConnectionId connection, const Run& run) {
                                         .blocks = run.blocks});
 }
 
-void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, ConnectionId connection) {
+void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where) {
   chunk.placing = true;
   const auto first = pull.blocks.begin() + chunk.run.first;
-  out_.put(Place{.connection = connection,
+  out_.put(Place{.connection = chunk.connection,
                  .pull = pull.id,
                  .sequence = sequence,
                  .slot = chunk.slot,
                  .layer = chunk.run.layer,
-                 .blocks = {first, first + chunk.run.blocks}});
+                 .blocks = {first, first + chunk.run.blocks},
+                 .where = std::move(where)});
 }
 
 void Sink::on_placed(double now_s, const Placed& placed) {
@@ -253,6 +271,7 @@ void Sink::on_placed(double now_s, const Placed& placed) {
   chunk->second.placed = true;
   chunk->second.placed_crc = placed.crc;
   pull.progress_s = now_s;
+  if (chunk->second.granted) out_.send(placed.connection, frames::Fetched{placed.pull, placed.sequence});
   if (chunk->second.ended) judge(now_s, pull, placed.sequence);
 }
 
@@ -303,6 +322,7 @@ Report Sink::report_of(const Pull& pull, ReportKind kind) const {
           .waiting_s = pull.waiting_s,
           .moving_s = pull.moving_s,
           .backend = pull.backend,
+          .declined = pull.declined,
           .restarts = pull.restarts};
 }
 

@@ -14,6 +14,8 @@
 
 namespace baton::transfer {
 
+class Handshake;
+
 class Sink {
  public:
   Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats);
@@ -26,7 +28,7 @@ class Sink {
 
   // Connections to sources.
   [[nodiscard]] std::uint64_t expected_incarnation(ConnectionId connection) const;
-  void on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum);
+  void on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
   void on_refused(ConnectionId connection, Cause cause, const std::string& detail);
   void on_closed(double now_s, ConnectionId connection, const std::string& detail);
 
@@ -37,6 +39,7 @@ class Sink {
   void on_ended(ConnectionId connection, const frames::Ended& frame);
   void on_keep_alive_answer(double now_s, ConnectionId connection, const frames::KeepAliveAnswer& frame);
   [[nodiscard]] bool on_chunk_end(double now_s, ConnectionId connection, const frames::ChunkEnd& frame);
+  [[nodiscard]] bool on_grant(double now_s, ConnectionId connection, const frames::Grant& frame);
   [[nodiscard]] bool on_data(double now_s, const DataArrived& data);
 
   void on_placed(double now_s, const Placed& placed);
@@ -55,7 +58,9 @@ class Sink {
   };
   struct Chunk {
     Run run;
+    ConnectionId connection = 0;  // On which it was asked for.
     std::int32_t slot = -1;
+    bool granted = false;
     bool placing = false;
     bool placed = false;
     bool ended = false;
@@ -71,6 +76,7 @@ class Sink {
     bool ready = false;
     bool checksum = true;
     std::string backend;
+    std::string declined;
     double give_up_s = 0;  // While not ready.
     double retry_s = 0;    // While without a connection.
     double idle_since_s = 0;
@@ -108,6 +114,7 @@ class Sink {
     double moving_s = 0;
     std::uint32_t restarts = 0;
     std::string backend;
+    std::string declined;
     Cause cause = Cause::none;
     std::string detail;
   };
@@ -115,12 +122,13 @@ class Sink {
   Peer& peer_of(double now_s, const std::string& endpoint);
   Peer* peer_on(ConnectionId connection);
   Pull* pull_on(ConnectionId connection, PullId id);
+  Chunk* chunk_on(ConnectionId connection, Pull* pull, std::uint32_t sequence);
   void connect(Peer& peer);
   void ask(double now_s, Pull& pull, ConnectionId connection);
   [[nodiscard]] std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer) const;
   void request_more(double now_s, Pull& pull);
   void request(Pull& pull, ConnectionId connection, const Run& run);
-  void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, ConnectionId connection);
+  void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where = {});
   void judge(double now_s, Pull& pull, std::uint32_t sequence);
   void report_progress(Pull& pull);
   void finish(double now_s, Pull& pull);

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "transfer/endpoint.h"
+#include "transfer/handshake.h"
 #include "transfer/pull.h"
 
 namespace baton::transfer {
@@ -41,12 +42,13 @@ std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
   return found == endpoints_.end() ? 0 : peers_.at(found->second).incarnation;
 }
 
-void Sink::on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum) {
+void Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
   Peer* peer = peer_on(connection);
   if (peer == nullptr) return;
   peer->ready = true;
-  peer->backend = backend;
-  peer->checksum = checksum;
+  peer->backend = handshake.backend();
+  peer->checksum = handshake.checksum();
+  peer->declined = handshake.declined();
   peer->idle_since_s = now_s;
   for (const frames::Release& release : std::exchange(peer->releases, {})) out_.send(connection, release);
   for (auto& [id, pull] : pulls_) {

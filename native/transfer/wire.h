@@ -22,7 +22,7 @@
 namespace baton::transfer {
 
 inline constexpr std::uint32_t kMagic = 0x4E544142;  // "BATN"
-inline constexpr std::uint16_t kVersion = 1;
+inline constexpr std::uint16_t kVersion = 2;
 inline constexpr std::size_t kLengthBytes = 4;
 inline constexpr std::size_t kFrameBytesMax = 16 << 10;
 inline constexpr std::size_t kTextBytesMax = 4 << 10;
@@ -49,6 +49,8 @@ enum class FrameType : std::uint8_t {
   keep_alive,
   keep_alive_answer,
   release,
+  grant,
+  fetched,
 };
 
 namespace frames {
@@ -107,13 +109,15 @@ struct Answer {  // sink → source
   static constexpr auto type = FrameType::answer;
   bool ok = false;
   Blob proof;
-  auto fields() { return std::tie(ok, proof); }
+  std::string why;  // Not, if so.
+  auto fields() { return std::tie(ok, proof, why); }
 };
 struct Agreed {  // source → sink
   static constexpr auto type = FrameType::agreed;
   std::string backend;
   bool checksum = true;
-  auto fields() { return std::tie(backend, checksum); }
+  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons.
+  auto fields() { return std::tie(backend, checksum, declined); }
 };
 
 // A pull's life.
@@ -179,6 +183,20 @@ struct ChunkEnd {  // source → sink
   std::int32_t slot = -1;
   std::uint32_t crc = 0;
   auto fields() { return std::tie(pull, sequence, generation, slot, crc); }
+};
+// The sink may read the chunk itself, and says `fetched` when it has; then the trailer follows.
+struct Grant {  // source → sink
+  static constexpr auto type = FrameType::grant;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  Blob where;
+  auto fields() { return std::tie(pull, sequence, where); }
+};
+struct Fetched {  // sink → source
+  static constexpr auto type = FrameType::fetched;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  auto fields() { return std::tie(pull, sequence); }
 };
 struct CreditSlot {  // sink → source
   static constexpr auto type = FrameType::credit;

@@ -19,6 +19,7 @@ from transfer_world import BLOCK_TOKENS, GARBAGE, LAYERS, TERMINAL, World
 
 LEASE_BLOCKS = 7
 TOKENS = LEASE_BLOCKS * BLOCK_TOKENS
+BACKENDS = ["direct", "shm", "tcp"]
 PLACES = 3
 """Requests at a time; each has its own blocks on both sides."""
 
@@ -49,8 +50,7 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        shared_memory = self.random.random() < 0.5
-        self.world = World([make_options(), make_options()], shared_memory=shared_memory)
+        self.world = World([make_options(), make_options()], backend=self.random.choice(BACKENDS))
         self.source, self.sink = self.world.nodes
         self.corrupts = self.random.random() < 0.1
         self.source.step(core.SetFaults(self.random.choice([0.0, 0.0, 0.05]), 9 if self.corrupts else 0))
@@ -230,6 +230,7 @@ def test_the_schedules_reach_what_they_are_for() -> None:
             seen[f"{report.kind} restarted {report.backend}"] += report.restarts > 0
     for outcome in [
         "pull_done none",
+        "pull_done restarted direct",
         "pull_done restarted shm",
         "pull_done restarted tcp",
         "pull_failed cancelled",
@@ -245,13 +246,13 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         assert seen[outcome] > 0, (outcome, seen)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_equal_events_give_equal_actions(shared_memory: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_events_give_equal_actions(backend: str) -> None:
     """The core has no clock and no randomness of its own: a run can be replayed."""
 
     def run() -> list[tuple[str, str, float, float]]:
         schedule = Schedule(7)
-        schedule.world.shared_memory = shared_memory
+        schedule.world.backend = backend
         schedule.run(200)
         return [(report.kind, report.cause, report.waiting_s, report.moving_s) for report in schedule.sink.reports]
 

@@ -54,6 +54,12 @@ class Peer:
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            wait_until(self._is_stopped)  # A thread that runs goes on until the kernel comes by.
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def close(self) -> None:
         self.kill()
@@ -61,7 +67,7 @@ class Peer:
         self._stdout.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["direct", "cma", "shm", "tcp"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -88,7 +94,7 @@ def node(backend: str) -> Generator[Node]:
     options = AgentOptions(
         secret="shared", backends=(backend, "tcp"), lease_ttl_s=0.6, connect_timeout_s=0.5, stall_timeout_s=1.0
     )
-    node = Node(NativeAgent(options))
+    node = Node(NativeAgent(options), shared=backend == "direct")
     yield node
     node.agent.close()
 
@@ -202,6 +208,26 @@ def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer) -> N
     sink.agent.close()
     assert (done.kind, done.backend) == (EventKind.PULL_DONE, "tcp")
     assert sink.holds(SINK_BLOCKS, seed=1)
+
+
+def test_what_does_not_work_is_named(start_peer: StartPeer) -> None:
+    """The source's pool is its own, and the sink cannot be shown it directly: the next way, and the reason."""
+    sink = Node(NativeAgent(AgentOptions(secret="shared")))
+    peer = start_peer("cma,shm,tcp")
+    peer.lease(seed=1)
+    pull(sink, peer.endpoint)
+    peer.ready(-1)
+    done = sink.wait_end(KEY)
+    assert (done.kind, done.backend, done.declined) == (EventKind.PULL_DONE, "cma", "")
+    other = Node(NativeAgent(AgentOptions(secret="shared")))
+    other.offer(lease_key("request", 1), SOURCE_BLOCKS, seed=2)
+    sink.agent.pull(
+        lease_key("request", 1), other.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0
+    )
+    done = sink.wait_end(lease_key("request", 1))
+    sink.agent.close()
+    other.agent.close()
+    assert (done.backend, done.declined) == ("cma", "direct: the source's pool does not lie in a region")
 
 
 def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:

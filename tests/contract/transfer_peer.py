@@ -18,7 +18,7 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str) -> None:
     if int(file_bytes_max):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes_max), int(file_bytes_max)))
     options = AgentOptions(secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s))
-    node = Node(NativeAgent(options))
+    node = Node(NativeAgent(options), shared="direct" in options.backends)
     agent = node.agent
 
     def lease(key: str, blocks: str, seed: str) -> None:

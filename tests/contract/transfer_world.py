@@ -45,7 +45,10 @@ class End:
     read: list[Label] = field(default_factory=list[Label])
     payload: Data | None = None
     """Announced to the core, which has not said where it goes, or is being written."""
-    writing: deque[tuple[core.Place, list[Label]]] = field(default_factory=deque[tuple[core.Place, list[Label]]])
+    writing: deque[tuple[core.Place, list[Label] | None]] = field(
+        default_factory=deque[tuple[core.Place, list[Label] | None]]
+    )
+    """With what is written; None: that is read from the source's pool as it is written."""
     written: int = 0
     slots: dict[int, list[Label]] = field(default_factory=dict[int, list[Label]])
     """Of the ring that this end serves from: what is in use."""
@@ -125,13 +128,16 @@ class Node:
                 del end.slots[action.slot]
             case core.Place():
                 assert self.world.may_write(self, action.blocks), "a write after the pull's end was reported"
-                labels = end.payload.labels if end.payload else self.world.slot(end, action.slot)
-                end.writing.append((action, list(labels)))
+                if action.where:
+                    labels = None
+                else:
+                    labels = list(end.payload.labels if end.payload else self.world.slot(end, action.slot))
+                end.writing.append((action, labels))
             case core.Discard():
                 end.payload = None
             case core.OfferBackend():
-                ok = self.world.shared_memory
-                self.world.queue.append((self, core.BackendOffered(end.connection, ok, b"ring")))
+                ok = self.world.backend == action.backend
+                self.world.queue.append((self, core.BackendOffered(end.connection, ok, b"offer", "not here")))
             case core.AcceptBackend():
                 self.world.queue.append((self, core.BackendAccepted(end.connection, True, b"proof")))
             case core.CheckBackend():
@@ -141,9 +147,10 @@ class Node:
 
 
 class World:
-    def __init__(self, sources: list[core.Options], *, shared_memory: bool) -> None:
+    def __init__(self, sources: list[core.Options], *, backend: str) -> None:
         self.now_s = 100.0
-        self.shared_memory = shared_memory
+        self.backend = backend
+        """What works between these nodes: "direct" (or any that is one-sided), "shm" or "tcp"."""
         self.queue: deque[tuple[Node, core.Event]] = deque()
         self.nodes = [Node(self, number, options) for number, options in enumerate(sources)]
         self.reachable = True
@@ -222,7 +229,7 @@ class World:
         return True
 
     def has_slot(self, end: End) -> bool:
-        return end.backend == "tcp" or len(end.slots) < SLOTS
+        return end.backend != "shm" or len(end.slots) < SLOTS
 
     def deliver(self, end: End) -> None:
         message = end.arriving.popleft()
@@ -242,6 +249,11 @@ class World:
         labels, end.read = end.read, []
         end.reading.popleft()
         crc = crc_of(labels)
+        if end.backend == "direct":
+            crc ^= chunk.corrupt
+            where = bytes(chunk.blocks)
+            end.node.step(core.Granted(end.connection, chunk.pull, chunk.sequence, crc, where))
+            return
         if chunk.corrupt:
             labels = [GARBAGE, *labels[1:]]
         slot = -1
@@ -257,16 +269,22 @@ class World:
         placing, labels = end.writing[0]
         block = placing.blocks[end.written]
         assert self.may_write(end.node, [block]), "a write after the pull's end was reported"
-        end.node.pool[placing.layer][block] = labels[end.written]
+        end.node.pool[placing.layer][block] = self.label(end, placing, labels)
         end.written += 1
         if end.written < len(placing.blocks):
             return
         end.writing.popleft()
         end.written = 0
         crc = crc_of([end.node.pool[placing.layer][block] for block in placing.blocks])
-        if placing.slot < 0:
+        if labels is not None and placing.slot < 0:
             end.payload = None
         end.node.step(core.Placed(end.connection, placing.pull, placing.sequence, placing.slot, crc))
+
+    def label(self, end: End, placing: core.Place, labels: list[Label] | None) -> Label:
+        if labels is not None:
+            return labels[end.written]
+        assert end.peer is not None
+        return end.peer.node.pool[placing.layer][placing.where[end.written]]
 
     def tick(self, duration_s: float) -> None:
         self.now_s += duration_s

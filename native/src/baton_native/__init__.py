@@ -4,6 +4,7 @@ from baton_native import core
 from baton_native._core import (
     Agent,
     Options,
+    Region,
     Report,
     Stats,
     blake3,
@@ -16,6 +17,7 @@ from baton_native._core import (
 __all__ = [
     "Agent",
     "Options",
+    "Region",
     "Report",
     "Stats",
     "blake3",

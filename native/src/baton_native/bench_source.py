@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_native import Agent, Options
+from baton_native import Agent, Options, Region
 
 BLOCK_TOKENS = 16
 STREAM_PIECE_BYTES = 1 << 20
@@ -42,10 +42,15 @@ class Shape:
 class Memory:
     """Memory for one shape; `stamp` marks both ends of each block with where it belongs."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, *, shared: bool = False) -> None:
         self.shape = shape
-        self.view = memoryview(mmap.mmap(-1, shape.bytes))
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        self.region = Region(shape.bytes) if shared else None
+        if self.region is None:
+            self.view = memoryview(mmap.mmap(-1, shape.bytes))
+            self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.view))
+        else:
+            self.address = self.region.address
+            self.view = memoryview((ctypes.c_char * shape.bytes).from_address(self.address)).cast("B")
         ctypes.memset(self.address, 7, shape.bytes)
 
     def _stamps(self, order: Sequence[int]) -> list[tuple[int, bytes]]:
@@ -72,7 +77,9 @@ class Memory:
     def lend_to(self, agent: Agent) -> None:
         shape = self.shape
         addresses = [self.address + layer * shape.blocks * shape.block_bytes for layer in range(shape.layers)]
-        agent.set_pool(addresses, shape.blocks, shape.block_bytes, shape.block_bytes, BLOCK_TOKENS, "bench")
+        agent.set_pool(
+            addresses, shape.blocks, shape.block_bytes, shape.block_bytes, BLOCK_TOKENS, "bench", self.region
+        )
 
 
 def make_agent(backend: str, checksum: bool) -> Agent:
@@ -101,11 +108,14 @@ class Source:
         """Take memory for a shape, and an agent for each path."""
         for agent in self.agents:
             agent.close()
-        self.memory, self.order = Memory(Shape(*shape)), order
+        # The engine's own memory, and a pool that lies in a region of ours.
+        self.memory, own_pool = Memory(Shape(*shape)), Memory(Shape(*shape), shared=True)
+        self.order = order
         self.memory.stamp(order)
+        own_pool.stamp(order)
         self.agents = [make_agent(*path) for path in paths]
-        for agent in self.agents:
-            self.memory.lend_to(agent)
+        for agent, (backend, _) in zip(self.agents, paths, strict=True):
+            (own_pool if backend == "direct" else self.memory).lend_to(agent)
         return {"address": self.memory.address, "endpoints": [agent.endpoint for agent in self.agents]}
 
     def open(self, path: int, key: str, ready: bool) -> dict[str, Any]:
