@@ -43,6 +43,7 @@ class NativeAgent:
         native.stall_timeout_s = options.stall_timeout_s
         native.delay_s = options.faults.delay_s
         native.corrupt_every = options.faults.corrupt_every
+        native.silent = options.faults.silent
         if not 0 <= options.port <= 65535:
             raise ValueError(f"{options.port} is no port")
         try:
@@ -125,7 +126,7 @@ class NativeAgent:
 
     def set_faults(self, faults: Faults) -> None:
         with _typed_failure():
-            self._agent.set_faults(faults.delay_s, _natural("corrupt_every", faults.corrupt_every))
+            self._agent.set_faults(faults.delay_s, _natural("corrupt_every", faults.corrupt_every), faults.silent)
 
     def close(self) -> None:
         self._agent.close()

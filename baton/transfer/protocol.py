@@ -60,6 +60,8 @@ class Faults:
     """Each pull's first bytes are held back at the source for this long."""
     corrupt_every: int = 0
     """Flip one bit of every n-th data chunk, after its checksum was taken. 0: never."""
+    silent: bool = False
+    """The sink sends no keep-alives, so that its leases expire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,11 +71,11 @@ class AgentOptions:
     """0: any free port."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
-    backends: tuple[str, ...] = ("direct", "cma", "shm", "tcp")
+    backends: tuple[str, ...] = ("direct", "shm", "cma", "tcp")
     """In order of preference; the handshake takes the first that works between both processes.
 
-    direct: the sink maps the source's `Pool.region`; cma: it reads the source's memory through the kernel, which
-    other processes of this user then may, too; shm: through a ring of shared memory; tcp.
+    direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
+    memory through the kernel, which other processes of this user then may, too; tcp.
     """
     checksum: bool = True
     lease_ttl_s: float = 5.0

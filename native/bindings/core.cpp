@@ -35,6 +35,9 @@ void bind_values(nb::module_& m) {
           "corrupt_every", [](const Options& o) { return o.faults.corrupt_every; },
           [](Options& o, std::uint32_t value) { o.faults.corrupt_every = value; })
       .def_prop_rw(
+          "silent", [](const Options& o) { return o.faults.silent; },
+          [](Options& o, bool value) { o.faults.silent = value; })
+      .def_prop_rw(
           "chunk_bytes", [](const Options& o) { return o.limits.chunk_bytes; },
           [](Options& o, std::uint32_t value) { o.limits.chunk_bytes = value; });
   nb::class_<Report>(m, "Report")
@@ -84,10 +87,10 @@ void bind_commands(nb::module_& m) {
   nb::class_<SetFaults>(m, "SetFaults")
       .def(
           "__init__",
-          [](SetFaults* self, double delay_s, std::uint32_t corrupt_every) {
-            new (self) SetFaults{{delay_s, corrupt_every}};
+          [](SetFaults* self, double delay_s, std::uint32_t corrupt_every, bool silent) {
+            new (self) SetFaults{{delay_s, corrupt_every, silent}};
           },
-          "delay_s"_a, "corrupt_every"_a);
+          "delay_s"_a, "corrupt_every"_a, "silent"_a = false);
   nb::class_<Shutdown>(m, "Shutdown").def(nb::init<>());
 }
 

@@ -59,7 +59,8 @@ frames::Identity Handshake::identity() const {
           .block_tokens = geometry_.block_tokens,
           .chunk_blocks = geometry_.block_bytes == 0 ? 0 : chunk_blocks(geometry_, options_.limits),
           .backends = join(options_.backends),
-          .checksum = options_.checksum};
+          .checksum = options_.checksum,
+          .lease_ttl_ms = static_cast<std::uint32_t>(std::clamp(options_.lease_ttl_s * 1000, 1.0, 1e9))};
 }
 
 Digest Handshake::proof(Side of, const frames::Identity& identity) const {
@@ -202,6 +203,7 @@ Handshake::Outcome Handshake::on_welcome(const frames::Welcome& welcome, Outbox&
     cause_ = Cause::unreachable;
     return Outcome::refused;
   }
+  lease_ttl_s_ = welcome.identity.lease_ttl_ms / 1000.0;
   step_ = Step::backends;
   return Outcome::going;
 }

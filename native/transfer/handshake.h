@@ -38,6 +38,8 @@ class Handshake {
   [[nodiscard]] bool agreed() const { return step_ == Step::agreed; }
   [[nodiscard]] const std::string& backend() const { return backend_; }
   [[nodiscard]] bool checksum() const { return checksum_; }
+  // Sink, once agreed: how long the source's leases live without a word.
+  [[nodiscard]] double lease_ttl_s() const { return lease_ttl_s_; }
   [[nodiscard]] const std::string& declined() const { return declined_; }
   // After `refused`: why, and under which cause pulls fail.
   [[nodiscard]] const std::string& detail() const { return detail_; }
@@ -71,6 +73,7 @@ class Handshake {
   std::string backend_;
   bool checksum_ = true;
   std::string declined_;
+  double lease_ttl_s_ = 0;
   std::string detail_;
   Cause cause_ = Cause::none;
 };

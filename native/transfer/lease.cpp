@@ -212,9 +212,11 @@ void Source::tell_ready(const Lease& lease, const ReaderId& id, std::uint16_t la
 bool Source::refuse_if_short(Lease& lease, const ReaderId& id) {
   const std::uint32_t wanted = readers_.at(id).ask.tokens;
   if (!lease.complete_tokens || wanted <= *lease.complete_tokens) return false;
-  out_.send(id.first, frames::Ended{id.second, Cause::refused,
-                                    "the sink wants " + std::to_string(wanted) + " tokens, the whole lease has " +
-                                        std::to_string(*lease.complete_tokens)});
+  out_.send(id.first, frames::Ended{.pull = id.second,
+                                    .cause = Cause::refused,
+                                    .detail = "the sink wants " + std::to_string(wanted) +
+                                              " tokens, the whole lease has " + std::to_string(*lease.complete_tokens),
+                                    .held = true});
   stop_serving(id);
   std::erase(lease.readers, id);
   readers_.erase(id);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <stdexcept>
 
 namespace baton::transfer {
@@ -18,8 +19,9 @@ std::string seconds(double duration_s) {
 Sink::Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats)
     : options_(options), geometry_(geometry), out_(out), stats_(stats) {}
 
-double Sink::keep_alive_interval_s() const {
-  return std::min(1.0, options_.lease_ttl_s / 3);
+double Sink::keep_alive_interval_s(const Peer& peer) const {
+  if (options_.faults.silent) return std::numeric_limits<double>::infinity();
+  return std::clamp(peer.lease_ttl_s / 3, 0.02, 1.0);
 }
 
 // ---------------------------------------------------------------- the owner's commands
@@ -53,6 +55,11 @@ void Sink::pull(double now_s, const StartPull& command) {
   if (by_key_.contains(command.key)) refuse("this key is being pulled already");
   if (pulls_.size() >= options_.limits.pulls) refuse("too many pulls are running");
   Peer& peer = peer_of(now_s, command.endpoint);
+  if (peer.lingering) {
+    peer.lingering = false;
+    peer.give_up_s = now_s + options_.connect_timeout_s;
+    out_.wake_at(peer.give_up_s);
+  }
 
   Pull pull;
   pull.id = next_pull_++;
@@ -96,7 +103,7 @@ void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
                                     .first_block = pull.first_block,
                                     .blocks = static_cast<std::uint32_t>(pull.blocks.size()),
                                     .tokens = pull.tokens});
-  out_.wake_at(now_s + keep_alive_interval_s());
+  out_.wake_at(now_s + keep_alive_interval_s(peer));
 }
 
 // A pull that is fencing or waits for its writes to stop takes nothing from its source.
@@ -148,7 +155,7 @@ void Sink::on_revoked(ConnectionId connection, const frames::Revoked& frame) {
 void Sink::on_ended(ConnectionId connection, const frames::Ended& frame) {
   Pull* pull = pull_on(connection, frame.pull);
   if (pull == nullptr) return;
-  fail(*pull, frame.cause == Cause::none ? Cause::expired : frame.cause, frame.detail);
+  fail(*pull, frame.cause == Cause::none ? Cause::expired : frame.cause, frame.detail, frame.held);
 }
 
 void Sink::on_keep_alive_answer(double now_s, ConnectionId connection, const frames::KeepAliveAnswer& frame) {
@@ -360,17 +367,15 @@ void Sink::restart(Pull& pull) {
   pull.stopping = true;
 }
 
-void Sink::fail(Pull& pull, Cause cause, std::string detail) {
+void Sink::fail(Pull& pull, Cause cause, std::string detail, bool held) {
   if (pull.state == State::fencing) return;
   pull.cause = cause;
   pull.detail = std::move(detail);
   pull.state = State::fencing;
   pull.in_flight.clear();
-  // What the source ended itself needs no release.
-  const bool tell = cause != Cause::refused && cause != Cause::expired && cause != Cause::unreachable;
   Peer& peer = peers_.at(pull.endpoint);
   --peer.pulls;  // A fencing pull needs its source no more; the peer may be forgotten before the fence is up.
-  if (tell) send_release(peer, pull.key, cause);
+  if (held) send_release(peer, pull.key, cause);
   if (!pull.stopping) out_.put(StopPlacing{pull.id});
   pull.stopping = true;
 }
@@ -425,7 +430,7 @@ void Sink::tick_pull(double now_s, Pull& pull) {
     out_.wake_at(give_up_s);
   }
   if (!peer.ready) return;
-  const double interval_s = keep_alive_interval_s();
+  const double interval_s = keep_alive_interval_s(peer);
   if (now_s >= pull.keep_alive_s + interval_s) {
     pull.keep_alive_s = now_s;
     out_.send(peer.connection, frames::KeepAlive{pull.id});

@@ -77,8 +77,10 @@ class Sink {
     bool checksum = true;
     std::string backend;
     std::string declined;
-    double give_up_s = 0;  // While not ready.
-    double retry_s = 0;    // While without a connection.
+    double lease_ttl_s = 0;
+    bool lingering = false;  // Only kept to deliver releases.
+    double give_up_s = 0;    // While not ready.
+    double retry_s = 0;      // While without a connection.
     double idle_since_s = 0;
     std::string lost_detail;
     std::size_t pulls = 0;                 // Not counting those that fence.
@@ -134,7 +136,8 @@ class Sink {
   void finish(double now_s, Pull& pull);
   void restart(Pull& pull);
   void forget_progress(Pull& pull);
-  void fail(Pull& pull, Cause cause, std::string detail);
+  // `held`: as far as this side knows, the source still holds the lease for this pull.
+  void fail(Pull& pull, Cause cause, std::string detail, bool held = true);
   void fail_all(const std::string& endpoint, Cause cause, const std::string& detail);
   void send_release(Peer& peer, const Key& key, Cause cause);
   void account(double now_s, Pull& pull);
@@ -142,7 +145,7 @@ class Sink {
   void erase(PullId id);
   void tick_pull(double now_s, Pull& pull);
   void tick_peers(double now_s);
-  [[nodiscard]] double keep_alive_interval_s() const;
+  [[nodiscard]] double keep_alive_interval_s(const Peer& peer) const;
 
   const Options& options_;
   const Geometry& geometry_;

@@ -212,6 +212,7 @@ void Agent::run_until_stopped() {
     const int count = ::epoll_wait(epoll_fd_, ready, 64, more ? 0 : timeout_ms());
     if (count < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "epoll_wait");
     for (int i = 0; i < count; ++i) on_ready(ready[i].data.u64, ready[i].events);
+    resume_accepting();
     step({});
   }
 }
@@ -220,7 +221,8 @@ int Agent::timeout_ms() {
   const std::lock_guard lock(mutex_);
   if (!actions_.empty() || !happened_.empty()) return 0;
   if (stopping_) return 10;
-  const double left_s = core_.wake_s() - now_s();
+  const double wake_s = accept_again_s_ == 0 ? core_.wake_s() : std::min(core_.wake_s(), accept_again_s_);
+  const double left_s = wake_s - now_s();
   if (left_s <= 0) return 0;
   return left_s > 3600 ? -1 : static_cast<int>(std::ceil(left_s * 1000));
 }

@@ -52,6 +52,7 @@ class Agent {
   // What epoll says of the agent's own descriptors; every other token is a connection's id.
   static constexpr std::uint64_t kListenToken = ~std::uint64_t{0};
   static constexpr std::uint64_t kWakeToken = kListenToken - 1;
+  static constexpr double kAcceptPauseS = 0.1;
   static constexpr const char* kBrokenProtocol = "the peer broke the protocol";
 
   static double now_s();
@@ -74,6 +75,8 @@ class Agent {
   [[nodiscard]] bool advance_all();
   void on_ready(std::uint64_t token, std::uint32_t events);
   void accept_all();
+  void pause_accepting();
+  void resume_accepting();
   void finish_connect(ConnectionId id, Connection& connection);
   void read(ConnectionId id);
   void flush_all();
@@ -102,6 +105,7 @@ class Agent {
   std::vector<ConnectionId> dirty_;    // Have something to send.
   std::vector<ConnectionId> working_;  // May have chunks to copy.
   ConnectionId next_accepted_ = 1;
+  double accept_again_s_ = 0;  // 0: newcomers are watched for.
   std::size_t reports_max_;
   std::thread thread_;
 };

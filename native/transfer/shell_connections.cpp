@@ -121,7 +121,10 @@ void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
 void Agent::accept_all() {
   while (true) {
     const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;  // None is left, or it is gone again.
+    if (fd < 0) {
+      const bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      return short_of ? pause_accepting() : void();  // Else none is left, or it is gone again.
+    }
     tune(fd);
     const ConnectionId id = next_accepted_;
     next_accepted_ += 2;
@@ -130,6 +133,19 @@ void Agent::accept_all() {
     watch(id, connection, EPOLLIN);
     happened_.push_back(Accepted{id});
   }
+}
+
+// Without a free descriptor whoever waits cannot be accepted, and epoll would say so without end.
+void Agent::pause_accepting() {
+  ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listen_fd_, nullptr);
+  accept_again_s_ = now_s() + kAcceptPauseS;
+}
+
+void Agent::resume_accepting() {
+  if (accept_again_s_ == 0 || now_s() < accept_again_s_) return;
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListenToken}};
+  const bool watched = ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, listen_fd_, &event) == 0;
+  accept_again_s_ = watched ? 0 : now_s() + kAcceptPauseS;
 }
 
 void Agent::finish_connect(ConnectionId id, Connection& connection) {

@@ -78,8 +78,10 @@ struct Identity {
   std::uint32_t chunk_blocks = 0;
   std::string backends;  // Joined by commas, the preferred first.
   bool checksum = true;
+  std::uint32_t lease_ttl_ms = 0;  // Of the leases of this side.
   auto fields() {
-    return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum);
+    return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum,
+                    lease_ttl_ms);
   }
 };
 struct Identify {  // sink → source
@@ -155,7 +157,8 @@ struct Ended {  // source → sink
   PullId pull = 0;
   Cause cause = Cause::none;
   std::string detail;
-  auto fields() { return std::tie(pull, cause, detail); }
+  bool held = false;  // The lease goes on, and ends sooner by a release than by its time.
+  auto fields() { return std::tie(pull, cause, detail, held); }
 };
 struct Request {  // sink → source
   static constexpr auto type = FrameType::request;

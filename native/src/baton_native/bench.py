@@ -36,7 +36,7 @@ SHAPES = (
     Shape("1 MiB", 8, 32, 1 << 20),
     REQUEST,
 )
-PATHS = tuple(itertools.product(("direct", "cma", "shm", "tcp"), (False, True)))
+PATHS = tuple(itertools.product(("direct", "shm", "cma", "tcp"), (False, True)))
 STREAMS = (1, 4)
 REPEATS = 7
 WAIT_S = 60.0
@@ -67,9 +67,10 @@ Results = dict[str, dict[str, Samples]]
 class SourceProcess:
     """The child that is pulled from."""
 
-    def __init__(self, core: int) -> None:
+    def __init__(self, core: int | None) -> None:
+        """`core`: the only one that it uses; None: any."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "baton_native.bench_source", str(core)],
+            [sys.executable, "-m", "baton_native.bench_source", *([] if core is None else [str(core)])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

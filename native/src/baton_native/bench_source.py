@@ -168,7 +168,8 @@ class Source:
 
 
 def main() -> None:
-    pin(int(sys.argv[1]))
+    if len(sys.argv) > 1:
+        pin(int(sys.argv[1]))
     source = Source()
     for line in sys.stdin:
         command = json.loads(line)
