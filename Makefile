@@ -21,7 +21,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up test test-fast test-engines check format lock clean environment environment-vllm bench-interference bench-overlap environment-vllm-cuda
+.PHONY: help up test test-fast test-engines check format lock clean environment environment-vllm bench-transfer bench-interference bench-overlap environment-vllm-cuda
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -31,7 +31,7 @@ help:
 	@echo 'make test          set up everything and run all tests'
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines'
-	@echo 'make bench-…       interference, overlap: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       interference, overlap, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -72,6 +72,9 @@ test-engines: environment-vllm
 
 bench-interference bench-overlap: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
+
+bench-transfer: environment
+	.venv/bin/python -m benchmarks.transfer
 
 # Types are checked where every package is: the environment with vLLM.
 check: environment-vllm

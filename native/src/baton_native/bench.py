@@ -21,7 +21,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,10 @@ class Samples:
         return statistics.median(self.cpu_s) / self.bytes * 1e9
 
 
+Peer = Callable[[], tuple[float, float]]
+"""Moves what one of our pulls moves; returns wall and CPU seconds."""
+StartPeers = Callable[[Shape, Sequence[int], Sequence[int]], AbstractContextManager[dict[str, Peer]]]
+"""For a shape, and the order of the blocks at sink and source."""
 Results = dict[str, dict[str, Samples]]
 """By shape and path."""
 
@@ -133,18 +138,18 @@ class Bench:
         self.shape = shape
         # A fixed order, so that runs can be compared; scattered, as blocks of a busy engine are.
         self.order = random.Random(1).sample(range(shape.blocks), shape.blocks)
-        their_order = random.Random(2).sample(range(shape.blocks), shape.blocks)
+        self.their_order = random.Random(2).sample(range(shape.blocks), shape.blocks)
         self.memory = Memory(shape)
         paths = list(paths)
         prepared = source.tell(
             "prepare",
             shape=[shape.name, shape.layers, shape.blocks, shape.block_bytes],
-            order=their_order,
+            order=self.their_order,
             paths=paths,
         )
         local = Memory(shape)
         every = [layer * shape.blocks + block for layer in range(shape.layers) for block in self.order]
-        theirs = [layer * shape.blocks + block for layer in range(shape.layers) for block in their_order]
+        theirs = [layer * shape.blocks + block for layer in range(shape.layers) for block in self.their_order]
         to, size = self.memory.address, shape.block_bytes
         self.ways: dict[str, Callable[[], float]] = {
             LIMIT + "memcpy": timed(lambda: copy_blocks(to, local.address, every, theirs, size)),
@@ -178,8 +183,8 @@ class Bench:
             self.source.answer()
         return took_s
 
-    def run(self, repeats: int) -> dict[str, Samples]:
-        samples = {name: Samples(self.shape.bytes) for name in self.ways}
+    def run(self, repeats: int, peers: dict[str, Peer]) -> dict[str, Samples]:
+        samples = {name: Samples(self.shape.bytes) for name in [*self.ways, *peers]}
         for repeat in range(repeats + 1):
             for name, way in self.ways.items():
                 began_s = time.process_time() + self.source.cpu_s()
@@ -188,6 +193,11 @@ class Bench:
                 if not name.startswith(LIMIT):
                     self.memory.check(self.order)
                 if repeat > 0:  # The first touches memory and opens connections.
+                    samples[name].wall_s.append(wall_s)
+                    samples[name].cpu_s.append(cpu_s)
+            for name, peer in peers.items():
+                wall_s, cpu_s = peer()
+                if repeat > 0:
                     samples[name].wall_s.append(wall_s)
                     samples[name].cpu_s.append(cpu_s)
         return samples
@@ -217,9 +227,12 @@ def wait_done(agent: Agent) -> None:
 
 
 def measure(
-    shapes: Iterable[Shape] = SHAPES, paths: Iterable[tuple[str, bool]] = PATHS, repeats: int = REPEATS
+    shapes: Iterable[Shape] = SHAPES,
+    paths: Iterable[tuple[str, bool]] = PATHS,
+    repeats: int = REPEATS,
+    start_peers: StartPeers | None = None,
 ) -> Results:
-    """Measure everything; both processes keep to a core of their own where there are two."""
+    """Measure everything in turn; both processes keep to a core of their own where there are two."""
     cores = sorted(os.sched_getaffinity(0))
     source = SourceProcess(cores[0])
     pin(cores[-1])
@@ -228,7 +241,9 @@ def measure(
         streams = RawStreams(source, max(STREAMS))
         for shape in shapes:
             bench = Bench(source, streams, shape, paths)
-            results[shape.name] = bench.run(repeats)
+            no_peers = nullcontext(dict[str, Peer]())
+            with start_peers(shape, bench.order, bench.their_order) if start_peers else no_peers as peers:
+                results[shape.name] = bench.run(repeats, peers)
             bench.close()
     finally:
         source.close()

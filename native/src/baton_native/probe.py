@@ -50,7 +50,8 @@ def main() -> None:
             )
             for number, (backend, checksum) in enumerate(paths):
                 agent = make_agent(backend, checksum)
-                Memory(shape).lend_to(agent)
+                memory = Memory(shape)
+                memory.lend_to(agent)
                 report, asked_s = pull(agent, source, number, prepared["endpoints"][number], shape)
                 agent.close()
                 works = report.kind == "pull_done"
