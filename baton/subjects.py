@@ -16,11 +16,17 @@ PLACE: Final = "baton.place"
 MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
 
+TRACES: Final = "baton.traces"
+"""To every service: `TraceQuery`, `TraceWanted`."""
+
 SCHEDULERS: Final = "schedulers"
 INDEXES: Final = "indexes"
 
 KV_STREAM: Final = "BATON_KV"
 """JetStream stream of all `kv_events` subjects."""
+
+INDEX_BUCKET: Final = "baton_kvindex"
+"""JetStream bucket with the `WriterLease` of each place that indexes write to."""
 
 KV_EVENTS_ALL: Final = "baton.kv.*"
 
@@ -46,3 +52,8 @@ def gateway(gateway: str) -> str:
 def kv_events(worker: str) -> str:
     """Worker to the index, through JetStream: `KvEvents`."""
     return f"baton.kv.{worker}"
+
+
+def trace_answers(asker: str) -> str:
+    """Services to whoever asked for a trace: `TracePage`."""
+    return f"baton.trace_answers.{asker}"

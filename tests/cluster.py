@@ -143,14 +143,25 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        """The gateway's address. It takes a free port itself: one chosen here could be taken by then."""
-        listens = re.search(r"listens on 127\.0\.0\.1 port (\d+)", self.services["gateway"].log.read_text())
-        if listens is None:
-            raise ConnectionError("the gateway does not listen yet")
-        return f"http://127.0.0.1:{listens[1]}"
+        return self.gateway_url("gateway")
+
+    def gateway_url(self, name: str) -> str:
+        """A gateway's address. It takes a free port itself: one chosen here could be taken by then."""
+        return f"http://{self._address(name, 'listens')}"
+
+    def status_address(self, name: str) -> str:
+        """Host and port of a service's status."""
+        return self._address(name, "status is served")
+
+    def _address(self, name: str, what: str) -> str:
+        # The newest line: of a service that was started again.
+        lines = re.findall(rf"{what} on (\S+) port (\d+)", self.services[name].log.read_text())
+        if not lines:
+            raise ConnectionError(f"{name} does not listen yet")
+        return ":".join(lines[-1])
 
     async def start(self, name: str, module: str, *flags: str, python: str = sys.executable) -> Service:
-        command = [python, "-m", module, "--nats-url", self.nats_url, *flags]
+        command = [python, "-m", module, "--nats-url", self.nats_url, "--status-port", "0", *flags]
         service = Service(name, command, self.folder / f"{name}.log", dict(os.environ))
         self.services[name] = service
         await service.start()
@@ -160,6 +171,9 @@ class Cluster:
         await self.start("kvindex", "baton_kvindex", "--redis-url", self.redis_url)
         await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation)
         await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", "0", *gateway_flags)
+        await self.observe()
+
+    async def observe(self) -> None:
         bus = await NatsBus.connect(self.nats_url, name="observer")
         self.bus = bus
         await bus.subscribe("baton.heartbeat", self.observer.see)
@@ -182,6 +196,12 @@ class Cluster:
             *flags,
         )
 
+    async def wait_log(self, name: str, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
+        """Wait until a service has said `text`."""
+        async with asyncio.timeout(timeout_s):
+            while text not in self.services[name].log.read_text(errors="replace"):  # noqa: ASYNC110 - another process.
+                await asyncio.sleep(0.05)
+
     async def wait_worker(self, name: str, *, timeout_s: float = 120.0) -> None:
         """Wait until one worker sends heartbeats."""
         ended = asyncio.create_task(self._ended(name))
@@ -198,7 +218,7 @@ class Cluster:
         assert process is not None, f"{name} was not started"
         await process.wait()
 
-    async def wait_ready(self, *, timeout_s: float = START_TIMEOUT_S) -> None:
+    async def wait_ready(self, *, gateway: str = "gateway", timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until every worker that was started sends heartbeats and the gateway answers /ready."""
         workers = {name for name, service in self.services.items() if "--worker" in service.command}
         give_up_at_s = time.monotonic() + timeout_s
@@ -207,7 +227,7 @@ class Cluster:
                 ready = False
                 if workers <= self.observer.heartbeats.keys():
                     with suppress(httpx.HTTPError, ConnectionError):
-                        ready = (await client.get(f"{self.url}/ready", timeout=2.0)).status_code == 200
+                        ready = (await client.get(f"{self.gateway_url(gateway)}/ready", timeout=2.0)).status_code == 200
                 if ready:
                     return
                 dead = [service for service in self.services.values() if service.process and service.process.returncode]
@@ -222,7 +242,7 @@ class Cluster:
         if self.bus is not None:
             await self.bus.close()
         # The gateway first, so that no request is retried while workers leave.
-        for service in sorted(self.services.values(), key=lambda service: service.name != "gateway"):
+        for service in sorted(self.services.values(), key=lambda service: not service.name.startswith("gateway")):
             await service.end()
 
 

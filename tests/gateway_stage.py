@@ -15,7 +15,9 @@ from baton_gateway.tokenise import Tokenizers
 
 from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import SystemClock
-from baton.telemetry import Tracing
+from baton.messages import SpanRecord
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing
 from tests.gateway_actors import Actors
 
 
@@ -24,6 +26,7 @@ class Stage(Actors):
 
     def __init__(self, settings: Settings) -> None:
         clock = SystemClock()
+        self.spans: list[SpanRecord] = []
         self.network = MemoryNetwork(clock=clock)
         super().__init__(MemoryBus(self.network, name="actors"), clock)
         self.gateway_bus = MemoryBus(self.network, name="gateway")
@@ -33,7 +36,8 @@ class Stage(Actors):
             gateway="gw-test",
             bus=self.gateway_bus,
             clock=clock,
-            tracing=Tracing("gateway"),
+            tracing=Tracing("gateway", settings, export=self.spans.append),
+            metrics=Metrics("gateway"),
             tokenizers=self.tokenizers,
             random=Random(1),
         )
@@ -43,6 +47,7 @@ class Stage(Actors):
     async def standing(self) -> AsyncGenerator[None]:
         try:
             async with self.acting(), self.gateway.running():
+                await self.gateway.tracing.answer(self.gateway_bus)
                 yield
         finally:
             self.tokenizers.close()
@@ -54,14 +59,15 @@ class Stage(Actors):
     async def serving(self) -> AsyncGenerator[None]:
         """Serve the gateway over HTTP on a free port."""
         with listen(self.gateway.settings) as listener:
-            server = make_server(make_app(self.gateway), self.gateway.settings, self.gateway.end_requests)
+            server = make_server(make_app(self.gateway), self.gateway)
+            stop = Stop()
             self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            task = asyncio.create_task(server.serve(sockets=[listener]))
+            task = asyncio.create_task(server.serve_until(stop, listener))
             try:
                 await self.wait_for(lambda: server.started)
                 yield
             finally:
-                server.should_exit = True
+                stop.asked.set()
                 await task
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import signal
 import socket
@@ -106,8 +107,10 @@ class Server:
             self.process.send_signal(signal.SIGHUP)
 
     def pause(self) -> None:
+        """Stop the process, and return once all of its threads stand still."""
         if self.process is not None:
             self.process.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
 
     def resume(self) -> None:
         if self.process is not None:
@@ -115,7 +118,7 @@ class Server:
 
 
 @contextmanager
-def _running(server: Server) -> Generator[Server]:
+def running(server: Server) -> Generator[Server]:
     try:
         server.start()
         yield server
@@ -137,7 +140,7 @@ def start_nats(*, settings: str = "", payload_bytes_max: int = 8 << 20) -> Gener
         (folder / SETTINGS_FILE).write_text(settings)
         command = [_binary("nats-server"), "-c", str(configuration)]
         # JetStream comes up after the port is open, but before the server writes its first INFO line.
-        with _running(Server("nats", command, port, folder, b"", b"INFO")) as server:
+        with running(Server("nats", command, port, folder, b"", b"INFO")) as server:
             yield server
 
 
@@ -149,5 +152,5 @@ def start_redis() -> Generator[Server]:
             *(_binary("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--dir", temporary),
             *("--save", "", "--appendonly", "yes"),
         ]
-        with _running(Server("redis", command, port, folder, b"PING\r\n", b"PONG")) as server:
+        with running(Server("redis", command, port, folder, b"PING\r\n", b"PONG")) as server:
             yield server

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from baton.bus.memory import Faults, MemoryBus, MemoryNetwork
 from baton.bus.nats import NatsBus
-from baton.bus.protocol import Bus, BusLimits, Delivery, Handler, Subscription
+from baton.bus.protocol import Bus, BusLimits, Delivery, Entry, Handler, Subscription
 
 __all__ = [
     "Bus",
     "BusLimits",
     "Delivery",
+    "Entry",
     "Faults",
     "Handler",
     "MemoryBus",

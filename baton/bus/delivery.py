@@ -34,6 +34,7 @@ class HandlerRunner:
     """Decodes arrivals and calls the handler, one at a time. Whatever the handler raises ends here."""
 
     def __init__(self, handler: Handler) -> None:
+        self.handled_messages = 0
         self.malformed_messages = 0
         self._handler = handler
         self._running = False
@@ -44,6 +45,7 @@ class HandlerRunner:
         self._running = True
         try:
             message = decode(arrival.payload)
+            self.handled_messages += 1
             await self._handler(Delivery(arrival.subject, message, arrival.stream_sequence, arrival.respond))
         except Exception as error:  # noqa: BLE001
             # The one boundary of all handlers: whatever goes wrong ends one message, not the service.
@@ -96,6 +98,10 @@ class Mailbox:
         self._task = asyncio.create_task(self._empty(), name=f"bus {subject}")
 
     @property
+    def handled_messages(self) -> int:
+        return self._runner.handled_messages
+
+    @property
     def malformed_messages(self) -> int:
         return self._runner.malformed_messages
 
@@ -118,20 +124,22 @@ class Mailbox:
             log.warning("the handler of %s is too slow: %d messages dropped", self._subject, self.dropped_messages)
 
     async def close(self) -> None:
-        """Drop what waits and wait for the running handler, unless it is the one that calls."""
+        """Take nothing more, and wait until what came is handled, but not for the handler that calls this."""
         self._closed = True
-        self._waiting.clear()
         self._filled.set()
         if asyncio.current_task() is self._task:
+            self._waiting.clear()
             return
         try:
-            await self._runner.finish(self._limits.handler_grace_s)
+            _, late = await asyncio.wait([self._task], timeout=self._limits.handler_grace_s)
+            if late:
+                log.warning("the handler of %s is cancelled, %d messages wait", self._subject, len(self._waiting))
         finally:
             self._task.cancel()
             await asyncio.wait([self._task])
 
     async def _empty(self) -> None:
-        while not self._closed:
+        while self._waiting or not self._closed:
             for _ in range(_BURST_MESSAGES):
                 if not self._waiting:
                     break
@@ -162,6 +170,13 @@ def check_subject(subject: str, *, wildcards: bool = False) -> None:
     has_wildcards = any("*" in part for part in parts)
     if not is_clean or not all(parts) or (has_wildcards and not wildcards) or any("*" in p and p != "*" for p in parts):
         raise InvalidRequest(f"{subject!r} is no subject of the message bus")
+
+
+def check_name(name: str) -> None:
+    """Raise InvalidRequest unless this is one part of a subject, as a bucket's name is."""
+    check_subject(name)
+    if "." in name:
+        raise InvalidRequest(f"{name!r} is no name of a bucket or of a key in one")
 
 
 def check_payload(payload: bytes, bytes_max: int) -> None:

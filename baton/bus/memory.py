@@ -9,16 +9,16 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject, matches
+from baton.bus.delivery import Arrival, Mailbox, check_name, check_payload, check_subject, matches
 from baton.bus.memory_stream import Follower, MemoryStream
-from baton.bus.protocol import BusLimits, Handler, Subscription
+from baton.bus.protocol import BusLimits, Entry, Handler, Subscription
 from baton.clock import Clock, SystemClock
-from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
+from baton.errors import BusUnavailable, ConfigurationError, Conflict, DeadlineExceeded, NoResponders
 from baton.messages import AnyMessage, decode, encode
 
 
@@ -70,6 +70,9 @@ class MemoryNetwork:
         self.reachable = True
         """False: every bus raises BusUnavailable, as while a server is down."""
         self.streams: dict[str, MemoryStream] = {}
+        self.entries: dict[tuple[str, str], Entry] = {}
+        """By bucket and key."""
+        self.revision = 0
         self._random = random.Random(seed)
         self._interests: list[_Interest] = []
         self._routes: dict[str, list[_Interest]] = {}
@@ -174,6 +177,18 @@ class MemoryBus:
     def payload_bytes_max(self) -> int:
         return self.network.payload_bytes_max
 
+    @property
+    def connected(self) -> bool:
+        return self.network.reachable
+
+    @property
+    def reconnects(self) -> int:
+        return 0
+
+    @property
+    def subscriptions(self) -> Sequence[Subscription]:
+        return tuple(self._subscriptions)
+
     async def publish(self, subject: str, message: AnyMessage) -> None:
         self.publish_payload(subject, encode(message))
 
@@ -224,6 +239,27 @@ class MemoryBus:
         self._subscriptions.add(follower)
         return follower
 
+    async def get(self, bucket: str, key: str) -> Entry | None:
+        self._check_open()
+        check_name(bucket)
+        check_name(key)
+        return self.network.entries.get((bucket, key))
+
+    async def put(self, bucket: str, key: str, message: AnyMessage, *, revision: int) -> int:
+        check_payload(encode(message), self.payload_bytes_max)
+        present = await self.get(bucket, key)
+        if revision != (present.revision if present else 0):
+            raise Conflict(f"{key} in the bucket {bucket} has another revision by now")
+        self.network.revision += 1
+        self.network.entries[bucket, key] = Entry(message, self.network.revision)
+        return self.network.revision
+
+    async def delete(self, bucket: str, key: str, *, revision: int) -> None:
+        present = await self.get(bucket, key)
+        if present is None or present.revision != revision:
+            raise Conflict(f"{key} in the bucket {bucket} has another revision by now")
+        del self.network.entries[bucket, key]
+
     async def close(self) -> None:
         self._closed = True
         for subscription in list(self._subscriptions):
@@ -257,8 +293,13 @@ class _MemorySubscription:
         self, network: MemoryNetwork, interest: _Interest, on_end: Callable[[_MemorySubscription], None]
     ) -> None:
         self._network = network
+        self.subject = interest.pattern
         self._interest = interest
         self._on_end = on_end
+
+    @property
+    def handled_messages(self) -> int:
+        return self._interest.mailbox.handled_messages
 
     @property
     def dropped_messages(self) -> int:

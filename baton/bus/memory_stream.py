@@ -76,13 +76,17 @@ class Follower:
         on_end: Callable[[Follower], None],
     ) -> None:
         self._stream = stream
-        self._subject = subject
+        self.subject = subject
         self._next = after + 1 if after <= stream.last_sequence else 1
         self._limits = limits
         self._on_end = on_end
         self._runner = HandlerRunner(handler)
         self._closed = False
         self._task = asyncio.create_task(self._read(), name=f"follow {subject}")
+
+    @property
+    def handled_messages(self) -> int:
+        return self._runner.handled_messages
 
     @property
     def dropped_messages(self) -> int:
@@ -110,7 +114,7 @@ class Follower:
                 await self._stream.appended.wait()
                 continue
             self._next = arrival.stream_sequence + 1
-            if matches(self._subject, arrival.subject):
+            if matches(self.subject, arrival.subject):
                 await self._runner.handle(arrival)
             # A handler that never waits must not keep the loop to itself.
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The bus on NATS. This module and `bus_nats_stream` are the only ones that know nats-py."""
+"""The bus on NATS. The modules `nats*` of this package are the only ones that know nats-py."""
 
 # nats-py leaves some of its parameters without types.
 # pyright: reportUnknownMemberType=false
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 from urllib.parse import unquote, urlsplit
@@ -19,9 +19,10 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 
 from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject
+from baton.bus.nats_bucket import Buckets
 from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower, append_to_stream
-from baton.bus.protocol import BusLimits, Handler, Subscription
+from baton.bus.protocol import BusLimits, Entry, Handler, Subscription
 from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded
 from baton.messages import AnyMessage, decode, encode
 
@@ -48,6 +49,7 @@ class NatsBus:
         self._requests = Requests(self._client)
         self._subscriptions: set[_NatsSubscription] = set()
         self._followers: set[NatsFollower] = set()
+        self.reconnects = 0
         self._closed = False
         self._replacing: asyncio.Task[None] | None = None
 
@@ -59,12 +61,16 @@ class NatsBus:
         """
         bus = cls(url, name, limits or BusLimits())
         give_up_at_s = time.monotonic() + timeout_s
+        waits = False
         while True:
             try:
                 await bus._open()
-            except BusUnavailable:
+            except BusUnavailable as error:
                 if time.monotonic() + _RETRY_S > give_up_at_s:
                     raise
+                if not waits:
+                    log.warning("%s; waiting for it for %g s", error, timeout_s)
+                waits = True
                 await asyncio.sleep(_RETRY_S)
             else:
                 return bus
@@ -76,6 +82,10 @@ class NatsBus:
     @property
     def connected(self) -> bool:
         return self._client.is_connected
+
+    @property
+    def subscriptions(self) -> Sequence[Subscription]:
+        return (*self._subscriptions, *self._followers)
 
     async def publish(self, subject: str, message: AnyMessage) -> None:
         payload = encode(message)
@@ -120,6 +130,19 @@ class NatsBus:
             await follower.unsubscribe()
             raise
         return follower
+
+    async def get(self, bucket: str, key: str) -> Entry | None:
+        return await self._buckets().get(bucket, key)
+
+    async def put(self, bucket: str, key: str, message: AnyMessage, *, revision: int) -> int:
+        return await self._buckets().put(bucket, key, encode(message), revision)
+
+    async def delete(self, bucket: str, key: str, *, revision: int) -> None:
+        await self._buckets().put(bucket, key, b"", revision, deletes=True)
+
+    def _buckets(self) -> Buckets:
+        self._check_open()
+        return Buckets(self._requests, self._limits)
 
     async def close(self) -> None:
         if self._closed:
@@ -195,11 +218,12 @@ class NatsBus:
 
         async def on_lost() -> None:
             requests.fail(f"lost the message bus at {_public(self._url)}")
-            if not self._closed:
+            if is_up and not self._closed:
                 log.warning("lost the message bus at %s", _public(self._url))
 
         async def on_restored() -> None:
             log.warning("the message bus at %s is back", _public(self._url))
+            self.reconnects += 1
             for follower in self._followers:
                 follower.restart()
 
@@ -251,6 +275,7 @@ class NatsBus:
                 continue
             for follower in self._followers:
                 follower.restart()
+            self.reconnects += 1
             return
 
     def _count_drop(self, client_subscription: ClientSubscription) -> None:
@@ -271,10 +296,15 @@ class _NatsSubscription:
     def __init__(self, bus: NatsBus, subject: str, group: str, handler: Handler, limits: BusLimits) -> None:
         self.mailbox = Mailbox(subject, handler, limits)
         self.attached: ClientSubscription | None = None
+        self._requests: Requests | None = None
         self._bus = bus
-        self._subject = subject
+        self.subject = subject
         self._group = group
         self._limits = limits
+
+    @property
+    def handled_messages(self) -> int:
+        return self.mailbox.handled_messages
 
     @property
     def dropped_messages(self) -> int:
@@ -290,26 +320,40 @@ class _NatsSubscription:
 
         try:
             self.attached = await requests.client.subscribe(
-                self._subject,
+                self.subject,
                 queue=self._group,
                 cb=on_message,
                 pending_msgs_limit=self._limits.pending_messages_max,
                 pending_bytes_limit=self._limits.pending_bytes_max,
             )
         except nats.errors.Error as error:
-            raise BusUnavailable(f"cannot subscribe to {self._subject}: {error}") from error
+            raise BusUnavailable(f"cannot subscribe to {self.subject}: {error}") from error
+        self._requests = requests
         await requests.round_trip(self._limits.reply_timeout_s)
 
     async def unsubscribe(self) -> None:
         self._bus.end_subscription(self)
         try:
-            if self.attached is not None:
+            if self.attached is not None and self._requests is not None:
+                await self._end_deliveries(self.attached, self._requests)
                 await self.attached.unsubscribe()
-        except (nats.errors.Error, OSError) as error:
+        except (nats.errors.Error, OSError, BusUnavailable) as error:
             # Where the connection is gone, so is the subscription.
-            log.debug("unsubscribe from %s: %s", self._subject, error)
+            log.debug("unsubscribe from %s: %s", self.subject, error)
         finally:
             await self.mailbox.close()
+
+    async def _end_deliveries(self, attached: ClientSubscription, requests: Requests) -> None:
+        """Have the server send no more, and return once what it sent before lies in the mailbox.
+
+        As nats-py's own drain does, but that one's PING overtakes its UNSUB, so it may miss the last messages.
+        """
+        if not requests.client.is_connected:
+            return
+        await requests.client._send_unsubscribe(attached._id)  # pyright: ignore[reportPrivateUsage]
+        await requests.round_trip(self._limits.reply_timeout_s)
+        while attached.pending_msgs:  # noqa: ASYNC110 - one pass of the loop empties it.
+            await asyncio.sleep(0)
 
 
 async def _end(client: Client) -> None:

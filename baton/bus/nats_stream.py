@@ -62,7 +62,15 @@ class _StreamState(msgspec.Struct):
     last_seq: int = 0
 
 
-class _ApiAnswer(msgspec.Struct):
+class StoredMessage(msgspec.Struct):
+    """A message of a stream, asked for by itself."""
+
+    seq: int
+    hdrs: bytes = b""
+    data: bytes = b""
+
+
+class ApiAnswer(msgspec.Struct):
     """What we read of JetStream's answers."""
 
     error: _ApiError | None = None
@@ -72,17 +80,24 @@ class _ApiAnswer(msgspec.Struct):
     """Of a consumer."""
     created: str = ""
     state: _StreamState = msgspec.field(default_factory=_StreamState)
+    message: StoredMessage | None = None
 
 
-async def _call(requests: Requests, subject: str, body: dict[str, object], limits: BusLimits) -> _ApiAnswer:
+async def call_api(requests: Requests, subject: str, body: dict[str, object], limits: BusLimits) -> ApiAnswer:
+    return await ask_jetstream(requests, f"$JS.API.{subject}", msgspec.json.encode(body), limits)
+
+
+async def ask_jetstream(
+    requests: Requests, subject: str, payload: bytes, limits: BusLimits, headers: dict[str, str] | None = None
+) -> ApiAnswer:
     try:
-        reply = await requests.ask(f"$JS.API.{subject}", msgspec.json.encode(body), limits.reply_timeout_s)
+        reply = await requests.ask(subject, payload, limits.reply_timeout_s, headers)
     except NoResponders:
         raise BusUnavailable("the NATS server runs without JetStream") from None
     except DeadlineExceeded:
         raise BusUnavailable("JetStream does not answer") from None
     try:
-        return msgspec.json.decode(reply.data, type=_ApiAnswer)
+        return msgspec.json.decode(reply.data, type=ApiAnswer)
     except msgspec.DecodeError as error:
         raise BusUnavailable(f"what answers in JetStream's place is something else: {error}") from error
 
@@ -97,7 +112,7 @@ async def append_to_stream(
         except NoResponders:
             await _find_or_make_stream(requests, stream, subject, limits)
             reply = await requests.ask(subject, payload, limits.reply_timeout_s, headers)
-        acknowledgement = msgspec.json.decode(reply.data, type=_ApiAnswer)
+        acknowledgement = msgspec.json.decode(reply.data, type=ApiAnswer)
     except NoResponders:
         raise ConfigurationError(f"the stream {stream} exists but does not hold {subject}") from None
     except DeadlineExceeded as error:
@@ -112,12 +127,12 @@ async def append_to_stream(
     return acknowledgement.seq
 
 
-async def _find_or_make_stream(requests: Requests, stream: str, subject: str, limits: BusLimits) -> _ApiAnswer:
+async def _find_or_make_stream(requests: Requests, stream: str, subject: str, limits: BusLimits) -> ApiAnswer:
     """Return when the stream was created and its last sequence.
 
     A stream that exists with other settings was made by its operator: ours are only defaults.
     """
-    answer = await _call(requests, f"STREAM.INFO.{stream}", {}, limits)
+    answer = await call_api(requests, f"STREAM.INFO.{stream}", {}, limits)
     if answer.error is None:
         return answer
     config: dict[str, object] = {
@@ -131,7 +146,7 @@ async def _find_or_make_stream(requests: Requests, stream: str, subject: str, li
         "duplicate_window": int(limits.duplicate_window_s * _NS),
         "num_replicas": 1,
     }
-    answer = await _call(requests, f"STREAM.CREATE.{stream}", config, limits)
+    answer = await call_api(requests, f"STREAM.CREATE.{stream}", config, limits)
     if answer.error is None:
         return answer
     if answer.error.err_code == _SUBJECTS_OVERLAP:
@@ -156,7 +171,7 @@ class NatsFollower:
     ) -> None:
         self._current = current
         self._stream = stream
-        self._subject = subject
+        self.subject = subject
         self._last_sequence = after
         self._stream_created = ""
         self._limits = limits
@@ -168,6 +183,10 @@ class NatsFollower:
         self._task: asyncio.Task[None] | None = None
 
     @property
+    def handled_messages(self) -> int:
+        return self._runner.handled_messages
+
+    @property
     def dropped_messages(self) -> int:
         return 0
 
@@ -177,7 +196,7 @@ class NatsFollower:
 
     async def start(self) -> None:
         """Begin to follow. Raises BusUnavailable where the stream cannot be had now."""
-        await _find_or_make_stream(self._current(), self._stream, self._subject, self._limits)
+        await _find_or_make_stream(self._current(), self._stream, self.subject, self._limits)
         self._task = asyncio.create_task(self._follow(), name=f"follow {self._stream}")
 
     def restart(self) -> None:
@@ -225,7 +244,7 @@ class NatsFollower:
         self._arrived.put_nowait(message)
 
     async def _make_consumer(self, requests: Requests) -> str:
-        stream = await _find_or_make_stream(requests, self._stream, self._subject, self._limits)
+        stream = await _find_or_make_stream(requests, self._stream, self.subject, self._limits)
         if stream.state.last_seq < self._last_sequence or self._stream_created not in ("", stream.created):
             log.warning("the stream %s was made anew: reading it from its start", self._stream)
             self._last_sequence = 0
@@ -235,13 +254,13 @@ class NatsFollower:
             "opt_start_seq": self._last_sequence + 1,
             "ack_policy": "none",
             "replay_policy": "instant",
-            "filter_subject": self._subject,
+            "filter_subject": self.subject,
             "inactive_threshold": 2 * _PULL_EXPIRES_S * _NS,
             "mem_storage": True,
             "num_replicas": 1,
         }
         body: dict[str, object] = {"stream_name": self._stream, "config": config}
-        answer = await _call(requests, f"CONSUMER.CREATE.{self._stream}", body, self._limits)
+        answer = await call_api(requests, f"CONSUMER.CREATE.{self._stream}", body, self._limits)
         if answer.error is not None:
             raise _Interrupted(f"no consumer: {answer.error.description}")
         return answer.name

@@ -2,12 +2,13 @@
 
 Core subjects lose messages (a full subscription drops, nobody may be listening) and keep order per
 publisher and subject only; the protocols above detect that themselves. Streams (JetStream) keep
-messages, give each a sequence and drop duplicates by message id.
+messages, give each a sequence and drop duplicates by message id. Buckets (JetStream's key-value form)
+keep the newest value of a key, and change it only for who knows its revision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -36,6 +37,15 @@ class Delivery:
 Handler = Callable[[Delivery], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """The newest value of a key in a bucket."""
+
+    message: AnyMessage
+    revision: int
+    """Higher at each change of any key of the bucket, also where the server lost the bucket in between."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusLimits:
     """Bounds of everything that a bus holds back or keeps."""
@@ -45,7 +55,7 @@ class BusLimits:
     pending_bytes_max: int = 64 << 20
     """Per subscription, and for what waits to be sent."""
     handler_grace_s: float = 10.0
-    """How long `unsubscribe` waits for the running handler before it cancels it."""
+    """How long `unsubscribe` waits for the handler before it cancels it."""
     reply_timeout_s: float = 5.0
     """For the server's own answers: acknowledgements of `append`, creation of streams, round trips."""
     stream_age_s_max: float = 3600.0
@@ -54,6 +64,14 @@ class BusLimits:
 
 
 class Subscription(Protocol):
+    @property
+    def subject(self) -> str: ...
+
+    @property
+    def handled_messages(self) -> int:
+        """Messages that the handler was called for, whatever came of it."""
+        ...
+
     @property
     def dropped_messages(self) -> int:
         """Messages lost here because the handler was too slow."""
@@ -65,7 +83,10 @@ class Subscription(Protocol):
         ...
 
     async def unsubscribe(self) -> None:
-        """Stop deliveries and wait for the running handler; a handler may unsubscribe itself."""
+        """Stop deliveries, and return once what had come until then is handled; a stream's next reader gets it.
+
+        A handler that unsubscribes itself is the last one to run.
+        """
         ...
 
 
@@ -78,6 +99,21 @@ class Bus(Protocol):
     @property
     def payload_bytes_max(self) -> int:
         """The largest payload that the server accepts; longer prompts are cut into `TokenChunk`s."""
+        ...
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server can be reached, as far as is known."""
+        ...
+
+    @property
+    def reconnects(self) -> int:
+        """How often the connection was lost and restored."""
+        ...
+
+    @property
+    def subscriptions(self) -> Sequence[Subscription]:
+        """What this bus delivers at present, streams included."""
         ...
 
     async def publish(self, subject: str, message: AnyMessage) -> None:
@@ -113,6 +149,21 @@ class Bus(Protocol):
         Nothing is dropped: the server waits for a slow handler. Survives reconnects without loss or
         duplicates. A stream that was made anew, so that `after` lies beyond its end, is read from its start.
         """
+        ...
+
+    async def get(self, bucket: str, key: str) -> Entry | None:
+        """Return what was put last, None where that is nothing or was deleted. The bucket is made on first use."""
+        ...
+
+    async def put(self, bucket: str, key: str, message: AnyMessage, *, revision: int) -> int:
+        """Store and return the new revision. Raises Conflict unless `revision` is the present one; 0: there is none.
+
+        After a BusUnavailable nobody knows whether it was stored.
+        """
+        ...
+
+    async def delete(self, bucket: str, key: str, *, revision: int) -> None:
+        """Forget the value. Raises Conflict unless `revision` is the present one."""
         ...
 
     async def close(self) -> None:

@@ -18,6 +18,8 @@ import msgspec
 
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.processes import Program
+from baton.cli.tiny_model import make_tiny_model
+from baton.config import is_loopback
 from baton.engines.vllm.options import local_model
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation, Role
@@ -40,6 +42,7 @@ class Wishes:
 
     host: str = "127.0.0.1"
     port: int = 8000
+    api_key: str = ""
     prefill: int = 1
     decode: int = 1
     model: str = ""
@@ -103,6 +106,10 @@ def check_wishes(wishes: Wishes) -> None:
             f"the environment with vLLM is missing ({wishes.vllm_python}): make it with `make environment-vllm`, "
             "or try ENGINE=simulated, which needs none"
         )
+    if not (is_loopback(wishes.host) or wishes.api_key):
+        raise ConfigurationError(
+            f"HOST={wishes.host} lets other machines in: choose the key that they must send, with API_KEY=…"
+        )
     _check_port(wishes.host, wishes.port)
 
 
@@ -123,6 +130,14 @@ def _check_port(host: str, port: int) -> None:
         raise ConfigurationError(
             f"the gateway cannot listen on {host}, port {port}: {error.strerror or error}"
         ) from error
+
+
+def model_folder(wishes: Wishes) -> Path:
+    """Return the folder of the model, which is made or loaded when it is not here yet. Raises ConfigurationError."""
+    if not wishes.tiny:
+        return find_model(wishes.model)
+    make_tiny_model(wishes.tiny_model_folder)
+    return wishes.tiny_model_folder
 
 
 def find_model(model: str) -> Path:
@@ -157,7 +172,11 @@ def service_programs(
     return (
         program("kvindex", redis_url=redis_url),
         program("scheduler", "--disaggregation", wishes.disaggregation),
-        program("gateway", "--host", wishes.host, "--port", str(wishes.port), "--drain-s", str(DRAIN_S)),
+        program(
+            "gateway",
+            *("--host", wishes.host, "--port", str(wishes.port), "--drain-s", str(DRAIN_S)),
+            api_keys=wishes.api_key,
+        ),
     )
 
 
@@ -166,15 +185,37 @@ def _variables(service: str, **settings: str) -> dict[str, str]:
     return {f"BATON_{service.upper()}_{name.upper()}": value for name, value in settings.items()}
 
 
-def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
-    """Return the workers, prefill first."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """The settings that all workers of a deployment share, named as `baton.worker.settings` names them."""
+
+    model: str
+    model_name: str
+    engine: EngineName
+    engine_options: Mapping[str, object]
+    device: Literal["cpu", "cuda"]
+
+
+def engine_settings(wishes: Wishes, model_path: Path) -> EngineSettings:
+    """Return what suits the model and the machine; what the user named wins."""
     device = choose_device(wishes.device)
     workers = wishes.prefill + wishes.decode
     options = engine_defaults(wishes.engine, device=device, tiny=wishes.tiny, workers_per_device=workers)
     if wishes.engine == "vllm" and not wishes.tiny:
         options |= context_limit(_model_config(model_path), device=device)
-    options |= wishes.engine_options
-    threads = worker_threads(device, cores=os.cpu_count() or 1, workers=workers)
+    return EngineSettings(
+        model=str(model_path),
+        model_name=wishes.model_name,
+        engine=wishes.engine,
+        engine_options={**options, **wishes.engine_options},
+        device=device,
+    )
+
+
+def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
+    """Return the workers, prefill first."""
+    settings = engine_settings(wishes, model_path)
+    threads = worker_threads(settings.device, cores=os.cpu_count() or 1, workers=wishes.prefill + wishes.decode)
     python = str(wishes.vllm_python) if wishes.engine == "vllm" else sys.executable
 
     # Known to this deployment's transfer agents only: no other process can read or write their KV.
@@ -182,18 +223,14 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
 
     def program(role: Role, number: int) -> Program:
         name = f"{role}-{number}"
-        flags = {
-            "--worker": name,
-            "--model": str(model_path),
-            "--model-name": wishes.model_name,
-            "--engine": wishes.engine,
-            "--engine-options": json.dumps(options),
-            "--device": device,
-            "--drain-s": str(DRAIN_S),
-        }
+        flags = [
+            *("--worker", name, "--drain-s", str(DRAIN_S), "--engine-options", json.dumps(settings.engine_options)),
+            *("--model", settings.model, "--model-name", settings.model_name),
+            *("--engine", settings.engine, "--device", settings.device),
+        ]
         return Program(
             name=name,
-            command=(python, "-m", f"baton_{role}", *(part for flag in flags.items() for part in flag)),
+            command=(python, "-m", f"baton_{role}", *flags),
             environ={**threads, **environ, **_variables(role, nats_url=nats_url, agent_secret=agent_secret)},
             log_path=wishes.logs_folder / f"{name}.log",
             start_timeout_s=VLLM_START_TIMEOUT_S if wishes.engine == "vllm" else SIMULATED_START_TIMEOUT_S,

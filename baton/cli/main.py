@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,9 @@ import msgspec
 
 from baton.cli.deployment import Wishes
 from baton.cli.processes import die_with_parent
+from baton.cli.trace import find_nats_url, trace
 from baton.cli.up import up
+from baton.cli.waterfall import Look
 from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import BatonError, ConfigurationError
 from baton.messages import Disaggregation
@@ -29,18 +33,22 @@ def main() -> int:
 
 def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     parsed = _parser().parse_args(arguments)
+    if parsed.command == "trace":
+        print(_trace(parsed, environ))
+        return 0
     if parsed.die_with_parent:
         die_with_parent(os.getppid(), signal.SIGTERM)
     wishes = Wishes(
         host=parsed.host,
         port=parsed.port,
+        api_key=environ.get("API_KEY", ""),
         prefill=parsed.prefill,
         decode=parsed.decode,
         model=parsed.model,
         engine=parsed.engine,
         device=parsed.device,
         disaggregation=Disaggregation(parsed.disaggregation),
-        engine_options=_parse_engine_options(parsed.engine_options),
+        engine_options=parse_engine_options(parsed.engine_options),
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
         redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
         vllm_python=parsed.vllm_python.absolute(),
@@ -52,7 +60,8 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton", description="Serve a model with prefill and decode separated.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+    _add_trace(commands.add_parser("trace", help="show where the time of one request went"))
     command = commands.add_parser(
         "up",
         help="start everything on this machine and serve",
@@ -88,7 +97,30 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse_engine_options(text: str) -> Mapping[str, object]:
+def _add_trace(command: argparse.ArgumentParser) -> None:
+    command.description = "Ask all services what they remember of a request, and show it as a waterfall."
+    add = command.add_argument
+    add("id", help="the x-request-id or the id of an answer, or a trace id")
+    add("--port", type=int, default=8000, help="of the `baton up` that served it; default: %(default)s")
+    add("--nats-url", default="", metavar="URL", help="message bus of another deployment; default: NATS_URL")
+    add("--json", action="store_true", help="print the spans as JSON")
+    add("--folder", type=Path, default=Path(), metavar="DIR", help="where `baton up` runs; default: here")
+
+
+def _trace(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    # The bus would log its tries to connect; what came of them is in the error.
+    logging.basicConfig(level=logging.CRITICAL)
+    look = Look(
+        columns=shutil.get_terminal_size((100, 24)).columns,
+        colour=sys.stdout.isatty() and not environ.get("NO_COLOR"),
+        unicode=(sys.stdout.encoding or "").lower().startswith("utf"),
+    )
+    nats_url = find_nats_url(parsed.nats_url, environ, parsed.folder.absolute() / ".run" / str(parsed.port))
+    return trace(parsed.id, nats_url=nats_url, as_json=parsed.json, look=look)
+
+
+def parse_engine_options(text: str) -> Mapping[str, object]:
+    """Return the user's engine flags. Raises ConfigurationError."""
     try:
         return msgspec.json.decode(text, type=dict[str, object]) if text else {}
     except msgspec.DecodeError as error:

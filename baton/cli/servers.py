@@ -54,7 +54,7 @@ def server_binary(name: str) -> str:
 def nats_server(folder: Path, environ: Mapping[str, str]) -> Server:
     """Return NATS with JetStream, its files under `folder`."""
     port, token = free_port(), secrets.token_urlsafe(24)
-    configuration = _write_private(
+    configuration = write_private(
         folder / "nats.conf",
         f'listen: "{LOOPBACK}:{port}"\n'
         f"max_payload: {PAYLOAD_BYTES_MAX}\n"
@@ -78,7 +78,7 @@ def redis_server(folder: Path, environ: Mapping[str, str]) -> Server:
     port, password = free_port(), secrets.token_urlsafe(24)
     data = folder / "redis"
     data.mkdir(mode=0o700, parents=True, exist_ok=True)
-    configuration = _write_private(
+    configuration = write_private(
         folder / "redis.conf",
         f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
         f'dir "{data}"\nappendonly yes\nappendfsync everysec\nsave ""\n',
@@ -95,7 +95,7 @@ def redis_server(folder: Path, environ: Mapping[str, str]) -> Server:
     return Server(program=program, url=url, port=port, probe=f"AUTH {password}\r\nPING\r\n".encode(), answer=b"+PONG")
 
 
-def _write_private(path: Path, text: str) -> Path:
+def write_private(path: Path, text: str) -> Path:
     """Write a file that only this user can read, from its first byte on."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

@@ -15,16 +15,17 @@ from typing import Final
 from baton.bus import Bus, NatsBus
 from baton.cli import servers
 from baton.cli.deployment import (
+    DRAIN_S,
     Wishes,
     check_wishes,
     choose_device,
-    find_model,
+    model_folder,
     service_programs,
     worker_programs,
 )
 from baton.cli.processes import Child, Program, describe_exit, keep_alive
 from baton.cli.readiness import Roster, http_status
-from baton.cli.tiny_model import make_tiny_model
+from baton.cli.trace import NATS_URL_FILE
 from baton.errors import BatonError, ConfigurationError, Unavailable
 
 Tell = Callable[[str], None]
@@ -34,7 +35,7 @@ BUS_TIMEOUT_S: Final = 5.0
 PROBE_INTERVAL_S: Final = 0.1
 PROGRESS_INTERVAL_S: Final = 10.0
 READY_TEXT: Final = """
-  curl -N {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+  curl -N {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
     "model": "{model}", "stream": true, "max_tokens": 40,
     "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 """
@@ -44,13 +45,9 @@ END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def up(wishes: Wishes, environ: Mapping[str, str], tell: Tell) -> None:
     """Serve until a signal ends it. Raises BatonError with a sentence for the user when it cannot start."""
     check_wishes(wishes)
-    if wishes.tiny:
-        if not wishes.tiny_model_folder.exists():
-            tell("making a tiny model with random weights")
-        make_tiny_model(wishes.tiny_model_folder)
-        model_path = wishes.tiny_model_folder
-    else:
-        model_path = find_model(wishes.model)
+    if wishes.tiny and not wishes.tiny_model_folder.exists():
+        tell("making a tiny model with random weights")
+    model_path = model_folder(wishes)
     with _own_run_folder(wishes):
         logging.basicConfig(
             filename=wishes.logs_folder / "up.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -113,20 +110,26 @@ class _Launch:
             for child in (*self._services, *self._servers):
                 child.kill()
         else:
-            self._tell("ending everything (once more: at once)")
+            self._tell(
+                f"ending: the gateway finishes what streams ({DRAIN_S} s at most), then workers, scheduler and index, "
+                "then the servers (once more: all at once)"
+            )
             end_wanted.set()
 
     async def _end(self) -> None:
-        """End workers and services together, then the servers that they speak through."""
+        """End in the order in which requests come: the gateway finishes its streams while all it needs is there."""
         if self._bus is not None:
             await self._bus.close()
-        await asyncio.gather(*(child.stop() for child in self._services))
-        await asyncio.gather(*(child.stop() for child in self._servers))
+        gateway = [child for child in self._services if child.name == "gateway"]
+        others = [child for child in self._services if child.name != "gateway"]
+        for children in (gateway, others, self._servers):
+            await asyncio.gather(*(child.stop() for child in children))
 
     # ------------------------------------------------------------ starting
 
     async def _start(self) -> None:
         nats_url, redis_url = await self._start_servers()
+        servers.write_private(self._wishes.run_folder / NATS_URL_FILE, nats_url)
         self._bus = await NatsBus.connect(nats_url, name="baton-up", timeout_s=BUS_TIMEOUT_S)
         await self._roster.follow(self._bus)
         await self._start_services(nats_url, redis_url)
@@ -231,7 +234,9 @@ class _Launch:
         wishes = self._wishes
         workers = f"{wishes.prefill} prefill and {wishes.decode} decode"
         self._tell(f"ready: {wishes.address}/v1 serves {wishes.model_name} ({workers}, {wishes.engine})")
-        print(READY_TEXT.format(address=wishes.address, model=wishes.model_name))
+        key = ' -H "Authorization: Bearer $API_KEY"' if wishes.api_key else ""
+        print(READY_TEXT.format(address=wishes.address, model=wishes.model_name, key=key))
+        print(f"  Where an answer's time went:  make trace PORT={wishes.port} ID=chatcmpl-…")
         if wishes.engine == "simulated":
             print("  The engine is simulated: its text is noise. A real one:  make up")
         elif wishes.tiny:

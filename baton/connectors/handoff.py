@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
-from baton.transfer import Cause
+from baton.transfer import AgentStats, Cause, LayerGroup
 
 
 class HandoffLeg(StrEnum):
@@ -49,6 +49,7 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
     moved_bytes: int = 0
     moving_s: float = 0.0
     failed: bool = False
+    groups: tuple[LayerGroup, ...] = ()
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,6 +59,8 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     leases_ended: tuple[bytes, ...] = ()
     leased_blocks: dict[int, int] = {}
     """By rank, when it has changed."""
+    agents: dict[int, AgentStats] = {}
+    """By rank, as its agent stands with this report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

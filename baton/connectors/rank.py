@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.connectors.handoff import LeaseStep, PullOutcome, PullStep, StepPlan, TransferReport
-from baton.transfer import Cause, EventKind, TransferAgent, TransferEvent
+from baton.transfer import AgentStats, Cause, EventKind, PullWatch, TransferAgent, TransferEvent
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class HandoffRank:
         self._now_s = now_s
         self._leases: dict[bytes, _Lease] = {}
         self._pulls: dict[bytes, PullStep] = {}
+        self._watches: dict[bytes, PullWatch] = {}
         self._computing: list[tuple[_Lease, LeaseStep]] = []
         self._idle = False
         self._results = RankResults()
@@ -121,10 +122,14 @@ class HandoffRank:
         leased_blocks = sum(lease.blocks for lease in self._leases.values() if not lease.ended)
         if not self._outcomes and not self._leases_ended and leased_blocks == self._leased_blocks_told:
             return None
+        agents: dict[int, AgentStats] = {}
+        with self._logged("stats"):
+            agents = {self._rank: self.agent.stats()}
         report = TransferReport(
             pulls=tuple(self._outcomes),
             leases_ended=tuple(self._leases_ended),
             leased_blocks={self._rank: leased_blocks},
+            agents=agents,
         )
         self._outcomes, self._leases_ended, self._leased_blocks_told = [], [], leased_blocks
         return report
@@ -160,9 +165,11 @@ class HandoffRank:
 
     def _pull(self, step: PullStep) -> None:
         self.layers_arrived[step.key] = 0
+        endpoint = self._endpoint(step.endpoints)
+        self._watches[step.key] = PullWatch(self._now_s(), endpoint)
         self.agent.pull(
             step.key,
-            self._endpoint(step.endpoints),
+            endpoint,
             first_token=step.first_token,
             tokens=step.tokens,
             blocks=step.blocks,
@@ -181,6 +188,7 @@ class HandoffRank:
             case EventKind.PULL_PROGRESS:
                 if event.key in self.layers_arrived:
                     self.layers_arrived[event.key] = event.layers
+                    self._watches[event.key].note(event)
             case EventKind.PULL_DONE | EventKind.PULL_FAILED:
                 failed = event.kind is EventKind.PULL_FAILED
                 self._pull_ended(event.key, event.cause, event.detail, event.bytes, event.moving_s, failed=failed)
@@ -198,6 +206,7 @@ class HandoffRank:
         if step is None:
             return
         self.layers_arrived.pop(key, None)
+        watch = self._watches.pop(key, None)
         self._results.received.add(step.request)
         if failed:
             self._results.failed.add(step.request)
@@ -209,6 +218,7 @@ class HandoffRank:
             moved_bytes=moved_bytes,
             moving_s=moving_s,
             failed=failed,
+            groups=watch.groups() if watch is not None else (),
         )
         self._outcomes.append(outcome)
 

@@ -92,6 +92,7 @@ class BatonStats(KVConnectorStats):
             pulls=ours.pulls + theirs.pulls,
             leases_ended=ours.leases_ended + theirs.leases_ended,
             leased_blocks=ours.leased_blocks | theirs.leased_blocks,
+            agents=ours.agents | theirs.agents,
         )
         return BatonStats.of(joined)
 

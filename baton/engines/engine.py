@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from baton.messages import FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages import AttributeValue, FinishReason, KvSource, Sampling, TokenLogprob
+from baton.transfer import AgentStats, PullTally
 
 
 class Leg(StrEnum):
@@ -35,6 +36,19 @@ class EngineRequest:
     """Set exactly when `leg` is DECODE."""
     budget_s: float
     """The engine gives up after this; for DECODE it also bounds the pull."""
+    trace: str = ""
+    """W3C `traceparent` for engines that make spans of their own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """What an attempt spent a part of its time on. Instants are on this machine's monotonic clock."""
+
+    name: str
+    began_s: float
+    ended_s: float
+    facts: Mapping[str, AttributeValue] = field(default_factory=dict[str, AttributeValue])
+    parts: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +65,8 @@ class EngineDelta:
     transferred_bytes: int = 0
     transfer_s: float = 0.0
     """Time in which the pull's bytes were moving, without waiting for prefill; 0: the engine cannot tell."""
+    stages: tuple[Stage, ...] = ()
+    """In a request's first delta: where the time until then went; empty: the engine cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +104,15 @@ class EngineLoad:
     bytes_pulled: int = 0
     preemptions: int = 0
     pulls_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferFigures:
+    """What an engine's transfer agents did since the start, on all ranks together."""
+
+    pulls: PullTally = field(default_factory=PullTally)
+    agents: AgentStats | None = None
+    """None: there are no agents, or none has said anything yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +177,10 @@ class Engine(Protocol):
         ...
 
     def load(self) -> EngineLoad: ...
+
+    def transfers(self) -> TransferFigures:
+        """Return figures for metrics, which ask for them a few times a minute."""
+        ...
 
     def events(self) -> AsyncIterator[EngineEventBatch]:
         """Return changes of the prefix cache, in order, from the engine's start on; one consumer."""

@@ -14,6 +14,7 @@ from baton.engines.engine import (
     EngineFacts,
     EngineLoad,
     EngineRequest,
+    TransferFigures,
 )
 from baton.errors import BatonError, EngineFailed
 from baton.messages import FinishReason, pack_tokens
@@ -124,6 +125,9 @@ class ScriptedEngine:
     def load(self) -> EngineLoad:
         self._check()
         return self.load_now
+
+    def transfers(self) -> TransferFigures:
+        return TransferFigures()
 
     async def events(self) -> AsyncGenerator[EngineEventBatch]:
         while True:

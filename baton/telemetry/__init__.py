@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from baton.telemetry import catalogue
+from baton.telemetry.metrics import Metrics, Reading
 from baton.telemetry.settings import TelemetrySettings
+from baton.telemetry.status import serve_status
 from baton.telemetry.tracing import Span, Tracing
 
-__all__ = ["Span", "TelemetrySettings", "Tracing"]
+__all__ = ["Metrics", "Reading", "Span", "TelemetrySettings", "Tracing", "catalogue", "serve_status"]

@@ -8,13 +8,17 @@ from msgspec import Meta, Struct
 
 
 class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    tracing: Annotated[bool, Meta(description="Whether requests are traced; `baton trace` shows those that are.")] = (
+        True
+    )
     otlp_endpoint: Annotated[
-        str, Meta(description="OpenTelemetry collector that gets traces and metrics (OTLP over HTTP); empty: none.")
+        str, Meta(description="OpenTelemetry collector that gets the traces (OTLP over HTTP); empty: none.")
     ] = ""
     trace_share: Annotated[
         float, Meta(ge=0, le=1, description="Share of the requests whose traces are exported; failed ones always are.")
     ] = 1.0
     status_host: Annotated[str, Meta(description="Address that serves /metrics, /health and /ready.")] = "127.0.0.1"
     status_port: Annotated[
-        int | None, Meta(ge=0, le=65535, description="Its port; 0 takes any free one, none: it is not served.")
+        Annotated[int, Meta(ge=0, le=65535)] | None,
+        Meta(description="Its port; 0 takes any free one, none: it is not served."),
     ] = None

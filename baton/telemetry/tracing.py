@@ -1,66 +1,229 @@
-"""Tracing: spans by wrapper, carried between services as W3C `traceparent` strings."""
+"""Tracing: spans by wrapper, carried between services as W3C `traceparent` strings.
+
+A trace is sampled or not where it begins, at the gateway: by the client's own `traceparent`, else by
+`trace_share` and the trace's id. Every service follows the flag in the messages. Spans of all traces are
+made and remembered for a while (`recorder.py`); those of sampled ones are exported (`export.py`).
+
+Spans follow OpenTelemetry's model and are exported by its SDK, but made here: one of the SDK's costs as
+much as the rest of their way together (`docs/decisions/0007-spans-of-our-own.md`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+import asyncio
+import random
+import re
+import socket
+import time
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from os import getpid
+from typing import Final
 
-from opentelemetry import trace
-from opentelemetry.context import Context
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import SpanKind
 
-AttributeValue = str | bool | int | float
+from baton import subjects
+from baton.bus import Bus, Delivery
+from baton.errors import BatonError
+from baton.messages import AttributeValue, SpanRecord, TracePage, TraceQuery, TraceWanted
+from baton.telemetry.export import Collector
+from baton.telemetry.recorder import Export, Recorder
+from baton.telemetry.settings import TelemetrySettings
 
-_propagator = TraceContextTextMapPropagator()
+TEXT_CHARACTERS_MAX: Final = 1024
+"""Of an attribute, and of an error's sentence."""
+PAGE_SPANS: Final = 64
+"""Of one `TracePage`; with attributes as long as they may be it stays far below a bus's payload limit."""
+
+_TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
+_ID_BITS: Final = 64
+"""Of a trace's id: those that decide whether it is sampled, as in OpenTelemetry's ratio sampler."""
 
 
 class Span:
     """A piece of work in a trace. `trace` goes into the messages that this work sends."""
 
-    def __init__(self, span: trace.Span) -> None:
-        self._span = span
-        context = span.get_span_context()
-        # Empty where the SDK is disabled and the parent was none: then there is nothing to carry on.
-        self.trace = (
-            f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
-            if context.is_valid
-            else ""
+    __slots__ = ("_attributes", "_error", "_kind", "_links", "_name", "_parent", "_recorder", "_start_ns", "trace")
+
+    def __init__(
+        self,
+        recorder: Recorder | None,
+        name: str,
+        attributes: Mapping[str, AttributeValue] | None,
+        *,
+        trace: str,
+        parent: str,
+        kind: SpanKind,
+        links: Sequence[str],
+        start_ns: int,
+    ) -> None:
+        self.trace = trace
+        """W3C `traceparent`."""
+        self._recorder = recorder
+        self._name = name
+        self._attributes: dict[str, AttributeValue] = dict(attributes or {})
+        self._parent = parent
+        self._kind = kind
+        self._links = links
+        self._start_ns = start_ns
+        self._error = ""
+        if recorder is not None:
+            recorder.begin(trace[36:52], self)
+
+    def rename(self, name: str) -> None:
+        self._name = name
+
+    def set(self, attributes: Mapping[str, AttributeValue]) -> None:
+        self._attributes.update(attributes)
+
+    def fail(self, error: BaseException) -> None:
+        """Note what this work failed of."""
+        self._error = str(error) or type(error).__name__
+        self._attributes["error.type"] = error.code if isinstance(error, BatonError) else type(error).__name__
+
+    def end(self, at_s: float | None = None) -> None:
+        """End the span, now or at an instant of the monotonic clock. Once it has ended, nothing changes it."""
+        recorder, self._recorder = self._recorder, None
+        if recorder is not None:
+            recorder.end(self.record(time.time_ns() if at_s is None else _wall_ns(at_s)), sampled=self.trace[-1] == "1")
+
+    def record(self, end_ns: int = 0) -> SpanRecord:
+        return SpanRecord(
+            trace=self.trace[3:35],
+            span=self.trace[36:52],
+            parent=self._parent,
+            name=self._name,
+            kind=self._kind.value,
+            start_ns=self._start_ns,
+            end_ns=end_ns,
+            error=self._error[:TEXT_CHARACTERS_MAX],
+            attributes={
+                name: value[:TEXT_CHARACTERS_MAX] if isinstance(value, str) else value
+                for name, value in self._attributes.items()
+            },
+            links=tuple(link[36:52] for link in self._links),
         )
-
-    def set(self, name: str, value: AttributeValue) -> None:
-        self._span.set_attribute(name, value)
-
-    def add_event(self, name: str, **attributes: AttributeValue) -> None:
-        self._span.add_event(name, attributes)
 
 
 class Tracing:
-    """Spans of one service. The sender's decision whether a trace is sampled holds for everyone behind it."""
+    """The spans of one service. Parents are passed, never taken from the running task: spans of one attempt live in
+    many tasks."""
 
-    def __init__(self, service: str, *, processors: Sequence[SpanProcessor] = ()) -> None:
-        self._provider = TracerProvider(
-            sampler=ParentBased(ALWAYS_ON),
-            resource=Resource({"service.name": f"baton-{service}", "service.namespace": "baton"}),
-            shutdown_on_exit=False,
-        )
-        for processor in processors:
-            self._provider.add_span_processor(processor)
-        self._tracer = self._provider.get_tracer("baton")
+    def __init__(
+        self,
+        service: str,
+        settings: TelemetrySettings | None = None,
+        *,
+        instance: str = "",
+        export: Export | None = None,
+    ) -> None:
+        """`instance` tells apart the processes of one service. `export`: the default is what the settings say.
+
+        Raises ConfigurationError where the collector's address is none.
+        """
+        settings = settings or TelemetrySettings()
+        self._host = socket.gethostname()
+        self._service = service
+        self._instance = instance or f"{service}-{self._host}-{getpid()}"
+        self._collector: Collector | None = None
+        if export is None and settings.tracing and settings.otlp_endpoint:
+            resource = {
+                "service.name": f"baton-{service}",
+                "service.namespace": "baton",
+                "service.instance.id": self._instance,
+                "host.name": self._host,
+            }
+            self._collector = Collector(settings.otlp_endpoint, resource)
+            export = self._collector.export
+        self._recorder = Recorder(export) if settings.tracing else None
+        self._sampled_below = round(settings.trace_share * 2**_ID_BITS)
 
     @contextmanager
-    def span(self, name: str, *, parent: str = "", **attributes: AttributeValue) -> Generator[Span]:
-        """Trace the body. A `parent` that is empty or malformed starts a new trace; an error is recorded and raised.
+    def span(
+        self,
+        name: str,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        *,
+        parent: str = "",
+        kind: SpanKind = SpanKind.INTERNAL,
+    ) -> Generator[Span]:
+        """Trace the body; an error is noted and raised. See `start`."""
+        span = self.start(name, attributes, parent=parent, kind=kind)
+        try:
+            yield span
+        except asyncio.CancelledError:
+            span.set({"baton.cancelled": True})
+            raise
+        except Exception as error:
+            span.fail(error)
+            raise
+        finally:
+            span.end()
 
-        Parents are passed, never taken from the running task: spans of one attempt live in many tasks.
+    def start(
+        self,
+        name: str,
+        attributes: Mapping[str, AttributeValue] | None = None,
+        *,
+        parent: str = "",
+        kind: SpanKind = SpanKind.INTERNAL,
+        links: Sequence[str] = (),
+        at_s: float | None = None,
+    ) -> Span:
+        """Begin a span, now or at an instant of the monotonic clock; the caller ends it.
+
+        A `parent` that is empty or malformed begins a new trace. `links` are the `trace` of spans of the same trace.
         """
-        context = _propagator.extract({"traceparent": parent}, context=Context())
-        started = self._tracer.start_span(name, context=context, attributes=attributes)
-        with started:
-            yield Span(started)
+        known = _TRACEPARENT.fullmatch(parent)
+        if self._recorder is None:
+            # What a sender began is carried on, for whoever traces behind us.
+            trace, above = known[0] if known else "", ""
+        elif known:
+            trace, above = f"00-{known[1]}-{_random_hex(64)}-{int(known[3], 16) & 1:02x}", known[2]
+        else:
+            begun = _random_hex(128)
+            sampled = int(begun[-_ID_BITS // 4 :], 16) < self._sampled_below
+            trace, above = f"00-{begun}-{_random_hex(64)}-{sampled:02x}", ""
+        start_ns = time.time_ns() if at_s is None else _wall_ns(at_s)
+        return Span(
+            self._recorder, name, attributes, trace=trace, parent=above, kind=kind, links=links, start_ns=start_ns
+        )
+
+    async def answer(self, bus: Bus) -> None:
+        """Tell of traces to whoever asks over the bus, and export those that turn out to be wanted."""
+        if self._recorder is not None:
+            await bus.subscribe(subjects.TRACES, partial(self._on_message, bus, self._recorder))
+
+    async def _on_message(self, bus: Bus, recorder: Recorder, delivery: Delivery) -> None:
+        match delivery.message:
+            case TraceWanted(trace=wanted):
+                recorder.want(wanted)
+            case TraceQuery(id=name, asker=asker):
+                spans, left_out = recorder.find(name)
+                for first in range(0, max(1, len(spans)), PAGE_SPANS):
+                    page = TracePage(
+                        service=self._service,
+                        instance=self._instance,
+                        host=self._host,
+                        spans=tuple(spans[first : first + PAGE_SPANS]),
+                        left_out=0 if first else left_out,
+                    )
+                    await bus.publish(subjects.trace_answers(asker), page)
+            case _:
+                pass  # Meant for others.
 
     def close(self) -> None:
-        """Hand what is left to the processors and stop."""
-        self._provider.shutdown()
+        """Export what is left and stop; a collector that does not answer gets about a second."""
+        if self._collector is not None:
+            self._collector.close()
+
+
+def _random_hex(bits: int) -> str:
+    # Ids need to be unique, not secret. Zero is no id.
+    return f"{random.getrandbits(bits) or 1:0{bits // 4}x}"
+
+
+def _wall_ns(at_s: float) -> int:
+    """Return when an instant of the monotonic clock was, by the wall clock as it goes now."""
+    return time.time_ns() - round((time.monotonic() - at_s) * 1e9)

@@ -16,6 +16,8 @@ from baton.transfer.protocol import (
     TransferEvent,
     lease_key,
 )
+from baton.transfer.pull_watch import LayerGroup, PullWatch
+from baton.transfer.tally import PullTally, PullTotals
 
 __all__ = [
     "KEY_BYTES",
@@ -24,8 +26,12 @@ __all__ = [
     "Cause",
     "EventKind",
     "Faults",
+    "LayerGroup",
     "NativeAgent",
     "Pool",
+    "PullTally",
+    "PullTotals",
+    "PullWatch",
     "SharedMemory",
     "TransferAgent",
     "TransferEvent",

@@ -168,7 +168,15 @@ class MemoryAgent:
             now_s = self._fabric.now_s()
             moved = [first_token] * len(pool.layer_addresses)
             self._pulls[key] = Pull(
-                endpoint, first_token, tokens, tuple(blocks), now_s, now_s + budget_s, moved, kept_alive_s=now_s
+                endpoint,
+                first_token,
+                tokens,
+                tuple(blocks),
+                now_s,
+                now_s + budget_s,
+                moved,
+                kept_alive_s=now_s,
+                began_s=now_s,
             )
             self._fabric.changed.notify_all()
 
@@ -303,7 +311,7 @@ class MemoryAgent:
         whole = pull.layers_whole()
         while pull.layers_reported < whole:
             pull.layers_reported += 1
-            self._emit(TransferEvent(kind=EventKind.PULL_PROGRESS, key=key, layers=pull.layers_reported))
+            self._emit_figures(EventKind.PULL_PROGRESS, key, pull)
         if whole == len(pull.moved_tokens):
             self._finish(key, pull, source)
 
@@ -333,13 +341,17 @@ class MemoryAgent:
         del self._pulls[key]
         self._count(pulls_done=1)
         source.take_release(key, Cause.NONE)
+        self._emit_figures(EventKind.PULL_DONE, key, pull)
+
+    def _emit_figures(self, kind: EventKind, key: bytes, pull: Pull) -> None:
         self._emit(
             TransferEvent(
-                kind=EventKind.PULL_DONE,
+                kind=kind,
                 key=key,
-                layers=len(pull.moved_tokens),
+                layers=pull.layers_reported,
                 bytes=pull.bytes,
                 tokens=pull.tokens - pull.first_token,
+                waiting_s=max(0.0, self._fabric.now_s() - pull.began_s - pull.moving_s),
                 moving_s=pull.moving_s,
                 backend=BACKEND,
                 restarts=pull.restarts,

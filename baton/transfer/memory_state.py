@@ -59,6 +59,7 @@ class Pull:
     moved_tokens: list[int]
     """Per layer, counted from the start of the context."""
     kept_alive_s: float
+    began_s: float
     generation: int = 0
     """Of the lease while it is open, else 0."""
     serve_after_s: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
@@ -19,6 +20,10 @@ from baton.transfer.protocol import (
     SharedMemory,
     TransferEvent,
 )
+
+_log = logging.getLogger(__name__)
+
+SLOW_BACKEND = "tcp"
 
 
 class NativeAgent:
@@ -51,6 +56,7 @@ class NativeAgent:
         except RuntimeError as failure:
             raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
+        self._announced: set[str] = set()
 
     def fileno(self) -> int:
         return self._agent.fileno()
@@ -58,7 +64,17 @@ class NativeAgent:
     def poll(self) -> list[TransferEvent]:
         with _typed_failure():
             reports = self._agent.poll()
-        return [_event(report) for report in reports]
+        events = [_event(report) for report in reports]
+        for event in events:
+            if event.backend and event.backend not in self._announced:
+                self._announce(event)
+        return events
+
+    def _announce(self, event: TransferEvent) -> None:
+        """Say which way KV comes, once for each: the slow one is never taken silently."""
+        self._announced.add(event.backend)
+        level = logging.WARNING if event.backend == SLOW_BACKEND and event.declined else logging.INFO
+        _log.log(level, "KV comes over %s%s", event.backend, event.declined and f": {event.declined}")
 
     def set_pool(self, pool: Pool) -> None:
         with _typed_failure():

@@ -72,6 +72,11 @@ class EventPublisher:
         self.published_sequence = 0
         """Of the newest message that the stream has stored."""
 
+    @property
+    def waiting_messages(self) -> int:
+        """Messages that the stream has not stored yet."""
+        return self._queue.qsize()
+
     async def follow(self, batches: AsyncIterator[EngineEventBatch]) -> None:
         """Apply every batch of the engine, in order, and queue what changed."""
         async for batch in batches:

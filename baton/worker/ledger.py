@@ -16,6 +16,7 @@ Each key that ever lived leaves a tombstone until its deadline.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -155,6 +156,9 @@ class Ledger:
         self.slots_used = 0
         self.blocks_used = 0
         self.leased_blocks = 0
+        self.output_tokens = 0
+        self.ends = Counter[str]()
+        """How attempts ended: a finish reason, `held`, or the code of an error."""
         self._attempts: dict[Key, Attempt] = {}
         self._tombstones = Tombstones(limits.tombstones_max)
         self._retained_tokens = 0
@@ -261,6 +265,7 @@ class Ledger:
         index = len(attempt.tokens)
         if attempt.leg is not Leg.PREFILL:
             attempt.tokens.extend(delta.tokens)
+            self.output_tokens += len(delta.tokens)
             attempt.logprobs.extend(delta.logprobs)
         return index
 
@@ -273,6 +278,7 @@ class Ledger:
             self._forget(attempt)
             return False
         self._change(attempt, AttemptState.HELD)
+        self.ends["held"] += 1
         return True
 
     def settle(self, leased: frozenset[Key]) -> list[Attempt]:
@@ -293,6 +299,7 @@ class Ledger:
         if attempt.stopping:
             error = attempt.stop_error
             reason = FinishReason.ERROR if error else FinishReason.CANCELLED
+        self.ends[error.code if error else reason] += 1
         attempt.finish = Finish(reason=reason, usage=attempt.usage(), error=ErrorReport.of(error) if error else None)
         if attempt.leg is Leg.PREFILL or (attempt.stopping and error is None):
             self._forget(attempt)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 
 from baton.bus import NatsBus
@@ -12,7 +11,9 @@ from baton.clock import SystemClock
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import ConfigurationError
 from baton.messages import Role, WorkerAddress
-from baton.telemetry import Tracing
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing, serve_status
+from baton.telemetry.status import Status
 from baton.worker.admission import Identity
 from baton.worker.ledger import Limits
 from baton.worker.service import Timers, WorkerService
@@ -23,41 +24,15 @@ _log = logging.getLogger("baton.worker")
 CLOSE_TIMEOUT_S = 20.0
 
 
-async def run_worker(role: Role, settings: WorkerSettings) -> None:
-    """Run one life of a worker. Raises ConfigurationError when it cannot start, EngineFailed when its engine dies.
-
-    SIGTERM and SIGINT drain it; while it still loads, or a second time, they end it at once.
-    """
+async def run_worker(role: Role, settings: WorkerSettings, stop: Stop) -> None:
+    """Run one life of a worker. Raises ConfigurationError when it cannot start, EngineFailed when its engine dies."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    stop = _Stop()
-    try:
-        await _serve(role, settings, stop)
-    except asyncio.CancelledError:
-        if not stop.asked.is_set():
-            raise
-        _log.info("stopped at once, as asked")
+    metrics = Metrics(role)
+    async with serve_status(settings, metrics, stop) as status:
+        await _serve(role, settings, stop, metrics, status)
 
 
-class _Stop:
-    """Signals: the first asks for a drain once there is something to drain; any other cancels."""
-
-    def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.serving = False
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-
-    def _on_signal(self) -> None:
-        drains = self.serving and not self.asked.is_set()
-        self.asked.set()
-        if not drains:
-            self._task.cancel()
-
-
-async def _serve(role: Role, settings: WorkerSettings, stop: _Stop) -> None:
+async def _serve(role: Role, settings: WorkerSettings, stop: Stop, metrics: Metrics, status: Status) -> None:
     if not settings.model:
         raise ConfigurationError("there is no model: give the folder of one with --model", param="model")
     began_s = time.monotonic()
@@ -66,9 +41,11 @@ async def _serve(role: Role, settings: WorkerSettings, stop: _Stop) -> None:
     # clock was set back by more than the worker was away.
     generation = time.time_ns() // 1_000_000
     clock = SystemClock()
-    tracing = Tracing(role)
+    tracing = Tracing(role, settings, instance=worker)
     # The bus first: a wrong address shows at once, not after a minute of loading.
     bus = await NatsBus.connect(settings.nats_url, name=worker)
+    metrics.read_bus(bus)
+    await tracing.answer(bus)
     engine = create_engine(role, settings)
     try:
         _log.info("loading model %s into %s …", settings.model, settings.engine)
@@ -87,6 +64,7 @@ async def _serve(role: Role, settings: WorkerSettings, stop: _Stop) -> None:
             bus=bus,
             clock=clock,
             tracing=tracing,
+            metrics=metrics,
             limits=_limits(settings, facts),
             timers=Timers(
                 heartbeat_s=settings.heartbeat_s,
@@ -98,6 +76,7 @@ async def _serve(role: Role, settings: WorkerSettings, stop: _Stop) -> None:
 
         def announce() -> None:
             stop.serving = True
+            status.check_ready = service.check_ready
             _log.info("ready in %.1f s: %s on %s", time.monotonic() - began_s, worker, facts.engine)
 
         await service.run(stop.asked, announce)

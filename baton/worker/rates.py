@@ -24,6 +24,28 @@ class Average:
         self.value += share * (sample - self.value)
 
 
+@dataclass(slots=True)
+class BusyTime:
+    """How long at least one of several things was going on."""
+
+    _running: int = 0
+    _since_s: float = 0.0
+    _past_s: float = 0.0
+
+    def began(self, now_s: float) -> None:
+        if self._running == 0:
+            self._since_s = now_s
+        self._running += 1
+
+    def ended(self, now_s: float) -> None:
+        self._running -= 1
+        if self._running == 0:
+            self._past_s += now_s - self._since_s
+
+    def total_s(self, now_s: float) -> float:
+        return self._past_s + (now_s - self._since_s if self._running else 0.0)
+
+
 @dataclass(slots=True, kw_only=True)
 class Rates:
     """The guesses are those of a mid-sized model on one GPU; they only matter until the first requests."""
@@ -31,6 +53,8 @@ class Rates:
     prefill_tokens_per_s: Average = field(default_factory=lambda: Average(5_000.0))
     token_interval_s: Average = field(default_factory=lambda: Average(0.02))
     transfer_bytes_per_s: Average = field(default_factory=lambda: Average(1e9))
+    busy: BusyTime = field(default_factory=BusyTime)
+    """Of the engine: an attempt that waits for its pull gives it nothing to compute."""
     _prefilling: int = 0
     _prefill_since_s: float = 0.0
     _prefilled_tokens: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Final, cast
 
 from baton import subjects
@@ -13,10 +14,11 @@ from baton.clock import Clock
 from baton.engines.engine import Engine, EngineDelta, EngineRequest, Leg
 from baton.errors import BatonError, EngineFailed
 from baton.messages import Context, FinishReason, Hint, Prefilled, WorkerAddress
-from baton.telemetry import Tracing
+from baton.telemetry import Metrics, Tracing, catalogue
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Attempt, Ledger
 from baton.worker.rates import Rates
+from baton.worker.tracing import LegTrace, traced_leg
 
 _log = logging.getLogger("baton.worker")
 
@@ -32,6 +34,7 @@ class Runner:
         bus: Bus,
         clock: Clock,
         tracing: Tracing,
+        metrics: Metrics,
         engine: Engine,
         ledger: Ledger,
         rates: Rates,
@@ -42,6 +45,7 @@ class Runner:
         self._bus = bus
         self._clock = clock
         self._tracing = tracing
+        self._metrics = metrics
         self._engine = engine
         self._ledger = ledger
         self._rates = rates
@@ -54,11 +58,9 @@ class Runner:
         if not self._ledger.enter(attempt.key):
             return
         try:
-            with self._tracing.span(
-                f"worker.{request.leg}", parent=trace, request=request.request, attempt=request.attempt
-            ) as span:
-                reason = await self._generate(attempt, request)
-                span.set("finish", reason)
+            with traced_leg(self._tracing, self._clock, self._address.worker, request, trace) as leg:
+                reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
+                leg.finish(attempt, reason)
         except BatonError as error:
             await self._fail(attempt, error)
         except Exception:  # noqa: BLE001 - the one boundary of an attempt: a bug ends it, not the worker
@@ -67,14 +69,15 @@ class Runner:
         else:
             await self._succeed(attempt, reason)
 
-    async def _generate(self, attempt: Attempt, request: EngineRequest) -> FinishReason:
-        meter = _Meter(attempt, self._rates, self._clock)
+    async def _generate(self, attempt: Attempt, request: EngineRequest, leg: LegTrace) -> FinishReason:
+        meter = _Meter(attempt, self._rates, self._metrics, self._clock, leg.trace)
         try:
             # Every engine's `generate` is an async generator: closing it is how an attempt is abandoned.
             deltas = cast("AsyncGenerator[EngineDelta]", self._engine.generate(request))
             async with aclosing(deltas):
                 async for delta in deltas:
                     meter.note(delta)
+                    leg.note(delta)
                     self._pass_on(attempt, delta)
                     if delta.finish is None:
                         continue
@@ -146,28 +149,45 @@ class Runner:
 
 
 class _Meter:
-    """Times one attempt for the worker's rates."""
+    """Times one attempt for the worker's rates and metrics."""
 
-    def __init__(self, attempt: Attempt, rates: Rates, clock: Clock) -> None:
+    def __init__(self, attempt: Attempt, rates: Rates, metrics: Metrics, clock: Clock, trace: str) -> None:
         self._attempt = attempt
         self._rates = rates
+        self._metrics = metrics
         self._clock = clock
-        self._prefilling = attempt.leg is not Leg.DECODE
+        self._trace = trace
+        self._entered_s = clock.now_s()
+        self._computing = self._prefilling = attempt.leg is not Leg.DECODE
         self._last_s: float | None = None
         if self._prefilling:
-            rates.prefill_began(clock.now_s())
+            rates.prefill_began(self._entered_s)
+            rates.busy.began(self._entered_s)
 
     def note(self, delta: EngineDelta) -> None:
         now_s = self._clock.now_s()
         if self._last_s is not None:
             self._rates.tokens_came(len(delta.tokens), now_s - self._last_s)
-        elif self._prefilling:
-            self._prefilling = False
-            self._rates.prefill_ended(self._attempt.prompt_tokens - delta.cached_tokens, now_s)
-        elif delta.transfer_s:
-            self._rates.transfer_ended(delta.transferred_bytes, delta.transfer_s)
+        else:
+            self._note_first(delta, now_s)
         self._last_s = now_s
 
-    def close(self) -> None:
+    def _note_first(self, delta: EngineDelta, now_s: float) -> None:
+        attempt, rates = self._attempt, self._rates
+        if delta.finish is not FinishReason.CANCELLED:
+            self._metrics.observe(catalogue.FIRST_OUTPUT, now_s - self._entered_s, attempt.leg, trace=self._trace)
         if self._prefilling:
-            self._rates.prefill_ended(0, self._clock.now_s())
+            self._prefilling = False
+            rates.prefill_ended(attempt.prompt_tokens - delta.cached_tokens, now_s)
+            return
+        self._computing = True
+        rates.busy.began(now_s)
+        if delta.transfer_s:
+            rates.transfer_ended(delta.transferred_bytes, delta.transfer_s)
+
+    def close(self) -> None:
+        now_s = self._clock.now_s()
+        if self._prefilling:
+            self._rates.prefill_ended(0, now_s)
+        if self._computing:
+            self._rates.busy.ended(now_s)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Final
 
 from baton import subjects
 from baton.bus import Bus, Delivery, Subscription
 from baton.clock import Clock
 from baton.engines.engine import Engine, EngineFacts
-from baton.errors import BatonError, EngineFailed, MalformedMessage, WorkerLost
+from baton.errors import BatonError, BusUnavailable, EngineFailed, MalformedMessage, Unavailable, WorkerLost
 from baton.messages import (
     Accepted,
     Acknowledge,
@@ -33,13 +35,14 @@ from baton.messages import (
     Resend,
     TokenChunk,
 )
-from baton.telemetry import Tracing
+from baton.telemetry import Metrics, Tracing
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
 from baton.worker.assembly import Assembly
 from baton.worker.canary import prove_block_identity
 from baton.worker.events import EventPublisher
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Attempt, Key, Ledger, Limits, Refusal
+from baton.worker.metrics import WorkerReadings
 from baton.worker.rates import Rates
 from baton.worker.runner import Runner
 from baton.worker.shadow import ShadowMap
@@ -73,6 +76,7 @@ class WorkerService:
         bus: Bus,
         clock: Clock,
         tracing: Tracing,
+        metrics: Metrics,
         limits: Limits,
         timers: Timers,
     ) -> None:
@@ -91,6 +95,7 @@ class WorkerService:
             bus=bus,
             clock=clock,
             tracing=tracing,
+            metrics=metrics,
             engine=engine,
             ledger=self._ledger,
             rates=self._rates,
@@ -104,9 +109,24 @@ class WorkerService:
             block_tokens=identity.block_tokens,
         )
         self._publisher = EventPublisher(bus, clock, identity.address, facts.model_digest, shadow)
+        self._refusals = Counter[str]()
+        readings = WorkerReadings(
+            identity=identity,
+            facts=facts,
+            engine=engine,
+            clock=clock,
+            ledger=self._ledger,
+            refusals=self._refusals,
+            rates=self._rates,
+            frames=self._frames,
+            publisher=self._publisher,
+            shadow=shadow,
+        )
+        metrics.read(readings)
         self._tasks: asyncio.TaskGroup
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._bus_down = False
+        self._leaves_at_s = inf
 
     async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
         """Serve until `stop` is set, then drain and leave.
@@ -148,6 +168,14 @@ class WorkerService:
         finally:
             await self._say_goodbye()
 
+    async def check_ready(self) -> None:
+        """Raise Unavailable unless a task that came now would be looked at."""
+        if self._ledger.draining:
+            raise Unavailable("the worker is draining")
+        if not self._bus.connected:
+            raise BusUnavailable("the message bus cannot be reached")
+        await self._engine.check_health()
+
     @asynccontextmanager
     async def _subscribed(self) -> AsyncGenerator[None]:
         worker = self._identity.address.worker
@@ -174,7 +202,10 @@ class WorkerService:
             case TokenChunk() as chunk:
                 self._assembly.add(chunk, now_s)
             case PrefillTask() | DecodeTask() as task:
-                await delivery.respond(self._admit(task, now_s))
+                answer = self._admit(task, now_s)
+                if isinstance(answer, Busy):
+                    self._refusals[answer.reason] += 1
+                await delivery.respond(answer)
             case Cancel(context=context) | Acknowledge(context=context) as ending:
                 key = (context.request, context.attempt)
                 attempt = self._ledger.get(key)
@@ -281,6 +312,7 @@ class WorkerService:
             attempts=tuple(attempt.key for attempt in ledger),
             events_sequence=self._publisher.published_sequence,
             draining=ledger.draining,
+            leaves_in_s=max(0.0, self._leaves_at_s - self._clock.now_s()) if ledger.draining else 0.0,
         )
 
     async def _send_digests(self) -> None:
@@ -317,7 +349,8 @@ class WorkerService:
     # ------------------------------------------------------------ leaving
 
     async def _drain(self) -> None:
-        """Take nothing more, let what runs finish within the budget, end the rest as lost."""
+        """Take nothing more, and let what runs finish or be moved by its gateway; after the budget, end it as lost."""
+        self._leaves_at_s = self._clock.now_s() + self._timers.drain_s
         self._ledger.draining = True
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
         _log.info("draining: %d attempts, %g s at most", len(self._ledger), self._timers.drain_s)

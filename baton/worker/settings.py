@@ -16,6 +16,7 @@ from baton.engines.engine import Engine
 from baton.errors import ConfigurationError
 from baton.messages import Role
 from baton.telemetry import TelemetrySettings
+from baton.telemetry.export import traces_url
 from baton.transfer import AgentOptions, Faults
 
 _AGENT: Final = AgentOptions()
@@ -77,7 +78,9 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
     drain_s: Annotated[Seconds, Meta(description="Time at the end for what still runs.")] = 30.0
     canary_timeout_s: Annotated[Seconds, Meta(description="Time for the prompt that proves the block mapping.")] = 15.0
 
-    agent_host: Annotated[str, Meta(description="Address on which the transfer agent listens.")] = "127.0.0.1"
+    agent_host: Annotated[
+        str, Meta(description="Address on which the transfer agent listens; auto: the one that this host's name has.")
+    ] = "127.0.0.1"
     agent_port: Annotated[int, Meta(ge=0, le=65535, description="Its port; 0: any free one.")] = 0
     agent_secret: Annotated[str, Meta(description="Shared by all agents; better given by environment or file.")] = ""
     agent_backends: Annotated[tuple[str, ...], Meta(description="Ways to move KV, in order of preference.")] = (
@@ -108,7 +111,7 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
 
     def agent_options(self) -> AgentOptions:
         return AgentOptions(
-            host=self.agent_host,
+            host=socket.gethostname() if self.agent_host == "auto" else self.agent_host,
             port=self.agent_port,
             secret=self.agent_secret,
             backends=self.agent_backends,
@@ -130,7 +133,8 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
             return SimulatedEngine(settings.model, role=role, options=settings.engine_options, agent=agent)
         from baton.engines.vllm.engine import VllmEngine
 
-        options = {"device": settings.device, **settings.engine_options}
+        traces = {"otlp_traces_endpoint": traces_url(settings.otlp_endpoint)} if settings.otlp_endpoint else {}
+        options = {"device": settings.device, **traces, **settings.engine_options}
         return VllmEngine(settings.model, role=role, options=options, agent=agent)
     except ModuleNotFoundError as error:
         raise ConfigurationError(

@@ -193,6 +193,11 @@ async def collect(engine: Engine, request: EngineRequest) -> Answer:
     return answer
 
 
+def moved_bytes(engine: Engine) -> int:
+    """Return what all pulls have moved, by the figures for metrics."""
+    return sum(totals.moved_bytes for totals in engine.transfers().pulls.done.values())
+
+
 async def first_delta(engine: Engine, request: EngineRequest) -> tuple[AsyncIterator[EngineDelta], EngineDelta]:
     stream = engine.generate(request)
     return stream, await anext(stream)
@@ -362,7 +367,7 @@ class EngineSuite:
     @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 64, 65, 200, 1500])
     async def test_a_handed_off_prompt_gives_the_same_answer(self, pair: Pair, length: int) -> None:
         prompt = pair.prompt(length)
-        before = pair.decode.load()
+        before, moved_before = pair.decode.load(), moved_bytes(pair.decode)
         answer = await pair.hand_off(prompt)
         after = pair.decode.load()
         aggregated = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
@@ -370,6 +375,7 @@ class EngineSuite:
         assert after.prompt_tokens_computed - before.prompt_tokens_computed <= 1
         assert answer.last.transferred_tokens in (length - 1, length)
         assert answer.deltas[0].transferred_bytes == after.bytes_pulled - before.bytes_pulled
+        assert answer.deltas[0].transferred_bytes == moved_bytes(pair.decode) - moved_before
         await pair.settled()
 
     async def test_a_seeded_sample_is_the_same_after_a_hand_off(self, pair: Pair) -> None:
@@ -437,12 +443,13 @@ class EngineSuite:
 
     @pytest.mark.parametrize("endpoint", ["dead", "malformed"])
     async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
-        before = pair.decode.load()
+        before, failed_before = pair.decode.load(), pair.decode.transfers().pulls.failed.total()
         agent = pair.dead_agent if endpoint == "dead" else "no endpoint"
         with pytest.raises(PeerUnreachable):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(agent,)))
         await pair.settled()
         assert pair.decode.load().pulls_failed == before.pulls_failed + 1
+        assert pair.decode.transfers().pulls.failed.total() == failed_before + 1
 
     async def test_a_lease_that_never_comes_ends_at_the_deadline(self, pair: Pair) -> None:
         request = pair.request(pair.prompt(50), leg=Leg.DECODE, budget_s=0.4)

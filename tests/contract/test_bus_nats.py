@@ -66,11 +66,14 @@ async def test_a_killed_server_is_reported_and_subscriptions_survive_its_restart
         bus.subscribe("c", inbox),
         bus.append("S", "s.a", message("x"), message_id="1"),
         bus.follow("S", "s.a", inbox),
+        bus.get("b", "k"),
+        bus.put("b", "k", message("x"), revision=0),
     ):
         with pytest.raises(BusUnavailable):
             await call
     server.start()
     await _restored(bus, "a.x")
+    assert bus.reconnects == 1
     await bus.publish("b", message("after"))
     assert await inbox.wait(1) == ["after"]
 
@@ -240,6 +243,7 @@ async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Se
     await _restored(bus, "a")
     await bus.append("S", "s.a", message("after"), message_id="1")
     assert await inbox.wait(1) == ["after"]
+    assert bus.reconnects == 1
     with pytest.raises(NoResponders):
         await bus.request("nobody", message("?"), timeout_s=1)
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from baton_gateway.config import Settings
+from baton_gateway.door import Door
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
 from tests.gateway_actors import CONTEXT_TOKENS, MODEL
@@ -54,6 +55,20 @@ async def test_paths_and_methods(client: httpx.AsyncClient) -> None:
     refused = await client.get(CHAT)
     error_of(refused, 405, "method_not_allowed")
     assert refused.headers["allow"] == "POST"
+
+
+async def test_a_gateway_that_is_being_stopped_sends_requests_elsewhere(
+    stage: Stage, client: httpx.AsyncClient
+) -> None:
+    stage.gateway.door = Door.CLOSING
+    served = await client.post(CHAT, json=HI)
+    assert (served.status_code, served.headers["connection"]) == (200, "close")
+    error_of(await client.get("/ready"), 503, "unavailable")
+    stage.gateway.door = Door.CLOSED
+    refused = await client.post(CHAT, json=HI)
+    error_of(refused, 503, "unavailable")
+    assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+    assert (await client.get("/health")).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -216,7 +216,7 @@ def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: Start
     assert node.holds(SINK_BLOCKS, seed=4)
 
 
-def test_what_does_not_work_is_named(start_peer: StartPeer) -> None:
+def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCaptureFixture) -> None:
     sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("direct", "shm", "tcp"))))
     peer = start_peer("direct,shm,tcp", 5.0, 1 << 20)  # Without files as large as a region or a ring.
     peer.lease(seed=1)
@@ -227,6 +227,8 @@ def test_what_does_not_work_is_named(start_peer: StartPeer) -> None:
     assert (done.kind, done.backend) == (EventKind.PULL_DONE, "tcp")
     assert sink.holds(SINK_BLOCKS, seed=1)
     assert done.declined == "direct: the source's pool does not lie in a region; shm: no shared memory: File too large"
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert said == [f"KV comes over tcp: {done.declined}"]
 
 
 def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:

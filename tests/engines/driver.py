@@ -91,6 +91,8 @@ class Driver:
                 return await engine.check_health()
             case "load":
                 return msgspec.to_builtins(engine.load())
+            case "transfers":
+                return msgspec.to_builtins(engine.transfers())
             case "stats":
                 return (await engine.transfer_stats())[0]
             case "faults":

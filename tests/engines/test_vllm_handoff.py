@@ -28,6 +28,11 @@ def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair
     assert last["cached_tokens"] == 0
     assert last["transferred_bytes"] == -(-(tokens - 1) // BLOCK) * block_bytes(pair)
     assert after["bytes_pulled"] - before["bytes_pulled"] == last["transferred_bytes"]
+    transfers = pair.decode.ask("transfers")
+    (totals,) = transfers["pulls"]["done"].values()
+    assert totals["moved_bytes"] == after["bytes_pulled"] == transfers["agents"]["pulled_bytes"]
+    assert totals["moving_s"] > 0
+    assert pair.prefill.ask("transfers")["agents"]["served_bytes"] > 0
 
 
 def test_single_token_prompt_needs_no_transfer(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ import msgspec
 
 from baton.connectors.handoff import PullOutcome, TransferReport
 from baton.engines.vllm.stats import LoadRecorder
-from baton.transfer import Cause
+from baton.transfer import AgentStats, Cause, LayerGroup, PullTotals
 
 KEY = b"k" * 16
 
@@ -74,3 +75,22 @@ async def test_load_counts_waiting_for_kv_as_waiting_and_leases_once_for_all_ran
     record(recorder, TransferReport(leased_blocks={0: 0, 1: 0}, leases_ended=(KEY,)))
     assert recorder.load.leased_blocks == 0
     assert ended == [KEY]
+
+
+def test_figures_are_of_all_ranks_together() -> None:
+    recorder = LoadRecorder(ranks=2)
+    assert recorder.transfers().agents is None
+    stats = {figure.name: number for number, figure in enumerate(fields(AgentStats))}
+    for rank in range(2):
+        group = LayerGroup(
+            first_layer=0, layers=4, began_s=1.0, ended_s=2.0, waiting_s=0.5, moved_bytes=7, backend="tcp", rail="r"
+        )
+        pulled = PullOutcome(key=KEY, tokens=99, moved_bytes=7, moving_s=0.25, groups=(group,))
+        record(recorder, TransferReport(pulls=(pulled,), agents={rank: AgentStats(**stats)}))
+        # The newest word of a rank replaces the one before.
+        record(recorder, TransferReport(agents={rank: AgentStats(**stats)}))
+    record(recorder, pull(failed=True, cause=Cause.STALLED))
+    transfers = recorder.transfers()
+    assert transfers.agents == AgentStats(**{name: 2 * figure for name, figure in stats.items()})
+    assert transfers.pulls.done == {"tcp": PullTotals(pulls=2, moved_bytes=14, waiting_s=1.0, moving_s=0.5)}
+    assert transfers.pulls.failed == {Cause.STALLED: 1}

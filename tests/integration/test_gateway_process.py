@@ -124,6 +124,50 @@ async def test_sigterm_finishes_streams_and_leaves(nats_url: str) -> None:
         assert await asyncio.wait_for(process.wait(), 30.0) == 0
 
 
+async def test_while_it_closes_a_gateway_is_not_ready_but_serves_and_ends_connections(nats_url: str) -> None:
+    """What a proxy needs: it sees /ready, while what it still sends is served."""
+    async with AsyncExitStack() as stack:
+        cast = await stack.enter_async_context(actors(nats_url))
+        process, url = await stack.enter_async_context(gateway(nats_url, "--drain-delay-s", "1.5"))
+        await wait_ready(url)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        idle = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        assert "connection" not in (await client.get("/health")).headers
+        assert (await idle.get("/health")).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(1.0):
+            while True:
+                if (ready := await client.get("/ready")).status_code == 503:
+                    break
+        assert ready.headers["connection"] == "close"
+        body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
+        answer = await client.post("/v1/completions", json=body)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert await asyncio.wait_for(process.wait(), 30.0) == 0
+        with pytest.raises(httpx.TransportError):
+            await idle.get("/health")
+        assert not cast.workers["d1"].attempts
+
+
+async def test_a_second_signal_ends_a_gateway_at_once_and_tells_the_workers(nats_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        cast = await stack.enter_async_context(actors(nats_url))
+        decode = cast.workers["d1"]
+        decode.script.stall_at = 2
+        process, url = await stack.enter_async_context(gateway(nats_url, "--drain-s", "60"))
+        await wait_ready(url)
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=15.0))
+        request = asyncio.create_task(client.post("/v1/completions", json={"model": MODEL, "prompt": "x"}))
+        await cast.wait_for(lambda: decode.got(DecodeTask))
+        process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.5)
+        assert process.returncode is None
+        process.send_signal(signal.SIGTERM)
+        assert await asyncio.wait_for(process.wait(), 5.0) == 0
+        await cast.wait_for(lambda: decode.got(Cancel))
+        await asyncio.wait([request])
+
+
 async def test_a_stream_beyond_the_drain_budget_is_cancelled(nats_url: str) -> None:
     async with AsyncExitStack() as stack:
         cast = await stack.enter_async_context(actors(nats_url))
@@ -177,7 +221,8 @@ async def test_a_port_in_use_is_one_sentence(nats_url: str) -> None:
         (("--port", "70000"), 2, "--port"),
         (("--deadline-s", "0"), 2, "--deadline-s"),
         (("--nats-url", "nats://127.0.0.1:1"), 1, "127.0.0.1:1"),
-        (("--host", "203.0.113.1"), 1, "--host"),
+        (("--host", "203.0.113.1", "--api-keys", "k"), 1, "--host"),
+        (("--host", "0.0.0.0"), 2, "--api-keys"),
     ],
 )
 async def test_bad_settings_are_one_sentence(flags: tuple[str, ...], status: int, named: str, tmp_path: Path) -> None:

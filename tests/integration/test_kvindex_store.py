@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio as redis
 from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState
 from baton_kvindex.index import Run, link
-from baton_kvindex.store import RedisStore, StoreEmptied, StoreUnavailable
+from baton_kvindex.store import RedisStore, StoreEmptied, StoreFenced, StoreUnavailable
 
 from baton.errors import ConfigurationError
 from tests.servers import start_redis
@@ -41,6 +41,7 @@ def prefix() -> str:
 @pytest.fixture
 async def store(redis_url: str, prefix: str) -> AsyncIterator[RedisStore]:
     made = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    await made.claim(1)
     yield made
     await made.close()
 
@@ -59,9 +60,9 @@ async def test_an_empty_database_is_an_empty_index(store: RedisStore) -> None:
 async def test_what_was_written_is_loaded(store: RedisStore) -> None:
     long = ids(2500)
     whole = Run(parent=b"", blocks=b"".join(long))
-    await store.write(Batch(3, {"a": changed(runs=[whole]), "b": changed(stored={long[0]: b""})}))
+    await store.write(Batch(3, {"a": changed(runs=[whole]), "b": changed(stored={long[0]: b""})}), 1)
     added = ids(1)[0]
-    await store.write(Batch(4, {"a": changed(stored={added: long[-1]}, removed=(long[1],)), "b": None}))
+    await store.write(Batch(4, {"a": changed(stored={added: long[-1]}, removed=(long[1],)), "b": None}), 1)
     saved = await store.load()
     assert saved.stream_sequence == 4
     assert saved.workers.keys() == {"a"}
@@ -73,9 +74,9 @@ async def test_what_was_written_is_loaded(store: RedisStore) -> None:
 
 async def test_a_rewrite_replaces_and_an_empty_one_clears(store: RedisStore) -> None:
     old, new = ids(2)
-    await store.write(Batch(1, {"a": changed(stored={old: b""}), "b": changed(stored={old: b""})}))
+    await store.write(Batch(1, {"a": changed(stored={old: b""}), "b": changed(stored={old: b""})}), 1)
     empty: list[Run] = []
-    await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=new)]), "b": changed(runs=empty)}))
+    await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=new)]), "b": changed(runs=empty)}), 1)
     saved = await store.load()
     assert links(saved, "a") == {new: b""}
     assert saved.workers["b"] == SavedWorker(STATE, [])
@@ -85,18 +86,77 @@ async def test_nothing_is_written_on_top_of_a_database_that_was_emptied(
     store: RedisStore, raw: redis.Redis, prefix: str
 ) -> None:
     first, second = ids(2)
-    await store.write(Batch(1, {"a": changed(stored={first: b""})}))
+    await store.write(Batch(1, {"a": changed(stored={first: b""})}), 1)
     await raw.delete(f"{prefix}:state", f"{prefix}:workers", f"{prefix}:blocks:a")
     with pytest.raises(StoreEmptied):
-        await store.write(Batch(2, {"a": changed(stored={second: first})}))
+        await store.write(Batch(2, {"a": changed(stored={second: first})}), 1)
     assert await store.load() == Saved()
-    await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=first + second)])}))
+    assert await store.claim(1) == {}
+    await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=first + second)])}), 1)
     assert links(await store.load(), "a") == {first: b"", second: first}
+
+
+async def test_a_writer_that_was_replaced_writes_nothing_more(
+    store: RedisStore, redis_url: str, prefix: str, raw: redis.Redis
+) -> None:
+    first, second, late = ids(3)
+    await store.write(Batch(1, {"a": changed(stored={first: b""})}), 1)
+    other = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    assert await other.claim(1 << 70) == {"a": STATE}
+    for batch in (
+        Batch(9, {"a": changed(stored={late: b""})}),
+        Batch(9, {"a": changed(runs=[])}),
+        Batch(9, {"a": None}),
+    ):
+        with pytest.raises(StoreFenced):
+            await store.write(batch, 1)
+    with pytest.raises(StoreFenced):
+        await store.claim(2)
+    await other.write(Batch(2, {"a": changed(stored={second: first})}), 1 << 70)
+    saved = await other.load()
+    assert saved.stream_sequence == 2
+    assert links(saved, "a") == {first: b"", second: first}
+    await other.close()
+
+
+async def test_a_claim_between_a_late_writers_look_and_its_write_refuses_it(
+    store: RedisStore, redis_url: str, prefix: str
+) -> None:
+    """Wherever the late writer is overtaken, its whole worker is written whole, or not at all."""
+    (old,) = ids(1)
+    other = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    refused = 0
+    for fence in range(2, 60):
+        await store.claim(fence - 1)
+        await store.write(Batch(fence, {"a": changed(runs=[Run(parent=b"", blocks=old)])}), fence - 1)
+        run = Run(parent=b"", blocks=b"".join(ids(3)))
+        late = asyncio.create_task(store.write(Batch(0, {"a": changed(runs=[run])}), fence - 1))
+        await asyncio.sleep(fence * 2e-5)
+        await other.claim(fence)
+        try:
+            await late
+        except StoreUnavailable:
+            refused += 1
+            assert links(await other.load(), "a") == {old: b""}
+        else:
+            assert links(await other.load(), "a") == dict(link(b"", run.blocks))
+    assert refused
+    await other.close()
+
+
+async def test_what_a_writer_left_half_written_expires(store: RedisStore, raw: redis.Redis, prefix: str) -> None:
+    run = Run(parent=b"", blocks=b"".join(ids(3)))
+    await store.write(Batch(1, {"a": changed(runs=[run])}), 1)
+    assert await raw.ttl(f"{prefix}:blocks:a") == -1, "in place it stays"
+    await store.claim(2)
+    with pytest.raises(StoreFenced):
+        await store.write(Batch(1, {"a": changed(runs=[run])}), 1)
+    assert 0 < await raw.ttl(f"{prefix}:aside:1:a") <= 60
 
 
 async def test_damage_costs_the_damaged_worker_only(store: RedisStore, raw: redis.Redis, prefix: str) -> None:
     (block,) = ids(1)
-    await store.write(Batch(9, dict.fromkeys(("good", "blocks", "state"), changed(stored={block: b""}))))
+    await store.write(Batch(9, dict.fromkeys(("good", "blocks", "state"), changed(stored={block: b""}))), 1)
     await raw.hset(f"{prefix}:blocks:blocks", "short", "x")
     await raw.hset(f"{prefix}:workers", "state", b"\xc1")
     saved = await store.load()
@@ -113,27 +173,28 @@ async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() 
     with start_redis() as server:
         store = RedisStore(server.url, prefix="p", timeout_s=0.2)
         batch = Batch(1, {"a": changed(stored={ids(1)[0]: b""})})
-        await store.write(batch)
+        await store.claim(1)
+        await store.write(batch, 1)
         server.pause()
         async with asyncio.timeout(1.0):
             with pytest.raises(StoreUnavailable, match="no answer in time"):
-                await store.write(batch)
+                await store.write(batch, 1)
         server.resume()
-        await store.write(batch)
+        await store.write(batch, 1)
         server.kill()
         with pytest.raises(StoreUnavailable):
-            await store.write(batch)
+            await store.write(batch, 1)
         with pytest.raises(StoreUnavailable):
             await store.load()
         server.start()
-        await store.write(batch)
+        await store.write(batch, 1)
         await store.close()
 
 
 async def test_a_cancelled_write_is_cancelled(store: RedisStore) -> None:
     """The client must not swallow a cancellation: the service would never end."""
     for attempt in range(300):
-        write = asyncio.create_task(store.write(Batch(attempt, {"a": changed(stored={ids(1)[0]: b""})})))
+        write = asyncio.create_task(store.write(Batch(attempt, {"a": changed(stored={ids(1)[0]: b""})}), 1))
         await asyncio.sleep(attempt * 2e-6)
         if not write.done():
             write.cancel()

@@ -181,6 +181,19 @@ def test_ctrl_c_ends_everything(folder: Path) -> None:
             pass
 
 
+def test_ctrl_c_lets_a_short_answer_finish(folder: Path) -> None:
+    options = '{"speed": 1.0, "step_fixed_s": 0.02, "eos_probability": 0.0}'
+    with launched(folder, "--engine-options", options) as launcher:
+        with OpenAI(base_url=f"http://127.0.0.1:{launcher.port}/v1", api_key="none", max_retries=0) as client:
+            stream = client.completions.create(model="tiny", prompt="x", max_tokens=50, stream=True)
+            next(stream)
+            launcher.process.send_signal(signal.SIGINT)
+            finish = [choice.finish_reason for chunk in stream for choice in chunk.choices]
+        assert finish[-1] == "length"
+        assert launcher.process.wait(END_TIMEOUT_S) == 0, launcher.output
+        assert "the gateway finishes what streams" in launcher.output
+
+
 def test_kill_9_leaves_nothing_behind(folder: Path) -> None:
     with launched(folder) as launcher:
         children = launcher.descendants()

@@ -85,7 +85,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
         ({"prefill": 0}, "DISAGGREGATION=auto"),
         ({"port": 0}, "PORT=0 is no port"),
         ({"port": 70000}, "PORT=70000 is no port"),
-        ({"host": "203.0.113.1"}, "cannot listen on 203.0.113.1"),
+        ({"host": "203.0.113.1", "api_key": "k"}, "cannot listen on 203.0.113.1"),
         ({"engine": "vllm"}, "ENGINE=simulated"),
     ],
 )
@@ -131,6 +131,17 @@ def test_a_model_is_called_as_its_folder_or_its_hub_id(tmp_path: Path) -> None:
     assert make_wishes(tmp_path, model=str(tmp_path / "Qwen3") + "/").model_name == "Qwen3"
     assert make_wishes(tmp_path, model="Qwen/Qwen3-0.6B").model_name == "Qwen/Qwen3-0.6B"
     assert make_wishes(tmp_path).model_name == "tiny"
+
+
+def test_a_port_that_others_reach_asks_for_a_key(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "192.0.2.1", "box.example"):
+        with pytest.raises(ConfigurationError, match=r"API_KEY="):
+            check_wishes(make_wishes(tmp_path, engine="simulated", host=host))
+    wishes = make_wishes(tmp_path, engine="simulated", host="0.0.0.0", port=free_port(), api_key="k-1")
+    check_wishes(wishes)
+    gateway = next(program for program in all_programs(wishes) if program.name == "gateway")
+    assert gateway.environ["BATON_GATEWAY_API_KEYS"] == "k-1"
+    assert "k-1" not in gateway.command
 
 
 def test_the_printed_address_is_one_that_a_client_here_can_use(tmp_path: Path) -> None:

@@ -217,7 +217,7 @@ def test_a_service_ends_with_a_status_and_one_sentence(argv: list[str], status: 
     program = (
         "import msgspec\nfrom baton import config\nfrom baton.errors import BusUnavailable\n"
         "class Settings(msgspec.Struct, frozen=True, kw_only=True):\n    worker: str\n"
-        "async def main(settings):\n"
+        "async def main(settings, stop):\n"
         "    if settings.worker == 'fails':\n        raise BusUnavailable('the bus is gone')\n"
         "config.run(main, Settings, service='prefill')\n"
     )

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TypeVar
-
 import pytest
 from baton_gateway import attempt_events as ev
-from baton_gateway.attempt import AttemptMachine, Phase
-from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.attempt import Phase
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,94 +24,12 @@ from baton.errors import (
 )
 from baton.messages import (
     AttemptState,
-    Candidate,
     DigestEntry,
-    ErrorReport,
-    Finish,
     FinishReason,
     Frame,
-    Placement,
     Sampling,
-    Usage,
-    WorkerAddress,
-    pack_tokens,
 )
-
-Kind = TypeVar("Kind")
-REQUEST = "r"
-GREEDY = Sampling(max_tokens=8, temperature=0.0)
-
-
-def placement(decode: str = "d1", prefill: str = "", generation: int = 1) -> Placement:
-    return Placement(
-        decode=WorkerAddress(worker=decode, generation=generation),
-        prefill=WorkerAddress(worker=prefill, generation=generation) if prefill else None,
-        reason="test",
-        predicted=Candidate(decode=decode, predicted_ttft_s=0.1),
-    )
-
-
-def frame(
-    attempt: int,
-    index: int,
-    tokens: Sequence[int],
-    finish: FinishReason | None = None,
-    error: BatonError | None = None,
-    cached: int = 0,
-) -> Frame:
-    ended = None
-    if finish is not None:
-        usage = Usage(prompt_tokens=4, completion_tokens=index + len(tokens), cached_tokens=cached)
-        ended = Finish(reason=finish, usage=usage, error=ErrorReport.of(error) if error else None)
-    return Frame(request=REQUEST, attempt=attempt, index=index, tokens=pack_tokens(tokens), finish=ended)
-
-
-class Bench:
-    """A machine, its time, and everything it did."""
-
-    def __init__(self, sampling: Sampling = GREEDY, *, queued: bool = False, deadline_s: float = 300.0) -> None:
-        self.now_s = 0.0
-        self.machine = AttemptMachine(sampling, AttemptTimers(), deadline_at_s=deadline_s, eos_tokens=frozenset({2}))
-        self.all: list[ev.Action] = list(self.machine.start(0.0, queued=queued))
-        self.fresh: list[ev.Action] = list(self.all)
-
-    def step(self, event: ev.Event) -> list[ev.Action]:
-        self.fresh = self.machine.step(self.now_s, event)
-        self.all += self.fresh
-        return self.fresh
-
-    def wait(self, duration_s: float) -> list[ev.Action]:
-        """Let time pass, ticking whenever the machine wants to be woken."""
-        end_s, done = self.now_s + duration_s, list[ev.Action]()
-        while not self.machine.ended and self.machine.wake_at_s <= end_s:
-            self.now_s = max(self.now_s, self.machine.wake_at_s)
-            done += self.step(ev.Tick())
-        self.now_s = end_s
-        self.fresh = done
-        return done
-
-    def frame(self, index: int, tokens: Sequence[int], finish: FinishReason | None = None, **extra: object) -> None:
-        worker = self.machine.placement.decode if self.machine.placement else WorkerAddress(worker="?", generation=0)
-        shown = frame(self.machine.attempt, index, tokens, finish, **extra)  # pyright: ignore[reportArgumentType]
-        self.step(ev.FrameArrived(worker.worker, worker.generation, shown))
-
-    def run_on(self, decode: str = "d1", prefill: str = "") -> None:
-        """Bring the present attempt onto workers."""
-        self.step(ev.Placed(self.machine.attempt, placement(decode, prefill)))
-        for worker in filter(None, (decode, prefill)):
-            self.step(ev.TaskAccepted(self.machine.attempt, worker))
-        assert self.machine.phase is Phase.WAITING
-
-    def did(self, kind: type[Kind]) -> list[Kind]:
-        return [action for action in self.fresh if isinstance(action, kind)]
-
-    def did_ever(self, kind: type[Kind]) -> list[Kind]:
-        return [action for action in self.all if isinstance(action, kind)]
-
-    @property
-    def error(self) -> BatonError:
-        (failure,) = self.did_ever(ev.Fail)
-        return failure.error
+from tests.attempt_bench import REQUEST, Bench, frame, placement
 
 
 def test_an_undisturbed_attempt() -> None:
@@ -508,12 +422,12 @@ class Network:
         self.emitted = 0
         self.in_flight: list[tuple[int, str, Frame]] = []
 
-    def place(self) -> None:
-        attempt = self.bench.machine.attempt
-        self.start, self.emitted = len(self.bench.machine.delivered), 0
+    def place(self, attempt: int) -> None:
         worker = f"d{attempt}"
         self.bench.step(ev.Placed(attempt, placement(worker)))
-        self.bench.step(ev.TaskAccepted(attempt, worker))
+        if self.bench.did(ev.SendTasks):
+            self.start, self.emitted = len(self.bench.machine.delivered), 0
+            self.bench.step(ev.TaskAccepted(attempt, worker))
 
     @property
     def worker(self) -> str:
@@ -536,7 +450,9 @@ class Network:
 
 
 MOVES = st.lists(
-    st.tuples(st.sampled_from(["emit", "deliver", "repeat", "lose", "digest", "kill", "wait"]), st.integers(0, 5)),
+    st.tuples(
+        st.sampled_from(["emit", "deliver", "repeat", "lose", "digest", "kill", "leave", "wait"]), st.integers(0, 5)
+    ),
     max_size=60,
 )
 
@@ -545,14 +461,14 @@ MOVES = st.lists(
 def test_any_network_yields_each_token_once_and_one_end(moves: list[tuple[str, int]], length: int) -> None:
     bench = Bench(Sampling(max_tokens=length, temperature=0.0), deadline_s=10_000.0)
     network = Network(bench, length)
-    network.place()
+    network.place(0)
     kills = 0
     # After the random part the network heals, so that the answer must become whole.
     for move, number in [*moves, *[("heal", 0)] * 40]:
         if bench.machine.ended:
             break
         if bench.machine.phase is Phase.PLACING:
-            network.place()
+            network.place(bench.machine.attempt)
         if move == "emit":
             network.emit(number)
         elif move in ("deliver", "repeat", "lose") and network.in_flight:
@@ -567,6 +483,11 @@ def test_any_network_yields_each_token_once_and_one_end(moves: list[tuple[str, i
         elif move == "kill" and kills < 3:
             kills += 1
             bench.step(ev.WorkerGone(network.worker, 1, "died"))
+        elif move == "leave":
+            # The other place may be found at once, later, or never.
+            bench.step(ev.WorkerLeaving(network.worker, 1, 0.0, 10.0))
+            if number:
+                network.place(bench.machine.attempt + 1)
         elif move == "wait":
             bench.wait(0.3)
             network.answer_resends()

@@ -85,3 +85,52 @@ def test_an_unbranched_prompt_is_one_run() -> None:
     path = "abcdefgh"
     parents = {block(path[:end]): block(path[: end - 1]) for end in range(len(path), 0, -1)}
     assert len(runs_of(parents)) == 1
+
+
+def states(sequence: int, generation: int = 1) -> dict[str, WorkerState]:
+    return {"w": WorkerState(generation=generation, model_digest="digest", sequence=sequence)}
+
+
+def follow(journal: Journal, *events: int) -> None:
+    """Note events of a worker, each of which stores a block of its number."""
+    for event in events:
+        journal.touch("w", event - 1)
+        journal.store("w", b"", block(f"{event}"))
+
+
+def test_who_goes_on_for_another_writes_what_that_one_lacks() -> None:
+    journal = Journal(blocks_max=100)
+    follow(journal, 1, 2, 3)
+    journal.rotate()
+    follow(journal, 4, 5)
+    journal.go_on(states(3), states(5))
+    change = change_of(take(journal))
+    assert (change.runs, change.stored.keys()) == (None, {block("4"), block("5")})
+
+
+def test_changes_are_known_for_one_rotation_and_before_it_all_is_written() -> None:
+    held = [Run(parent=b"", blocks=block("a"))]
+    for written, whole in ((2, False), (1, True)):
+        journal = Journal(blocks_max=100)
+        follow(journal, 1, 2)
+        journal.rotate()
+        follow(journal, 3, 4)
+        journal.rotate()
+        follow(journal, 5)
+        journal.go_on(states(written), states(5))
+        change = change_of(take(journal, held))
+        assert (change.runs == held, set(change.stored)) == (whole, set() if whole else set(map(block, "345")))
+
+
+def test_what_is_written_already_does_not_wait_and_another_life_is_written_whole() -> None:
+    journal = Journal(blocks_max=100)
+    follow(journal, 1, 2)
+    journal.go_on(states(2), states(2))
+    assert not journal
+    follow(journal, 3)
+    journal.go_on(states(2, generation=0), states(3))
+    assert change_of(take(journal)).runs is not None
+    journal.go_on({}, states(3))
+    assert change_of(take(journal)).runs is not None
+    journal.go_on(states(3) | {"gone": STATE}, states(3))
+    assert journal.take(5, lambda worker: None, lambda worker: []).workers == {"gone": None}

@@ -73,6 +73,13 @@ def test_goodbye_is_at_once_but_not_for_a_newer_life(loads: Loads) -> None:
     assert len(loads.live(0.0)) == 1
     loads.on_goodbye(WorkerAddress(worker="w", generation=2))
     assert loads.live(0.0) == []
+    loads.on_heartbeat(heartbeat(generation=2), 0.1)
+    assert loads.live(0.1) == [], "a heartbeat that was under way"
+    assert loads.knows("tiny"), "it may be restarted"
+    loads.on_heartbeat(heartbeat(generation=3), 0.2)
+    assert len(loads.live(0.2)) == 1
+    loads.on_goodbye(WorkerAddress(worker="w", generation=3))
+    loads.live(61.0)
     assert not loads.knows("tiny")
 
 

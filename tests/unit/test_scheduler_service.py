@@ -30,7 +30,8 @@ from baton.messages import (
     Role,
     WorkerAddress,
 )
-from baton.telemetry import Tracing
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing
 
 
 def heartbeat(worker: str, role: Role, **changes: Any) -> Heartbeat:
@@ -110,21 +111,28 @@ class Gateway:
 
 
 @asynccontextmanager
-async def scheduling(network: MemoryNetwork, **changes: Any) -> AsyncGenerator[None]:
+async def scheduling(
+    network: MemoryNetwork, stop: Stop | None = None, **changes: Any
+) -> AsyncGenerator[asyncio.Task[None]]:
+    stop = stop or Stop()
     settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.001), **changes)
     bus = MemoryBus(network)
     service = SchedulerService(
-        bus=bus, clock=SystemClock(), tracing=Tracing("scheduler"), settings=settings, random=Random(0)
+        bus=bus,
+        clock=SystemClock(),
+        tracing=Tracing("scheduler"),
+        metrics=Metrics("scheduler"),
+        settings=settings,
+        random=Random(0),
     )
-    running = asyncio.create_task(service.run())
+    running = asyncio.create_task(service.run(stop))
     await asyncio.sleep(0.02)
     try:
-        yield
+        yield running
     finally:
-        running.cancel()
-        await asyncio.wait([running])
+        stop.asked.set()
+        await running
         await bus.close()
-    assert running.cancelled(), running.exception()
 
 
 @pytest.fixture
@@ -201,7 +209,21 @@ async def test_refusals_are_typed(gateway: Gateway) -> None:
         await asyncio.sleep(0.25)
         assert await gateway.refusal(place()) == "no_workers", "dead is not unknown"
         await gateway.hear(Goodbye(address=PREFILL.address), Goodbye(address=DECODE.address))
-        assert await gateway.refusal(place()) == "model_not_found"
+        assert await gateway.refusal(place()) == "no_workers"
+
+
+async def test_it_answers_what_came_before_it_leaves(gateway: Gateway) -> None:
+    stop = Stop()
+    await gateway.play_index()
+    gateway.index_delay_s = 0.02
+    async with scheduling(gateway.bus.network, stop) as leaving, scheduling(gateway.bus.network):
+        await gateway.hear(PREFILL, DECODE)
+        asked = [asyncio.create_task(gateway.ask(place(f"r{number}"))) for number in range(6)]
+        await asyncio.sleep(0)
+        stop.asked.set()
+        assert all(isinstance(answer, Placement | Refused) for answer in await asyncio.gather(*asked))
+        await asyncio.wait_for(leaving, 1.0)
+        await gateway.place("later")
 
 
 async def test_nonsense_on_the_heartbeat_subject_harms_nothing(gateway: Gateway) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from baton.worker.rates import Average, Rates
+from baton.worker.rates import Average, BusyTime, Rates
 
 
 def test_the_first_sample_replaces_the_guess_and_later_ones_are_weighed() -> None:
@@ -55,3 +55,14 @@ def test_transfers_count_only_the_time_in_which_bytes_moved() -> None:
     assert rates.transfer_bytes_per_s.samples == 0
     rates.transfer_ended(1 << 20, 0.5)
     assert rates.transfer_bytes_per_s.value == 2 << 20
+
+
+def test_busy_time_counts_once_and_while_it_lasts() -> None:
+    busy = BusyTime()
+    assert busy.total_s(5.0) == 0
+    busy.began(10.0)
+    busy.began(11.0)
+    busy.ended(12.0)
+    assert busy.total_s(13.0) == 3.0
+    busy.ended(14.0)
+    assert busy.total_s(99.0) == 4.0

@@ -44,7 +44,7 @@ from baton.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from baton.telemetry import Tracing
+from baton.telemetry import Metrics, Tracing
 from baton.worker.admission import Identity
 from baton.worker.ledger import Limits
 from baton.worker.service import Timers, WorkerService
@@ -66,6 +66,7 @@ class World:
         self.heard: list[AnyMessage] = []
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
+        self.metrics = Metrics(role)
         self.service = WorkerService(
             identity=Identity(
                 address=WorkerAddress(worker="w0", generation=GENERATION, agents=FACTS.agents),
@@ -79,6 +80,7 @@ class World:
             bus=self.bus,
             clock=self.clock,
             tracing=Tracing(role),
+            metrics=self.metrics,
             limits=Limits(slots=2, kv_blocks=FACTS.kv_blocks, engine_block_tokens=FACTS.block_tokens),
             timers=Timers(),
         )
@@ -127,6 +129,12 @@ class World:
         await self.clock.advance(1.0)
         [digest] = [message for message in self.heard if isinstance(message, Digest)]
         return next((e.state for e in digest.entries if (e.request, e.attempt) == key), None)
+
+    def shown(self, series: str) -> float:
+        """Return a figure as a scrape shows it."""
+        lines = self.metrics.render("")[1].decode().splitlines()
+        (line,) = (line for line in lines if line.startswith(series + " "))
+        return float(line.rpartition(" ")[2])
 
     def heartbeat(self) -> Heartbeat:
         return [message for message in self.heard if isinstance(message, Heartbeat)][-1]
@@ -426,6 +434,20 @@ async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None
     assert isinstance(decode.heard[-1], Goodbye)
 
 
+async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was_moved(decode: World) -> None:
+    await decode.ask(decode_task())
+    assert decode.heartbeat().leaves_in_s == 0.0
+    decode.stop.set()
+    await decode.clock.settle()
+    assert decode.heartbeat().leaves_in_s == 30.0
+    await decode.clock.advance(3.0)
+    assert decode.heartbeat().leaves_in_s == pytest.approx(27.0, abs=0.3)
+    await decode.tell(Cancel(context=context(), reason="moved"))
+    await decode.clock.advance(0.1)
+    await decode.running
+    assert isinstance(decode.heard[-1], Goodbye)
+
+
 async def test_a_drain_out_of_time_ends_what_runs_as_lost(decode: World) -> None:
     await decode.ask(decode_task())
     decode.stop.set()
@@ -467,6 +489,7 @@ async def test_a_worker_whose_canary_fails_does_not_start() -> None:
         bus=world.bus,
         clock=world.clock,
         tracing=Tracing("decode"),
+        metrics=Metrics("decode"),
         limits=Limits(slots=2, kv_blocks=10, engine_block_tokens=32),
         timers=Timers(canary_timeout_s=3.0),
     )
@@ -477,3 +500,35 @@ async def test_a_worker_whose_canary_fails_does_not_start() -> None:
     assert not world.ready.is_set()
     await world.bus.close()
     await world.gateway_bus.close()
+
+
+async def test_a_scrape_shows_what_the_worker_keeps(decode: World) -> None:
+    busy_before_s = decode.shown("baton_engine_busy_seconds_total")
+    await decode.ask(decode_task())
+    decode.engine.load_now = EngineLoad(running=1, kv_usage=0.5, leased_blocks=3, prompt_tokens_pulled=99)
+    assert decode.shown('baton_worker_attempts{state="pulling"}') == 1
+    await decode.clock.advance(1.0)
+    assert decode.shown("baton_engine_busy_seconds_total") == busy_before_s, "a pull computes nothing"
+    await decode.step(EngineDelta(tokens=[1, 2]))
+    await decode.clock.advance(0.5)
+    await decode.step(EngineDelta(tokens=[3], finish=FinishReason.LENGTH))
+    busy_s = decode.shown("baton_engine_busy_seconds_total")
+    assert busy_s == pytest.approx(busy_before_s + 0.5, abs=0.1)
+    await decode.clock.advance(5.0)
+    assert decode.shown("baton_engine_busy_seconds_total") == busy_s
+    assert decode.shown("baton_engine_output_tokens_total") == 3
+    assert decode.shown('baton_worker_attempts_ended_total{end="length"}') == 1
+    assert decode.shown('baton_first_output_seconds_count{leg="decode"}') == 1
+    blocks = [decode.shown(f'baton_kv_blocks{{state="{state}"}}') for state in ("used", "leased", "free")]
+    assert blocks[1] == 3
+    assert sum(blocks) == FACTS.kv_blocks
+    await decode.ask(prefill_task("other"))
+    assert decode.shown('baton_worker_refusals_total{reason="role"}') == 1
+
+
+async def test_a_scrape_of_a_worker_whose_engine_died_shows_the_rest(decode: World) -> None:
+    decode.engine.die("as if it had crashed")
+    assert decode.shown('baton_worker_slots{state="free"}') == 2
+    assert "baton_kv_blocks{" not in decode.metrics.render("")[1].decode()
+    with pytest.raises(EngineFailed):
+        await decode.running

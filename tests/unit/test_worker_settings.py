@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 
 import pytest
 from baton_decode.config import DecodeSettings
@@ -51,6 +52,10 @@ def test_a_full_command_line() -> None:
     options = settings.agent_options()
     assert (options.secret, options.backends, options.lease_ttl_s) == ("hush", ("tcp",), 2.0)
     assert options.faults == Faults(delay_s=0.2, corrupt_every=3)
+
+
+def test_the_agent_of_a_container_listens_where_its_name_leads() -> None:
+    assert DecodeSettings(agent_host="auto").agent_options().host == socket.gethostname()
 
 
 def test_a_worker_without_a_name_gets_one_that_is_a_subject_part() -> None:

@@ -19,7 +19,15 @@ from typing import Final
 
 from baton.blocks import model_digest
 from baton.clock import Clock, SystemClock
-from baton.engines.engine import EngineDelta, EngineEventBatch, EngineFacts, EngineLoad, EngineRequest, Leg
+from baton.engines.engine import (
+    EngineDelta,
+    EngineEventBatch,
+    EngineFacts,
+    EngineLoad,
+    EngineRequest,
+    Leg,
+    TransferFigures,
+)
 from baton.engines.simulated.blocks import HASH_BYTES, BlockCache
 from baton.engines.simulated.handoff import Handoff
 from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
@@ -191,6 +199,10 @@ class SimulatedEngine:
             pulls_failed=self._handoff.pulls_failed,
         )
 
+    def transfers(self) -> TransferFigures:
+        self._check_alive()
+        return self._handoff.figures()
+
     async def events(self) -> AsyncIterator[EngineEventBatch]:
         while True:
             self._check_alive()
@@ -214,14 +226,14 @@ class SimulatedEngine:
         return stream
 
     async def _next_delta(self, stream: Stream) -> EngineDelta:
-        delta = stream.take_delta()
+        delta = stream.take_delta(self._clock.now_s())
         while delta is None:
             try:
                 async with self._clock.timeout(max(0.0, stream.deadline_s - self._clock.now_s())):
                     await stream.changed.wait()
             except TimeoutError as error:
                 raise DeadlineExceeded(f"the engine gave up after {stream.request.budget_s:g} s") from error
-            delta = stream.take_delta()
+            delta = stream.take_delta(self._clock.now_s())
         return delta
 
     def _drop(self, stream: Stream) -> None:
@@ -302,9 +314,12 @@ class SimulatedEngine:
             stream = self._stream(pull.attempt)
             source = stream.request.source
             assert source is not None, "only a decode leg pulls"
-            budget_s = max(0.0, stream.deadline_s - self._clock.now_s())
-            self._handoff.pull(stream.lease, source.address.agents[0], pull, budget_s)
+            now_s = self._clock.now_s()
+            stream.begin(now_s)
+            self._handoff.pull(stream.lease, source.address.agents[0], pull, now_s, max(0.0, stream.deadline_s - now_s))
         for chunk in step.chunks:
+            if chunk.start < chunk.attempt.prompt_tokens:
+                self._stream(chunk.attempt).begin(self._clock.now_s())
             if chunk.attempt.leg is Leg.PREFILL:
                 self._handoff.lease_blocks(self._stream(chunk.attempt).lease, chunk.attempt.blocks, ready=chunk.start)
 

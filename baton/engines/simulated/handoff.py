@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.engines.engine import TransferFigures
 from baton.engines.simulated.scheduler import Pull
 from baton.errors import BatonError, DeadlineExceeded, PeerUnreachable, TransferFailed
-from baton.transfer import Cause, EventKind, TransferAgent, TransferEvent
+from baton.transfer import Cause, EventKind, PullTally, PullWatch, TransferAgent, TransferEvent
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,8 @@ class Lease:
     """The sink released it or it expired: it is not opened again."""
     pulled_bytes: int = 0
     moving_s: float = 0.0
+    watch: PullWatch | None = None
+    """Of the pull, from its start."""
 
 
 class Handoff:
@@ -46,12 +49,16 @@ class Handoff:
         self._pulls: dict[bytes, Lease] = {}
         self.bytes_pulled = 0
         self.pulls_failed = 0
+        self.tally = PullTally()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.add_reader(self._agent.fileno(), self._take_events)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.remove_reader(self._agent.fileno())
+
+    def figures(self) -> TransferFigures:
+        return TransferFigures(pulls=self.tally, agents=self._agent.stats())
 
     def close(self) -> None:
         self._agent.close()
@@ -92,7 +99,7 @@ class Handoff:
 
     # Sink.
 
-    def pull(self, lease: Lease, endpoint: str, pull: Pull, budget_s: float) -> None:
+    def pull(self, lease: Lease, endpoint: str, pull: Pull, now_s: float, budget_s: float) -> None:
         """Fill the blocks of a pull, or tell the source that there are none to fill."""
         try:
             if not pull.blocks:
@@ -110,8 +117,10 @@ class Handoff:
             # The endpoint came with the request. Where all is cached, a wrong one costs its owner a lease's time.
             if pull.blocks:
                 self.pulls_failed += 1
+                self.tally.failed[Cause.UNREACHABLE] += 1
                 self._pull_over(lease.key, PeerUnreachable(f"the source cannot be reached: {error}"))
         else:
+            lease.watch = PullWatch(now_s, endpoint)
             self._pulls[lease.key] = lease
 
     def cancel_pull(self, lease: Lease) -> None:
@@ -126,7 +135,18 @@ class Handoff:
             self._broke(error)
             return
         for event in events:
+            if event.kind in (EventKind.PULL_DONE, EventKind.PULL_FAILED):
+                self.tally.add(
+                    event.backend,
+                    event.cause,
+                    moved_bytes=event.bytes,
+                    waiting_s=event.waiting_s,
+                    moving_s=event.moving_s,
+                )
             match event.kind:
+                case EventKind.PULL_PROGRESS:
+                    if (watch := self._pulls[event.key].watch) is not None:
+                        watch.note(event)
                 case EventKind.PULL_DONE:
                     lease = self._pulls.pop(event.key)
                     lease.pulled_bytes = event.bytes
@@ -141,9 +161,8 @@ class Handoff:
                     self._lease_over(event.key)
                 case EventKind.LEASE_ENDED if event.cause is not Cause.REVOKED:
                     self._lease_over(event.key)
-                case EventKind.LEASE_ENDED | EventKind.PULL_PROGRESS:
-                    # What was revoked was revoked by this engine, which knows; and it wants prompts whole.
-                    pass
+                case EventKind.LEASE_ENDED:
+                    pass  # What was revoked was revoked by this engine, which knows.
 
 
 def _pull_error(event: TransferEvent) -> BatonError:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from baton.engines.engine import EngineDelta, EngineRequest, Leg
+from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
 from baton.engines.simulated.handoff import Lease
 from baton.engines.simulated.kv import ContextReader
 from baton.engines.simulated.sampling import check_sampling
 from baton.engines.simulated.scheduler import Attempt
+from baton.engines.stages import prompt_stages
 from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
 from baton.messages import FinishReason, TokenLogprob
 from baton.transfer import lease_key
@@ -24,11 +25,15 @@ class Stream:
     lease: Lease
     reader: ContextReader
     stops: frozenset[int]
-    deadline_s: float
+    entered_s: float
     tokens: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
     error: BatonError | None = None
+    begun_s: float | None = None
+    """When its first step, or its pull, began."""
+    told: bool = False
+    """A delta was taken."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -41,13 +46,22 @@ class Stream:
             cache_salt=request.cache_salt,
         )
         lease = Lease(lease_key(request.request, request.attempt))
-        return cls(request, attempt, lease, reader, stops, now_s + request.budget_s)
+        return cls(request, attempt, lease, reader, stops, now_s)
+
+    @property
+    def deadline_s(self) -> float:
+        return self.entered_s + self.request.budget_s
 
     @property
     def output_tokens(self) -> int:
         return len(self.attempt.tokens) - self.attempt.prompt_tokens
 
-    def take_delta(self) -> EngineDelta | None:
+    def begin(self, now_s: float) -> None:
+        """The engine turns to it, for the first time or again."""
+        if self.begun_s is None:
+            self.begun_s = now_s
+
+    def take_delta(self, now_s: float) -> EngineDelta | None:
         """Return what is new. Raises what ended the attempt, after everything before it was taken."""
         self.changed.clear()
         if not self.tokens and self.finish is None:
@@ -62,10 +76,20 @@ class Stream:
             transferred_tokens=self.attempt.pulled_tokens,
             transferred_bytes=self.lease.pulled_bytes,
             transfer_s=self.lease.moving_s,
+            stages=() if self.told else self._stages(now_s),
         )
+        self.told = True
         self.tokens.clear()
         self.logprobs.clear()
         return delta
+
+    def _stages(self, now_s: float) -> tuple[Stage, ...]:
+        return prompt_stages(
+            entered_s=self.entered_s,
+            begun_s=now_s if self.begun_s is None else self.begun_s,
+            ended_s=now_s,
+            pulled=self.lease.watch.groups() if self.lease.watch else (),
+        )
 
 
 def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
@@ -13,7 +14,17 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import msgspec
 
 from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
-from baton.engines.engine import EngineDelta, EngineEventBatch, EngineFacts, EngineLoad, EngineRequest, Leg
+from baton.engines.engine import (
+    EngineDelta,
+    EngineEventBatch,
+    EngineFacts,
+    EngineLoad,
+    EngineRequest,
+    Leg,
+    Stage,
+    TransferFigures,
+)
+from baton.engines.stages import prompt_stages
 from baton.engines.vllm.events import KvEventListener
 from baton.engines.vllm.host import VllmHost
 from baton.engines.vllm.options import split_options
@@ -53,6 +64,7 @@ _FINISH_REASONS: Final = {
 class _Attempt:
     request: EngineRequest
     key: bytes
+    entered_s: float
     outcome: PullOutcome | None = None
     begun: bool = False
     finish: FinishReason | None = None
@@ -121,11 +133,12 @@ class VllmEngine:
         if request.cache_salt:
             prompt["cache_salt"] = request.cache_salt
         deadline_s = asyncio.get_running_loop().time() + request.budget_s
-        attempt = self._attempts[name] = _Attempt(request, key)
+        attempt = self._attempts[name] = _Attempt(request, key, time.monotonic())
         if request.leg is Leg.PREFILL:
             self._leases[key] = name
         try:
-            async with aclosing(llm.generate(prompt, params, _engine_id(*name))) as stream:  # pyright: ignore[reportArgumentType]
+            generating = llm.generate(prompt, params, _engine_id(*name), trace_headers=_trace_headers(llm, request))  # pyright: ignore[reportArgumentType]
+            async with aclosing(generating) as stream:
                 async for output in _until(deadline_s, stream):
                     yield await self._delta(attempt, output)
         except BatonError:
@@ -152,6 +165,11 @@ class VllmEngine:
         self._alive()
         assert self._host is not None
         return replace(self._host.recorder.load, leased=frozenset(self._leases.values()))
+
+    def transfers(self) -> TransferFigures:
+        self._alive()
+        assert self._host is not None
+        return self._host.recorder.transfers()
 
     async def events(self) -> AsyncIterator[EngineEventBatch]:
         self._alive()
@@ -256,6 +274,7 @@ class VllmEngine:
         if not attempt.begun and attempt.request.leg is Leg.DECODE:
             # A pull's end is reported with an earlier step than the first token.
             attempt.outcome = recorder.take_outcome(attempt.key)
+        stages = () if attempt.begun else _stages(attempt, output)
         attempt.begun = True
         attempt.finish = finish
         if finish is FinishReason.ERROR:
@@ -273,6 +292,7 @@ class VllmEngine:
             transferred_tokens=pulled.tokens if pulled else 0,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,
+            stages=stages,
         )
 
     def _translated(self, error: Exception) -> BatonError:
@@ -293,6 +313,18 @@ class VllmEngine:
 
 def _engine_id(request: str, attempt: int) -> str:
     return f"{request}/{attempt}"
+
+
+def _trace_headers(llm: AsyncLLM, request: EngineRequest) -> dict[str, str] | None:
+    """Return what makes vLLM's span a part of the request's trace, where vLLM exports any."""
+    wanted = request.trace and llm.vllm_config.observability_config.otlp_traces_endpoint
+    return {"traceparent": request.trace} if wanted else None
+
+
+def _stages(attempt: _Attempt, output: RequestOutput) -> tuple[Stage, ...]:
+    pulled = attempt.outcome.groups if attempt.outcome else ()
+    begun_s = min(group.began_s for group in pulled) if pulled else output.metrics.scheduled_ts if output.metrics else 0
+    return prompt_stages(entered_s=attempt.entered_s, begun_s=begun_s, ended_s=time.monotonic(), pulled=pulled)
 
 
 def _failure(outcome: PullOutcome | None) -> BatonError:

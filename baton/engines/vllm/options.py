@@ -62,6 +62,9 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_LOGGING_STREAM": "ext://sys.stderr",
     # A worker does not wake for the end of its queue; after this long vLLM sends it a signal, which it heeds.
     "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
+    # Of vLLM's own spans, where its flag otlp_traces_endpoint is given: a collector that is down holds nobody up.
+    "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+    "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "1",
     ENGINE_MARK: "1",
 }
 """Of every engine, before vLLM is imported."""

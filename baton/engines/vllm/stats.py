@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from baton.connectors.handoff import PullOutcome, TransferReport
-from baton.engines.engine import EngineLoad
+from baton.engines.engine import EngineLoad, TransferFigures
+from baton.transfer import AgentStats, PullTally
 
 if TYPE_CHECKING:
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
@@ -40,6 +41,8 @@ class LoadRecorder:
         self.on_lease_ended: Callable[[bytes], None] = lambda _key: None
         self._ranks = ranks
         self._leased_blocks: dict[int, int] = {}
+        self._agents: dict[int, AgentStats] = {}
+        self._tally = PullTally()
         self._outcomes: OrderedDict[bytes, _RankOutcomes] = OrderedDict()
         self._changed = asyncio.Event()
 
@@ -61,6 +64,11 @@ class LoadRecorder:
                 return outcome
         except TimeoutError:
             return None
+
+    def transfers(self) -> TransferFigures:
+        ranks = self._agents.values()
+        sums = {figure.name: sum(getattr(rank, figure.name) for rank in ranks) for figure in fields(AgentStats)}
+        return TransferFigures(pulls=self._tally, agents=AgentStats(**sums) if ranks else None)
 
     # vLLM's interface (`StatLoggerBase`).
 
@@ -104,8 +112,16 @@ class LoadRecorder:
     def _record_transfers(self, payload: Mapping[str, object]) -> None:
         report = msgspec.convert(payload, TransferReport)
         self._leased_blocks.update(report.leased_blocks)
+        self._agents.update(report.agents)
         for outcome in report.pulls:
             self._record_outcome(outcome)
+            self._tally.add(
+                outcome.groups[-1].backend if outcome.groups else "",
+                outcome.cause,
+                moved_bytes=outcome.moved_bytes,
+                waiting_s=sum(group.waiting_s for group in outcome.groups),
+                moving_s=outcome.moving_s,
+            )
         for key in report.leases_ended:
             self.on_lease_ended(key)
         self.load = replace(
@@ -132,5 +148,8 @@ class LoadRecorder:
 def _joined(first: PullOutcome, second: PullOutcome) -> PullOutcome:
     """Return what two ranks' pulls were together: the first's words, both's bytes, the slower's time."""
     return msgspec.structs.replace(
-        first, moved_bytes=first.moved_bytes + second.moved_bytes, moving_s=max(first.moving_s, second.moving_s)
+        first,
+        moved_bytes=first.moved_bytes + second.moved_bytes,
+        moving_s=max(first.moving_s, second.moving_s),
+        groups=first.groups + second.groups,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import AsyncExitStack
 from random import SystemRandom
 from uuid import uuid4
 
@@ -11,7 +12,8 @@ import uvloop
 from baton import config
 from baton.bus import NatsBus
 from baton.clock import SystemClock
-from baton.telemetry import Tracing
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing, serve_status
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
 from baton_gateway.server import listen, make_server
@@ -21,14 +23,19 @@ from baton_gateway.tokenise import Tokenizers
 log = logging.getLogger(__name__)
 
 
-async def serve(settings: Settings) -> None:
+async def serve(settings: Settings, stop: Stop) -> None:
     clock = SystemClock()
     # Before anything else, so that a port in use is found at once.
-    with listen(settings) as listener:
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(listen(settings))
+        metrics = Metrics("gateway")
+        status = await stack.enter_async_context(serve_status(settings, metrics, stop))
         gateway_id = f"gw-{uuid4().hex[:12]}"
         bus = await NatsBus.connect(settings.nats_url, name=gateway_id)
         tokenizers = Tokenizers(clock=clock, threads=settings.tokenizer_threads)
-        tracing = Tracing("gateway")
+        tracing = Tracing("gateway", settings, instance=gateway_id)
+        await tracing.answer(bus)
+        metrics.read_bus(bus)
         try:
             gateway = Gateway(
                 settings,
@@ -36,13 +43,15 @@ async def serve(settings: Settings) -> None:
                 bus=bus,
                 clock=clock,
                 tracing=tracing,
+                metrics=metrics,
                 tokenizers=tokenizers,
                 random=SystemRandom(),
             )
-            server = make_server(make_app(gateway), settings, gateway.end_requests)
+            server = make_server(make_app(gateway), gateway)
             async with gateway.running():
+                status.check_ready = gateway.check_ready
                 log.info("gateway %s listens on %s port %d", gateway_id, settings.host, listener.getsockname()[1])
-                await server.serve(sockets=[listener])
+                await server.serve_until(stop, listener)
         finally:
             tokenizers.close()
             tracing.close()

@@ -42,6 +42,10 @@ class AdmissionQueue:
     def is_waiting(self, model: str) -> bool:
         return bool(self._queues.get(model))
 
+    def waiting(self) -> dict[str, int]:
+        """Return how many wait for each model."""
+        return {model: len(queue) for model, queue in self._queues.items()}
+
     def join(self, ticket: Ticket) -> bool:
         """Stand in the queue, or wait at its head for the next try. Returns False where the queue is full."""
         queue = self._queues.setdefault(ticket.model, OrderedDict())

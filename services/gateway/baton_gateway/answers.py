@@ -84,8 +84,9 @@ class WholeChoice:
 
 class ChatFormat:
     def __init__(self, head: AnswerHead) -> None:
+        self.id = f"chatcmpl-{head.request}"
         self._head: dict[str, Any] = {
-            "id": f"chatcmpl-{head.request}",
+            "id": self.id,
             "created": head.created_s,
             "model": head.model,
         }
@@ -145,8 +146,9 @@ class ChatFormat:
 
 class CompletionFormat:
     def __init__(self, head: AnswerHead) -> None:
+        self.id = f"cmpl-{head.request}"
         self._head: dict[str, Any] = {
-            "id": f"cmpl-{head.request}",
+            "id": self.id,
             "object": "text_completion",
             "created": head.created_s,
             "model": head.model,

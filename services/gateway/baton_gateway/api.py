@@ -26,6 +26,7 @@ from baton_gateway.generate import RequestFacts, prepare
 from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
 from baton_gateway.respond import AnswerResponse
 from baton_gateway.service import Gateway
+from baton_gateway.tracing import RequestTrace, traced_request
 from baton_gateway.workers import Model
 
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
@@ -76,7 +77,7 @@ def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> AS
 
     _add_error_handlers(app)
     _describe_bodies(app)
-    return Guard(app, ApiKeys(gateway.settings.api_keys))
+    return Guard(app, ApiKeys(gateway.settings.api_keys), lambda: gateway.door, gateway.figures.responded)
 
 
 class GenerationResponse(Response):
@@ -90,17 +91,19 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, request = self._gateway, Request(scope, receive)
-        parent = request.headers.get("traceparent", "")[:256]
-        with gateway.tracing.span("request", parent=parent) as span:
-            facts = _facts_of(gateway, request, span.trace)
-            payload = await read_body(request, gateway.settings.body_bytes_max, gateway.settings.body_read_s)
-            body = parse(self._kind, payload)
+        operation = "chat" if self._kind is ChatBody else "text_completion"
+        with (
+            gateway.figures.measured_request() as measured,
+            traced_request(gateway.tracing, gateway.outbox, gateway.clock, operation, request) as trace,
+        ):
+            measured.trace = trace
+            facts = _facts_of(gateway, request, trace)
+            with gateway.tracing.span("read", parent=trace.trace):
+                payload = await read_body(request, gateway.settings.body_bytes_max, gateway.settings.body_read_s)
+                body = parse(self._kind, payload)
             if body.stream_options is not None and not body.stream:
                 raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
             job = await prepare(gateway, body, facts)
-            span.set("baton.request", job.request)
-            span.set("gen_ai.request.model", job.model)
-            span.set("gen_ai.usage.input_tokens", job.prompt_tokens)
             with_usage = bool(body.stream_options and body.stream_options.include_usage)
             head = AnswerHead(
                 request=job.request,
@@ -110,11 +113,12 @@ class GenerationResponse(Response):
                 with_logprobs=job.output.logprobs,
             )
             shape = ChatFormat(head) if isinstance(body, ChatBody) else CompletionFormat(head)
-            answer = AnswerResponse(gateway, job, shape, stream=bool(body.stream), with_usage=with_usage)
+            trace.accept(body, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
+            answer = AnswerResponse(gateway, job, shape, trace, stream=bool(body.stream), with_usage=with_usage)
             await answer(scope, receive, send)
 
 
-def _facts_of(gateway: Gateway, request: Request, trace: str) -> RequestFacts:
+def _facts_of(gateway: Gateway, request: Request, trace: RequestTrace) -> RequestFacts:
     """Return what the headers say. Raises InvalidRequest that names the header."""
     deadline_s = gateway.settings.deadline_s
     if (asked := request.headers.get(DEADLINE_HEADER)) is not None:
@@ -134,11 +138,14 @@ def _facts_of(gateway: Gateway, request: Request, trace: str) -> RequestFacts:
             raise InvalidRequest(
                 f"`{DISAGGREGATION_HEADER}` must be one of {known}", param=DISAGGREGATION_HEADER
             ) from error
+    now_s = gateway.clock.now_s()
     return RequestFacts(
         request=uuid4().hex,
-        deadline_at_s=gateway.clock.now_s() + deadline_s,
+        received_at_s=now_s,
+        deadline_at_s=now_s + deadline_s,
         disaggregation=disaggregation,
-        trace=trace,
+        operation=trace.operation,
+        trace=trace.trace,
     )
 
 

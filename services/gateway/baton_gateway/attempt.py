@@ -7,6 +7,9 @@
       ▲                        │ Busy, silence              │ lost, error       │
       └──── cancel both, attempt + 1, exclude ──────────────┴───────────────────┘   else FAILED, CANCELLED
 
+An answer that would outlast a decode worker that leaves is moved: it is placed while it runs on, and changes over to
+DISPATCHED once there is a place for it; where there is none, or it cannot go on exactly, it stays to the end.
+
 One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt);
 a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once.
 The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
@@ -34,10 +37,14 @@ from baton.errors import (
 from baton.messages import Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
-from baton_gateway.resumption import is_ended, rest_of
+from baton_gateway.resumption import Moved, is_ended, rest_of
 
 BUSY_ROUNDS_MAX = 3
 """Placements in a row that met a busy worker, before the request waits in the queue."""
+MOVE_S = 1.0
+"""An answer must end this long before its worker leaves, or it is moved."""
+TOKENS_PER_S_MIN = 0.1
+"""Of a worker that has not measured itself yet."""
 
 
 class Phase(StrEnum):
@@ -70,12 +77,15 @@ class AttemptMachine:
         self.attempt = 0
         self.delivered: list[int] = []
         self.placement: Placement | None = None
+        self.setback: BatonError | None = None
+        """Why the attempt before this one ended."""
         self._sampling = sampling
         self._timers = timers
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
         self._phase_until_s = inf
         self._resend_at_s = inf
+        self._move_again_at_s = -inf
         self._queue_until_s = inf
         self._attempt_start = 0
         self._awaited: set[str] = set()
@@ -93,6 +103,11 @@ class AttemptMachine:
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that the present attempt's workers held before it, as far as they have told."""
+        return self._cached_tokens
 
     @property
     def wake_at_s(self) -> float:
@@ -130,6 +145,8 @@ class AttemptMachine:
                     self._cached_tokens = max(self._cached_tokens, cached_tokens)
             case ev.WorkerGone():
                 self._on_worker_gone(now_s, event)
+            case ev.WorkerLeaving():
+                self._on_worker_leaving(now_s, event)
             case ev.TextStopped():
                 self._cancel_both("stop string")
                 self._complete(FinishReason.STOP)
@@ -144,6 +161,8 @@ class AttemptMachine:
             case ev.Placed() | ev.PlaceRefused():
                 if event.attempt == self.attempt and self.phase is Phase.PLACING:
                     self._on_place_answer(now_s, event)
+                elif event.attempt == self.attempt + 1 and isinstance(event, ev.Placed):
+                    self._move(now_s, event.placement)
             case ev.TaskAccepted() | ev.TaskBusy() | ev.TaskFailed():
                 if event.attempt == self.attempt and event.worker in self._awaited:
                     self._on_task_answer(now_s, event)
@@ -169,8 +188,10 @@ class AttemptMachine:
     def _send_place(self, now_s: float) -> None:
         self._places_sent += 1
         self._phase_until_s = now_s + self._timers.place_resend_s
-        exclude = tuple({**self._failed, **self._busy})
-        self._actions.append(ev.SendPlace(self.attempt, exclude, tuple(self._cut_pairs)))
+        self._actions.append(self._place_request(self.attempt))
+
+    def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
+        return ev.SendPlace(attempt, (*{**self._failed, **self._busy}, *leaving), tuple(self._cut_pairs))
 
     def _place_after(self, now_s: float, pause_s: float) -> None:
         """Place anew, but not at once: the workers left to try are those that have just failed."""
@@ -237,12 +258,13 @@ class AttemptMachine:
                     self._wait_for_tokens(now_s)
             case ev.TaskBusy(_, worker, detail):
                 self._cancel_both("busy")
+                self.setback = busy = Overloaded(f"worker {worker} is busy: {detail}")
                 self.attempt += 1
                 self._awaited.clear()
                 self._busy[worker] = None
                 self._busy_rounds += 1
                 if self._busy_rounds >= BUSY_ROUNDS_MAX:
-                    self._join_queue(now_s, Overloaded(f"worker {worker} is busy: {detail}"))
+                    self._join_queue(now_s, busy)
                 else:
                     self._place(now_s)
             case ev.TaskFailed(_, worker, error):
@@ -337,6 +359,29 @@ class AttemptMachine:
         if self._is_decode(event.worker, event.generation) or (prefill_gone and prefill_needed):
             self._retry(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
 
+    def _on_worker_leaving(self, now_s: float, event: ev.WorkerLeaving) -> None:
+        """Ask for another place while the attempt runs on. Heartbeats bring this up again until there is one."""
+        if not self._may_move() or not self._is_decode(event.worker, event.generation) or now_s < self._move_again_at_s:
+            return
+        left_s = (self._sampling.max_tokens - len(self.delivered)) / max(event.tokens_per_s, TOKENS_PER_S_MIN)
+        if left_s + MOVE_S > event.leaves_in_s:
+            self._move_again_at_s = now_s + self._timers.place_resend_s
+            self._actions.append(self._place_request(self.attempt + 1, event.worker))
+
+    def _move(self, now_s: float, placement: Placement) -> None:
+        """Go on from what was delivered by now, at the place that was asked for."""
+        if not self._may_move():
+            return
+        self.setback = Moved("its worker is leaving")
+        self._cancel_both(self.setback.code)
+        self.attempt += 1
+        self._resend_at_s = inf
+        self._dispatch(now_s, placement)
+
+    def _may_move(self) -> bool:
+        accepted = self.phase in (Phase.WAITING, Phase.STREAMING)
+        return accepted and rest_of(self._sampling, self.delivered, self._eos_tokens, WorkerLost("")) is None
+
     def _is_decode(self, worker: str, generation: int) -> bool:
         if self.phase not in ON_WORKERS or self.placement is None:
             return False
@@ -406,6 +451,7 @@ class AttemptMachine:
             self._fail(type(error)(detail) if isinstance(error, WorkerLost | EngineFailed) else error)
             return
         self._failed.update(dict.fromkeys(worker for worker in failed if worker))
+        self.setback = error
         self.attempt += 1
         self._awaited.clear()
         self._place(now_s)

@@ -94,6 +94,17 @@ class WorkerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerLeaving:
+    """That life of the worker ends in a while; until then it goes on with what it has."""
+
+    worker: str
+    generation: int
+    leaves_in_s: float
+    tokens_per_s: float
+    """Of one answer there."""
+
+
+@dataclass(frozen=True, slots=True)
 class TurnCame:
     """The admission queue lets this request try a placement."""
 
@@ -130,6 +141,7 @@ Event = (
     | PromptComputed
     | DigestArrived
     | WorkerGone
+    | WorkerLeaving
     | TurnCame
     | QueueFull
     | TextStopped

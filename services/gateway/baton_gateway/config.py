@@ -6,6 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from baton.config import is_loopback
 from baton.telemetry import TelemetrySettings
 from baton_gateway.attempt_events import AttemptTimers
 
@@ -20,6 +21,9 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="Keys, one of which clients present as a bearer token; none: open to all."),
     ] = ()
+    allow_open: Annotated[
+        bool, Meta(description="Listen without keys where other machines get through, as behind a proxy that asks.")
+    ] = False
 
     deadline_s: Annotated[
         float, Meta(gt=0, description="A request's whole time; the header x-baton-deadline-s may lower it.")
@@ -39,6 +43,9 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 1024
     requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond it the answer is 429.")] = 4096
 
+    goal_ttft_s: Annotated[Seconds, Meta(description="Time to the first token of a good answer, in metrics.")] = 1.0
+    goal_tpot_s: Annotated[Seconds, Meta(description="Time per token after it, of a good answer.")] = 0.1
+
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's body to arrive.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128
@@ -48,7 +55,17 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     ] = 8192
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise long prompts.")] = 2
     keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
-    drain_s: Annotated[int, Meta(ge=0, description="Time for streams to finish after SIGTERM, in seconds.")] = 30
+    drain_delay_s: Annotated[
+        float, Meta(ge=0, description="How long SIGTERM only turns /ready to 503, for a proxy to see, before the rest.")
+    ] = 0.0
+    drain_s: Annotated[float, Meta(ge=0, description="Time for streams to finish after that.")] = 30.0
+
+    def __post_init__(self) -> None:
+        if not (is_loopback(self.host) or self.api_keys or self.allow_open):
+            raise ValueError(
+                f"other machines reach the host {self.host}, so give a key with api_keys (--api-keys, "
+                "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that lets nobody else in"
+            )
 
     def attempt_timers(self) -> AttemptTimers:
         return AttemptTimers(

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
 
+from opentelemetry.trace import SpanKind
+
 from baton import subjects
 from baton.blocks import hash_blocks
 from baton.bus import Bus
@@ -42,8 +44,10 @@ from baton_gateway.admission import AdmissionQueue, Ticket
 from baton_gateway.attempt import AttemptMachine
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.outbox import Outbox
 from baton_gateway.resumption import resumed
+from baton_gateway.tracing import AnswerTrace
 from baton_gateway.workers import Model
 
 ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generation", "role"})
@@ -67,7 +71,10 @@ class Order:
     eos_tokens: frozenset[int]
     cache_salt: str
     disaggregation: Disaggregation | None
+    received_at_s: float
     deadline_at_s: float
+    operation: str
+    """In the words of OpenTelemetry's conventions: `chat` or `text_completion`."""
     trace: str
 
 
@@ -92,6 +99,7 @@ class Links:
     bus: Bus
     clock: Clock
     tracing: Tracing
+    figures: GatewayMetrics
     outbox: Outbox
     admission: AdmissionQueue
     timers: AttemptTimers
@@ -110,6 +118,10 @@ class AnswerDriver:
         self.machine = AttemptMachine(
             order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
         )
+        self._spans = AnswerTrace(
+            links.tracing, links.outbox, links.clock, self.machine, request=order.request, root=order.trace
+        )
+        self._figures = AnswerMetrics(links.figures, self.machine, order)
         self._ticket = Ticket(order.model.name, lambda: self.post(ev.TurnCame()))
         self._events: deque[ev.Event] = deque()
         self._stepping = False
@@ -164,6 +176,8 @@ class AnswerDriver:
             links.admission.leave(self._ticket)
             # On the way out by cancellation or a bug the workers must not go on for nobody.
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
+            self._spans.end(self._error)
+            self._figures.end(self._outcome, self._error)
         if self._outcome is None:
             raise self._error or AssertionError("an answer ended without an outcome")
         return self._outcome
@@ -186,6 +200,8 @@ class AnswerDriver:
     # ------------------------------------------------------------ actions
 
     def _perform(self, actions: list[ev.Action]) -> None:
+        self._spans.observe()
+        self._figures.observe()
         for action in actions:
             match action:
                 case ev.Deliver(tokens, logprobs, ends):
@@ -256,26 +272,25 @@ class AnswerDriver:
         links, order = self._links, self._order
         tokens, prompt_tokens = self._prompt()
         timers = links.timers
-        with links.tracing.span("place", parent=order.trace, attempt=action.attempt) as span:
-            message = Place(
-                context=self._context(action.attempt, span.trace),
-                model=order.model.name,
-                blocks=hash_blocks(order.root, tokens, order.model.block_tokens),
-                prompt_tokens=prompt_tokens,
-                output_tokens_max=order.sampling.max_tokens - (prompt_tokens - order.prompt_tokens),
-                disaggregation=order.disaggregation,
-                exclude=action.exclude,
-                exclude_pairs=action.exclude_pairs,
-            )
-            try:
-                # An answer that is late, but comes before the resends are over, is as good as theirs.
-                timeout_s = timers.place_resend_s * (timers.place_resends_max + 1)
-                answer = await links.bus.request(subjects.PLACE, message, timeout_s=timeout_s)
-            except (DeadlineExceeded, NoResponders):
-                return  # The machine asks again by its own timer.
-            except BatonError as error:
-                self.post(ev.PlaceRefused(action.attempt, error))
-                return
+        message = Place(
+            context=self._context(action.attempt, self._spans.place),
+            model=order.model.name,
+            blocks=hash_blocks(order.root, tokens, order.model.block_tokens),
+            prompt_tokens=prompt_tokens,
+            output_tokens_max=order.sampling.max_tokens - (prompt_tokens - order.prompt_tokens),
+            disaggregation=order.disaggregation,
+            exclude=action.exclude,
+            exclude_pairs=action.exclude_pairs,
+        )
+        try:
+            # An answer that is late, but comes before the resends are over, is as good as theirs.
+            timeout_s = timers.place_resend_s * (timers.place_resends_max + 1)
+            answer = await links.bus.request(subjects.PLACE, message, timeout_s=timeout_s)
+        except (DeadlineExceeded, NoResponders):
+            return  # The machine asks again by its own timer.
+        except BatonError as error:
+            self.post(ev.PlaceRefused(action.attempt, error))
+            return
         match answer:
             case Placement():
                 self.post(ev.Placed(action.attempt, answer))
@@ -327,7 +342,8 @@ class AnswerDriver:
     ) -> None:
         links, worker = self._links, address.worker
         subject = subjects.task(worker)
-        with links.tracing.span("dispatch", parent=self._order.trace, attempt=attempt, worker=worker) as span:
+        asked = {"baton.worker": worker}
+        with links.tracing.span("dispatch", asked, parent=self._spans.attempt, kind=SpanKind.CLIENT) as span:
             context = self._context(attempt, span.trace)
             room = links.bus.payload_bytes_max - len(encode(make(context, b""))) - HEADROOM_BYTES
             try:
@@ -336,12 +352,15 @@ class AnswerDriver:
                     offset = index * len(chunks[0]) // TOKEN_BYTES
                     await links.bus.publish(subject, TokenChunk(context=context, offset=offset, tokens=chunk))
                 answer = await links.bus.request(subject, make(context, tail), timeout_s=links.timers.accept_s)
-            except DeadlineExceeded:
+            except DeadlineExceeded as error:
+                span.fail(error)
                 return  # The machine's own timer says what silence means.
-            except NoResponders:
+            except NoResponders as error:
+                span.fail(error)
                 self.post(ev.TaskFailed(attempt, worker, WorkerLost(f"worker {worker} does not listen")))
                 return
             except BatonError as error:
+                span.fail(error)
                 self.post(ev.TaskFailed(attempt, worker, error))
                 return
         match answer:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -30,8 +30,10 @@ class RequestFacts:
 
     request: str
     """Made here and unique; a client's own `x-request-id` need not be."""
+    received_at_s: float
     deadline_at_s: float
     disaggregation: Disaggregation | None
+    operation: str
     trace: str
 
 
@@ -64,8 +66,8 @@ async def prepare(gateway: Gateway, body: ChatBody | CompletionBody, facts: Requ
         raise InvalidRequest(f"{choices} answers are asked for; this server gives at most {most}", param="n")
     if len(gateway.routes) + choices > gateway.settings.requests_max:
         raise Overloaded("this gateway serves as many requests as it can", retry_after_s=1.0)
-    tokenizer = await gateway.tokenizers.get(model.path, model.digest)
     with gateway.tracing.span("tokenise", parent=facts.trace):
+        tokenizer = await gateway.tokenizers.get(model.path, model.digest)
         tokenised = await _tokenise(gateway, body, tokenizer)
     numbers = count()
     orders = [
@@ -132,7 +134,9 @@ def _orders(
             eos_tokens=tokenizer.eos_tokens,
             cache_salt=body.cache_salt or "",
             disaggregation=facts.disaggregation,
+            received_at_s=facts.received_at_s,
             deadline_at_s=facts.deadline_at_s,
+            operation=facts.operation,
             trace=facts.trace,
         )
         for number, choice in enumerate(choices)
@@ -159,8 +163,10 @@ def fit_output(prompt_tokens: int, asked_tokens: int | None, context_tokens_max:
 class Production:
     """The drivers of a job at work. Leaving the context ends them, and tells their workers."""
 
-    def __init__(self, gateway: Gateway, job: Job, outlet: Outlet) -> None:
+    def __init__(self, gateway: Gateway, job: Job, outlet: Outlet, on_ended: Callable[[], None]) -> None:
+        """`on_ended` is called as each choice has ended."""
         self._outlet = outlet
+        self._on_ended = on_ended
         self._drivers = [
             AnswerDriver(order, ChoiceText(job.vocabulary, job.output), partial(outlet.put, choice), gateway.links)
             for choice, order in enumerate(job.orders)
@@ -177,6 +183,8 @@ class Production:
             self._outlet.put(choice, Ending(await driver.run()))
         except BatonError as error:
             self._outlet.put(choice, Ending(error))
+        finally:
+            self._on_ended()
 
     def abort(self, error: BatonError) -> None:
         """Nobody wants the answer any more. The drivers end on their own, at once."""

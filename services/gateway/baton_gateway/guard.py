@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 from uuid import uuid4
 
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
+from baton_gateway.door import Door
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,14 @@ class ApiKeys:
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, keys: ApiKeys) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: ApiKeys, door: Callable[[], Door], on_response: Callable[[str, int], None]
+    ) -> None:
+        """`on_response` hears of each response that begins: the request's path, and the status."""
+        self._door = door
         self._app = app
         self._keys = keys
+        self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,18 +62,24 @@ class Guard:
         headers = Headers(scope=scope)
         presented = headers.get("x-request-id", "")
         request_id = presented if REQUEST_ID.fullmatch(presented) else uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
         started = finished = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started, finished
             if message["type"] == "http.response.start":
                 started = True
+                self._on_response(scope["path"], message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._door() is not Door.OPEN:
+                    # The client's next request must not come on this connection.
+                    MutableHeaders(scope=message)["connection"] = "close"
             finished = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
 
         try:
             if scope["path"] not in OPEN_PATHS:
+                self._door().check_takes()
                 self._keys.check(headers.get("authorization", ""))
             await self._app(scope, receive, send_with_id)
         except BatonError as error:

@@ -17,6 +17,7 @@ from baton_gateway.generate import Job, Production
 from baton_gateway.guard import error_response
 from baton_gateway.outlet import Ending, Outlet
 from baton_gateway.service import Gateway
+from baton_gateway.tracing import RequestTrace
 
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -31,11 +32,14 @@ ABORT_EXTENSION = "baton.abort"
 class AnswerResponse(Response):
     """Runs a job while it answers. Until the first token came, an error is a plain HTTP error."""
 
-    def __init__(self, gateway: Gateway, job: Job, shape: Format, *, stream: bool, with_usage: bool) -> None:
+    def __init__(
+        self, gateway: Gateway, job: Job, shape: Format, trace: RequestTrace, *, stream: bool, with_usage: bool
+    ) -> None:
         super().__init__()
         self._gateway = gateway
         self._job = job
         self._format = shape
+        self._trace = trace
         self._stream = stream
         self._with_usage = with_usage
         self._outcomes: dict[int, Outcome] = {}
@@ -44,7 +48,7 @@ class AnswerResponse(Response):
         extensions: dict[str, Any] = scope.get("extensions") or {}
         cut: Callable[[], None] = extensions.get(ABORT_EXTENSION) or (lambda: None)
         outlet = Outlet(self._gateway.settings.unread_tokens_max if self._stream else None, on_overflow=cut)
-        production = Production(self._gateway, self._job, outlet)
+        production = Production(self._gateway, self._job, outlet, self._trace.note_produced)
         async with asyncio.TaskGroup() as group:
             work = group.create_task(production.run())
             watch = group.create_task(_watch(receive, production))
@@ -57,6 +61,13 @@ class AnswerResponse(Response):
                 production.abort(ClientGone("the answer was given up"))
                 watch.cancel()
                 await work
+        if len(self._outcomes) == len(self._job.orders):
+            usage = self._usage()
+            self._trace.finish(
+                [outcome.reason for outcome in self._outcomes.values()],
+                output_tokens=usage["completion_tokens"],
+                cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+            )
 
     # ------------------------------------------------------------ whole
 
@@ -130,6 +141,7 @@ class AnswerResponse(Response):
     def _note_ending(self, choice: int, ending: Ending) -> str:
         """Return the finish reason. Raises what ended the choice, if it failed."""
         if isinstance(ending.result, Exception):
+            self._trace.fail(ending.result)
             raise ending.result
         self._outcomes[choice] = ending.result
         return ending.result.reason.value

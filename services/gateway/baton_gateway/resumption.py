@@ -10,6 +10,14 @@ import msgspec
 from baton.errors import BatonError, NotResumable
 from baton.messages import FinishReason, Sampling
 
+
+class Moved(BatonError):
+    """An attempt was ended because it goes on elsewhere: nothing has failed."""
+
+    code = "moved"
+    http_status = 409
+
+
 _PURE_EXTENSIONS: Final = frozenset({"priority", "skip_special_tokens", "spaces_between_special_tokens"})
 """Engine parameters that do not make the next token depend on where the prompt ends."""
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import signal
+import logging
+import math
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, Final
 
 import uvicorn
@@ -15,9 +16,14 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton.errors import InvalidRequest, Unavailable
+from baton.stop import Stop
 from baton_gateway.answers import error_body, to_json
 from baton_gateway.config import Settings
+from baton_gateway.door import Door
 from baton_gateway.respond import ABORT_EXTENSION
+from baton_gateway.service import Gateway
+
+log = logging.getLogger(__name__)
 
 LAST_WORDS_S: Final = 2
 
@@ -40,15 +46,28 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server; once `drain_s` of a shutdown have passed, `on_drained` ends what still runs."""
+    """uvicorn's server, which is told to stop and drains in steps: see `serve_until`."""
 
-    def __init__(self, config: uvicorn.Config, *, drain_s: float, on_drained: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
         super().__init__(config)
-        self._drain_s = drain_s
-        self._on_drained = on_drained
+        self._gateway = gateway
+
+    async def serve_until(self, stop: Stop, listener: socket.socket) -> None:
+        """Serve; once asked to stop, turn not ready, close the listener, let what runs finish, and end the rest."""
+        gateway = self._gateway
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.serve(sockets=[listener]))
+            stop.serving = True
+            await stop.asked.wait()
+            gateway.door = Door.CLOSING
+            log.info("draining: not ready any more; the listener closes in %g s", gateway.settings.drain_delay_s)
+            await gateway.clock.sleep(gateway.settings.drain_delay_s)
+            gateway.door = Door.CLOSED
+            log.info("draining: %d answers, %g s at most", len(gateway.routes), gateway.settings.drain_s)
+            self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._drain_s, self._on_drained)
+        timer = asyncio.get_running_loop().call_later(self._gateway.settings.drain_s, self._gateway.end_requests)
         try:
             await super().shutdown(sockets)
         finally:
@@ -56,15 +75,8 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Stop on a signal and leave with status 0; uvicorn's own way dies of it, before the workers are told."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.handle_exit, number, None)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+        """Leave signals alone: `Stop` has them."""
+        yield
 
 
 def listen(settings: Settings) -> socket.socket:
@@ -86,7 +98,8 @@ def listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def make_server(app: ASGIApp, settings: Settings, on_drained: Callable[[], None]) -> Server:
+def make_server(app: ASGIApp, gateway: Gateway) -> Server:
+    settings = gateway.settings
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -99,6 +112,6 @@ def make_server(app: ASGIApp, settings: Settings, on_drained: Callable[[], None]
         backlog=4096,
         timeout_keep_alive=settings.keep_alive_s,
         # Only clients that do not even read the error are left by then; their connections are cut.
-        timeout_graceful_shutdown=settings.drain_s + LAST_WORDS_S,
+        timeout_graceful_shutdown=math.ceil(settings.drain_s) + LAST_WORDS_S,
     )
-    return Server(config, drain_s=settings.drain_s, on_drained=on_drained)
+    return Server(config, gateway)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 from typing import Final
@@ -31,11 +31,13 @@ from baton.messages import (
     Refused,
     Role,
 )
-from baton.telemetry import Tracing
+from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
 from baton_gateway.config import Settings
+from baton_gateway.door import Door
 from baton_gateway.driver import AnswerDriver, Links
+from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.outbox import Outbox
 from baton_gateway.tokenise import Tokenizers
 from baton_gateway.workers import Gone, WorkerTable, has_room
@@ -61,6 +63,7 @@ class Gateway:
         bus: Bus,
         clock: Clock,
         tracing: Tracing,
+        metrics: Metrics,
         tokenizers: Tokenizers,
         random: Random,
     ) -> None:
@@ -73,18 +76,31 @@ class Gateway:
         self.routes: dict[str, AnswerDriver] = {}
         self.outbox = Outbox(bus)
         self.admission = AdmissionQueue(waiting_max=settings.admission_queue_max, clock=clock, random=random)
+        goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
+        self.figures = GatewayMetrics(metrics, clock, goals)
+        metrics.read(self._readings)
         self.links = Links(
             gateway=gateway,
             bus=bus,
             clock=clock,
             tracing=tracing,
+            figures=self.figures,
             outbox=self.outbox,
             admission=self.admission,
             timers=settings.attempt_timers(),
             routes=self.routes,
         )
+        self.door = Door.OPEN
         self._ready_until_s = 0.0
         self._probe = asyncio.Lock()
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading(catalogue.ANSWERS_RUNNING, len(self.routes))
+        waits = {model.name: 0 for model in self.workers.models()} | self.admission.waiting()
+        for model, waiting in waits.items():
+            yield Reading(catalogue.ADMISSION_WAITING, waiting, (model,))
+        for labels, count in self.workers.counts().items():
+            yield Reading(catalogue.WORKERS, count, labels)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -122,6 +138,7 @@ class Gateway:
         The schedulers are asked themselves, as only they know what the deployment needs; a yes holds for a
         second, so that probes do not become load.
         """
+        self.door.check_ready()
         async with self._probe:
             if self.clock.now_s() < self._ready_until_s:
                 return
@@ -158,6 +175,8 @@ class Gateway:
         message = delivery.message
         if isinstance(message, Heartbeat):
             self._note_gone(self.workers.observe(message, self.clock.now_s()))
+            if message.draining:
+                self._note_leaving(message)
             if message.role is Role.DECODE:
                 self.tokenizers.prepare(message.model_path, message.model_digest)
             if has_room(message):
@@ -212,6 +231,13 @@ class Gateway:
         for driver in list(self.routes.values()):
             if driver.machine.runs_on(gone.worker):
                 driver.post(ev.WorkerGone(gone.worker, gone.generation, gone.detail))
+
+    def _note_leaving(self, heartbeat: Heartbeat) -> None:
+        worker, generation = heartbeat.address.worker, heartbeat.address.generation
+        leaving = ev.WorkerLeaving(worker, generation, heartbeat.leaves_in_s, heartbeat.decode_tokens_per_s)
+        for driver in list(self.routes.values()):
+            if driver.machine.runs_on(worker):
+                driver.post(leaving)
 
     # ------------------------------------------------------------ tasks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -80,6 +81,10 @@ class WorkerTable:
 
     def is_alive(self, worker: str) -> bool:
         return worker in self._rows
+
+    def counts(self) -> Counter[tuple[str, str]]:
+        """Return how many workers are alive, by role and model."""
+        return Counter((row.heartbeat.role, row.heartbeat.model) for row in self._rows.values())
 
     def models(self) -> list[Model]:
         """Return the models that a live decode worker serves, by name."""

@@ -2,39 +2,37 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import signal
 
 from baton import config
 from baton.bus import NatsBus
 from baton.clock import SystemClock
-from baton.telemetry import Tracing
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing, serve_status
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.service import IndexService
 from baton_kvindex.store import RedisStore
 
 
-async def main(settings: IndexSettings) -> None:
+async def main(settings: IndexSettings, stop: Stop) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     clock = SystemClock()
-    tracing = Tracing("kvindex")
+    tracing = Tracing("kvindex", settings)
     store = None
     if settings.redis_url:
         store = RedisStore(settings.redis_url, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s)
-    bus = await NatsBus.connect(settings.nats_url, name="kvindex")
-    running = asyncio.ensure_future(
-        IndexService(bus=bus, store=store, clock=clock, tracing=tracing, settings=settings).run()
-    )
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, running.cancel)
-    try:
-        await running
-    except asyncio.CancelledError:
-        if not running.cancelled():
-            raise
-    finally:
-        await bus.close()
-        tracing.close()
+    metrics = Metrics("kvindex")
+    async with serve_status(settings, metrics, stop) as status:
+        bus = await NatsBus.connect(settings.nats_url, name="kvindex")
+        await tracing.answer(bus)
+        metrics.read_bus(bus)
+        service = IndexService(bus=bus, store=store, clock=clock, tracing=tracing, metrics=metrics, settings=settings)
+        status.check_ready = service.check_ready
+        try:
+            await service.run(stop)
+        finally:
+            await bus.close()
+            tracing.close()
 
 
 if __name__ == "__main__":

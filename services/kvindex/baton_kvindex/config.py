@@ -22,6 +22,9 @@ class IndexSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown
     redis_timeout_s: Annotated[Seconds, msgspec.Meta(description="Longest wait for one answer of Redis.")] = 2.0
     write_interval_s: Annotated[Seconds, msgspec.Meta(description="Time between two writes to Redis.")] = 0.1
     write_retry_s: Annotated[Seconds, msgspec.Meta(description="Time between two tries while Redis is down.")] = 1.0
+    writer_ttl_s: Annotated[
+        Seconds, msgspec.Meta(description="Of several indexes one writes; this long without a sign it is replaced.")
+    ] = 1.0
     unwritten_blocks_max: Annotated[
         Count, msgspec.Meta(description="Changes of one worker that wait to be written before all of it is rewritten.")
     ] = 8192

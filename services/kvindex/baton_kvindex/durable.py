@@ -3,13 +3,15 @@
 A worker's durable form is a map from block to the block before it, with the life (generation), the model and
 the newest event that the map contains. Changes of a block overwrite each other while they wait, so what waits
 is bounded by what exists; above `blocks_max` of one worker, and after a failed write, the details are dropped
-and the worker is written anew as a whole.
+and the worker is written anew as a whole. While another index writes, `rotate` lets go of what is old, and what is
+left makes it cheap to `go_on` in that one's place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -42,6 +44,8 @@ class Saved:
 class _Waiting:
     """`whole`: write all that the worker holds instead of single blocks. A parent of None: removed."""
 
+    after: float = inf
+    """Every change after this event of the worker is here."""
     whole: bool = False
     blocks: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
 
@@ -70,13 +74,15 @@ class Journal:
     def __init__(self, blocks_max: int) -> None:
         self._blocks_max = blocks_max
         self._waiting: dict[str, _Waiting] = {}
+        self._older: dict[str, _Waiting] = {}
+        """What waited at the last `rotate`."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def touch(self, worker: str) -> None:
-        """Write the worker's state: it moved, perhaps without a change of blocks."""
-        self._waiting.setdefault(worker, _Waiting())
+    def touch(self, worker: str, after: int) -> None:
+        """Write the worker's state: it moves on from this event, perhaps without a change of blocks."""
+        self._waiting.setdefault(worker, _Waiting(after))
 
     def store(self, worker: str, parent: bytes, blocks: bytes) -> None:
         self._note(worker, dict(link(parent, blocks)))
@@ -110,6 +116,23 @@ class Journal:
         self._waiting = {}
         return Batch(stream_sequence, changes)
 
+    def rotate(self) -> None:
+        """Forget what waited before the last call: another index writes."""
+        self._older, self._waiting = self._waiting, {}
+
+    def go_on(self, written: Mapping[str, WorkerState], present: Mapping[str, WorkerState]) -> None:
+        """Wait with what lacks in what another index has written: single changes, or all of a worker."""
+        older, newer = self._older, self._waiting
+        self._older, self._waiting = {}, {}
+        for worker in written.keys() | present.keys():
+            there, here = written.get(worker), present.get(worker)
+            if there == here:
+                continue
+            found = None
+            if there and here and (there.generation, there.model_digest) == (here.generation, here.model_digest):
+                found = _changes_after(there.sequence, older.get(worker), newer.get(worker))
+            self._waiting[worker] = found or _Waiting(whole=True)
+
     def give_back(self, batch: Batch) -> None:
         """A batch was not written, or nobody knows whether it was: its workers are written anew."""
         for worker in batch.workers:
@@ -122,6 +145,15 @@ class Journal:
         waiting.blocks.update(changes)
         if len(waiting.blocks) > self._blocks_max:
             self.rewrite(worker)
+
+
+def _changes_after(sequence: int, older: _Waiting | None, newer: _Waiting | None) -> _Waiting | None:
+    """Return every single change after this event of a worker; None where they are not all known."""
+    if newer is not None and (newer.whole or newer.after <= sequence):
+        return None if newer.whole else newer
+    if older is None or older.whole or older.after > sequence:
+        return None
+    return _Waiting(older.after, blocks=older.blocks | newer.blocks) if newer else older
 
 
 def runs_of(parents: Mapping[bytes, bytes]) -> list[Run]:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import MalformedMessage
 from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, Heartbeat, KvEvents, ShadowPage, WorkerAddress
 from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
-from baton_kvindex.index import ID_BYTES, Index, Run, UnknownParent
+from baton_kvindex.index import ID_BYTES, Index, IndexSize, Run, UnknownParent
 from baton_kvindex.trees import Trees
 
 GONE_WORKERS_MAX = 4096
@@ -109,10 +109,21 @@ class Follower:
         known = self._workers.get(worker)
         if known is None:
             return None
-        return WorkerState(generation=known.generation, model_digest=known.model_digest, sequence=known.sequence)
+        # Whoever loads what is known to be wrong must not take it for the state after that event.
+        sequence = 0 if known.doubted else known.sequence
+        return WorkerState(generation=known.generation, model_digest=known.model_digest, sequence=sequence)
 
     def dump(self, worker: str) -> list[Run]:
         return self._trees.dump(worker)
+
+    def size(self) -> IndexSize:
+        """Return the sizes of all models' trees together."""
+        sizes = self._trees.sizes().values()
+        return IndexSize(
+            workers=len(self._workers),
+            blocks=sum(size.blocks for size in sizes),
+            holdings=sum(size.holdings for size in sizes),
+        )
 
     def settled(self) -> bool:
         """Whether no live worker waits for a resync, so that answers are as good as they get."""
@@ -129,10 +140,14 @@ class Follower:
     def give_back(self, batch: Batch) -> None:
         self._journal.give_back(batch)
 
-    def rewrite_all(self) -> None:
-        """The database lost what was written: write all of it again."""
-        for worker in self._workers:
-            self._journal.rewrite(worker)
+    def go_on_from(self, written: Mapping[str, WorkerState]) -> None:
+        """Write from now on, in the place of whoever wrote this."""
+        present = {worker: state for worker in self._workers if (state := self.state_of(worker)) is not None}
+        self._journal.go_on(written, present)
+
+    def forget_old_changes(self) -> None:
+        """Call this now and then while another index writes."""
+        self._journal.rotate()
 
     # ------------------------------------------------------------ what comes in
 
@@ -302,6 +317,7 @@ class Follower:
     def _apply(self, message: KvEvents) -> bool:
         """Apply one message's events; return whether all of them made sense."""
         worker = message.worker
+        self._journal.touch(worker, message.sequence - 1)
         index = self._trees.assign(worker, message.model_digest)
         understood = True
         for event in message.events:
@@ -322,6 +338,5 @@ class Follower:
             except MalformedMessage:
                 self.counters.malformed += 1
                 understood = False
-        self._journal.touch(worker)
         self.counters.applied += 1
         return understood

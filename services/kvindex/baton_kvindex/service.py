@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Final
+
+from opentelemetry.trace import SpanKind
 
 from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
-from baton.errors import BatonError, MalformedMessage
+from baton.errors import BatonError, BusUnavailable, MalformedMessage, Unavailable
 from baton.messages import (
     Goodbye,
     Heartbeat,
@@ -22,13 +25,15 @@ from baton.messages import (
     ShadowQuery,
     WorkerAddress,
 )
-from baton.telemetry import Tracing
+from baton.stop import Stop
+from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal, Saved
 from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.radix import RadixIndex
-from baton_kvindex.store import Store, StoreEmptied, StoreUnavailable
+from baton_kvindex.store import Store, StoreUnavailable
+from baton_kvindex.writer import Writer
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +42,20 @@ HEARTBEATS_S: Final = 0.5
 """Two heartbeats: after this time every live worker is known."""
 PAGES_MAX: Final = 10_000
 """Of one resync, so that a worker whose cursor never ends cannot hold one for ever."""
-LAST_WRITE_S: Final = 2.0
 
 
 class IndexService:
-    """Runs until it is cancelled. The bus is the caller's to close; the store is closed here."""
+    """Runs until it is told to stop. The bus is the caller's to close; the store is closed here."""
 
     def __init__(
-        self, *, bus: Bus, store: Store | None, clock: Clock, tracing: Tracing, settings: IndexSettings
+        self,
+        *,
+        bus: Bus,
+        store: Store | None,
+        clock: Clock,
+        tracing: Tracing,
+        metrics: Metrics,
+        settings: IndexSettings,
     ) -> None:
         self._bus = bus
         self._store = store
@@ -52,6 +63,10 @@ class IndexService:
         self._tracing = tracing
         self._settings = settings
         self._resyncs = asyncio.Semaphore(settings.resyncs_max)
+        self._answers = False
+        self._writer: Writer | None = None
+        self._metrics = metrics
+        metrics.read(self._readings)
         self.follower = Follower(
             RadixIndex,
             FollowerOptions(
@@ -62,7 +77,8 @@ class IndexService:
             Journal(settings.unwritten_blocks_max),
         )
 
-    async def run(self) -> None:
+    async def run(self, stop: Stop) -> None:
+        """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
         async with AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(self._store.close)
@@ -74,13 +90,49 @@ class IndexService:
             )
             stack.push_async_callback(events.unsubscribe)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._watch(tasks))
-                if self._store is not None:
-                    tasks.create_task(self._write_behind(self._store))
+                behind = tasks.create_task(self._work_behind())
                 await self._settle()
                 matches = await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES)
                 stack.push_async_callback(matches.unsubscribe)
+                self._answers = stop.serving = True
                 logger.info("the index answers")
+                await stop.asked.wait()
+                self._answers = False
+                await matches.unsubscribe()
+                logger.info("draining: the newest state is written")
+                behind.cancel()
+
+    async def check_ready(self) -> None:
+        """Raise Unavailable unless a `Match` that came now would be answered from a whole tree."""
+        if not self._answers:
+            raise Unavailable("the index does not answer yet: it loads, or waits for the workers' shadow maps")
+        if not self._bus.connected:
+            raise BusUnavailable("the message bus cannot be reached")
+
+    def _readings(self) -> Iterator[Reading]:
+        follower, counters = self.follower, self.follower.counters
+        size = follower.size()
+        yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
+        yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
+        yield Reading(catalogue.INDEX_WORKERS, size.workers)
+        yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)
+        writes = self._writer is not None and self._writer.is_writing
+        yield Reading(catalogue.INDEX_WRITER, writes)
+        yield Reading(catalogue.INDEX_UNWRITTEN, writes and follower.has_unwritten)
+        yield Reading(catalogue.INDEX_SEQUENCE, follower.stream_sequence)
+        for result, count in (
+            ("applied", counters.applied),
+            ("duplicate", counters.duplicates),
+            ("stale", counters.stale),
+            ("malformed", counters.malformed),
+        ):
+            yield Reading(catalogue.INDEX_MESSAGES, count, (result,))
+        for cause, count in (
+            ("gap", counters.gaps),
+            ("unknown_parent", counters.unknown_parents),
+            ("behind", counters.behind),
+        ):
+            yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
 
     # ------------------------------------------------------------ messages
 
@@ -89,9 +141,11 @@ class IndexService:
         message = delivery.message
         if not isinstance(message, Match):
             raise MalformedMessage(f"the index answers Match, not {type(message).__name__}")
-        with self._tracing.span("match", parent=message.context.trace) as span:
+        with self._tracing.span("match", parent=message.context.trace, kind=SpanKind.SERVER) as span:
+            started_s = self._clock.now_s()
             held = self.follower.match(message.model_digest, message.blocks)
-            span.set("workers", len(held))
+            self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
+            span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
             await delivery.respond(Matched(held=held))
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
@@ -108,6 +162,19 @@ class IndexService:
             self.follower.on_events(delivery.message, delivery.stream_sequence, self._clock.now_s())
 
     # ------------------------------------------------------------ resync
+
+    async def _work_behind(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch(tasks))
+            if self._store is not None:
+                self._writer = Writer(
+                    bus=self._bus,
+                    store=self._store,
+                    clock=self._clock,
+                    follower=self.follower,
+                    settings=self._settings,
+                )
+                tasks.create_task(self._writer.run())
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
@@ -166,41 +233,3 @@ class IndexService:
             return Saved()
         logger.info("loaded %d workers up to event %d of the stream", len(saved.workers), saved.stream_sequence)
         return saved
-
-    async def _write_behind(self, store: Store) -> None:
-        """Write what changed every `write_interval_s`. While Redis is down, changes wait in bounded form."""
-        failing = False
-        try:
-            while True:
-                await self._clock.sleep(self._settings.write_retry_s if failing else self._settings.write_interval_s)
-                failing = not await self._write(store, failing=failing)
-        finally:
-            # A clean end leaves the newest state. Where Redis is down, the next start catches up from the workers.
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LAST_WRITE_S):
-                    written = True
-                    while written and self.follower.has_unwritten:
-                        written = await self._write(store, failing=failing)
-
-    async def _write(self, store: Store, *, failing: bool) -> bool:
-        if not self.follower.has_unwritten:
-            return not failing
-        batch = self.follower.take_batch()
-        written = False
-        try:
-            await store.write(batch)
-            written = True
-        except StoreEmptied as error:
-            logger.warning("writing the whole index again: %s", error)
-            self.follower.rewrite_all()
-            return True
-        except StoreUnavailable as error:
-            if not failing:
-                logger.warning("serving from memory, writes wait: %s", error)
-            return False
-        finally:
-            if not written:
-                self.follower.give_back(batch)
-        if failing:
-            logger.info("Redis takes writes again")
-        return True

@@ -1,13 +1,14 @@
 """The index's durable form in Redis: the only file that knows Redis.
 
-    PREFIX:state            hash    stream_sequence
+    PREFIX:state            hash    stream_sequence, fence
     PREFIX:workers          hash    worker → WorkerState
     PREFIX:blocks:WORKER    hash    block → the block before it
-    PREFIX:aside:WORKER     hash    the same, while a whole worker is being written
+    PREFIX:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
 
-A batch is one MULTI, watched, so what is read is a state that the index once had, and changes are never written
-on top of a database that was emptied. Should two indexes write, each change arrives twice; one writer by lease
-comes with its own issue, and is checked where the watch is.
+A batch is one MULTI, so what is read is a state that the index once had. Each writer claims the database with its
+fence before it writes; a batch watches that fence, so Redis itself refuses the batch of a writer that another one
+has replaced, however late it comes. A fence that is gone shows that the database was emptied: changes are never
+written on top of that.
 """
 
 from __future__ import annotations
@@ -29,8 +30,18 @@ from baton.errors import BatonError, ConfigurationError
 from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState, runs_of
 from baton_kvindex.index import ID_BYTES, Run, link
 
+ASIDE_S: Final = 60
+"""A worker that is not written on for this long is given up, and forgotten by Redis."""
 PAGE_BLOCKS: Final = 1000
 """Blocks in one command: small enough that packing it never holds up an answer."""
+
+CLAIM: Final = """
+local present = redis.call('HGET', KEYS[1], 'fence')
+if present and (#present > #ARGV[1] or (#present == #ARGV[1] and present > ARGV[1])) then return present end
+redis.call('HSET', KEYS[1], 'fence', ARGV[1])
+return ARGV[1]
+"""
+"""Fences are decimal numbers of more digits than Lua's hold, so they are compared as text."""
 
 Answer = TypeVar("Answer")
 
@@ -50,15 +61,28 @@ class StoreEmptied(StoreUnavailable):
     code = "store_emptied"
 
 
+class StoreFenced(StoreUnavailable):
+    """Another writer with a higher fence has claimed the database."""
+
+    code = "store_fenced"
+
+
 class Store(Protocol):
     async def load(self) -> Saved:
         """Return what was written. Raises StoreUnavailable."""
         ...
 
-    async def write(self, batch: Batch) -> None:
+    async def claim(self, fence: int) -> Mapping[str, WorkerState]:
+        """Refuse from now on what comes with a lower fence; return the workers that are written.
+
+        Raises StoreUnavailable and StoreFenced.
+        """
+        ...
+
+    async def write(self, batch: Batch, fence: int) -> None:
         """Write all of a batch or nothing.
 
-        Raises StoreUnavailable, also where nobody knows whether the batch was written, and StoreEmptied.
+        Raises StoreUnavailable, also where nobody knows whether the batch was written, StoreEmptied and StoreFenced.
         """
         ...
 
@@ -82,8 +106,6 @@ class RedisStore:
         self._workers = f"{prefix}:workers"
         self._blocks = f"{prefix}:blocks:"
         self._aside = f"{prefix}:aside:"
-        self._has_written = False
-        """Whether there is something that must not be gone."""
 
     async def load(self) -> Saved:
         try:
@@ -98,27 +120,34 @@ class RedisStore:
                     workers[worker] = entry
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be read: {str(error) or 'no answer in time'}") from error
-        self._has_written = written is not None
         return Saved(int(written) if written is not None and written.isdigit() else 0, workers)
 
-    async def write(self, batch: Batch) -> None:
+    async def claim(self, fence: int) -> Mapping[str, WorkerState]:
+        try:
+            present = await self._within_deadline(self._redis.eval(CLAIM, 1, self._state, str(fence)))
+            if int(present) != fence:
+                raise StoreFenced(f"the fence is {int(present)}, which is above {fence}")
+            states = await self._within_deadline(self._redis.hgetall(self._workers))
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
+        read = ((name, _read_state(packed)) for name, packed in cast("dict[bytes, bytes]", states).items())
+        return {name.decode(errors="replace"): state for name, state in read if state is not None}
+
+    async def write(self, batch: Batch, fence: int) -> None:
         try:
             for worker, change in batch.workers.items():
                 if change is not None and change.runs is not None:
-                    await self._write_aside(worker, change.runs)
+                    await self._write_aside(f"{self._aside}{fence}:{worker}", change.runs)
             async with self._redis.pipeline(transaction=True) as pipeline:
-                await self._within_deadline(pipeline.watch(self._state))
-                if not await self._within_deadline(pipeline.exists(self._state)) and self._has_written:
-                    self._has_written = False
-                    raise StoreEmptied("Redis lost what was written")
+                if await self._watch_fence(pipeline, fence) != fence:
+                    raise StoreEmptied("Redis is empty, or went back to an earlier state")
                 pipeline.multi()
                 for worker, change in batch.workers.items():
-                    self._queue(pipeline, worker, change)
+                    self._queue(pipeline, worker, change, f"{self._aside}{fence}:{worker}")
                 pipeline.hset(self._state, "stream_sequence", batch.stream_sequence)
                 await self._within_deadline(pipeline.execute())
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
-        self._has_written = True
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -127,7 +156,16 @@ class RedisStore:
         async with asyncio.timeout(self._timeout_s):
             return await command
 
-    def _queue(self, pipeline: Pipeline, worker: str, change: WorkerChange | None) -> None:
+    async def _watch_fence(self, pipeline: Pipeline, fence: int) -> int | None:
+        """Return the fence that Redis has; a change of it from now on fails the pipeline. Raises StoreFenced."""
+        await self._within_deadline(pipeline.watch(self._state))
+        found = await self._within_deadline(pipeline.hget(self._state, "fence"))
+        present = int(found) if found is not None and found.isdigit() else None
+        if present is not None and present > fence:
+            raise StoreFenced(f"the fence is {present}, which is above {fence}")
+        return present
+
+    def _queue(self, pipeline: Pipeline, worker: str, change: WorkerChange | None, aside: str) -> None:
         blocks_key = self._blocks + worker
         if change is None:
             pipeline.delete(blocks_key)
@@ -135,7 +173,8 @@ class RedisStore:
             return
         if change.runs is not None:
             if any(run.blocks for run in change.runs):
-                pipeline.rename(self._aside + worker, blocks_key)
+                pipeline.rename(aside, blocks_key)
+                pipeline.persist(blocks_key)
             else:
                 pipeline.delete(blocks_key)
         if change.removed:
@@ -144,12 +183,12 @@ class RedisStore:
             pipeline.hset(blocks_key, mapping=page)
         pipeline.hset(self._workers, worker, _encode_state(change.state))
 
-    async def _write_aside(self, worker: str, runs: Iterable[Run]) -> None:
+    async def _write_aside(self, aside: str, runs: Iterable[Run]) -> None:
         """Write a whole worker beside its present form, in pages; the batch then puts it in place."""
-        aside = self._aside + worker
         await self._within_deadline(self._redis.delete(aside))
         for page in _pages(pair for run in runs for pair in link(run.parent, run.blocks)):
             await self._within_deadline(self._redis.hset(aside, mapping=page))
+            await self._within_deadline(self._redis.expire(aside, ASIDE_S))
 
     async def _read_blocks(self, worker: str) -> dict[bytes, bytes]:
         parents: dict[bytes, bytes] = {}
@@ -164,13 +203,19 @@ class RedisStore:
 
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:
     """Return a worker as it was written, or None where that is damaged: a resync then brings it back."""
-    try:
-        state = _decode_state(packed)
-    except msgspec.DecodeError:
-        return None
-    if any(len(block) != ID_BYTES or len(parent) not in (0, ID_BYTES) for block, parent in parents.items()):
+    state = _read_state(packed)
+    if state is None or any(
+        len(block) != ID_BYTES or len(parent) not in (0, ID_BYTES) for block, parent in parents.items()
+    ):
         return None
     return SavedWorker(state, runs_of(parents))
+
+
+def _read_state(packed: bytes) -> WorkerState | None:
+    try:
+        return _decode_state(packed)
+    except msgspec.DecodeError:
+        return None
 
 
 def _pages(pairs: Iterable[tuple[bytes, bytes]]) -> Iterable[dict[FieldT, EncodableT]]:

@@ -66,7 +66,7 @@ class WorkerLoad:
 class LoadsOptions:
     dead_after_s: float = 1.5
     forget_after_s: float = 60.0
-    """A model whose last worker died without a Goodbye is unavailable, not unknown, for this long."""
+    """A model whose last worker died or left is unavailable, not unknown, for this long: it may be restarted."""
     soft_s: float = 2.0
     listed_after_s: float = 0.25
     """A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
@@ -76,6 +76,7 @@ class LoadsOptions:
 class _Worker:
     heartbeat: Heartbeat
     heard_s: float
+    left: bool = False
     soft: dict[str, SoftPlacement] = field(default_factory=dict[str, SoftPlacement])
     """Request → its newest attempt here."""
 
@@ -93,7 +94,7 @@ class Loads:
         if known is None or address.generation > known.heartbeat.address.generation:
             self._workers[address.worker] = _Worker(heartbeat, now_s)
             return
-        if address.generation < known.heartbeat.address.generation:
+        if address.generation < known.heartbeat.address.generation or known.left:
             return
         known.heartbeat, known.heard_s = heartbeat, now_s
         if known.soft:
@@ -108,7 +109,7 @@ class Loads:
     def on_goodbye(self, address: WorkerAddress) -> None:
         known = self._workers.get(address.worker)
         if known is not None and known.heartbeat.address.generation <= address.generation:
-            del self._workers[address.worker]
+            known.left = True
 
     def place(self, request: str, placed: Mapping[str, SoftPlacement]) -> None:
         """Count an attempt on the workers it was just sent to, in place of the request's earlier attempts."""
@@ -131,11 +132,11 @@ class Loads:
         return [
             self._load(known, now_s)
             for known in self._workers.values()
-            if now_s - known.heard_s <= self._options.dead_after_s
+            if now_s - known.heard_s <= self._options.dead_after_s and not known.left
         ]
 
     def knows(self, model: str) -> bool:
-        """Whether a worker served this model lately, dead or alive."""
+        """Whether a worker served this model lately, whatever became of it."""
         return any(known.heartbeat.model == model for known in self._workers.values())
 
     def _load(self, known: _Worker, now_s: float) -> WorkerLoad:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from random import Random
 from typing import Final
+
+from opentelemetry.trace import SpanKind
 
 from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import (
     BatonError,
+    BusUnavailable,
     DeadlineExceeded,
     InvalidRequest,
     MalformedMessage,
     ModelNotFound,
     NoWorkers,
     Overloaded,
+    Unavailable,
 )
 from baton.messages import (
     Context,
@@ -30,8 +36,10 @@ from baton.messages import (
     Place,
     Placement,
     Refused,
+    Role,
 )
-from baton.telemetry import Tracing
+from baton.stop import Stop
+from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad
 from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_placements
@@ -45,10 +53,17 @@ PAUSE_S: Final = 0.5
 
 
 class SchedulerService:
-    """Runs until it is cancelled. The bus is the caller's to close."""
+    """Runs until it is told to stop. The bus is the caller's to close."""
 
     def __init__(
-        self, *, bus: Bus, clock: Clock, tracing: Tracing, settings: SchedulerSettings, random: Random
+        self,
+        *,
+        bus: Bus,
+        clock: Clock,
+        tracing: Tracing,
+        metrics: Metrics,
+        settings: SchedulerSettings,
+        random: Random,
     ) -> None:
         self._bus = bus
         self._clock = clock
@@ -65,8 +80,14 @@ class SchedulerService:
             retry_after_s=settings.retry_after_s,
         )
         self._placing = 0
+        self._answers = False
+        self._metrics = metrics
+        self._results = Counter[str]()
+        self._without_index = 0
+        metrics.read(self._readings)
 
-    async def run(self) -> None:
+    async def run(self, stop: Stop) -> None:
+        """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
         async with AsyncExitStack() as stack:
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
@@ -78,15 +99,40 @@ class SchedulerService:
                     # Deliveries come one at a time, and placing waits for the index: so each gets a task.
                     if self._placing >= self._settings.placements_max:
                         busy = Overloaded("the scheduler is full", retry_after_s=self._settings.retry_after_s)
-                        await delivery.respond(Refused(error=ErrorReport.of(busy)))
+                        await self._refuse(delivery, busy)
                         return
                     self._placing += 1
                     tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
 
-                tasks.create_task(self._watch_pauses())
+                watch = tasks.create_task(self._watch_pauses())
                 places = await self._bus.subscribe(subjects.PLACE, on_place, group=subjects.SCHEDULERS)
                 stack.push_async_callback(places.unsubscribe)
+                self._answers = stop.serving = True
                 logger.info("the scheduler answers")
+                await stop.asked.wait()
+                self._answers = False
+                await places.unsubscribe()
+                logger.info("draining: %d placements", self._placing)
+                watch.cancel()
+
+    async def check_ready(self) -> None:
+        """Raise Unavailable unless a `Place` that came now would be looked at."""
+        if not self._answers:
+            raise Unavailable("the scheduler does not answer yet: it listens which workers there are")
+        if not self._bus.connected:
+            raise BusUnavailable("the message bus cannot be reached")
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading(catalogue.PLACING, self._placing)
+        for result, count in self._results.items():
+            yield Reading(catalogue.PLACEMENTS, count, (result,))
+        yield Reading(catalogue.WITHOUT_INDEX, self._without_index)
+        live = self._loads.live(self._clock.now_s())
+        for (role, model), count in Counter((load.role, load.heartbeat.model) for load in live).items():
+            yield Reading(catalogue.WORKERS, count, (role, model))
+        for role in Role:
+            soft = sum(load.soft_slots for load in live if load.role is role)
+            yield Reading(catalogue.SOFT_PLACEMENTS, soft, (role,))
 
     async def _watch_pauses(self) -> None:
         """Notice when this process was stopped, before it takes every worker for dead."""
@@ -115,18 +161,21 @@ class SchedulerService:
                 logger.warning("%s on %s is not for the scheduler", type(other).__name__, delivery.subject)
 
     async def _answer(self, delivery: Delivery) -> None:
-        message = delivery.message
+        message, started_s = delivery.message, self._clock.now_s()
         try:
             if not isinstance(message, Place):
                 raise MalformedMessage(f"the scheduler answers Place, not {type(message).__name__}")
-            with self._tracing.span("place", parent=message.context.trace) as span:
+            with self._tracing.span("place", parent=message.context.trace, kind=SpanKind.SERVER) as span:
                 placement = await self._place(message, span.trace)
-                span.set("reason", placement.reason)
+                span.set({"baton.placement.reason": placement.reason, "baton.candidates": len(placement.candidates)})
+                self._metrics.observe(catalogue.PLACE_DURATION, self._clock.now_s() - started_s, trace=span.trace)
+            self._results["aggregated" if placement.prefill is None else "disaggregated"] += 1
             await delivery.respond(placement)
         except BatonError as error:
             await self._refuse(delivery, error)
 
     async def _refuse(self, delivery: Delivery, error: BatonError) -> None:
+        self._results[error.code] += 1
         try:
             await delivery.respond(Refused(error=ErrorReport.of(error)))
         except BatonError as lost:
@@ -154,6 +203,7 @@ class SchedulerService:
             soft_placements(placement, demand, attempt=place.context.attempt, now_s=now_s, options=self._options),
         )
         if hints is None:
+            self._without_index += 1
             placement = _without_hints(placement)
         logger.debug("%s/%d: %s", place.context.request, place.context.attempt, placement.reason)
         return placement

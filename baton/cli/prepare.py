@@ -1,0 +1,69 @@
+"""`python -m baton.cli.prepare`: a model in a folder, and beside it worker.toml, the settings to serve it with.
+
+What `baton up` decides before it starts workers, for deployments in which something else starts them: compose.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import cast
+
+from baton.cli.deployment import Wishes, engine_settings, model_folder
+from baton.cli.main import parse_engine_options
+from baton.config import EXIT_MISCONFIGURED
+from baton.errors import BatonError
+
+SETTINGS_FILE = "worker.toml"
+
+
+def prepare(wishes: Wishes) -> Path:
+    """Make or load the model, and return the file with the workers' settings, which appears whole."""
+    settings = asdict(engine_settings(wishes, model_folder(wishes)))
+    unfinished = wishes.folder / f".{SETTINGS_FILE}-{os.getpid()}"
+    unfinished.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()), encoding="utf-8")
+    return unfinished.rename(wishes.folder / SETTINGS_FILE)
+
+
+def _toml(value: object) -> str:
+    """Return a value that came from JSON as TOML, which differs in tables and in having no null."""
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, object]", value)
+        return f"{{{', '.join(f'{_toml(key)} = {_toml(item)}' for key, item in table.items() if item is not None)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in cast('list[object]', value))}]"
+    return json.dumps(value, ensure_ascii=False)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="baton.cli.prepare", description="Prepare a model and its workers' settings.")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where the model and worker.toml go")
+    parser.add_argument("--model", default="", help="a folder or a hub id; default: a tiny one with random weights")
+    parser.add_argument("--engine", choices=("vllm", "simulated"), default="vllm", help="default: %(default)s")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
+    parsed = parser.parse_args()
+    try:
+        wishes = Wishes(
+            folder=parsed.folder,
+            model=parsed.model,
+            engine=parsed.engine,
+            device=parsed.device,
+            engine_options=parse_engine_options(parsed.engine_options),
+            vllm_python=Path(sys.executable),
+            prefill=0,
+        )
+        print(f"baton: the workers' settings are in {prepare(wishes)}")
+    except BatonError as error:
+        print(f"baton-prepare: {error}", file=sys.stderr)
+        return EXIT_MISCONFIGURED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""The spans of one trace as a tree, on one clock. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from baton.messages import AttributeValue, SpanRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A span, and who told of it."""
+
+    service: str
+    instance: str
+    host: str
+    record: SpanRecord
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    told: Told
+    start_ns: int
+    """On the clock of the root's host."""
+    end_ns: int
+    """Now, where the span has not ended."""
+    depth: int = 0
+    children: list[Node] = field(default_factory=list["Node"])
+
+    @property
+    def name(self) -> str:
+        return self.told.record.name
+
+    @property
+    def attributes(self) -> Mapping[str, AttributeValue]:
+        return self.told.record.attributes
+
+    @property
+    def is_open(self) -> bool:
+        return not self.told.record.end_ns
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    trace: str
+    roots: tuple[Node, ...]
+    """The request first; after it what nobody knows the parent of, as when its process died."""
+    shifts_ns: Mapping[str, int]
+    """Host → what was added to its clock."""
+
+    @property
+    def start_ns(self) -> int:
+        return min(node.start_ns for node in self.walk())
+
+    @property
+    def end_ns(self) -> int:
+        return max(node.end_ns for node in self.walk())
+
+    def walk(self) -> Iterator[Node]:
+        """Every span, each before what is below it."""
+        waiting = list(reversed(self.roots))
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting.extend(reversed(node.children))
+
+
+def build_tree(spans: Iterable[Told], trace: str, *, now_ns: int) -> Tree:
+    """Return the tree of one trace. A span that two services tell of, or one tells of twice, counts once."""
+    known = {told.record.span: told for told in spans if told.record.trace == trace}
+    root = min(known.values(), key=lambda told: (told.record.parent in known, told.service != "gateway", _start(told)))
+    shifts_ns = align_clocks(known, root.host)
+    nodes: dict[str, Node] = {}
+    for name, told in known.items():
+        shift_ns = shifts_ns.get(told.host, 0)
+        end_ns = told.record.end_ns + shift_ns if told.record.end_ns else max(now_ns, told.record.start_ns)
+        nodes[name] = Node(told, told.record.start_ns + shift_ns, end_ns)
+    tops: list[Node] = []
+    for node in sorted(nodes.values(), key=lambda node: (node.start_ns, -node.end_ns)):
+        parent = nodes.get(node.told.record.parent)
+        (tops if parent is None else parent.children).append(node)
+    tops.sort(key=lambda node: node.told is not root)
+    tree = Tree(trace, tuple(tops), {host: shift_ns for host, shift_ns in shifts_ns.items() if shift_ns})
+    for node in tree.walk():
+        for child in node.children:
+            child.depth = node.depth + 1
+    return tree
+
+
+def align_clocks(known: Mapping[str, Told], host: str) -> dict[str, int]:
+    """Return what to add to each host's clock, so that the trace makes sense on the clock of `host`.
+
+    Hosts disagree by milliseconds. What is certain is that a span which another host's span caused begins
+    while that one runs. Where the clocks say so already, they are left alone; where not, one is moved by
+    the least that makes it so.
+    """
+    shifts_ns = {host: 0}
+    while True:
+        bounds: dict[str, tuple[float, float]] = {}
+        for told in known.values():
+            parent = known.get(told.record.parent)
+            if parent is None or told.host in shifts_ns or parent.host not in shifts_ns:
+                continue
+            start_ns = told.record.start_ns
+            earliest = parent.record.start_ns + shifts_ns[parent.host] - start_ns
+            latest = parent.record.end_ns + shifts_ns[parent.host] - start_ns if parent.record.end_ns else inf
+            low, high = bounds.get(told.host, (-inf, inf))
+            bounds[told.host] = (max(low, earliest), min(high, latest))
+        if not bounds:
+            return shifts_ns
+        for other, (low, high) in bounds.items():
+            shifts_ns[other] = round(low if low > 0 else min(high, 0)) if low <= high else round((low + high) / 2)
+
+
+def _start(told: Told) -> int:
+    return told.record.start_ns

@@ -1,0 +1,371 @@
+"""Every metric of Baton, once: code and the table in `docs/metrics.md` both come from here.
+
+Names end in their unit, counters in `_total`. Labels take few values: words of our own, models and workers as
+they name themselves in heartbeats, never what a client sent. The `gen_ai_*` histograms are those of
+OpenTelemetry's conventions for generative AI, with their boundaries and attributes, in Prometheus' spelling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from baton.messages import AttemptState
+from baton.transfer import Cause
+
+
+class Kind(StrEnum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+GATEWAY: Final = ("gateway",)
+SCHEDULER: Final = ("scheduler",)
+KVINDEX: Final = ("kvindex",)
+PREFILL_DECODE: Final = ("prefill", "decode")
+EVERYONE: Final = GATEWAY + SCHEDULER + KVINDEX + PREFILL_DECODE
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    kind: Kind
+    name: str
+    services: tuple[str, ...]
+    help: str
+    labels: tuple[str, ...] = ()
+    known: tuple[str, ...] = ()
+    """Values of the only label that are shown from the start, as 0: Prometheus sees no rise of what appears at 1."""
+    buckets: tuple[float, ...] = ()
+
+
+_rows: list[Row] = []
+
+
+def _counter(name: str, services: tuple[str, ...], text: str, *labels: str, known: tuple[str, ...] = ()) -> Row:
+    return _add(Row(Kind.COUNTER, name, services, text, labels, known))
+
+
+def _gauge(name: str, services: tuple[str, ...], text: str, *labels: str, known: tuple[str, ...] = ()) -> Row:
+    return _add(Row(Kind.GAUGE, name, services, text, labels, known))
+
+
+def _histogram(name: str, services: tuple[str, ...], text: str, *labels: str, buckets: tuple[float, ...]) -> Row:
+    return _add(Row(Kind.HISTOGRAM, name, services, text, labels, buckets=buckets))
+
+
+def _add(row: Row) -> Row:
+    _rows.append(row)
+    return row
+
+
+def rows() -> Sequence[Row]:
+    return _rows
+
+
+def rows_of(service: str) -> list[Row]:
+    return [row for row in _rows if service in row.services]
+
+
+# ---------------------------------------------------------------- every service
+
+BUILD: Final = _gauge("baton_build_info", EVERYONE, "1; the labels say what runs.", "service", "version")
+READY: Final = _gauge("baton_ready", EVERYONE, "1 while the service can do its work, as `/ready` says, else 0.")
+DRAINING: Final = _gauge(
+    "baton_draining", EVERYONE, "1 once the service was told to end and finishes its work, else 0."
+)
+EVENT_LOOP_LAG: Final = _histogram(
+    "baton_event_loop_lag_seconds",
+    EVERYONE,
+    "How late the event loop ran what was due, asked four times a second.",
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
+)
+BUS_CONNECTED: Final = _gauge("baton_bus_connected", EVERYONE, "1 while NATS can be reached, else 0.")
+BUS_RECONNECTS: Final = _counter("baton_bus_reconnects_total", EVERYONE, "Connections to NATS lost and restored.")
+BUS_HANDLED: Final = _counter(
+    "baton_bus_messages_total",
+    EVERYONE,
+    "Messages handled, by subject without the names in it; those on `baton.heartbeat` are the workers' heartbeats.",
+    "subject",
+)
+BUS_DROPPED: Final = _counter(
+    "baton_bus_dropped_messages_total", EVERYONE, "Messages dropped because the handler was too slow.", "subject"
+)
+BUS_MALFORMED: Final = _counter(
+    "baton_bus_malformed_messages_total", EVERYONE, "Payloads that were no message of ours.", "subject"
+)
+
+# ---------------------------------------------------------------- gateway
+
+_GEN_AI: Final = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
+REQUEST_DURATION: Final = _histogram(
+    "gen_ai_server_request_duration_seconds",
+    GATEWAY,
+    "Time of a generation request from its arrival to the last byte of its answer; its count is the requests."
+    " `error_type` is empty for answers that are whole, else a code of `baton/errors.py`.",
+    *_GEN_AI,
+    "error_type",
+    buckets=(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
+)
+TIME_TO_FIRST_TOKEN: Final = _histogram(
+    "gen_ai_server_time_to_first_token_seconds",
+    GATEWAY,
+    "Time from a request's arrival to the first token of an answer, of answers that became whole.",
+    *_GEN_AI,
+    buckets=(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+)
+TIME_PER_OUTPUT_TOKEN: Final = _histogram(
+    "gen_ai_server_time_per_output_token_seconds",
+    GATEWAY,
+    "Time per token after the first, of answers of at least two tokens that became whole.",
+    *_GEN_AI,
+    buckets=(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
+)
+HTTP_RESPONSES: Final = _counter(
+    "baton_http_responses_total",
+    GATEWAY,
+    "HTTP responses begun; `route` is `other` for what is not served.",
+    "route",
+    "status",
+)
+ANSWERS: Final = _counter(
+    "baton_answers_total",
+    GATEWAY,
+    "Answers (choices of a request) that ended: a finish reason, or a code of `baton/errors.py`.",
+    "end",
+    known=(
+        *("stop", "length", "client_gone", "overloaded", "no_workers", "unavailable", "deadline_exceeded"),
+        *("worker_lost", "transfer_failed", "peer_unreachable", "engine_failed", "not_resumable", "internal_error"),
+    ),
+)
+GOOD_ANSWERS: Final = _counter(
+    "baton_good_answers_total",
+    GATEWAY,
+    "Whole answers within both goals: `goal_ttft_s` to the first token, `goal_tpot_s` for each after it.",
+)
+ANSWERS_RUNNING: Final = _gauge("baton_answers_running", GATEWAY, "Answers in progress, waiting ones included.")
+ATTEMPTS: Final = _counter(
+    "baton_attempts_total",
+    GATEWAY,
+    "Attempts sent to workers, by what ended them. Most that are not `done` are retried and no client notices.",
+    "end",
+    known=(
+        *("done", "busy", "client_gone", "deadline_exceeded", "worker_lost", "transfer_failed", "peer_unreachable"),
+        *("engine_failed", "attempt_failed", "moved", "internal_error"),
+    ),
+)
+ADMISSION_WAITING: Final = _gauge(
+    "baton_admission_waiting", GATEWAY, "Answers that wait for a worker that has room.", "model"
+)
+ADMISSION_WAIT: Final = _histogram(
+    "baton_admission_wait_seconds",
+    GATEWAY,
+    "How long answers that had to wait for room waited, until workers accepted them or they were refused.",
+    buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+PROMPT_TOKENS: Final = _counter("baton_prompt_tokens_total", GATEWAY, "Prompt tokens of whole answers.")
+OUTPUT_TOKENS: Final = _counter("baton_output_tokens_total", GATEWAY, "Tokens delivered to whole answers.")
+CACHED_PREDICTED: Final = _counter(
+    "baton_predicted_cached_tokens_total",
+    GATEWAY,
+    "Prompt tokens that the placement of a whole answer's last attempt took to be cached.",
+)
+CACHED_ACTUAL: Final = _counter(
+    "baton_cached_tokens_total", GATEWAY, "Prompt tokens that were cached indeed, as its workers reported."
+)
+TTFT_PREDICTION: Final = _histogram(
+    "baton_ttft_prediction_ratio",
+    GATEWAY,
+    "Time from an attempt's placement to its first token, as a multiple of what the scheduler predicted.",
+    buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0, 10.0, 100.0),
+)
+WORKERS: Final = _gauge(
+    "baton_workers", ("gateway", "scheduler"), "Workers heard of lately, as this service sees it.", "role", "model"
+)
+
+# ---------------------------------------------------------------- scheduler
+
+PLACEMENTS: Final = _counter(
+    "baton_placements_total",
+    SCHEDULER,
+    "Placements answered, gateways' probes included; a refusal by its code.",
+    "result",
+    known=("disaggregated", "aggregated", "overloaded", "no_workers", "model_not_found", "deadline_exceeded"),
+)
+PLACE_DURATION: Final = _histogram(
+    "baton_place_duration_seconds",
+    SCHEDULER,
+    "Time to place an attempt, the question to the index included.",
+    buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+)
+PLACING: Final = _gauge("baton_placing", SCHEDULER, "Placements that are being decided.")
+WITHOUT_INDEX: Final = _counter(
+    "baton_placements_without_index_total", SCHEDULER, "Placements made without the index, which did not answer."
+)
+SOFT_PLACEMENTS: Final = _gauge(
+    "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
+)
+
+# ---------------------------------------------------------------- kvindex
+
+MATCH_DURATION: Final = _histogram(
+    "baton_match_duration_seconds",
+    KVINDEX,
+    "Time to find who holds how much of a prompt.",
+    buckets=(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01),
+)
+INDEX_BLOCKS: Final = _gauge(
+    "baton_index_blocks", KVINDEX, "Distinct blocks that a worker holds; the one tier so far is `engine`.", "tier"
+)
+INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
+INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
+INDEX_MESSAGES: Final = _counter(
+    "baton_index_messages_total",
+    KVINDEX,
+    "Messages of KV events; `stale` ones are of a life that is over.",
+    "result",
+)
+INDEX_DOUBTS: Final = _counter(
+    "baton_index_doubts_total",
+    KVINDEX,
+    "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats.",
+    "cause",
+)
+INDEX_RESYNCS: Final = _counter("baton_index_resyncs_total", KVINDEX, "Workers whose whole shadow map was read.")
+INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")
+INDEX_UNWRITTEN: Final = _gauge(
+    "baton_index_unwritten", KVINDEX, "1 on the writer while changes wait for Redis, else 0."
+)
+INDEX_SEQUENCE: Final = _gauge(
+    "baton_index_stream_sequence", KVINDEX, "Newest message of the event stream that was read."
+)
+
+# ---------------------------------------------------------------- prefill, decode
+
+WORKER: Final = _gauge(
+    "baton_worker_info", PREFILL_DECODE, "1; the labels say who this worker is.", "worker", "role", "model", "engine"
+)
+HELD: Final = _gauge(
+    "baton_worker_attempts",
+    PREFILL_DECODE,
+    "Attempts in the ledger, by state.",
+    "state",
+    known=tuple(AttemptState),
+)
+ENDED: Final = _counter(
+    "baton_worker_attempts_ended_total",
+    PREFILL_DECODE,
+    "Attempts that ended here; `held`: the prompt is computed and waits for decode.",
+    "end",
+    known=(
+        *("stop", "length", "cancelled", "held", "deadline_exceeded", "transfer_failed", "peer_unreachable"),
+        *("engine_failed", "attempt_failed", "worker_lost"),
+    ),
+)
+REFUSED: Final = _counter(
+    "baton_worker_refusals_total",
+    PREFILL_DECODE,
+    "Tasks answered `Busy`, by reason.",
+    "reason",
+    known=("full", "leases", "draining", "generation", "role", "tombstone", "expired", "incomplete", "malformed"),
+)
+SLOTS: Final = _gauge("baton_worker_slots", PREFILL_DECODE, "Run slots.", "state")
+FIRST_OUTPUT: Final = _histogram(
+    "baton_first_output_seconds",
+    PREFILL_DECODE,
+    "Time from entering the engine to its first output: prompt computed (`prefill`), KV pulled and first token"
+    " sampled (`decode`), both (`whole`).",
+    "leg",
+    buckets=(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
+)
+KV_BLOCKS: Final = _gauge(
+    "baton_kv_blocks",
+    PREFILL_DECODE,
+    "The engine's KV blocks: `used` by requests, `leased` to decode workers, `free`; cached ones count as free.",
+    "state",
+)
+KV_CACHED: Final = _gauge(
+    "baton_kv_cached_blocks", PREFILL_DECODE, "Engine blocks with a prefix that new requests can use, in use or free."
+)
+KV_RESERVED: Final = _gauge("baton_kv_reserved_blocks", PREFILL_DECODE, "Engine blocks that the ledger has promised.")
+ENGINE_REQUESTS: Final = _gauge("baton_engine_requests", PREFILL_DECODE, "Requests in the engine.", "state")
+ENGINE_BUSY: Final = _counter(
+    "baton_engine_busy_seconds_total", PREFILL_DECODE, "Time in which the engine had something to compute."
+)
+ENGINE_PROMPT: Final = _counter(
+    "baton_engine_prompt_tokens_total",
+    PREFILL_DECODE,
+    "Prompt tokens: `computed` here, `cached` here, `pulled`.",
+    "source",
+)
+ENGINE_OUTPUT: Final = _counter("baton_engine_output_tokens_total", PREFILL_DECODE, "Tokens generated here.")
+PREEMPTIONS: Final = _counter(
+    "baton_engine_preemptions_total", PREFILL_DECODE, "Requests that the engine took blocks from."
+)
+PREFILL_QUEUED: Final = _gauge(
+    "baton_prefill_queued_tokens", PREFILL_DECODE, "Prompt tokens accepted and not yet computed."
+)
+PREFILL_RATE: Final = _gauge(
+    "baton_prefill_rate_tokens_per_second",
+    PREFILL_DECODE,
+    "How fast prompts are computed, as placements reckon with it.",
+)
+DECODE_RATE: Final = _gauge(
+    "baton_decode_rate_tokens_per_second", PREFILL_DECODE, "How fast one sequence grows, as placements reckon with it."
+)
+TRANSFER_RATE: Final = _gauge(
+    "baton_transfer_rate_bytes_per_second", PREFILL_DECODE, "How fast pulls move, as placements reckon with it."
+)
+PULLS: Final = _counter(
+    "baton_pulls_total", ("decode",), "Pulls that arrived whole and verified, rank by rank.", "backend"
+)
+PULL_FAILURES: Final = _counter(
+    "baton_pull_failures_total",
+    ("decode",),
+    "Pulls that did not, by cause.",
+    "cause",
+    known=tuple(cause for cause in Cause if cause is not Cause.NONE),
+)
+PULLED: Final = _counter("baton_pulled_bytes_total", ("decode",), "KV that was pulled.", "backend")
+PULL_MOVING: Final = _counter(
+    "baton_pull_moving_seconds_total",
+    ("decode",),
+    "Time in which bytes of pulls were moving; pulled bytes by this time is the transfer's speed.",
+    "backend",
+)
+PULL_WAITING: Final = _counter(
+    "baton_pull_waiting_seconds_total",
+    ("decode",),
+    "Time in which pulls waited for prefill to compute, with nothing to move.",
+    "backend",
+)
+AGENT_OPEN: Final = _gauge(
+    "baton_agent_transfers",
+    PREFILL_DECODE,
+    "In the transfer agents now: `leases`, `pulls`, asks `parked` for a lease to come.",
+    "kind",
+)
+SERVED: Final = _counter("baton_served_bytes_total", PREFILL_DECODE, "KV that peers pulled from here.")
+LEASES_LOST: Final = _counter(
+    "baton_leases_lost_total",
+    PREFILL_DECODE,
+    "Leases that nobody fetched in time (`expired`) or that were `revoked`.",
+    "cause",
+)
+CHECKSUM_FAILURES: Final = _counter(
+    "baton_checksum_failures_total",
+    PREFILL_DECODE,
+    "Blocks that arrived with other bytes than were sent, and were discarded.",
+)
+EVENTS_PUBLISHED: Final = _counter(
+    "baton_kv_published_messages_total", PREFILL_DECODE, "Messages of KV events that the stream has stored."
+)
+EVENTS_WAITING: Final = _gauge(
+    "baton_kv_waiting_messages", PREFILL_DECODE, "Messages of KV events that wait to be stored."
+)
+SHADOW: Final = _gauge("baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks that the engine's prefix cache holds.")
+FRAMES_DROPPED: Final = _counter(
+    "baton_frames_dropped_total", PREFILL_DECODE, "Frames that could not be sent; gateways ask for them again."
+)

@@ -1,0 +1,117 @@
+"""The way of spans to an OpenTelemetry collector: in batches, from a thread, and never worth waiting for."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+
+from baton.errors import ConfigurationError
+from baton.messages import SpanRecord
+
+log = logging.getLogger(__name__)
+
+EXPORT_TIMEOUT_S: Final = 1.0
+"""Of one batch; with the pause below also about what a collector that hangs can delay the end of a service."""
+PAUSE_S: Final = 5.0
+QUEUE_SPANS_MAX: Final = 4096
+BATCH_SPANS_MAX: Final = 512
+BATCH_INTERVAL_MS: Final = 2000.0
+
+_SCOPE: Final = InstrumentationScope("baton")
+_SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
+
+
+def traces_url(endpoint: str) -> str:
+    """Return where spans are sent: `endpoint` itself where it has a path, else OTLP's usual one.
+
+    Raises ConfigurationError where it is no address.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(
+            f"the setting otlp_endpoint is malformed: {endpoint!r} is no address such as http://127.0.0.1:4318",
+            param="otlp_endpoint",
+        )
+    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
+
+
+class Collector:
+    """Sends spans to a collector. What its queue cannot take is lost."""
+
+    def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
+        url = traces_url(endpoint)
+        # OpenTelemetry logs every batch and every retry; `Patient` says it once.
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
+        self._resource = Resource(dict(resource))
+        self._processor = BatchSpanProcessor(
+            Patient(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S), url),
+            max_queue_size=QUEUE_SPANS_MAX,
+            max_export_batch_size=BATCH_SPANS_MAX,
+            schedule_delay_millis=BATCH_INTERVAL_MS,
+        )
+
+    def export(self, record: SpanRecord) -> None:
+        self._processor.on_end(_readable(record, self._resource))
+
+    def close(self) -> None:
+        """Send what is left; a collector that does not answer gets about a second."""
+        self._processor.shutdown()
+
+
+class Patient(SpanExporter):
+    """An exporter that a collector which is down costs next to nothing: one try in `PAUSE_S`, one line in the log."""
+
+    def __init__(self, exporter: SpanExporter, url: str) -> None:
+        self._exporter = exporter
+        self._url = url
+        self._again_at_s = 0.0
+        self._failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        if time.monotonic() < self._again_at_s:
+            return SpanExportResult.FAILURE
+        result = self._exporter.export(spans)
+        failed = result is not SpanExportResult.SUCCESS
+        if failed:
+            self._again_at_s = time.monotonic() + PAUSE_S
+        if failed and not self._failing:
+            log.warning("%s takes no traces: they are dropped until it does, nothing else is affected", self._url)
+        elif self._failing and not failed:
+            log.info("%s takes traces again", self._url)
+        self._failing = failed
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()
+
+
+def _readable(record: SpanRecord, resource: Resource) -> ReadableSpan:
+    """Return a span as OpenTelemetry's exporters take it."""
+    trace = int(record.trace, 16)
+
+    def context(span: str) -> SpanContext:
+        return SpanContext(trace, int(span, 16), is_remote=False, trace_flags=_SAMPLED)
+
+    return ReadableSpan(
+        name=record.name,
+        context=context(record.span),
+        parent=context(record.parent) if record.parent else None,
+        resource=resource,
+        attributes=record.attributes,
+        links=[Link(context(span)) for span in record.links],
+        kind=SpanKind(record.kind),
+        status=Status(StatusCode.ERROR, record.error) if record.error else Status(),
+        start_time=record.start_ns,
+        end_time=record.end_ns,
+        instrumentation_scope=_SCOPE,
+    )

@@ -1,0 +1,71 @@
+"""When the layers of a pull arrived, and what it waited for, from what its agent reports."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from baton.transfer.protocol import TransferEvent
+
+GROUPS_MAX: Final = 8
+"""Of one pull: layers that arrive one after another are told of together beyond that."""
+
+
+class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Neighbouring layers of one pull, from the arrival of the ones before to their own. Instants are monotonic."""
+
+    first_layer: int
+    layers: int
+    began_s: float
+    ended_s: float
+    waiting_s: float
+    """Of that time, how long nothing was ready to move: prefill was computing, or the peers were still meeting."""
+    moved_bytes: int
+    """What arrived in that time, of later layers too."""
+    backend: str
+    rail: str
+    """What carried them: the source's endpoint, as there is one connection between two ranks."""
+
+
+class PullWatch:
+    """Takes the events of one pull, which began at `began_s`."""
+
+    def __init__(self, began_s: float, rail: str) -> None:
+        self._began_s = began_s
+        self._rail = rail
+        self._marks: list[TransferEvent] = []
+
+    def note(self, event: TransferEvent) -> None:
+        """Take a PULL_PROGRESS, or the PULL_DONE that ends it."""
+        if event.layers > (self._marks[-1].layers if self._marks else 0):
+            self._marks.append(event)
+
+    def ended_s(self, last: TransferEvent) -> float:
+        """Return when the pull's last event came about: its waiting and moving are all of its time."""
+        return self._began_s + last.waiting_s + last.moving_s
+
+    def groups(self) -> tuple[LayerGroup, ...]:
+        groups: list[LayerGroup] = []
+        size = -(-len(self._marks) // GROUPS_MAX) or 1
+        marks = self._marks[size - 1 :: size]
+        if marks[-1:] != self._marks[-1:]:
+            marks.append(self._marks[-1])
+        layer, moved_bytes, waiting_s, at_s = 0, 0, 0.0, self._began_s
+        for mark in marks:
+            ended_s = self.ended_s(mark)
+            groups.append(
+                LayerGroup(
+                    first_layer=layer,
+                    layers=mark.layers - layer,
+                    began_s=at_s,
+                    ended_s=ended_s,
+                    waiting_s=mark.waiting_s - waiting_s,
+                    # A pull that began again counts its bytes anew.
+                    moved_bytes=max(0, mark.bytes - moved_bytes),
+                    backend=mark.backend,
+                    rail=self._rail,
+                )
+            )
+            layer, moved_bytes, waiting_s, at_s = mark.layers, mark.bytes, mark.waiting_s, ended_s
+        return tuple(groups)

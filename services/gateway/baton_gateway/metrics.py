@@ -1,0 +1,180 @@
+"""The gateway's figures: what became of requests, answers and attempts, and how long it took.
+
+Everything is noted where a phase changes or an end is known, nothing per token.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from baton.clock import Clock
+from baton.errors import BatonError, ClientGone, Overloaded
+from baton.telemetry import Metrics, Reading, catalogue
+from baton_gateway.attempt import AttemptMachine, Phase
+from baton_gateway.tracing import PROVIDER, RequestTrace
+
+if TYPE_CHECKING:
+    from baton_gateway.driver import Order, Outcome
+
+ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goals:
+    """What a good answer keeps to."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+class GatewayMetrics:
+    """What one gateway counts."""
+
+    def __init__(self, metrics: Metrics, clock: Clock, goals: Goals) -> None:
+        self.observe = metrics.observe
+        self.clock = clock
+        self.goals = goals
+        self.answers = Counter[str]()
+        self.attempts = Counter[str]()
+        self.good_answers = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        self.cached_tokens = 0
+        self.cached_tokens_predicted = 0
+        self._responses = Counter[tuple[str, str]]()
+        metrics.read(self._readings)
+
+    def responded(self, path: str, status: int) -> None:
+        """A response begins. Paths are the client's, so only our own become labels."""
+        self._responses[path if path in ROUTES else "other", str(status)] += 1
+
+    @contextmanager
+    def measured_request(self) -> Generator[_Measured]:
+        """Time the body as one generation request; the caller gives it the request's trace."""
+        started_s = self.clock.now_s()
+        measured = _Measured()
+        try:
+            yield measured
+        finally:
+            if (trace := measured.trace) is not None:
+                labels = (trace.operation, PROVIDER, trace.model, trace.error_type)
+                duration_s = self.clock.now_s() - started_s
+                self.observe(catalogue.REQUEST_DURATION, duration_s, *labels, trace=trace.trace)
+
+    def _readings(self) -> Iterator[Reading]:
+        yield Reading(catalogue.GOOD_ANSWERS, self.good_answers)
+        yield Reading(catalogue.PROMPT_TOKENS, self.prompt_tokens)
+        yield Reading(catalogue.OUTPUT_TOKENS, self.output_tokens)
+        yield Reading(catalogue.CACHED_ACTUAL, self.cached_tokens)
+        yield Reading(catalogue.CACHED_PREDICTED, self.cached_tokens_predicted)
+        for labels, count in self._responses.items():
+            yield Reading(catalogue.HTTP_RESPONSES, count, labels)
+        for end, count in self.answers.items():
+            yield Reading(catalogue.ANSWERS, count, (end,))
+        for end, count in self.attempts.items():
+            yield Reading(catalogue.ATTEMPTS, count, (end,))
+
+
+@dataclass(slots=True)
+class _Measured:
+    trace: RequestTrace | None = None
+
+
+class AnswerMetrics:
+    """Follows the machine of one answer. `observe` is called after its every step, and costs nothing between phases."""
+
+    def __init__(self, figures: GatewayMetrics, machine: AttemptMachine, order: Order) -> None:
+        self._figures = figures
+        self._machine = machine
+        self._order = order
+        self._phase: Phase | None = None
+        self._attempt = 0
+        self._queued_s: float | None = None
+        self._dispatched_s: float | None = None
+        self._first_token_s: float | None = None
+        self._last_token_s = 0.0
+
+    def observe(self) -> None:
+        machine = self._machine
+        if machine.phase is self._phase and machine.attempt == self._attempt:
+            return
+        now_s = self._figures.clock.now_s()
+        if machine.attempt != self._attempt:
+            self._attempt = machine.attempt
+            self._end_attempt(machine.setback)
+        self._phase = machine.phase
+        match machine.phase:
+            case Phase.QUEUED:
+                self._queued_s = now_s if self._queued_s is None else self._queued_s
+            case Phase.DISPATCHED:
+                self._dispatched_s = now_s
+            case Phase.WAITING:
+                self._leave_queue(now_s)
+            case Phase.STREAMING | Phase.DONE:
+                # A step may pass through several phases, down to an answer that comes in one frame.
+                self._leave_queue(now_s)
+                self._note_first_token(now_s)
+                self._last_token_s = now_s
+            case _:
+                pass
+
+    def end(self, outcome: Outcome | None, error: Exception | None) -> None:
+        """The answer has ended: whole, with an `outcome`, or by an error."""
+        self._leave_queue(self._figures.clock.now_s())
+        if outcome is None:
+            error = error or ClientGone("the gateway gave up")
+            self._end_attempt(error)
+            self._figures.answers[_code(error)] += 1
+        else:
+            self._end_attempt(None)
+            self._figures.answers[outcome.reason] += 1
+            self._note_whole(outcome)
+
+    def _leave_queue(self, now_s: float) -> None:
+        if self._queued_s is not None:
+            self._figures.observe(catalogue.ADMISSION_WAIT, now_s - self._queued_s, trace=self._order.trace)
+            self._queued_s = None
+
+    def _note_first_token(self, now_s: float) -> None:
+        if self._first_token_s is not None:
+            return
+        self._first_token_s = now_s
+        placement = self._machine.placement
+        if placement is not None and self._dispatched_s is not None and placement.predicted.predicted_ttft_s > 0:
+            ratio = (now_s - self._dispatched_s) / placement.predicted.predicted_ttft_s
+            self._figures.observe(catalogue.TTFT_PREDICTION, ratio, trace=self._order.trace)
+
+    def _end_attempt(self, error: Exception | None) -> None:
+        """An attempt is over; one that never got to its workers does not count."""
+        if self._dispatched_s is None:
+            return
+        self._dispatched_s = None
+        end = "done" if error is None else "busy" if isinstance(error, Overloaded) else _code(error)
+        self._figures.attempts[end] += 1
+
+    def _note_whole(self, outcome: Outcome) -> None:
+        figures, order, placement = self._figures, self._order, self._machine.placement
+        figures.prompt_tokens += order.prompt_tokens
+        figures.output_tokens += outcome.completion_tokens
+        figures.cached_tokens += outcome.cached_tokens
+        if placement is not None:
+            predicted = max(placement.predicted.cached_tokens, placement.predicted.decode_cached_tokens)
+            figures.cached_tokens_predicted += min(predicted, order.prompt_tokens)
+        if self._first_token_s is None:
+            return
+        labels = (order.operation, PROVIDER, order.model.name)
+        ttft_s = self._first_token_s - order.received_at_s
+        figures.observe(catalogue.TIME_TO_FIRST_TOKEN, ttft_s, *labels, trace=order.trace)
+        tpot_s = 0.0
+        if outcome.completion_tokens > 1:
+            tpot_s = (self._last_token_s - self._first_token_s) / (outcome.completion_tokens - 1)
+            figures.observe(catalogue.TIME_PER_OUTPUT_TOKEN, tpot_s, *labels, trace=order.trace)
+        figures.good_answers += ttft_s <= figures.goals.ttft_s and tpot_s <= figures.goals.tpot_s
+
+
+def _code(error: Exception) -> str:
+    return error.code if isinstance(error, BatonError) else BatonError.code

@@ -1,0 +1,246 @@
+"""The gateway's spans: one for each request, in it one for each attempt, and in those what they waited for.
+
+chat MODEL                    the request, from its first byte to its answer's last
+  read, tokenise
+  attempt                     one for each try; a later one is linked to the one that it makes up for
+    queue                     for a worker to become free
+    place                     for a scheduler (whose span is below it), pauses between tries included
+    dispatch                  for one worker's word; the worker's own span is below it
+    first token
+    stream                    until the attempt's last token, once
+  send                        for the client to take the rest
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+
+from opentelemetry.trace import SpanKind
+from starlette.requests import Request
+
+from baton import subjects
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.messages import AttributeValue, FinishReason, Placement, TraceWanted
+from baton.telemetry import Span, Tracing
+from baton_gateway.attempt import AttemptMachine, Phase
+from baton_gateway.bodies import GenerationBody
+from baton_gateway.outbox import Outbox
+
+FAILED_STATUS: Final = 500
+"""Errors from here on are the server's; those below, the client's, are no reason to export a trace."""
+PROVIDER: Final = "baton"
+
+_ASKED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
+"""Fields of a request's body that `gen_ai.request` has under the same name."""
+
+_WAITS: Final = {
+    Phase.QUEUED: ("queue", SpanKind.INTERNAL),
+    Phase.PLACING: ("place", SpanKind.CLIENT),
+    Phase.WAITING: ("first token", SpanKind.INTERNAL),
+    Phase.STREAMING: ("stream", SpanKind.INTERNAL),
+}
+
+
+class RequestTrace:
+    """The span of one request. `trace` is the parent of everything that is done for it."""
+
+    def __init__(self, tracing: Tracing, clock: Clock, span: Span, operation: str) -> None:
+        self._tracing = tracing
+        self._clock = clock
+        self._span = span
+        self._produced_s: float | None = None
+        self.failed = False
+        self.trace = span.trace
+        self.operation = operation
+        self.model = ""
+        """As the workers name it; empty until the request is understood."""
+        self.error_type = ""
+
+    def accept(self, body: GenerationBody, *, request: str, response: str, prompt_tokens: int) -> None:
+        """The request is understood. `request` is our own name for it, `response` the one that its client sees."""
+        asked = {f"gen_ai.request.{name}": getattr(body, name) for name in _ASKED}
+        said: dict[str, AttributeValue] = {
+            "baton.request": request,
+            "gen_ai.request.model": body.model,
+            "gen_ai.request.stream": bool(body.stream),
+            "gen_ai.response.id": response,
+            "gen_ai.response.model": body.model,
+            "gen_ai.usage.input_tokens": prompt_tokens,
+        }
+        if (tokens_max := body.tokens_max()) is not None:
+            said["gen_ai.request.max_tokens"] = tokens_max
+        if body.n is not None and body.n != 1:
+            said["gen_ai.request.choice.count"] = body.n
+        self.model = body.model
+        self._span.rename(f"{self.operation} {body.model}")
+        self._span.set({**said, **{name: value for name, value in asked.items() if value is not None}})
+
+    def note_produced(self) -> None:
+        """A choice has ended; once all have, what is left is to send them."""
+        self._produced_s = self._clock.now_s()
+
+    def finish(self, reasons: list[FinishReason], *, output_tokens: int, cached_tokens: int) -> None:
+        """The answer was sent, whole."""
+        self._span.set(
+            {
+                "gen_ai.usage.output_tokens": output_tokens,
+                "gen_ai.usage.cache_read.input_tokens": cached_tokens,
+                "gen_ai.response.finish_reasons": tuple(reasons),
+            }
+        )
+
+    def fail(self, error: Exception) -> None:
+        self.error_type = error.code if isinstance(error, BatonError) else BatonError.code
+        self.failed = _note(self._span, error) or self.failed
+
+    def end(self) -> None:
+        if self._produced_s is not None:
+            self._tracing.start("send", parent=self.trace, at_s=self._produced_s).end()
+        self._span.end()
+
+
+@contextmanager
+def traced_request(
+    tracing: Tracing, outbox: Outbox, clock: Clock, operation: str, request: Request
+) -> Generator[RequestTrace]:
+    """Trace the body as one request. A failed one's trace is exported, sampled or not."""
+    span = tracing.start(
+        operation,
+        {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": PROVIDER,
+            "http.request.method": request.method,
+            "http.route": request.url.path,
+            "baton.request_id": str(request.state.request_id),
+        },
+        # A header of any length is the client's; a valid one has 55 characters.
+        parent=request.headers.get("traceparent", "")[:256],
+        kind=SpanKind.SERVER,
+    )
+    trace = RequestTrace(tracing, clock, span, operation)
+    try:
+        yield trace
+    except Exception as error:
+        trace.fail(error)
+        raise
+    finally:
+        trace.end()
+        if trace.failed:
+            want(outbox, trace.trace)
+
+
+class AnswerTrace:
+    """Follows the machine of one answer. `observe` is called after its every step, and costs nothing between phases."""
+
+    def __init__(
+        self, tracing: Tracing, outbox: Outbox, clock: Clock, machine: AttemptMachine, *, request: str, root: str
+    ) -> None:
+        self._tracing = tracing
+        self._outbox = outbox
+        self._clock = clock
+        self._machine = machine
+        self._request = request
+        self._root = root
+        self._number = -1
+        self._phase: Phase | None = None
+        self._dispatched_s = 0.0
+        self._attempt: Span | None = None
+        self._wait: Span | None = None
+
+    @property
+    def attempt(self) -> str:
+        """Trace context of the present attempt."""
+        return self._attempt.trace if self._attempt is not None else self._root
+
+    @property
+    def place(self) -> str:
+        """Trace context of the question for a place. An answer that moves asks while its attempt runs on."""
+        if self._phase is Phase.PLACING and self._wait is not None:
+            return self._wait.trace
+        return self.attempt
+
+    def observe(self) -> None:
+        machine = self._machine
+        if machine.phase is self._phase and machine.attempt == self._number:
+            return
+        if machine.attempt != self._number:
+            self._begin_attempt(machine)
+        elif self._wait is not None:
+            self._wait.end()
+            self._wait = None
+        assert self._attempt is not None
+        if machine.phase is Phase.DISPATCHED and machine.placement is not None:
+            self._dispatched_s = self._clock.now_s()
+            self._attempt.set(_described(machine.placement))
+        elif machine.phase is Phase.STREAMING or (machine.phase is Phase.DONE and self._phase is not Phase.STREAMING):
+            # An answer may come whole, in one step.
+            self._attempt.set({"baton.ttft_s": self._clock.now_s() - self._dispatched_s})
+        self._phase = machine.phase
+        if machine.phase in _WAITS:
+            name, kind = _WAITS[machine.phase]
+            self._wait = self._tracing.start(name, parent=self._attempt.trace, kind=kind)
+
+    def end(self, error: Exception | None) -> None:
+        """The answer has ended, by `error` or whole."""
+        self._close(error)
+
+    def _begin_attempt(self, machine: AttemptMachine) -> None:
+        before = self._attempt.trace if self._attempt is not None else ""
+        if self._close(machine.setback):
+            want(self._outbox, self._root)
+        self._number = machine.attempt
+        self._attempt = self._tracing.start(
+            "attempt",
+            {"baton.request": self._request, "baton.attempt": machine.attempt},
+            parent=self._root,
+            links=[before] if before else [],
+        )
+        if before:
+            # Not every back end shows links.
+            self._attempt.set({"baton.retry_of": before.split("-")[2]})
+
+    def _close(self, error: Exception | None) -> bool:
+        """End the present attempt; return whether it failed."""
+        if self._wait is not None:
+            self._wait.end()
+            self._wait = None
+        if self._attempt is None:
+            return False
+        self._attempt.set({"baton.cached_tokens": self._machine.cached_tokens})
+        failed = error is not None and _note(self._attempt, error)
+        self._attempt.end()
+        return failed
+
+
+def _note(span: Span, error: Exception) -> bool:
+    """Note on a span what ended its work, and return whether that was a failure of ours.
+
+    What the client did is none, nor is a worker that is busy.
+    """
+    if isinstance(error, BatonError) and error.http_status < FAILED_STATUS:
+        span.set({"error.type": error.code, "baton.end": str(error)})
+        return False
+    span.fail(error)
+    return True
+
+
+def want(outbox: Outbox, trace: str) -> None:
+    """Have every service export a trace that was not sampled."""
+    parts = trace.split("-")
+    if parts[-1:] == ["00"]:
+        outbox.post(subjects.TRACES, TraceWanted(trace=parts[1]))
+
+
+def _described(placement: Placement) -> dict[str, AttributeValue]:
+    predicted = placement.predicted
+    return {
+        "baton.placement.decode": placement.decode.worker,
+        "baton.placement.prefill": placement.prefill.worker if placement.prefill is not None else "",
+        "baton.placement.reason": placement.reason,
+        "baton.predicted.ttft_s": predicted.predicted_ttft_s,
+        "baton.predicted.token_interval_s": predicted.predicted_token_interval_s,
+        "baton.predicted.cached_tokens": predicted.cached_tokens,
+    }

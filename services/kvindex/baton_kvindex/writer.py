@@ -1,0 +1,140 @@
+"""Writes the index down behind the answers, where it is this one's turn to write."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from contextlib import suppress
+from typing import Final
+from uuid import uuid4
+
+from baton import subjects
+from baton.bus import Bus
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.messages import WriterLease
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.follower import Follower
+from baton_kvindex.lease import Lease
+from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+LAST_WRITE_S: Final = 2.0
+JOURNAL_KEPT_S: Final = 10.0
+"""Changes of about this time are kept while another index writes: it is at most so far behind when it is lost."""
+RENEWALS: Final = 4
+"""Of the lease, in the time for which it holds."""
+
+
+class Writer:
+    def __init__(self, *, bus: Bus, store: Store, clock: Clock, follower: Follower, settings: IndexSettings) -> None:
+        self._bus = bus
+        self._store = store
+        self._clock = clock
+        self._follower = follower
+        self._settings = settings
+        self._holder = uuid4().hex
+        self._lease = Lease(self._holder, settings.writer_ttl_s)
+        # Indexes that write to different places do not wait for each other.
+        self._key = re.sub(r"[^A-Za-z0-9_-]", "-", settings.redis_prefix)
+        self._claimed = 0
+        """The fence with which this index writes; 0: another one may have written since it did."""
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether it is this index that writes now."""
+        return bool(self._claimed)
+
+    async def run(self) -> None:
+        """Until cancelled: then leave the newest state, and the lease to whoever waits for it."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._keep_lease())
+                tasks.create_task(self._write_behind())
+        finally:
+            fence = self._claimed or self._lease.fence(self._clock.now_s())
+            # Where Redis or NATS is down, the next start catches up from the workers.
+            with suppress(TimeoutError, BatonError):
+                async with self._clock.timeout(LAST_WRITE_S):
+                    while fence and self._follower.has_unwritten and await self._write(fence):
+                        pass
+                    if revision := self._lease.held_revision:
+                        await self._bus.delete(subjects.INDEX_BUCKET, self._key, revision=revision)
+
+    # ------------------------------------------------------------ the lease
+
+    async def _keep_lease(self) -> None:
+        while True:
+            try:
+                async with self._clock.timeout(self._settings.writer_ttl_s):
+                    await self._step_lease()
+            except (BatonError, TimeoutError) as error:
+                logger.debug("the lease: %s", str(error) or "no answer in time")
+                self._lease.failed()
+            await self._clock.sleep(self._settings.writer_ttl_s / RENEWALS)
+
+    async def _step_lease(self) -> None:
+        bus, key, lease = self._bus, self._key, self._lease
+        if lease.must_read:
+            lease.saw(await bus.get(subjects.INDEX_BUCKET, key), self._clock.now_s())
+        asked_s = self._clock.now_s()
+        if (revision := lease.revision_to_put(asked_s)) is not None:
+            mine = WriterLease(holder=self._holder)
+            lease.stored(await bus.put(subjects.INDEX_BUCKET, key, mine, revision=revision), asked_s)
+
+    # ------------------------------------------------------------ writing
+
+    async def _write_behind(self) -> None:
+        """Write what changed every `write_interval_s`. While Redis is down, changes wait in bounded form."""
+        failing = False
+        rotated_s = self._clock.now_s()
+        while True:
+            await self._clock.sleep(self._settings.write_retry_s if failing else self._settings.write_interval_s)
+            fence = self._lease.fence(self._clock.now_s())
+            if fence:
+                failing = not await self._write(fence, failing=failing)
+                continue
+            if self._claimed:
+                logger.warning("no longer the index that writes")
+                self._claimed, failing = 0, False
+            if self._clock.now_s() - rotated_s >= JOURNAL_KEPT_S:
+                rotated_s = self._clock.now_s()
+                self._follower.forget_old_changes()
+
+    async def _write(self, fence: int, *, failing: bool = False) -> bool:
+        """Write all that waits; return whether the store takes it."""
+        try:
+            if fence != self._claimed:
+                # What another one wrote is not written again, only what differs from it.
+                self._follower.go_on_from(await self._store.claim(fence))
+                self._claimed = fence
+                logger.info("this index writes")
+            if self._follower.has_unwritten:
+                await self._write_batch(fence)
+        except StoreFenced:
+            if not failing:
+                logger.warning("a late write was refused: another index writes")
+            self._claimed = 0
+            return False
+        except StoreEmptied:
+            logger.warning("Redis lost what was written: writing the whole index again")
+            self._claimed = 0
+        except StoreUnavailable as error:
+            if not failing:
+                logger.warning("serving from memory, writes wait: %s", error)
+            return False
+        if failing:
+            logger.info("Redis takes writes again")
+        return True
+
+    async def _write_batch(self, fence: int) -> None:
+        batch = self._follower.take_batch()
+        written = False
+        try:
+            await self._store.write(batch, fence)
+            written = True
+        finally:
+            if not written:
+                self._follower.give_back(batch)

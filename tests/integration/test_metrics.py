@@ -1,0 +1,218 @@
+"""Every panel and rule on real processes: a real Prometheus scrapes a system under load, in which things fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+import httpx
+import pytest
+import pytest_asyncio
+import yaml
+from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import parser
+
+from baton.cli.tiny_model import make_tiny_model
+from baton.messages import AttemptState, Role
+from baton.telemetry import catalogue
+from tests.cluster import Cluster, running_cluster
+from tests.prometheus import DEPLOY, RULES, Prometheus, needs_prometheus, promtool, start_prometheus
+
+# One system for all of them.
+pytestmark = [needs_prometheus, pytest.mark.timeout(180), pytest.mark.xdist_group("metrics")]
+
+WINDOW: Final = "10s"
+"""Stands for Grafana's `$__rate_interval` at a scrape each second."""
+COMPARISON: Final = re.compile(r" (==|>|<) [0-9.]+( |$)")
+OPENMETRICS: Final = {"accept": "application/openmetrics-text; version=1.0.0"}
+ENGINE: Final = {
+    "speed": 1.0,
+    "step_fixed_s": 0.01,
+    "prefill_token_s": 0.0004,
+    "blocks": 256,
+    "eos_probability": 0.0,
+}
+read_metrics: Final = cast(
+    "Callable[[str], Iterator[Metric]]",
+    parser.text_string_to_metric_families,  # pyright: ignore[reportUnknownMemberType]
+)
+STORY: Final = " ".join(f"line {number}: the quick brown fox" for number in range(60))
+
+
+@dataclass
+class Watched:
+    """A system that worked and failed for a while, and what Prometheus kept of it."""
+
+    cluster: Cluster
+    prometheus: Prometheus
+    since_s: float
+    until_s: float
+
+
+def expressions() -> Iterator[tuple[str, str]]:
+    """Yield every expression of the dashboard and of the rules, with its name."""
+    dashboard = json.loads((DEPLOY / "grafana" / "dashboards" / "baton.json").read_text())
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", []):
+            yield f"{panel['title']}: {target['legendFormat']}", target["expr"].replace("$__rate_interval", WINDOW)
+    for group in yaml.safe_load(RULES.read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule.get("record") or rule["alert"], rule["expr"]
+
+
+async def start_worker(cluster: Cluster, role: Role, number: int, *flags: str) -> None:
+    name = f"{role}-{number}"
+    await cluster.start_worker(role, name, "--slots", "4", "--digest-s", "0.05", *flags, options=ENGINE)
+
+
+def watch(cluster: Cluster, prometheus: Prometheus) -> None:
+    """Scrape every process of the cluster where it now listens."""
+    jobs: dict[str, list[str]] = {}
+    for name in cluster.services:
+        jobs.setdefault(name.partition("-")[0], []).append(cluster.status_address(name))
+    prometheus.scrape(jobs)
+
+
+async def ask(cluster: Cluster, prompt: str, *, tokens: int = 24, chat: bool = False, **more: Any) -> int:
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client:
+        said = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        path = "/v1/chat/completions" if chat else "/v1/completions"
+        body = {"model": "tiny", "max_tokens": tokens, "temperature": 0, **said, **more}
+        return (await client.post(path, json=body)).status_code
+
+
+async def work_and_fail(cluster: Cluster) -> None:
+    """Load the system, overload it, damage bytes, kill a worker under an answer, ask nonsense, leave."""
+    assert await ask(cluster, STORY, temperature=-1) == 400
+    for number in range(4):
+        assert await ask(cluster, f"{STORY} {number % 2}", chat=bool(number % 2), stream=True) == 200
+    # Twice what two decode workers of four slots take.
+    assert set(await asyncio.gather(*(ask(cluster, f"{number} {STORY}") for number in range(16)))) == {200}
+    # Killed while it pulls, it leaves a lease behind.
+    bereft = asyncio.create_task(ask(cluster, f"new {STORY} {STORY}"))
+    victim = await cluster.observer.worker_in(Role.DECODE, AttemptState.PULLING)
+    cluster.services[victim].signal(signal.SIGKILL)
+    assert await bereft == 200
+    given_up = asyncio.create_task(ask(cluster, STORY, tokens=400, stream=True))
+    await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    given_up.cancel()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
+    folder, model = tmp_path_factory.mktemp("metrics"), tmp_path_factory.mktemp("model")
+    make_tiny_model(model)
+    async with running_cluster(folder, model=model) as cluster:
+        await cluster.start_control_plane()
+        await start_worker(cluster, Role.PREFILL, 0)
+        await start_worker(cluster, Role.PREFILL, 1, "--faults", '{"corrupt_every": 40}')
+        for number in range(2):
+            await start_worker(cluster, Role.DECODE, number)
+        await cluster.wait_ready()
+        # It learns for as long as the test lasts, so one process is never ready.
+        await cluster.start("scheduler-1", "baton_scheduler", "--learn-s", "600")
+        await cluster.wait_log("scheduler-1", "status is served")
+        with start_prometheus(folder) as prometheus:
+            since_s = time.time()
+            watch(cluster, prometheus)
+            await prometheus.until_scraped(len(cluster.services))
+            # A rate needs two scrapes, the first of them before the first event.
+            await asyncio.sleep(1.5)
+            await work_and_fail(cluster)
+            await asyncio.sleep(2.5)
+            try:
+                yield Watched(cluster, prometheus, since_s, time.time())
+            finally:
+                await prometheus.close()
+
+
+@pytest.mark.parametrize(("name", "expression"), [pytest.param(*each, id=each[0]) for each in expressions()])
+@pytest.mark.asyncio(loop_scope="module")
+async def test_each_expression_returns_data(watched: Watched, name: str, expression: str) -> None:
+    """Of an alert the condition itself is for promtool's test; here what it compares must be there."""
+    asked = COMPARISON.split(expression)[0] if name.startswith("Baton") and name[5].isupper() else expression
+    asked = asked.removeprefix("absent(").removesuffix(")") if asked.startswith("absent(") else asked
+    assert await watched.prometheus.values(asked, since_s=watched.since_s, until_s=watched.until_s), asked
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        'baton_attempts_total{end="worker_lost"}',
+        'baton_attempts_total{end="transfer_failed"}',
+        'baton_answers_total{end="client_gone"}',
+        'baton_pull_failures_total{cause="checksum"}',
+        "baton_checksum_failures_total",
+        'baton_worker_refusals_total{reason="full"} or baton_placements_total{result="overloaded"}',
+        "baton_leases_lost_total",
+        'gen_ai_server_request_duration_seconds_count{error_type="invalid_request"}',
+        "baton_admission_wait_seconds_count",
+        "baton_admission_waiting",
+        "baton_cached_tokens_total",
+        "baton_predicted_cached_tokens_total",
+        'ALERTS{alertname="BatonNotReady"}',
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_happened_is_counted(watched: Watched, expression: str) -> None:
+    figures = await watched.prometheus.values(expression, since_s=watched.since_s, until_s=watched.until_s)
+    assert max(figures, default=0) > 0
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_what_is_declared_is_what_services_show(watched: Watched) -> None:
+    """Both ways, with kinds and labels; the table in `docs/metrics.md` is made of the same declaration."""
+    shown: dict[str, dict[str, tuple[str, set[str]]]] = {}
+    async with httpx.AsyncClient(headers=OPENMETRICS) as client:
+        for name in ("gateway", "scheduler", "kvindex", "prefill-0", "decode-0", "decode-1"):
+            try:
+                text = (await client.get(f"http://{watched.cluster.status_address(name)}/metrics")).text
+            except httpx.ConnectError:
+                continue  # The one that was killed.
+            families = shown.setdefault(name.partition("-")[0], {})
+            for family in read_metrics(text):
+                labels = {label for sample in family.samples for label in sample.labels} - {"le"}
+                families[family.name] = (family.type, labels)
+    for service, families in shown.items():
+        ours = {name: seen for name, seen in families.items() if not name.startswith("process_")}
+        declared = {
+            row.name.removesuffix("_total"): (row.kind.value, set(row.labels)) for row in catalogue.rows_of(service)
+        }
+        assert ours == declared
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_points_of_latency_lead_to_traces(watched: Watched) -> None:
+    data = await watched.prometheus.ask(
+        "query_exemplars",
+        query="gen_ai_server_time_to_first_token_seconds_bucket",
+        start=watched.since_s,
+        end=watched.until_s,
+    )
+    traces = {exemplar["labels"]["trace_id"] for series in data for exemplar in series["exemplars"]}
+    assert traces
+    assert all(re.fullmatch(r"[0-9a-f]{32}", trace) for trace in traces)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_the_public_port_has_no_metrics(watched: Watched) -> None:
+    async with httpx.AsyncClient() as client:
+        assert (await client.get(f"{watched.cluster.url}/metrics")).status_code == 404
+
+
+def test_promtool_accepts_what_is_deployed(tmp_path: Path) -> None:
+    promtool("check", "config", str(DEPLOY / "prometheus" / "prometheus.yml"))
+    rules = [{"record": f"panel:{number}", "expr": expression} for number, (_, expression) in enumerate(expressions())]
+    (tmp_path / "panels.yml").write_text(json.dumps({"groups": [{"name": "panels", "rules": rules}]}))
+    promtool("check", "rules", str(tmp_path / "panels.yml"))
+
+
+def test_alerts_fire_when_they_should() -> None:
+    promtool("test", "rules", str(DEPLOY / "prometheus" / "rules_test.yml"))

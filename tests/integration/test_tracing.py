@@ -1,0 +1,184 @@
+"""Traces of real processes: what a collector gets of them, and what `baton trace` shows without one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.cli.tiny_model import make_tiny_model
+from tests.cluster import Cluster, running_cluster
+from tests.otlp import Collector, running_collector
+from tests.servers import free_port
+from tests.traced_cluster import (
+    Answer,
+    ask,
+    ask_while_decode_is_killed,
+    check_retried,
+    check_whole,
+    export_traces,
+    start_workers,
+)
+from tests.traces import Trace, TracedSpan
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_tiny_model(folder)
+    return folder
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with running_collector() as running:
+        yield running
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
+    """NATS and Redis; the test says what its services export and starts them."""
+    async with running_cluster(tmp_path, model=model) as cluster:
+        yield cluster
+
+
+async def collected(collector: Collector, answer: Answer, *legs: str) -> Trace:
+    """Return an answer's trace once the request's own span and those of all `legs` have arrived."""
+
+    def trace_of(spans: list[TracedSpan]) -> list[TracedSpan]:
+        roots = [span.trace for span in spans if span.attributes.get("baton.request_id") == answer.request_id]
+        return [span for span in spans if span.trace in roots]
+
+    def complete(spans: list[TracedSpan]) -> bool:
+        names = [span.name for span in trace_of(spans)]
+        return {*legs, "match", "send"} <= set(names)
+
+    return Trace(trace_of(await asyncio.to_thread(collector.wait_for, complete)))
+
+
+async def baton_trace(cluster: Cluster, *arguments: str, **environ: str) -> tuple[int, str, str]:
+    """Run the command as a user would, and return its status, output and errors."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.cli", "trace", "--nats-url", cluster.nats_url, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environ},
+    )
+    out, errors = await process.communicate()
+    return process.returncode or 0, out.decode(), errors.decode()
+
+
+@pytest.mark.timeout(120)
+async def test_a_request_is_one_tree_through_all_services_also_after_a_killed_worker(
+    cluster: Cluster, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_traces(monkeypatch, collector.url)
+    await cluster.start_control_plane()
+    await start_workers(cluster, prefill=1, decode=2)
+    whole = await collected(collector, await ask(cluster), "prefill", "decode")
+    check_whole(whole)
+    assert {span.service for span in whole.spans.values()} == {
+        *("baton-gateway", "baton-scheduler", "baton-kvindex", "baton-prefill", "baton-decode"),
+    }
+    struck = await ask_while_decode_is_killed(cluster, prompt="another " * 300)
+    assert struck.text.rstrip().endswith("data: [DONE]")
+    retried = await collected(collector, struck, "decode")
+    check_retried(retried)
+    failed, again = retried.named("attempt")
+    assert again.links == (failed.span,)
+
+
+@pytest.mark.timeout(120)
+async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster) -> None:
+    await cluster.start_control_plane()
+    await start_workers(cluster, prefill=1, decode=2)
+    answer = await ask_while_decode_is_killed(cluster, prompt="a story " * 300)
+    status, shown, _ = await baton_trace(cluster, answer.request_id, COLUMNS="120")
+    assert status == 0
+    assert "\x1b" not in shown, "no colour where nobody sees it"
+    assert all(len(line) <= 120 for line in shown.splitlines())
+    for part in ("chat tiny", "tokenise", "place (scheduler)", "match (kvindex)", "prefill (prefill-0)", "by shm"):
+        assert part in shown, shown
+    assert "attempt 0: " in shown
+    assert "Ended by worker_lost: " in shown
+    assert "attempt 1: " in shown
+
+    status, out, _ = await baton_trace(cluster, answer.request_id, "--json")
+    content: dict[str, Any] = json.loads(out)
+    spans = {span["span"]: span for span in content["spans"]}
+    assert status == 0
+    (root,) = [span for span in spans.values() if span.get("parent", "") not in spans]
+    assert root["name"] == "chat tiny"
+    _, by_trace, _ = await baton_trace(cluster, content["trace"], COLUMNS="120")
+    _, by_answer, _ = await baton_trace(cluster, json.loads(answer.text.split("\n")[0][6:])["id"], COLUMNS="120")
+    assert by_trace == by_answer == shown
+
+
+@pytest.mark.timeout(60)
+async def test_baton_trace_of_what_is_unknown_malformed_or_out_of_reach_is_one_sentence(cluster: Cluster) -> None:
+    nobody = await baton_trace(cluster, "some-id")
+    await cluster.start("kvindex", "baton_kvindex", "--redis-url", cluster.redis_url)
+    answers = ""
+    give_up_at_s = time.monotonic() + 20
+    while "none of the 1 services" not in answers:
+        assert time.monotonic() < give_up_at_s, answers
+        status, _, answers = await baton_trace(cluster, "some-id")
+        assert status == 1
+    malformed = await baton_trace(cluster, "no id")
+    absent = await baton_trace(cluster, "some-id", "--nats-url", f"nats://127.0.0.1:{free_port()}")
+    no_deployment = await baton_trace(cluster, "some-id", "--nats-url", "", "--port", "1", NATS_URL="")
+    for (status, out, errors), sentence in (
+        (nobody, "no service answered"),
+        ((1, "", answers), "none of the 1 services that answered knows some-id"),
+        (malformed, "'no id' is no request's id"),
+        (absent, "127.0.0.1"),
+        (no_deployment, "no `baton up` runs in"),
+    ):
+        assert (status, out) == (1, ""), errors
+        assert errors.startswith("baton: ")
+        assert sentence in errors
+        assert errors.count("\n") == 1, errors
+
+
+@pytest.mark.timeout(120)
+async def test_of_unsampled_requests_the_failed_are_exported_by_every_service(
+    cluster: Cluster, collector: Collector, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_traces(monkeypatch, collector.url, share=0.0)
+    await cluster.start_control_plane()
+    await start_workers(cluster, prefill=1, decode=2)
+    well = await ask(cluster)
+    struck = await ask_while_decode_is_killed(cluster, prompt="a story " * 300)
+    check_retried(await collected(collector, struck, "decode"))
+    assert not [span for span in collector.spans if span.attributes.get("baton.request_id") == well.request_id]
+    assert len({span.trace for span in collector.spans}) == 1
+
+
+@pytest.mark.timeout(120)
+async def test_a_collector_that_is_down_loses_traces_and_nothing_else(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export_traces(monkeypatch, f"http://127.0.0.1:{free_port()}")
+    await cluster.start_control_plane()
+    await start_workers(cluster, prefill=1, decode=1)
+    for _ in range(3):
+        assert (await ask(cluster)).status == 200
+        await asyncio.sleep(1.0)
+    for name, service in cluster.services.items():
+        log = service.log.read_text()
+        assert log.count("takes no traces") == 1, f"{name}: {log}"
+        assert "Transient error" not in log
+        assert "Traceback" not in log
+    began_s = time.monotonic()
+    for name in ("kvindex", "scheduler", "gateway"):
+        cluster.services[name].signal(signal.SIGTERM)
+    await asyncio.gather(*(cluster.services[name].end() for name in ("kvindex", "scheduler", "gateway")))
+    assert time.monotonic() - began_s < 4.0

@@ -1,0 +1,48 @@
+"""What a one-shot container leaves for the workers: a model, and settings that they can read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from baton_decode.config import DecodeSettings
+
+from baton import config
+from baton.cli.deployment import Wishes
+from baton.cli.engine_defaults import engine_defaults
+from baton.cli.prepare import prepare
+
+NAMED = {"max_model_len": 4096, "share": 0.5, "eager": True, "unset": None, "deep": {"a b": [1, 'é"\n']}}
+
+
+def read(file: Path) -> DecodeSettings:
+    return config.load(DecodeSettings, service="decode", argv=["--config", str(file)], environ={})
+
+
+@pytest.mark.parametrize("engine", ["vllm", "simulated"])
+def test_workers_read_what_was_prepared(tmp_path: Path, engine: str) -> None:
+    wishes = Wishes(
+        folder=tmp_path,
+        engine=engine,  # pyright: ignore[reportArgumentType]
+        device="cpu",
+        engine_options=NAMED,
+        vllm_python=tmp_path,
+    )
+    settings = read(prepare(wishes))
+    assert (settings.model_name, settings.engine, settings.device) == ("tiny", engine, "cpu")
+    assert (Path(settings.model) / "config.json").is_file()
+    defaults = engine_defaults(engine, device="cpu", tiny=True, workers_per_device=1)
+    named = {key: value for key, value in NAMED.items() if value is not None}
+    assert settings.engine_options == json.loads(json.dumps(defaults | named))
+
+
+def test_a_model_of_the_users_keeps_its_name(tmp_path: Path) -> None:
+    model = tmp_path / "Qwen3"
+    model.mkdir()
+    (model / "config.json").write_text('{"max_position_embeddings": 40960}')
+    (model / "model.safetensors").touch()
+    wishes = Wishes(folder=tmp_path, model=str(model), device="cpu", engine_options={}, vllm_python=tmp_path)
+    settings = read(prepare(wishes))
+    assert (settings.model, settings.model_name) == (str(model), "Qwen3")
+    assert settings.engine_options["max_model_len"] == 8192

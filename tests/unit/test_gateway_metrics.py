@@ -1,0 +1,180 @@
+"""The figures of answers and attempts, from machines that go through what they count."""
+
+from __future__ import annotations
+
+import pytest
+from baton_gateway import attempt_events as ev
+from baton_gateway.driver import Order, Outcome
+from baton_gateway.metrics import AnswerMetrics, GatewayMetrics, Goals
+from baton_gateway.workers import Model
+
+from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
+from baton.messages import FinishReason
+from baton.telemetry import Metrics
+from tests.attempt_bench import GREEDY, Bench, placement
+from tests.unit.test_telemetry_metrics import SAMPLED, scrape
+
+CHAT = 'gen_ai_operation_name="chat",gen_ai_provider_name="baton",gen_ai_request_model="tiny"'
+
+
+class Watched(Bench):
+    """A machine whose every step is observed, as its driver does it."""
+
+    answer: AnswerMetrics | None = None
+
+    def step(self, event: ev.Event) -> list[ev.Action]:
+        actions = super().step(event)
+        if self.answer is not None:
+            self.answer.observe()
+        return actions
+
+
+class Stage:
+    """One answer at a time: its machine, and a gateway's figures."""
+
+    def __init__(self) -> None:
+        self.metrics = Metrics("gateway")
+        self.figures = GatewayMetrics(self.metrics, self, Goals(ttft_s=1.0, tpot_s=0.1))  # pyright: ignore[reportArgumentType]
+        self.bench: Watched
+        self.answer: AnswerMetrics
+
+    def now_s(self) -> float:
+        return self.bench.now_s
+
+    def begin(self, *, queued: bool = False) -> Watched:
+        self.bench = Watched(queued=queued)
+        model = Model(name="tiny", path="", digest="", block_tokens=32, context_tokens_max=100)
+        order = Order(
+            request="r",
+            model=model,
+            tokens=b"",
+            prompt_tokens=40,
+            root=b"",
+            sampling=GREEDY,
+            eos_tokens=frozenset(),
+            cache_salt="",
+            disaggregation=None,
+            received_at_s=-0.2,
+            deadline_at_s=300.0,
+            operation="chat",
+            trace=SAMPLED,
+        )
+        self.answer = self.bench.answer = AnswerMetrics(self.figures, self.bench.machine, order)
+        self.answer.observe()
+        return self.bench
+
+    def whole(self, tokens: int, cached_tokens: int = 0) -> None:
+        self.answer.end(Outcome(FinishReason.LENGTH, tokens, cached_tokens), None)
+
+    def shown(self, name: str, labels: str = "") -> float:
+        series = name + (f"{{{labels}}}" if labels else "")
+        lines = [line for line in scrape(self.metrics) if line.startswith(series + " ")]
+        assert len(lines) == 1, f"{series} is not shown"
+        return float(lines[0].rpartition(" ")[2])
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_times_run_from_the_arrival_and_between_tokens(stage: Stage) -> None:
+    bench = stage.begin()
+    bench.run_on()
+    bench.now_s = 0.3
+    bench.frame(0, [5])
+    bench.now_s = 0.9
+    bench.frame(1, [6, 7, 8], FinishReason.LENGTH)
+    stage.whole(4, cached_tokens=32)
+    assert stage.shown("gen_ai_server_time_to_first_token_seconds_sum", CHAT) == pytest.approx(0.5)
+    assert stage.shown("gen_ai_server_time_per_output_token_seconds_sum", CHAT) == pytest.approx(0.2)
+    # Predicted were 0.1 s, from the placement on.
+    assert stage.shown("baton_ttft_prediction_ratio_sum") == pytest.approx(3.0)
+    assert stage.shown("baton_attempts_total", 'end="done"') == 1
+    assert stage.shown("baton_answers_total", 'end="length"') == 1
+    assert stage.shown("baton_prompt_tokens_total") == 40
+    assert stage.shown("baton_output_tokens_total") == 4
+    assert stage.shown("baton_cached_tokens_total") == 32
+    assert stage.shown("baton_good_answers_total") == 0, "0.2 s per token is no good answer"
+
+
+def test_an_answer_in_one_frame_has_a_first_token(stage: Stage) -> None:
+    bench = stage.begin()
+    bench.run_on()
+    bench.now_s = 0.1
+    bench.frame(0, [5], FinishReason.LENGTH)
+    stage.whole(1)
+    assert stage.shown("gen_ai_server_time_to_first_token_seconds_sum", CHAT) == pytest.approx(0.3)
+    assert not any("time_per_output_token_seconds_count{" in line for line in scrape(stage.metrics))
+    assert stage.shown("baton_good_answers_total") == 1
+
+
+def test_each_attempt_ends_once_by_its_cause(stage: Stage) -> None:
+    bench = stage.begin()
+    bench.run_on()
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    bench.step(ev.Placed(1, placement("d2")))
+    bench.step(ev.TaskBusy(1, "d2", "full"))
+    bench.step(ev.Placed(2, placement("d3")))
+    bench.step(ev.TaskAccepted(2, "d3"))
+    bench.frame(0, [1], FinishReason.LENGTH)
+    stage.whole(1)
+    assert {end: count for end, count in stage.figures.attempts.items() if count} == {
+        "worker_lost": 1,
+        "busy": 1,
+        "done": 1,
+    }
+
+
+@pytest.mark.parametrize(("error", "code"), [(WorkerLost(""), "worker_lost"), (None, "client_gone")])
+def test_an_answer_that_fails_counts_with_its_attempt(stage: Stage, error: BatonError | None, code: str) -> None:
+    bench = stage.begin()
+    bench.run_on()
+    stage.answer.end(None, error)
+    assert stage.figures.answers == {code: 1}
+    assert stage.figures.attempts == {code: 1}
+    assert stage.shown("baton_prompt_tokens_total") == 0
+    assert stage.shown("baton_answers_total", f'end="{code}"') == 1
+
+
+def test_an_attempt_that_found_no_successor_counts_once(stage: Stage) -> None:
+    bench = stage.begin()
+    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.TaskBusy(0, "d1", "full"))
+    stage.answer.end(None, NoWorkers("none"))
+    assert stage.figures.attempts == {"busy": 1}
+    assert stage.figures.answers == {"no_workers": 1}
+
+
+def test_what_got_no_worker_is_no_attempt(stage: Stage) -> None:
+    stage.begin()
+    stage.answer.end(None, NoWorkers("none"))
+    assert not stage.figures.attempts
+
+
+def test_a_bug_is_an_internal_error(stage: Stage) -> None:
+    stage.begin()
+    stage.answer.end(None, ZeroDivisionError())
+    assert stage.figures.answers == {"internal_error": 1}
+
+
+def test_the_wait_for_a_worker_ends_with_its_word_or_with_the_answer(stage: Stage) -> None:
+    bench = stage.begin()
+    for now_s in (0.0, 1.5):
+        bench.now_s = now_s
+        bench.step(ev.PlaceRefused(0, Overloaded("full")))
+        bench.now_s = now_s + 0.5
+        bench.step(ev.TurnCame())
+    bench.run_on()
+    assert stage.shown("baton_admission_wait_seconds_sum") == pytest.approx(2.0)
+    bench = stage.begin(queued=True)
+    bench.now_s = 3.0
+    stage.answer.end(None, ClientGone("left"))
+    assert stage.shown("baton_admission_wait_seconds_count") == 2
+    assert stage.shown("baton_admission_wait_seconds_sum") == pytest.approx(5.0)
+
+
+def test_a_path_of_a_client_becomes_no_label(stage: Stage) -> None:
+    for path in ("/v1/completions", "/etc/passwd", "/v1/models/../x", "/v1/models"):
+        stage.figures.responded(path, 404)
+    assert stage.shown("baton_http_responses_total", 'route="other",status="404"') == 2

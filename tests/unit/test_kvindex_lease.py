@@ -1,0 +1,246 @@
+"""Which index writes: the lease alone, and writers with one bucket and one store on a manual clock."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping
+
+import pytest
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
+from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.lease import Lease
+from baton_kvindex.radix import RadixIndex
+from baton_kvindex.store import StoreFenced
+from baton_kvindex.writer import Writer
+
+from baton.bus import Entry, MemoryBus, MemoryNetwork
+from baton.clock import ManualClock
+from baton.errors import BusUnavailable
+from baton.messages import AnyMessage, BlocksStored, KvEvents, WriterLease
+
+SETTINGS = IndexSettings()
+TTL_S = SETTINGS.writer_ttl_s
+
+
+def entry(holder: str, revision: int) -> Entry:
+    return Entry(WriterLease(holder=holder), revision)
+
+
+def holding(revision: int = 5) -> Lease:
+    """Return a lease that was taken at 0 s."""
+    lease = Lease("me", 1.0)
+    lease.saw(None, 0.0)
+    assert lease.revision_to_put(0.0) == 0
+    lease.stored(revision, 0.0)
+    return lease
+
+
+def test_a_free_lease_is_taken_and_its_first_revision_is_the_fence() -> None:
+    lease = holding(5)
+    assert (lease.fence(0.9), lease.must_read) == (5, False)
+    assert lease.revision_to_put(0.9) == 5
+    lease.stored(8, 0.9)
+    assert (lease.fence(1.8), lease.fence(1.9)) == (5, 0)
+
+
+def test_anothers_lease_is_taken_when_it_stood_still() -> None:
+    lease = Lease("me", 1.0)
+    for now_s, revision in ((0.0, 3), (0.5, 4), (1.4, 4)):
+        assert lease.must_read
+        lease.saw(entry("other", revision), now_s)
+        assert lease.revision_to_put(now_s) is None
+    assert lease.revision_to_put(1.5) == 4
+    assert not lease.fence(1.5)
+    lease.stored(9, 1.5)
+    assert lease.fence(1.6) == 9
+
+
+def test_a_holder_that_was_away_too_long_begins_a_new_term_with_a_higher_fence() -> None:
+    lease = holding(5)
+    lease.stored(6, 3.0)
+    assert lease.fence(3.0) == 6
+
+
+def test_a_put_without_an_answer_is_looked_up_and_the_term_goes_on() -> None:
+    lease = holding(5)
+    lease.failed()
+    assert (lease.must_read, lease.fence(0.3)) == (True, 5)
+    lease.saw(entry("me", 7), 0.3)
+    assert lease.revision_to_put(0.3) == 7
+    lease.stored(8, 0.3)
+    assert lease.fence(1.2) == 5
+
+
+def test_a_holder_that_was_replaced_stops_at_once() -> None:
+    lease = holding(5)
+    lease.failed()
+    lease.saw(entry("other", 7), 0.3)
+    assert (lease.fence(0.3), lease.held_revision, lease.revision_to_put(0.3)) == (0, 0, None)
+
+
+class Line(MemoryBus):
+    """A connection that can be cut, unlike those of the others."""
+
+    cut = False
+
+    async def get(self, bucket: str, key: str) -> Entry | None:
+        self._check()
+        return await super().get(bucket, key)
+
+    async def put(self, bucket: str, key: str, message: AnyMessage, *, revision: int) -> int:
+        self._check()
+        return await super().put(bucket, key, message, revision=revision)
+
+    def _check(self) -> None:
+        if self.cut:
+            raise BusUnavailable("cut")
+
+
+class Written:
+    """A store in memory: what was written by which fence."""
+
+    def __init__(self) -> None:
+        self.fence = 0
+        self.states: dict[str, WorkerState] = {}
+        self.batches: list[tuple[int, frozenset[str]]] = []
+
+    async def load(self) -> Saved:
+        return Saved()
+
+    async def claim(self, fence: int) -> Mapping[str, WorkerState]:
+        if fence < self.fence:
+            raise StoreFenced("late")
+        self.fence = fence
+        return dict(self.states)
+
+    async def write(self, batch: Batch, fence: int) -> None:
+        if fence < self.fence:
+            raise StoreFenced("late")
+        self.batches.append((fence, frozenset(batch.workers)))
+        for worker, change in batch.workers.items():
+            if change is None:
+                self.states.pop(worker, None)
+            else:
+                self.states[worker] = change.state
+
+    async def close(self) -> None: ...
+
+
+class Peer:
+    """One index: the same events as every other, a line and a writer of its own."""
+
+    def __init__(self, network: MemoryNetwork, store: Written) -> None:
+        self.line = Line(network)
+        self.follower = Follower(RadixIndex, FollowerOptions(), Journal(100))
+        self.writer = Writer(bus=self.line, store=store, clock=network.clock, follower=self.follower, settings=SETTINGS)
+        self.task = asyncio.create_task(self.writer.run())
+
+    async def end(self) -> None:
+        self.task.cancel()
+        await asyncio.wait([self.task])
+        await self.line.close()
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.network = MemoryNetwork(clock=self.clock)
+        self.store = Written()
+        self.peers = [Peer(self.network, self.store) for _ in range(2)]
+        self._sequences: dict[str, int] = {}
+
+    def event(self, worker: str) -> None:
+        """A worker stores a block, and every index hears of it."""
+        sequence = self._sequences[worker] = self._sequences.get(worker, 0) + 1
+        stored = BlocksStored(parent=b"", blocks=sequence.to_bytes(16, "big"))
+        message = KvEvents(worker=worker, generation=1, model_digest="m", sequence=sequence, events=(stored,))
+        for peer in self.peers:
+            peer.follower.on_events(message, sequence, self.clock.now_s())
+
+    async def writing(self) -> Peer:
+        """Return the index that writes: the other one's changes still wait."""
+        self.event("probe")
+        await self.clock.advance(SETTINGS.write_interval_s * 2)
+        (writes,) = [peer for peer in self.peers if not peer.follower.has_unwritten]
+        return writes
+
+    def other(self, peer: Peer) -> Peer:
+        return self.peers[1 - self.peers.index(peer)]
+
+
+@pytest.fixture
+async def scene() -> AsyncGenerator[Scene]:
+    made = Scene()
+    yield made
+    await asyncio.gather(*(peer.end() for peer in made.peers))
+
+
+async def test_one_of_two_writes_all_the_time(scene: Scene) -> None:
+    await scene.clock.advance(0.1)
+    first = await scene.writing()
+    for number in range(60):
+        scene.event(f"w{number % 3}")
+        await scene.clock.advance(0.1)
+    assert await scene.writing() is first
+    assert {fence for fence, _ in scene.store.batches} == {scene.store.fence}
+    assert scene.store.states["w0"].sequence == 20
+
+
+async def test_the_other_takes_over_from_one_that_is_cut_off_and_writes_what_is_missing(scene: Scene) -> None:
+    await scene.clock.advance(0.1)
+    for worker in ("a", "b"):
+        scene.event(worker)
+    first = await scene.writing()
+    before = scene.store.fence
+    first.line.cut = True
+    cut_s = scene.clock.now_s()
+    scene.event("b")
+    await scene.clock.advance(TTL_S + 0.1)
+    scene.event("b")
+    while scene.store.fence == before:
+        await scene.clock.advance(0.05)
+    assert scene.clock.now_s() - cut_s < 2.0
+    await scene.clock.advance(0.2)
+    assert scene.store.states["b"].sequence == 3
+    after = [workers for fence, workers in scene.store.batches if fence > before]
+    assert all("a" not in workers for workers in after), "what was written already is not written again"
+    first.line.cut = False
+    await scene.clock.advance(1.0)
+    assert await scene.writing() is scene.other(first), "who comes back waits"
+
+
+async def test_one_that_leaves_hands_the_lease_over_at_once(scene: Scene) -> None:
+    await scene.clock.advance(0.1)
+    first = await scene.writing()
+    scene.event("a")
+    await first.end()
+    assert scene.store.states["a"].sequence == 1, "the newest state is written"
+    scene.event("a")
+    await scene.clock.advance(TTL_S / 2)
+    assert scene.store.states["a"].sequence == 2
+
+
+async def test_a_writer_that_does_not_know_that_it_was_replaced_is_refused(scene: Scene) -> None:
+    await scene.clock.advance(0.1)
+    first = await scene.writing()
+    await scene.store.claim(scene.store.fence + 1000)
+    scene.event("a")
+    await scene.clock.advance(0.3)
+    assert "a" not in scene.store.states
+    assert first.follower.has_unwritten
+
+
+async def test_without_the_bus_nobody_writes_and_with_it_one_does(scene: Scene) -> None:
+    await scene.clock.advance(0.1)
+    await scene.writing()
+    scene.network.reachable = False
+    await scene.clock.advance(TTL_S)
+    batches = len(scene.store.batches)
+    scene.event("a")
+    await scene.clock.advance(10.0)
+    assert len(scene.store.batches) == batches
+    scene.network.reachable = True
+    await scene.clock.advance(2.0)
+    assert scene.store.states["a"].sequence == 1
+    await scene.writing()

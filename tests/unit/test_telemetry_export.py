@@ -1,0 +1,104 @@
+"""Spans on their way to a collector that is there, is not there, or hangs."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import pytest
+
+from baton.errors import ConfigurationError
+from baton.telemetry import TelemetrySettings, Tracing
+from baton.telemetry import export as export_module
+from baton.telemetry.export import QUEUE_SPANS_MAX, traces_url
+from tests.otlp import running_collector
+from tests.servers import free_port
+
+SOON_S = 2.5
+
+
+@pytest.fixture(autouse=True)
+def quiet_opentelemetry() -> object:
+    """The exporter silences OpenTelemetry's own logger; other tests want it as it was."""
+    logger = logging.getLogger("opentelemetry")
+    level = logger.level
+    yield
+    logger.setLevel(level)
+
+
+def test_spans_arrive_with_everything_they_have() -> None:
+    with running_collector() as collector:
+        tracing = Tracing("gateway", TelemetrySettings(otlp_endpoint=collector.url), instance="gw-1")
+        with tracing.span("chat", {"gen_ai.response.finish_reasons": ("stop", "length"), "tokens": 3}) as root:
+            failed = tracing.start("attempt", parent=root.trace)
+            failed.fail(ConfigurationError("no good"))
+            failed.end()
+            tracing.start("attempt", parent=root.trace, links=[failed.trace]).end()
+        tracing.close()
+        spans = collector.wait_for(lambda spans: len(spans) == 3)
+    (chat,) = [span for span in spans if span.name == "chat"]
+    first, second = [span for span in spans if span.name == "attempt"]
+    assert chat.attributes == {"gen_ai.response.finish_reasons": ["stop", "length"], "tokens": 3}
+    assert chat.service == "baton-gateway"
+    assert chat.end_ns > chat.start_ns > 0
+    assert {first.parent, second.parent} == {chat.span}
+    assert (first.error, second.links) == ("no good", (first.span,))
+
+
+def test_a_collector_that_is_down_is_logged_once_and_found_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export_module, "PAUSE_S", 0.2)
+    monkeypatch.setattr(export_module, "BATCH_INTERVAL_MS", 50.0)
+    caplog.set_level(logging.DEBUG)
+    port = free_port()
+    tracing = Tracing("gateway", TelemetrySettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
+
+    def messages() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.name.startswith(("baton", "opentelemetry"))]
+
+    def until(lines: int) -> None:
+        give_up_at_s = time.monotonic() + 10
+        while len(messages()) < lines:
+            assert time.monotonic() < give_up_at_s, messages()
+            tracing.start("chat").end()
+            time.sleep(0.02)
+
+    until(1)
+    for _ in range(3 * QUEUE_SPANS_MAX):
+        tracing.start("chat").end()
+    time.sleep(1.0)
+    assert len(messages()) == 1, "not once per batch, nor per span that is dropped"
+    with running_collector(port) as collector:
+        until(2)
+        collector.wait_for(lambda spans: spans)
+    assert messages()[1].endswith("takes traces again")
+    tracing.close()
+
+
+@pytest.mark.parametrize("hangs", [True, False], ids=["hangs", "is not there"])
+def test_a_collector_that_does_not_take_spans_delays_neither_work_nor_the_end(hangs: bool) -> None:
+    with running_collector() as collector:
+        collector.delay_s = 4.0
+        endpoint = collector.url if hangs else f"http://127.0.0.1:{free_port()}"
+        tracing = Tracing("gateway", TelemetrySettings(otlp_endpoint=endpoint))
+        for _ in range(QUEUE_SPANS_MAX):
+            tracing.start("chat").end()
+        began_s = time.monotonic()
+        for _ in range(100):
+            tracing.start("chat").end()
+        assert time.monotonic() - began_s < 1.0
+        tracing.close()
+        assert time.monotonic() - began_s < SOON_S
+
+
+def test_the_endpoint_may_be_an_address_or_a_whole_path() -> None:
+    assert traces_url("http://127.0.0.1:4318") == "http://127.0.0.1:4318/v1/traces"
+    assert traces_url("http://collector:4318/") == "http://collector:4318/v1/traces"
+    assert traces_url("https://host/otlp/v1/traces") == "https://host/otlp/v1/traces"
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://collector:4317", "nonsense", "http://"])
+def test_a_malformed_endpoint_stops_the_start_with_a_sentence(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match="otlp_endpoint"):
+        Tracing("gateway", TelemetrySettings(otlp_endpoint=endpoint))
