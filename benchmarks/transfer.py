@@ -10,8 +10,9 @@ import argparse
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ NIXL_SETTINGS: Mapping[str, Mapping[str, str]] = {"NIXL": {}, "NIXL over TCP": {
 @contextmanager
 def nixl_peers(
     python: str, shape: Shape, order: Sequence[int], source_order: Sequence[int]
-) -> Iterator[dict[str, Peer]]:
+) -> Generator[dict[str, Peer]]:
     """Start NIXL's two processes for each of its settings; each peer reads everything once per call."""
     cores = sorted(os.sched_getaffinity(os.getppid()))
     described = {
@@ -102,7 +103,7 @@ def main() -> None:
     notes += f"Load of the machine at the start: {os.getloadavg()[0]:.1f}."
     if not python:
         notes += f" NIXL was not measured: {PEER_PYTHON} names no interpreter that has it."
-    peers = None if not python else lambda *about: nixl_peers(python, *about)
+    peers = partial(nixl_peers, python) if python else None
     report("transfer", rows_of(measure(SHAPES, PATHS, arguments.repeats, peers)), notes=notes)
 
 

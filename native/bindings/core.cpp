@@ -38,6 +38,9 @@ void bind_values(nb::module_& m) {
           "silent", [](const Options& o) { return o.faults.silent; },
           [](Options& o, bool value) { o.faults.silent = value; })
       .def_prop_rw(
+          "chunks_served", [](const Options& o) { return o.limits.chunks_served; },
+          [](Options& o, std::uint32_t value) { o.limits.chunks_served = value; })
+      .def_prop_rw(
           "chunk_bytes", [](const Options& o) { return o.limits.chunk_bytes; },
           [](Options& o, std::uint32_t value) { o.limits.chunk_bytes = value; });
   nb::class_<Report>(m, "Report")

@@ -7,7 +7,9 @@ Blocks hold labels instead of bytes: the label of the KV that belongs there, or 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton_native import core
 
@@ -17,6 +19,8 @@ GARBAGE = "garbage"
 LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 2, 64, 4, 100
 TERMINAL = {"pull_done", "pull_failed"}
 SLOTS = 2
+CHUNKS = 14
+"""Of a whole pull, a block each: an honest sink never has more in flight, so a source that counts more has lost some."""
 
 
 def crc_of(labels: list[Label]) -> int:
@@ -33,6 +37,16 @@ class Data:
 
 
 @dataclass
+class Writing:
+    """A chunk that is being written, block by block."""
+
+    placing: core.Place
+    labels: list[Label] | None
+    """None: read from the source's pool as it is written."""
+    written: int = 0
+
+
+@dataclass
 class End:
     """One agent's end of a connection."""
 
@@ -45,11 +59,8 @@ class End:
     read: list[Label] = field(default_factory=list[Label])
     payload: Data | None = None
     """Announced to the core, which has not said where it goes, or is being written."""
-    writing: deque[tuple[core.Place, list[Label] | None]] = field(
-        default_factory=deque[tuple[core.Place, list[Label] | None]]
-    )
-    """With what is written; None: that is read from the source's pool as it is written."""
-    written: int = 0
+    writing: list[Writing] = field(default_factory=list["Writing"])
+    """In any order, since nothing promises that a later write is not sooner done."""
     slots: dict[int, list[Label]] = field(default_factory=dict[int, list[Label]])
     """Of the ring that this end serves from: what is in use."""
     backend: str = ""
@@ -69,6 +80,7 @@ class Node:
         options.incarnation = number + 1
         options.entropy = bytes([number]) * 32
         options.chunk_bytes = 3 * BLOCK_BYTES
+        options.chunks_served = CHUNKS
         self.core = core.Core(options)
         self.core.set_geometry("model", LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_TOKENS)
         self.endpoint = f"node:{number + 1}/{number + 1:016x}"
@@ -90,10 +102,8 @@ class Node:
     def stop_placing(self, end: End, pull: int) -> None:
         if end.payload is not None and end.payload.pull == pull:
             end.payload = None
-        stopped = [placing for placing, _ in end.writing if placing.pull == pull]
-        if end.writing and end.writing[0][0] in stopped:
-            end.written = 0
-        end.writing = deque(entry for entry in end.writing if entry[0] not in stopped)
+        stopped = [writing.placing for writing in end.writing if writing.placing.pull == pull]
+        end.writing = [writing for writing in end.writing if writing.placing.pull != pull]
         for placing in stopped:
             if placing.slot >= 0:
                 placed = core.Placed(end.connection, placing.pull, placing.sequence, placing.slot, 0)
@@ -132,7 +142,7 @@ class Node:
                     labels = None
                 else:
                     labels = list(end.payload.labels if end.payload else self.world.slot(end, action.slot))
-                end.writing.append((action, labels))
+                end.writing.append(Writing(action, labels))
             case core.Discard():
                 end.payload = None
             case core.OfferBackend():
@@ -192,7 +202,10 @@ class World:
         if report.kind in TERMINAL:
             blocks = self.dest.pop(report.key)
             assert not any(
-                block in placing.blocks for end in node.ends.values() for placing, _ in end.writing for block in blocks
+                block in writing.placing.blocks
+                for end in node.ends.values()
+                for writing in end.writing
+                for block in blocks
             ), "the end was reported while something still writes"
             if report.kind == "pull_done":
                 self.check_content(node, report, blocks)
@@ -210,23 +223,19 @@ class World:
 
     def advance_one(self, choice: int) -> bool:
         """Let one of the possible next things happen; return whether there was any."""
-        moves = [("queue", None)] if self.queue else []
-        moves += [("deliver", end) for end in self.ends() if end.arriving and not end.blocked]
-        moves += [("read", end) for end in self.ends() if end.reading and (end.read or self.has_slot(end))]
-        moves += [("write", end) for end in self.ends() if end.writing]
-        if not moves:
-            return False
-        name, end = moves[choice % len(moves)]
-        if end is None:
-            node, event = self.queue.popleft()
-            node.step(event)
-        elif name == "deliver":
-            self.deliver(end)
-        elif name == "read":
-            self.read_block(end)
-        else:
-            self.write_block(end)
-        return True
+        moves: list[Callable[[], None]] = [self.take_from_queue] if self.queue else []
+        moves += [partial(self.deliver, end) for end in self.ends() if end.arriving and not end.blocked]
+        moves += [
+            partial(self.read_block, end) for end in self.ends() if end.reading and (end.read or self.has_slot(end))
+        ]
+        moves += [partial(self.write_block, end, writing) for end in self.ends() for writing in end.writing]
+        if moves:
+            moves[choice % len(moves)]()
+        return bool(moves)
+
+    def take_from_queue(self) -> None:
+        node, event = self.queue.popleft()
+        node.step(event)
 
     def has_slot(self, end: End) -> bool:
         return end.backend != "shm" or len(end.slots) < SLOTS
@@ -265,26 +274,25 @@ class World:
             end.slots[slot] = labels
         end.node.step(core.Served(end.connection, chunk.pull, chunk.sequence, slot, crc))
 
-    def write_block(self, end: End) -> None:
-        placing, labels = end.writing[0]
-        block = placing.blocks[end.written]
+    def write_block(self, end: End, writing: Writing) -> None:
+        placing = writing.placing
+        block = placing.blocks[writing.written]
         assert self.may_write(end.node, [block]), "a write after the pull's end was reported"
-        end.node.pool[placing.layer][block] = self.label(end, placing, labels)
-        end.written += 1
-        if end.written < len(placing.blocks):
+        end.node.pool[placing.layer][block] = self.label(end, writing)
+        writing.written += 1
+        if writing.written < len(placing.blocks):
             return
-        end.writing.popleft()
-        end.written = 0
+        end.writing.remove(writing)
         crc = crc_of([end.node.pool[placing.layer][block] for block in placing.blocks])
-        if labels is not None and placing.slot < 0:
+        if writing.labels is not None and placing.slot < 0:
             end.payload = None
         end.node.step(core.Placed(end.connection, placing.pull, placing.sequence, placing.slot, crc))
 
-    def label(self, end: End, placing: core.Place, labels: list[Label] | None) -> Label:
-        if labels is not None:
-            return labels[end.written]
+    def label(self, end: End, writing: Writing) -> Label:
+        if writing.labels is not None:
+            return writing.labels[writing.written]
         assert end.peer is not None
-        return end.peer.node.pool[placing.layer][placing.where[end.written]]
+        return end.peer.node.pool[writing.placing.layer][writing.placing.where[writing.written]]
 
     def tick(self, duration_s: float) -> None:
         self.now_s += duration_s

@@ -82,6 +82,10 @@ class Options:
     @silent.setter
     def silent(self, arg: bool, /) -> None: ...
     @property
+    def chunks_served(self) -> int: ...
+    @chunks_served.setter
+    def chunks_served(self, arg: int, /) -> None: ...
+    @property
     def chunk_bytes(self) -> int: ...
     @chunk_bytes.setter
     def chunk_bytes(self, arg: int, /) -> None: ...
@@ -331,6 +335,7 @@ class Core:
             | FrameArrived
             | DataArrived
             | Served
+            | Granted
             | Placed
             | PlacingStopped
             | BackendOffered
