@@ -96,7 +96,12 @@ class Schedule:
         ready = min(LEASE_BLOCKS, request.ready_blocks[layer] + self.random.randint(1, LEASE_BLOCKS))
         request.ready_blocks[layer] = ready
         for position in range(ready):
-            self.source.pool[layer][request.source_blocks[position]] = (request.key, layer, position)
+            self.source.pool[layer][request.source_blocks[position]] = (
+                request.key,
+                layer,
+                position,
+                request.generation,
+            )
         self.source.step(core.PostReady(request.key, request.generation, layer, ready * BLOCK_TOKENS))
 
     def preempt(self, request: Request) -> None:

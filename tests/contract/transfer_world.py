@@ -13,8 +13,8 @@ from functools import partial
 
 from baton_native import core
 
-Label = tuple[bytes, int, int] | str
-"""(key, layer, position in the lease), or GARBAGE."""
+Label = tuple[bytes, int, int, int] | str
+"""(key, layer, position in the lease, generation), or GARBAGE."""
 GARBAGE = "garbage"
 LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 2, 64, 4, 100
 TERMINAL = {"pull_done", "pull_failed"}
@@ -212,9 +212,13 @@ class World:
 
     def check_content(self, node: Node, report: core.Report, blocks: list[int]) -> None:
         first = -(-report.tokens // BLOCK_TOKENS) - len(blocks)
+        generations = {node.pool[layer][block][-1] for layer in range(LAYERS) for block in blocks}
+        assert len(generations) == 1, "success with bytes of two generations"
         for layer in range(LAYERS):
             for position, block in enumerate(blocks, first):
-                assert node.pool[layer][block] == (report.key, layer, position), "success with wrong bytes"
+                assert node.pool[layer][block] == (report.key, layer, position, *generations), (
+                    "success with wrong bytes"
+                )
 
     # What happens by itself, one small thing at a time.
 
