@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.transfer.native import NativeAgent
+from baton.transfer.native import NativeAgent, share_memory
 from baton.transfer.protocol import (
     KEY_BYTES,
     AgentOptions,
@@ -11,6 +11,7 @@ from baton.transfer.protocol import (
     EventKind,
     Faults,
     Pool,
+    SharedMemory,
     TransferAgent,
     TransferEvent,
     lease_key,
@@ -31,7 +32,9 @@ __all__ = [
     "PullTally",
     "PullTotals",
     "PullWatch",
+    "SharedMemory",
     "TransferAgent",
     "TransferEvent",
     "lease_key",
+    "share_memory",
 ]

@@ -255,7 +255,7 @@ class MemoryAgent:
         elif source is None:
             self._fail(key, Cause.UNREACHABLE, f"no agent answers at {pull.endpoint}")
         elif source._options.secret != self._options.secret:
-            self._fail(key, Cause.REFUSED, f"{source.endpoint} and {self.endpoint} do not share a secret")
+            self._fail(key, Cause.REFUSED, f"{source.endpoint} and {self.endpoint} do not share a secret", held=False)
         elif ended := source._ended.get(key):
             cause = Cause.EXPIRED if ended.cause is Cause.NONE else ended.cause
             self._fail(key, cause, "the lease is over at its source")
@@ -264,13 +264,14 @@ class MemoryAgent:
             revoked = lease is not None and not lease.open
             self._fail(key, Cause.REVOKED if revoked else Cause.DEADLINE, "the budget is spent")
         elif source.pool is not None and self.pool is not None and (why := refusal(source.pool, self.pool)):
-            self._fail(key, Cause.REFUSED, why)
+            self._fail(key, Cause.REFUSED, why, held=False)
         else:
             self._follow(key, pull, source, now_s)
 
     def _follow(self, key: bytes, pull: Pull, source: MemoryAgent, now_s: float) -> None:
         """Keep the lease alive, and move what is ready."""
-        keeps_alive = now_s >= pull.kept_alive_s + self._options.lease_ttl_s / _KEEP_ALIVES_PER_TTL
+        interval_s = source._options.lease_ttl_s / _KEEP_ALIVES_PER_TTL
+        keeps_alive = now_s >= pull.kept_alive_s + interval_s and not self._faults.silent
         if keeps_alive:
             pull.kept_alive_s = now_s
         lease = source._leases.get(key)
@@ -373,10 +374,10 @@ class MemoryAgent:
             raise ValueError("call set_pool first")
         return self.pool
 
-    def _fail(self, key: bytes, cause: Cause, detail: str) -> None:
+    def _fail(self, key: bytes, cause: Cause, detail: str, *, held: bool = True) -> None:
         pull = self._pulls.pop(key)
         source = self._fabric.reach(self.endpoint, pull.endpoint)
-        if source is not None and cause is not Cause.REFUSED:
+        if source is not None and held:
             source.take_release(key, cause)
         self._count(pulls_failed=1)
         self._emit(TransferEvent(kind=EventKind.PULL_FAILED, key=key, cause=cause, detail=detail))

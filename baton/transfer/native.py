@@ -9,9 +9,21 @@ from contextlib import contextmanager
 import baton_native
 
 from baton.errors import ConfigurationError, TransferFailed
-from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
+from baton.transfer.protocol import (
+    KEY_BYTES,
+    AgentOptions,
+    AgentStats,
+    Cause,
+    EventKind,
+    Faults,
+    Pool,
+    SharedMemory,
+    TransferEvent,
+)
 
 _log = logging.getLogger(__name__)
+
+SLOW_BACKEND = "tcp"
 
 
 class NativeAgent:
@@ -36,6 +48,7 @@ class NativeAgent:
         native.stall_timeout_s = options.stall_timeout_s
         native.delay_s = options.faults.delay_s
         native.corrupt_every = options.faults.corrupt_every
+        native.silent = options.faults.silent
         if not 0 <= options.port <= 65535:
             raise ValueError(f"{options.port} is no port")
         try:
@@ -43,7 +56,6 @@ class NativeAgent:
         except RuntimeError as failure:
             raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
-        self._backends = options.backends
         self._announced: set[str] = set()
 
     def fileno(self) -> int:
@@ -55,17 +67,14 @@ class NativeAgent:
         events = [_event(report) for report in reports]
         for event in events:
             if event.backend and event.backend not in self._announced:
-                self._announce(event.backend)
+                self._announce(event)
         return events
 
-    def _announce(self, backend: str) -> None:
-        """Say which way KV comes, once: a slow one is never taken silently."""
-        self._announced.add(backend)
-        better = self._backends[: self._backends.index(backend)]
-        if better:
-            _log.warning("KV comes over %s: %s does not work between this worker and its peer", backend, better[0])
-        else:
-            _log.info("KV comes over %s", backend)
+    def _announce(self, event: TransferEvent) -> None:
+        """Say which way KV comes, once for each: the slow one is never taken silently."""
+        self._announced.add(event.backend)
+        level = logging.WARNING if event.backend == SLOW_BACKEND and event.declined else logging.INFO
+        _log.log(level, "KV comes over %s%s", event.backend, event.declined and f": {event.declined}")
 
     def set_pool(self, pool: Pool) -> None:
         with _typed_failure():
@@ -76,6 +85,7 @@ class NativeAgent:
                 _natural("block_stride_bytes", pool.block_stride_bytes),
                 _natural("block_tokens", pool.block_tokens),
                 pool.fingerprint,
+                _region(pool),
             )
 
     def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
@@ -132,10 +142,18 @@ class NativeAgent:
 
     def set_faults(self, faults: Faults) -> None:
         with _typed_failure():
-            self._agent.set_faults(faults.delay_s, _natural("corrupt_every", faults.corrupt_every))
+            self._agent.set_faults(faults.delay_s, _natural("corrupt_every", faults.corrupt_every), faults.silent)
 
     def close(self) -> None:
         self._agent.close()
+
+
+def share_memory(size: int) -> SharedMemory:
+    """Reserve memory for a pool that peers on this host read directly. Raises ConfigurationError without memory."""
+    try:
+        return baton_native.Region(size)
+    except RuntimeError as failure:
+        raise ConfigurationError(f"there is no shared memory for the pool: {failure}") from failure
 
 
 @contextmanager
@@ -150,6 +168,12 @@ def _checked(key: bytes) -> bytes:
     if len(key) != KEY_BYTES:
         raise ValueError(f"a lease key has {KEY_BYTES} bytes, not {len(key)}")
     return bytes(key)
+
+
+def _region(pool: Pool) -> baton_native.Region | None:
+    if pool.region is None or isinstance(pool.region, baton_native.Region):
+        return pool.region
+    raise ValueError("the pool's region was not made by share_memory")
 
 
 def _natural(name: str, value: int) -> int:
@@ -174,5 +198,6 @@ def _event(report: baton_native.Report) -> TransferEvent:
         waiting_s=report.waiting_s,
         moving_s=report.moving_s,
         backend=report.backend,
+        declined=report.declined,
         restarts=report.restarts,
     )

@@ -26,6 +26,15 @@ def lease_key(request: str, attempt: int) -> bytes:
     return blake2b(f"{request}/{attempt}".encode(), digest_size=KEY_BYTES).digest()
 
 
+class SharedMemory(Protocol):
+    """Memory for a pool that other processes of this host can map. It lives as long as this object, or its pool."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """A paged KV cache in this process. Block b of layer l lies at `layer_addresses[l] + b * block_stride_bytes`."""
@@ -39,6 +48,8 @@ class Pool:
     block_tokens: int
     fingerprint: str
     """Model digest, dtype and inner layout. Agents with different fingerprints refuse each other, naming both."""
+    region: SharedMemory | None = None
+    """Of `share_memory`, where all layers lie in it: peers on this host then read it directly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +60,8 @@ class Faults:
     """Each pull's first bytes are held back at the source for this long."""
     corrupt_every: int = 0
     """Flip one bit of every n-th data chunk, after its checksum was taken. 0: never."""
+    silent: bool = False
+    """The sink sends no keep-alives, so that its leases expire."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +71,12 @@ class AgentOptions:
     """0: any free port."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
-    backends: tuple[str, ...] = ("shm", "tcp")
-    """In order of preference; the handshake takes the first that works between both hosts."""
+    backends: tuple[str, ...] = ("direct", "shm", "cma", "tcp")
+    """In order of preference; the handshake takes the first that works between both processes.
+
+    direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
+    memory through the kernel, which other processes of this user then may, too; tcp.
+    """
     checksum: bool = True
     lease_ttl_s: float = 5.0
     """A lease dies this long after the last keep-alive of a sink that wants it."""
@@ -115,6 +132,8 @@ class TransferEvent:
     """Time in which nothing was ready to move."""
     moving_s: float = 0.0
     backend: str = ""
+    declined: str = ""
+    """Which preferred backends do not work between the two, and why; empty: `backend` is the first."""
     restarts: int = 0
     """How often the pull began again because the source's generation rose."""
 

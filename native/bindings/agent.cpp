@@ -1,10 +1,12 @@
 // The running agent. Every call lets go of the GIL; std::invalid_argument becomes ValueError.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "bindings/casters.h"
 #include "bindings/names.h"
+#include "transfer/region.h"
 #include "transfer/shell.h"
 
 namespace nb = nanobind;
@@ -17,8 +19,8 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void set_pool(Agent& agent, const std::vector<std::uintptr_t>& layer_addresses, std::uint32_t blocks,
               std::uint64_t block_bytes, std::uint64_t block_stride_bytes, std::uint32_t block_tokens,
-              const std::string& fingerprint) {
-  Pool pool{.block_bytes = block_bytes, .stride_bytes = block_stride_bytes};
+              const std::string& fingerprint, std::shared_ptr<Region> region) {
+  Pool pool{.block_bytes = block_bytes, .stride_bytes = block_stride_bytes, .region = std::move(region)};
   for (const std::uintptr_t address : layer_addresses) {
     if (address == 0) throw std::invalid_argument("a layer's address is null");
     pool.layers.push_back(reinterpret_cast<std::uint8_t*>(address));
@@ -34,6 +36,10 @@ void set_pool(Agent& agent, const std::vector<std::uintptr_t>& layer_addresses, 
 }  // namespace
 
 void bind_agent(nb::module_& m) {
+  nb::class_<Region>(m, "Region")
+      .def(nb::new_([](std::uint64_t bytes) { return Region::create(bytes); }), "size"_a, Unlocked())
+      .def_prop_ro("address", [](const Region& region) { return reinterpret_cast<std::uintptr_t>(region.data()); })
+      .def_prop_ro("bytes", &Region::bytes);
   nb::class_<Agent>(m, "Agent")
       .def(
           "__init__",
@@ -45,7 +51,7 @@ void bind_agent(nb::module_& m) {
       .def("fileno", &Agent::fileno)
       .def("poll", &Agent::poll, Unlocked())
       .def("set_pool", &set_pool, "layer_addresses"_a, "blocks"_a, "block_bytes"_a, "block_stride_bytes"_a,
-           "block_tokens"_a, "fingerprint"_a, Unlocked())
+           "block_tokens"_a, "fingerprint"_a, "region"_a.none() = nullptr, Unlocked())
       .def("open_lease", &Agent::open_lease, "key"_a, "unclaimed_ttl_s"_a, Unlocked())
       .def(
           "extend_lease",
@@ -85,10 +91,10 @@ void bind_agent(nb::module_& m) {
           "key"_a, "endpoint"_a, Unlocked())
       .def(
           "set_faults",
-          [](Agent& agent, double delay_s, std::uint32_t corrupt_every) {
-            agent.command(SetFaults{{delay_s, corrupt_every}});
+          [](Agent& agent, double delay_s, std::uint32_t corrupt_every, bool silent) {
+            agent.command(SetFaults{{delay_s, corrupt_every, silent}});
           },
-          "delay_s"_a, "corrupt_every"_a, Unlocked())
+          "delay_s"_a, "corrupt_every"_a, "silent"_a = false, Unlocked())
       .def("stats", &Agent::stats, Unlocked())
       .def("close", &Agent::close, Unlocked());
 }

@@ -35,6 +35,12 @@ void bind_values(nb::module_& m) {
           "corrupt_every", [](const Options& o) { return o.faults.corrupt_every; },
           [](Options& o, std::uint32_t value) { o.faults.corrupt_every = value; })
       .def_prop_rw(
+          "silent", [](const Options& o) { return o.faults.silent; },
+          [](Options& o, bool value) { o.faults.silent = value; })
+      .def_prop_rw(
+          "chunks_served", [](const Options& o) { return o.limits.chunks_served; },
+          [](Options& o, std::uint32_t value) { o.limits.chunks_served = value; })
+      .def_prop_rw(
           "chunk_bytes", [](const Options& o) { return o.limits.chunk_bytes; },
           [](Options& o, std::uint32_t value) { o.limits.chunk_bytes = value; });
   nb::class_<Report>(m, "Report")
@@ -48,6 +54,7 @@ void bind_values(nb::module_& m) {
       .def_ro("waiting_s", &Report::waiting_s)
       .def_ro("moving_s", &Report::moving_s)
       .def_ro("backend", &Report::backend)
+      .def_ro("declined", &Report::declined)
       .def_ro("restarts", &Report::restarts);
   nb::class_<Stats>(m, "Stats")
       .def_ro("leases", &Stats::leases)
@@ -83,10 +90,10 @@ void bind_commands(nb::module_& m) {
   nb::class_<SetFaults>(m, "SetFaults")
       .def(
           "__init__",
-          [](SetFaults* self, double delay_s, std::uint32_t corrupt_every) {
-            new (self) SetFaults{{delay_s, corrupt_every}};
+          [](SetFaults* self, double delay_s, std::uint32_t corrupt_every, bool silent) {
+            new (self) SetFaults{{delay_s, corrupt_every, silent}};
           },
-          "delay_s"_a, "corrupt_every"_a);
+          "delay_s"_a, "corrupt_every"_a, "silent"_a = false);
   nb::class_<Shutdown>(m, "Shutdown").def(nb::init<>());
 }
 
@@ -101,14 +108,17 @@ void bind_happenings(nb::module_& m) {
   nb::class_<Served>(m, "Served")
       .def(nb::init<ConnectionId, PullId, std::uint32_t, std::int32_t, std::uint32_t>(), "connection"_a, "pull"_a,
            "sequence"_a, "slot"_a, "crc"_a);
+  nb::class_<Granted>(m, "Granted")
+      .def(nb::init<ConnectionId, PullId, std::uint32_t, std::uint32_t, Blob>(), "connection"_a, "pull"_a, "sequence"_a,
+           "crc"_a, "where"_a);
   nb::class_<Placed>(m, "Placed")
       .def(nb::init<ConnectionId, PullId, std::uint32_t, std::int32_t, std::uint32_t>(), "connection"_a, "pull"_a,
            "sequence"_a, "slot"_a, "crc"_a);
   nb::class_<PlacingStopped>(m, "PlacingStopped").def(nb::init<PullId>(), "pull"_a);
   nb::class_<BackendOffered>(m, "BackendOffered")
-      .def(nb::init<ConnectionId, bool, Blob>(), "connection"_a, "ok"_a, "offer"_a);
+      .def(nb::init<ConnectionId, bool, Blob, std::string>(), "connection"_a, "ok"_a, "offer"_a, "why"_a = "");
   nb::class_<BackendAccepted>(m, "BackendAccepted")
-      .def(nb::init<ConnectionId, bool, Blob>(), "connection"_a, "ok"_a, "proof"_a);
+      .def(nb::init<ConnectionId, bool, Blob, std::string>(), "connection"_a, "ok"_a, "proof"_a, "why"_a = "");
   nb::class_<BackendChecked>(m, "BackendChecked").def(nb::init<ConnectionId, bool>(), "connection"_a, "ok"_a);
 }
 
@@ -133,7 +143,8 @@ void bind_actions(nb::module_& m) {
       .def_ro("sequence", &Place::sequence)
       .def_ro("slot", &Place::slot)
       .def_ro("layer", &Place::layer)
-      .def_ro("blocks", &Place::blocks);
+      .def_ro("blocks", &Place::blocks)
+      .def_ro("where", &Place::where);
   nb::class_<Discard>(m, "Discard").def_ro("connection", &Discard::connection);
   nb::class_<StopPlacing>(m, "StopPlacing").def_ro("pull", &StopPlacing::pull);
   nb::class_<OfferBackend>(m, "OfferBackend")

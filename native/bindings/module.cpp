@@ -6,6 +6,7 @@ void bind_hash(nb::module_& m);
 void bind_core(nb::module_& m);
 void bind_agent(nb::module_& m);
 void bind_radix(nb::module_& m);
+void bind_limits(nb::module_& m);
 
 NB_MODULE(_core, m) {
   m.doc() = "Baton's native core: block hashing, the KV transfer agent and the prefix index.";
@@ -13,4 +14,5 @@ NB_MODULE(_core, m) {
   bind_core(m);
   bind_agent(m);
   bind_radix(m);
+  bind_limits(m);
 }

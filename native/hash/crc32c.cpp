@@ -4,7 +4,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace baton {
@@ -36,8 +36,10 @@ constexpr Tables kTables = make_tables();
 #if defined(__x86_64__)
 
 // The instruction takes one step per cycle but has a latency of three, so three independent lanes run at once.
-// Their results are joined by `shift`, which says what a lane's CRC becomes when a lane of zeros follows.
-constexpr std::size_t kLaneBytes = 2048;
+// Their results are joined by `shift`, which says what a lane's CRC becomes when a lane of zeros follows. A lane is a
+// page, because the processor fetches ahead within each of several pages, and nothing across the end of one.
+constexpr std::size_t kLaneBytes = 4096;
+constexpr std::size_t kLineBytes = 64;
 
 using ShiftTables = std::array<std::array<std::uint32_t, 256>, 4>;
 
@@ -68,31 +70,50 @@ std::uint32_t shift(const ShiftTables& tables, std::uint64_t crc) {
   return tables[0][crc & 0xFF] ^ tables[1][crc >> 8 & 0xFF] ^ tables[2][crc >> 16 & 0xFF] ^ tables[3][crc >> 24 & 0xFF];
 }
 
-std::uint64_t load64(const unsigned char* at) {
-  std::uint64_t value = 0;
-  std::memcpy(&value, at, sizeof value);
-  return value;
+// One cache line of one lane, each byte loaded once: the sum is of what is stored.
+template <bool kCopy, bool kSum>
+__attribute__((target("avx2,sse4.2"), always_inline)) inline void line(std::uint64_t& crc, unsigned char* to,
+                                                                       const unsigned char* from) {
+  for (std::size_t i = 0; i < kLineBytes; i += sizeof(__m256i)) {
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    if constexpr (kCopy) _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), bytes);
+    if constexpr (kSum) {
+      crc = _mm_crc32_u64(crc, static_cast<std::uint64_t>(_mm256_extract_epi64(bytes, 0)));
+      crc = _mm_crc32_u64(crc, static_cast<std::uint64_t>(_mm256_extract_epi64(bytes, 1)));
+      crc = _mm_crc32_u64(crc, static_cast<std::uint64_t>(_mm256_extract_epi64(bytes, 2)));
+      crc = _mm_crc32_u64(crc, static_cast<std::uint64_t>(_mm256_extract_epi64(bytes, 3)));
+    }
+  }
 }
 
-__attribute__((target("sse4.2"))) std::uint32_t crc32c_sse42(std::uint32_t crc, const unsigned char* at,
-                                                             std::size_t size) {
+template <bool kCopy, bool kSum>
+__attribute__((target("avx2,sse4.2"))) std::uint32_t run_lanes(std::uint32_t crc, unsigned char* to,
+                                                               const unsigned char* from, std::size_t size) {
   static const ShiftTables kShift = make_shift_tables();
   std::uint64_t first = static_cast<std::uint32_t>(~crc);
-  while (size >= 3 * kLaneBytes) {
+  std::size_t at = 0;
+  for (; size - at >= 3 * kLaneBytes; at += 3 * kLaneBytes) {
     std::uint64_t second = 0, third = 0;
-    for (std::size_t i = 0; i < kLaneBytes; i += 8) {
-      first = _mm_crc32_u64(first, load64(at + i));
-      second = _mm_crc32_u64(second, load64(at + kLaneBytes + i));
-      third = _mm_crc32_u64(third, load64(at + 2 * kLaneBytes + i));
+    for (std::size_t i = at; i < at + kLaneBytes; i += kLineBytes) {
+      line<kCopy, kSum>(first, to + i, from + i);
+      line<kCopy, kSum>(second, to + i + kLaneBytes, from + i + kLaneBytes);
+      line<kCopy, kSum>(third, to + i + 2 * kLaneBytes, from + i + 2 * kLaneBytes);
     }
-    first = shift(kShift, shift(kShift, first) ^ second) ^ third;
-    at += 3 * kLaneBytes;
-    size -= 3 * kLaneBytes;
+    if constexpr (kSum) first = shift(kShift, shift(kShift, first) ^ second) ^ third;
   }
-  for (; size >= 8; at += 8, size -= 8) first = _mm_crc32_u64(first, load64(at));
+  for (; size - at >= kLineBytes; at += kLineBytes) line<kCopy, kSum>(first, to + at, from + at);
   auto rest = static_cast<std::uint32_t>(first);
-  for (; size > 0; ++at, --size) rest = _mm_crc32_u8(rest, *at);
+  for (; at < size; ++at) {
+    const unsigned char byte = from[at];
+    if constexpr (kCopy) to[at] = byte;
+    if constexpr (kSum) rest = _mm_crc32_u8(rest, byte);
+  }
   return ~rest;
+}
+
+bool has_lanes() {
+  static const bool has = __builtin_cpu_supports("sse4.2") != 0 && __builtin_cpu_supports("avx2") != 0;
+  return has;
 }
 
 #endif
@@ -113,10 +134,29 @@ std::uint32_t crc32c_portable(std::uint32_t crc, const void* data, std::size_t s
 
 std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size) {
 #if defined(__x86_64__)
-  static const bool has_instruction = __builtin_cpu_supports("sse4.2") != 0;
-  if (has_instruction) return crc32c_sse42(crc, static_cast<const unsigned char*>(data), size);
+  if (has_lanes()) return run_lanes<false, true>(crc, nullptr, static_cast<const unsigned char*>(data), size);
 #endif
   return crc32c_portable(crc, data, size);
+}
+
+std::uint32_t crc32c_copy(std::uint32_t crc, void* to, const void* from, std::size_t size) {
+#if defined(__x86_64__)
+  if (has_lanes()) {
+    return run_lanes<true, true>(crc, static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), size);
+  }
+#endif
+  std::memcpy(to, from, size);
+  return crc32c_portable(crc, to, size);
+}
+
+void copy_uncached(void* to, const void* from, std::size_t size) {
+#if defined(__x86_64__)
+  if (has_lanes()) {
+    run_lanes<true, false>(0, static_cast<unsigned char*>(to), static_cast<const unsigned char*>(from), size);
+    return;
+  }
+#endif
+  std::memcpy(to, from, size);
 }
 
 }  // namespace baton

@@ -8,6 +8,7 @@
 #include <random>
 
 #include "tests/check.h"
+#include "transfer/region.h"
 #include "transfer/shell.h"
 
 using namespace baton::transfer;
@@ -25,14 +26,14 @@ Key key_of(std::uint32_t number) {
 
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
-      : memory(kLayers * kBlocks * kStrideBytes),
+      : region(Region::create(kLayers * kBlocks * kStrideBytes)),
         agent(Options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults}, "127.0.0.1", 0) {
-    Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes};
+    Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
   }
   std::uint8_t* at(std::uint32_t layer, std::uint32_t block) {
-    return memory.data() + (layer * kBlocks + block) * kStrideBytes;
+    return region->data() + (layer * kBlocks + block) * kStrideBytes;
   }
   void fill(std::uint32_t block, std::uint8_t seed) {
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
@@ -68,7 +69,7 @@ struct Node {
   Report wait_end(const Key& key) { return wait(key, ReportKind::pull_done, ReportKind::pull_failed); }
   Report wait_lease(const Key& key) { return wait(key, ReportKind::lease_released, ReportKind::lease_ended); }
 
-  std::vector<std::uint8_t> memory;
+  std::shared_ptr<Region> region;
   std::vector<Report> reports;
   Agent agent;
 };
@@ -170,17 +171,35 @@ void run_sudden_ends(const std::string& backend) {
 
 }  // namespace
 
+TEST(traffic_over_direct) {
+  run_traffic("direct");
+}
+TEST(traffic_over_cma) {
+  run_traffic("cma");
+}
 TEST(traffic_over_shared_memory) {
   run_traffic("shm");
 }
 TEST(traffic_over_tcp) {
   run_traffic("tcp");
 }
+TEST(many_callers_over_direct) {
+  run_many_at_once("direct");
+}
+TEST(many_callers_over_cma) {
+  run_many_at_once("cma");
+}
 TEST(many_callers_over_shared_memory) {
   run_many_at_once("shm");
 }
 TEST(many_callers_over_tcp) {
   run_many_at_once("tcp");
+}
+TEST(sudden_ends_over_direct) {
+  run_sudden_ends("direct");
+}
+TEST(sudden_ends_over_cma) {
+  run_sudden_ends("cma");
 }
 TEST(sudden_ends_over_shared_memory) {
   run_sudden_ends("shm");

@@ -47,11 +47,25 @@ TEST(blake3_does_not_depend_on_how_input_is_cut) {
 TEST(crc32c_instruction_equals_tables) {
   const auto input = vector_input(20011);
   for (std::size_t begin = 0; begin < 9; ++begin) {
-    for (const std::size_t size : {0u, 1u, 7u, 8u, 100u, 6143u, 6144u, 6145u, 20000u}) {
+    for (const std::size_t size : {0u, 1u, 7u, 8u, 100u, 12287u, 12288u, 12289u, 20000u}) {
       CHECK(baton::crc32c(7, input.data() + begin, size) == baton::crc32c_portable(7, input.data() + begin, size));
     }
   }
   CHECK(baton::crc32c(0, "123456789", 9) == 0xE3069283u);
+}
+
+TEST(copies_are_whole_and_summed) {
+  const auto input = vector_input(40000);
+  for (const std::size_t begin : {0u, 1u, 33u}) {
+    for (const std::size_t size : {0u, 1u, 63u, 64u, 65u, 4096u, 12287u, 12288u, 12289u, 24640u, 39000u}) {
+      std::vector<std::uint8_t> summed(size + 2, 0xEE), plain(size + 2, 0xEE);
+      const std::uint8_t* from = input.data() + begin;
+      CHECK(baton::crc32c_copy(3, summed.data() + 1, from, size) == baton::crc32c_portable(3, from, size));
+      baton::copy_uncached(plain.data() + 1, from, size);
+      CHECK(std::equal(from, from + size, summed.begin() + 1) && summed == plain);
+      CHECK(plain.front() == 0xEE && plain.back() == 0xEE);
+    }
+  }
 }
 
 TEST(block_ids_chain) {

@@ -76,6 +76,9 @@ void Core::on(double now_s, const Event& event) {
                  [&](const Served& e) {
                    if (connections_.contains(e.connection)) source_.on_served(e);
                  },
+                 [&](const Granted& e) {
+                   if (connections_.contains(e.connection)) source_.on_granted(e);
+                 },
                  [&](const Placed& e) {
                    if (e.slot >= 0 && connections_.contains(e.connection)) {
                      out_.send(e.connection, frames::CreditSlot{e.slot});
@@ -86,11 +89,11 @@ void Core::on(double now_s, const Event& event) {
                  [&](const BackendOffered& e) {
                    const auto found = connections_.find(e.connection);
                    if (found == connections_.end()) return;
-                   settle(now_s, e.connection, found->second.handshake.on_offered(e.ok, e.offer, out_));
+                   settle(now_s, e.connection, found->second.handshake.on_offered(e, out_));
                  },
                  [&](const BackendAccepted& e) {
                    const auto found = connections_.find(e.connection);
-                   if (found != connections_.end()) found->second.handshake.on_accepted(e.ok, e.proof, out_);
+                   if (found != connections_.end()) found->second.handshake.on_accepted(e, out_);
                  },
                  [&](const BackendChecked& e) {
                    const auto found = connections_.find(e.connection);
@@ -137,6 +140,11 @@ bool Core::on_source_frame(double now_s, ConnectionId connection, FrameType type
       const auto frame = decode<frames::Request>(body);
       return frame && source_.on_request(now_s, connection, *frame);
     }
+    case FrameType::fetched: {
+      const auto frame = decode<frames::Fetched>(body);
+      if (frame) source_.on_fetched(connection, *frame);
+      return frame.has_value();
+    }
     case FrameType::credit: {
       const auto frame = decode<frames::CreditSlot>(body);
       if (frame) out_.put(Credit{connection, frame->slot});
@@ -182,6 +190,10 @@ bool Core::on_sink_frame(double now_s, ConnectionId connection, FrameType type, 
       if (frame) sink_.on_keep_alive_answer(now_s, connection, *frame);
       return frame.has_value();
     }
+    case FrameType::grant: {
+      const auto frame = decode<frames::Grant>(body);
+      return frame && sink_.on_grant(now_s, connection, *frame);
+    }
     case FrameType::chunk_end: {
       const auto frame = decode<frames::ChunkEnd>(body);
       return frame && sink_.on_chunk_end(now_s, connection, *frame);
@@ -198,7 +210,7 @@ void Core::settle(double now_s, ConnectionId connection, Handshake::Outcome outc
     case Handshake::Outcome::going:
       return;
     case Handshake::Outcome::agreed:
-      if (sink) sink_.on_agreed(now_s, connection, handshake.backend(), handshake.checksum());
+      if (sink) sink_.on_agreed(now_s, connection, handshake);
       return;
     case Handshake::Outcome::refused:
       if (sink) sink_.on_refused(connection, handshake.cause(), handshake.detail());

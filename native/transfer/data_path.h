@@ -1,30 +1,105 @@
-// How a connection's chunks travel: one interface, a backend behind each implementation.
+// How a connection's chunks travel: one interface, and one file for each way (see backends.cpp for the list).
 //
 // All calls come from the agent's progress thread and return without waiting. What an implementation completes, at once
-// or later, it appends to the events it was made with. A one-sided backend reads in `place` and has nothing to serve.
+// or later, it appends to the events it was made with. What takes time, it does in `advance`, a chunk at a time, so
+// that commands, frames and other connections get their turn in between.
+//
+//   inline       source: serve ─▶ Served, the payload goes before its trailer          sink: place ─▶ Placed
+//   slots        source: serve ─▶ Served(slot), once the slot is filled                sink: place ─▶ Placed(slot)
+//   one-sided    source: serve ─▶ Granted(where)                                       sink: place(where) ─▶ Placed
 #pragma once
 
+#include <deque>
+#include <memory>
+#include <span>
+#include <string_view>
+
 #include "transfer/events.h"
+#include "transfer/pool.h"
 
 namespace baton::transfer {
 
+class Stream;
+
+// What one end of a connection's data path may use.
+struct Site {
+  ConnectionId connection = 0;
+  Stream& stream;
+  const Pool& pool;
+  std::uint64_t chunk_bytes_max = 0;
+  std::vector<Event>& happened;
+};
+
 class DataPath {
  public:
+  enum class Turn : std::uint8_t { idle, more, broken };
+
   DataPath() = default;
   DataPath(const DataPath&) = delete;
   DataPath& operator=(const DataPath&) = delete;
   virtual ~DataPath() = default;
 
-  // Source: read the chunk's blocks and send them; ends in `Served`.
+  // Handshake. Source: what the sink needs to try this way. Sink: the proof that it works. Source: whether that is one.
+  [[nodiscard]] virtual Blob offer() const { return {}; }
+  [[nodiscard]] virtual Blob proof() const { return {}; }
+  [[nodiscard]] virtual bool check(const Blob&) { return true; }
+  virtual void use(bool checksum) = 0;
+
+  // Source: let the sink have the chunk's blocks; ends in `Served` or `Granted`.
   virtual void serve(const Serve& chunk) = 0;
   // Source: forget chunks of a pull whose reading has not begun.
   virtual void stop_serving(PullId pull) = 0;
   // Source: a slot is empty again. False: the peer broke the protocol, as below.
-  [[nodiscard]] virtual bool credit(std::int32_t slot) = 0;
+  [[nodiscard]] virtual bool credit(std::int32_t) { return false; }
   // Sink: write the chunk into its blocks; ends in `Placed`.
   [[nodiscard]] virtual bool place(const Place& chunk) = 0;
   // Sink: after this returns nothing of a pull's earlier `place` writes any more.
   virtual void stop_placing(PullId pull) = 0;
+  // Does the next piece of work. `more`: call again, with no need to wait for anything.
+  [[nodiscard]] virtual Turn advance() { return Turn::idle; }
 };
+
+// A way whose chunks the progress thread copies itself, one per turn.
+class CopyingPath : public DataPath {
+ public:
+  explicit CopyingPath(const Site& site) : site_(site) {}
+  void use(bool checksum) override { checksum_ = checksum; }
+  void serve(const Serve& chunk) override { serving_.push_back(chunk); }
+  void stop_serving(PullId pull) override;
+  bool place(const Place& chunk) override;
+  void stop_placing(PullId pull) override;
+  Turn advance() override;
+
+ protected:
+  [[nodiscard]] virtual bool can_serve() const { return true; }
+  virtual void serve_now(const Serve& chunk) = 0;
+  // Returns whether the chunk could be read; `crc` is of what was written.
+  [[nodiscard]] virtual bool place_now(const Place& chunk, std::uint32_t& crc) = 0;
+
+  Site site_;
+  bool checksum_ = true;
+
+ private:
+  // Bounded by what the core asks for per pull.
+  std::deque<Serve> serving_;
+  std::deque<Place> placing_;
+};
+
+struct Backend {
+  std::string_view name;
+  // Both return null where this way does not work, and then say why.
+  std::unique_ptr<DataPath> (*at_source)(const Site& site, std::string& why);
+  std::unique_ptr<DataPath> (*at_sink)(const Site& site, const Blob& offer, std::string& why);
+};
+
+// One per file.
+extern const Backend kDirect;
+extern const Backend kCma;
+extern const Backend kRing;
+extern const Backend kTcp;
+
+// All of this build, the fastest first.
+[[nodiscard]] std::span<const Backend* const> backends();
+[[nodiscard]] const Backend* find_backend(std::string_view name);
 
 }  // namespace baton::transfer

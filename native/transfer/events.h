@@ -92,7 +92,15 @@ struct Served {
   std::int32_t slot = -1;  // -1: the payload went inline.
   std::uint32_t crc = 0;
 };
-// A chunk lies in its destination blocks; `crc` was taken there. Its slot, if it had one, is empty again.
+// The sink may read a chunk where it lies; `crc` was taken there.
+struct Granted {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::uint32_t crc = 0;
+  Blob where;  // For the sink's data path.
+};
+// A chunk lies in its destination blocks; `crc` is of what was written there. Its slot, if it had one, is empty again.
 struct Placed {
   ConnectionId connection = 0;
   PullId pull = 0;
@@ -108,11 +116,13 @@ struct BackendOffered {
   ConnectionId connection = 0;
   bool ok = false;
   Blob offer;
+  std::string why;  // Not, if so.
 };
 struct BackendAccepted {
   ConnectionId connection = 0;
   bool ok = false;
   Blob proof;
+  std::string why;
 };
 struct BackendChecked {
   ConnectionId connection = 0;
@@ -121,7 +131,7 @@ struct BackendChecked {
 
 using Event = std::variant<OpenLease, ExtendLease, PostReady, CompleteLease, RevokeLease, StartPull, CancelPull,
                            ReleaseLease, SetFaults, Shutdown, Accepted, Connected, Closed, FrameArrived, DataArrived,
-                           Served, Placed, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
+                           Served, Granted, Placed, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
 
 // ---------------------------------------------------------------- actions
 
@@ -137,7 +147,7 @@ struct Send {
   ConnectionId connection = 0;
   Blob frame;
 };
-// Read blocks of the pool and send them; answered by `Served`, unless stopped before it began.
+// Let the sink have blocks of the pool; answered by `Served` or `Granted`, unless stopped before it began.
 struct Serve {
   ConnectionId connection = 0;
   PullId pull = 0;
@@ -164,6 +174,7 @@ struct Place {
   std::int32_t slot = -1;
   std::uint32_t layer = 0;
   std::vector<std::uint32_t> blocks;
+  Blob where;  // Of a granted chunk.
 };
 // Throw away the inline payload that was announced.
 struct Discard {

@@ -59,7 +59,8 @@ frames::Identity Handshake::identity() const {
           .block_tokens = geometry_.block_tokens,
           .chunk_blocks = geometry_.block_bytes == 0 ? 0 : chunk_blocks(geometry_, options_.limits),
           .backends = join(options_.backends),
-          .checksum = options_.checksum};
+          .checksum = options_.checksum,
+          .lease_ttl_ms = static_cast<std::uint32_t>(std::clamp(options_.lease_ttl_s * 1000, 1.0, 1e9))};
 }
 
 Digest Handshake::proof(Side of, const frames::Identity& identity) const {
@@ -136,7 +137,7 @@ Handshake::Outcome Handshake::on_frame(FrameType type, Bytes body, Outbox& out) 
     case FrameType::answer: {
       const auto frame = decode<frames::Answer>(body);
       if (side_ != Side::source || step_ != Step::backends || !frame) return Outcome::malformed;
-      if (!frame->ok) return offer_next(out);
+      if (!frame->ok) return decline(frame->why, out);
       out.put(CheckBackend{connection_, backend_, frame->proof});
       return Outcome::going;
     }
@@ -202,12 +203,13 @@ Handshake::Outcome Handshake::on_welcome(const frames::Welcome& welcome, Outbox&
     cause_ = Cause::unreachable;
     return Outcome::refused;
   }
+  lease_ttl_s_ = welcome.identity.lease_ttl_ms / 1000.0;
   step_ = Step::backends;
   return Outcome::going;
 }
 
 Handshake::Outcome Handshake::offer_next(Outbox& out) {
-  if (candidates_.empty()) return refuse("no backend that both sides have works between them", out);
+  if (candidates_.empty()) return refuse("no backend that both sides have works between them: " + declined_, out);
   backend_ = candidates_.back();
   candidates_.pop_back();
   if (backend_ == kInline) return agree(out);
@@ -215,26 +217,31 @@ Handshake::Outcome Handshake::offer_next(Outbox& out) {
   return Outcome::going;
 }
 
-Handshake::Outcome Handshake::on_offered(bool ok, const Blob& offer, Outbox& out) {
+Handshake::Outcome Handshake::decline(const std::string& why, Outbox& out) {
+  declined_ += (declined_.empty() ? "" : "; ") + backend_ + ": " + why;
+  return offer_next(out);
+}
+
+Handshake::Outcome Handshake::on_offered(const BackendOffered& offered, Outbox& out) {
   if (step_ != Step::backends) return Outcome::going;
-  if (!ok) return offer_next(out);
-  out.send(connection_, frames::Offer{backend_, offer});
+  if (!offered.ok) return decline(offered.why, out);
+  out.send(connection_, frames::Offer{backend_, offered.offer});
   return Outcome::going;
 }
 
-void Handshake::on_accepted(bool ok, const Blob& proof, Outbox& out) {
-  out.send(connection_, frames::Answer{ok, proof});
+void Handshake::on_accepted(const BackendAccepted& accepted, Outbox& out) {
+  out.send(connection_, frames::Answer{accepted.ok, accepted.proof, accepted.why});
 }
 
 Handshake::Outcome Handshake::on_checked(bool ok, Outbox& out) {
   if (step_ != Step::backends) return Outcome::malformed;  // The sink answered twice.
-  return ok ? agree(out) : offer_next(out);
+  return ok ? agree(out) : decline("the sink reached something else than was offered", out);
 }
 
 Handshake::Outcome Handshake::agree(Outbox& out) {
   step_ = Step::agreed;
   out.put(UseBackend{connection_, backend_, checksum_});
-  out.send(connection_, frames::Agreed{backend_, checksum_});
+  out.send(connection_, frames::Agreed{backend_, checksum_, declined_});
   return Outcome::agreed;
 }
 
@@ -244,6 +251,7 @@ Handshake::Outcome Handshake::on_agreed(const frames::Agreed& agreed, Outbox& ou
   if (options_.checksum && !agreed.checksum) return Outcome::malformed;
   backend_ = agreed.backend;
   checksum_ = agreed.checksum;
+  declined_ = agreed.declined;
   step_ = Step::agreed;
   out.put(UseBackend{connection_, backend_, checksum_});
   return Outcome::agreed;

@@ -6,8 +6,8 @@
 //    Identify(identity, proof)        ──▶                                 proof: keyed hash over side, both
 //                                     ◀──   Welcome(identity, proof)      nonces and identity; or Refuse
 //                                     ◀──   Offer(backend, offer)         for each backend both sides have, until
-//    Answer(ok, proof)                ──▶                                 one works; tcp needs no offer
-//                                     ◀──   Agreed(backend, checksum)
+//    Answer(ok, proof, why)           ──▶                                 one works; tcp needs no offer
+//                                     ◀──   Agreed(backend, checksum, declined)
 //
 // The secret proves who speaks; it does not encrypt or sign what follows.
 #pragma once
@@ -30,14 +30,17 @@ class Handshake {
 
   void start(Outbox& out);  // Sink only.
   Outcome on_frame(FrameType type, Bytes body, Outbox& out);
-  Outcome on_offered(bool ok, const Blob& offer, Outbox& out);
-  void on_accepted(bool ok, const Blob& proof, Outbox& out);
+  Outcome on_offered(const BackendOffered& offered, Outbox& out);
+  void on_accepted(const BackendAccepted& accepted, Outbox& out);
   Outcome on_checked(bool ok, Outbox& out);
 
   [[nodiscard]] Side side() const { return side_; }
   [[nodiscard]] bool agreed() const { return step_ == Step::agreed; }
   [[nodiscard]] const std::string& backend() const { return backend_; }
   [[nodiscard]] bool checksum() const { return checksum_; }
+  // Sink, once agreed: how long the source's leases live without a word.
+  [[nodiscard]] double lease_ttl_s() const { return lease_ttl_s_; }
+  [[nodiscard]] const std::string& declined() const { return declined_; }
   // After `refused`: why, and under which cause pulls fail.
   [[nodiscard]] const std::string& detail() const { return detail_; }
   [[nodiscard]] Cause cause() const { return cause_; }
@@ -55,6 +58,7 @@ class Handshake {
   Outcome on_welcome(const frames::Welcome& welcome, Outbox& out);
   Outcome on_agreed(const frames::Agreed& agreed, Outbox& out);
   Outcome offer_next(Outbox& out);
+  Outcome decline(const std::string& why, Outbox& out);
   Outcome agree(Outbox& out);
 
   const Options& options_;
@@ -68,6 +72,8 @@ class Handshake {
   std::vector<std::string> candidates_;  // Backends not tried yet, the preferred last.
   std::string backend_;
   bool checksum_ = true;
+  std::string declined_;
+  double lease_ttl_s_ = 0;
   std::string detail_;
   Cause cause_ = Cause::none;
 };

@@ -212,9 +212,11 @@ void Source::tell_ready(const Lease& lease, const ReaderId& id, std::uint16_t la
 bool Source::refuse_if_short(Lease& lease, const ReaderId& id) {
   const std::uint32_t wanted = readers_.at(id).ask.tokens;
   if (!lease.complete_tokens || wanted <= *lease.complete_tokens) return false;
-  out_.send(id.first, frames::Ended{id.second, Cause::refused,
-                                    "the sink wants " + std::to_string(wanted) + " tokens, the whole lease has " +
-                                        std::to_string(*lease.complete_tokens)});
+  out_.send(id.first, frames::Ended{.pull = id.second,
+                                    .cause = Cause::refused,
+                                    .detail = "the sink wants " + std::to_string(wanted) +
+                                              " tokens, the whole lease has " + std::to_string(*lease.complete_tokens),
+                                    .held = true});
   stop_serving(id);
   std::erase(lease.readers, id);
   readers_.erase(id);
@@ -251,7 +253,7 @@ bool Source::on_request(double now_s, ConnectionId connection, const frames::Req
 
 void Source::serve(const ReaderId& id, Reader& reader, const Lease& lease, const frames::Request& request) {
   const auto first = lease.blocks.begin() + request.first_block;
-  reader.in_flight[request.sequence] = request.blocks * geometry_.block_bytes;
+  reader.in_flight[request.sequence] = {.bytes = request.blocks * geometry_.block_bytes};
   ++chunks_served_;
   const std::uint32_t every = options_.faults.corrupt_every;
   out_.put(Serve{.connection = id.first,
@@ -262,18 +264,40 @@ void Source::serve(const ReaderId& id, Reader& reader, const Lease& lease, const
                  .corrupt = every != 0 && chunks_served_ % every == 0});
 }
 
-void Source::on_served(const Served& served) {
-  const ReaderId id{served.connection, served.pull};
-  std::uint64_t generation = 0;
-  if (const auto reader = readers_.find(id); reader != readers_.end()) {
-    if (const auto chunk = reader->second.in_flight.find(served.sequence); chunk != reader->second.in_flight.end()) {
-      stats_.served_bytes += chunk->second;
-      reader->second.in_flight.erase(chunk);
-      // Read now, after the bytes: a revocation during the read has taken the chunk out of `in_flight` already.
-      generation = leases_.at(reader->second.ask.key).generation;
-    }
+Source::Reading* Source::reading(const ReaderId& id, std::uint32_t sequence) {
+  const auto reader = readers_.find(id);
+  if (reader == readers_.end()) return nullptr;
+  const auto chunk = reader->second.in_flight.find(sequence);
+  return chunk == reader->second.in_flight.end() ? nullptr : &chunk->second;
+}
+
+// The generation is read now, after the bytes: a revocation during the read has taken the chunk out of `in_flight`.
+void Source::send_trailer(const ReaderId& id, frames::ChunkEnd trailer) {
+  trailer.pull = id.second;
+  if (const Reading* chunk = reading(id, trailer.sequence)) {
+    Reader& reader = readers_.at(id);
+    stats_.served_bytes += chunk->bytes;
+    reader.in_flight.erase(trailer.sequence);
+    trailer.generation = leases_.at(reader.ask.key).generation;
   }
-  out_.send(served.connection, frames::ChunkEnd{served.pull, served.sequence, generation, served.slot, served.crc});
+  out_.send(id.first, trailer);
+}
+
+void Source::on_served(const Served& served) {
+  send_trailer({served.connection, served.pull}, {.sequence = served.sequence, .slot = served.slot, .crc = served.crc});
+}
+
+void Source::on_granted(const Granted& granted) {
+  Reading* chunk = reading({granted.connection, granted.pull}, granted.sequence);
+  if (chunk == nullptr) return;  // Revoked in the meantime.
+  chunk->crc = granted.crc;
+  out_.send(granted.connection, frames::Grant{granted.pull, granted.sequence, granted.where});
+}
+
+void Source::on_fetched(ConnectionId connection, const frames::Fetched& frame) {
+  const ReaderId id{connection, frame.pull};
+  const Reading* chunk = reading(id, frame.sequence);
+  send_trailer(id, {.sequence = frame.sequence, .crc = chunk == nullptr ? 0 : chunk->crc});
 }
 
 void Source::on_keep_alive(double now_s, ConnectionId connection, const frames::KeepAlive& frame) {

@@ -32,7 +32,10 @@ class Source {
   void on_keep_alive(double now_s, ConnectionId connection, const frames::KeepAlive& frame);
   void on_release(double now_s, const frames::Release& release);
 
+  void on_fetched(ConnectionId connection, const frames::Fetched& frame);
+
   void on_served(const Served& served);
+  void on_granted(const Granted& granted);
   void on_closed(ConnectionId connection);
   void tick(double now_s);
 
@@ -42,13 +45,19 @@ class Source {
  private:
   using ReaderId = std::pair<ConnectionId, PullId>;
 
+  // A chunk that is being read, by this side or by the sink.
+  struct Reading {
+    std::uint64_t bytes = 0;
+    std::uint32_t crc = 0;  // Of a granted chunk.
+  };
+
   // One sink's pull of one lease, parked while there is none.
   struct Reader {
     frames::Ask ask;
     double keep_alive_s = 0;
     double serve_after_s = -1;  // Injected delay; negative until the first request.
     std::vector<frames::Request> held;
-    std::map<std::uint32_t, std::uint64_t> in_flight;  // Sequence → bytes being read.
+    std::map<std::uint32_t, Reading> in_flight;  // By sequence.
   };
 
   struct Lease {
@@ -78,6 +87,8 @@ class Source {
   void tell_ready(const Lease& lease, const ReaderId& id, std::uint16_t layer, std::uint32_t tokens);
   bool refuse_if_short(Lease& lease, const ReaderId& id);
   void serve(const ReaderId& id, Reader& reader, const Lease& lease, const frames::Request& request);
+  [[nodiscard]] Reading* reading(const ReaderId& id, std::uint32_t sequence);
+  void send_trailer(const ReaderId& id, frames::ChunkEnd trailer);
   void stop_serving(const ReaderId& id);
   void end(double now_s, Leases::iterator lease, Cause cause, const std::string& detail, bool by_sink = false);
   void remember(double now_s, const Key& key, EndedLease ended);

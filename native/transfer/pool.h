@@ -7,20 +7,25 @@
 #include <sys/uio.h>
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 namespace baton::transfer {
 
+class Region;
+
 struct Pool {
   std::vector<std::uint8_t*> layers;
   std::uint64_t block_bytes = 0;
   std::uint64_t stride_bytes = 0;
+  std::uint32_t blocks = 0;
+  std::shared_ptr<Region> region;  // That all layers lie in; null where the memory is somebody else's.
 
   // The memory of some blocks of a layer, in order; neighbours become one piece.
-  [[nodiscard]] std::vector<iovec> pieces(std::uint32_t layer, std::span<const std::uint32_t> blocks) const {
+  [[nodiscard]] std::vector<iovec> pieces(std::uint32_t layer, std::span<const std::uint32_t> indexes) const {
     std::vector<iovec> out;
-    for (const std::uint32_t block : blocks) {
+    for (const std::uint32_t block : indexes) {
       std::uint8_t* at = layers[layer] + block * stride_bytes;
       if (!out.empty() && static_cast<std::uint8_t*>(out.back().iov_base) + out.back().iov_len == at) {
         out.back().iov_len += block_bytes;

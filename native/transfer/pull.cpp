@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <limits>
 #include <stdexcept>
 
 namespace baton::transfer {
@@ -18,8 +19,9 @@ std::string seconds(double duration_s) {
 Sink::Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats)
     : options_(options), geometry_(geometry), out_(out), stats_(stats) {}
 
-double Sink::keep_alive_interval_s() const {
-  return std::min(1.0, options_.lease_ttl_s / 3);
+double Sink::keep_alive_interval_s(const Peer& peer) const {
+  if (options_.faults.silent) return std::numeric_limits<double>::infinity();
+  return std::clamp(peer.lease_ttl_s / 3, 0.02, 1.0);
 }
 
 // ---------------------------------------------------------------- the owner's commands
@@ -53,6 +55,11 @@ void Sink::pull(double now_s, const StartPull& command) {
   if (by_key_.contains(command.key)) refuse("this key is being pulled already");
   if (pulls_.size() >= options_.limits.pulls) refuse("too many pulls are running");
   Peer& peer = peer_of(now_s, command.endpoint);
+  if (peer.lingering) {
+    peer.lingering = false;
+    peer.give_up_s = now_s + options_.connect_timeout_s;
+    out_.wake_at(peer.give_up_s);
+  }
 
   Pull pull;
   pull.id = next_pull_++;
@@ -88,13 +95,15 @@ void Sink::shut_down() {
 
 void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
   pull.keep_alive_s = pull.progress_s = now_s;
-  pull.backend = peers_.at(pull.endpoint).backend;
+  const Peer& peer = peers_.at(pull.endpoint);
+  pull.backend = peer.backend;
+  pull.declined = peer.declined;
   out_.send(connection, frames::Ask{.pull = pull.id,
                                     .key = pull.key,
                                     .first_block = pull.first_block,
                                     .blocks = static_cast<std::uint32_t>(pull.blocks.size()),
                                     .tokens = pull.tokens});
-  out_.wake_at(now_s + keep_alive_interval_s());
+  out_.wake_at(now_s + keep_alive_interval_s(peer));
 }
 
 // A pull that is fencing or waits for its writes to stop takes nothing from its source.
@@ -146,43 +155,58 @@ void Sink::on_revoked(ConnectionId connection, const frames::Revoked& frame) {
 void Sink::on_ended(ConnectionId connection, const frames::Ended& frame) {
   Pull* pull = pull_on(connection, frame.pull);
   if (pull == nullptr) return;
-  fail(*pull, frame.cause == Cause::none ? Cause::expired : frame.cause, frame.detail);
+  fail(*pull, frame.cause == Cause::none ? Cause::expired : frame.cause, frame.detail, frame.held);
 }
 
 void Sink::on_keep_alive_answer(double now_s, ConnectionId connection, const frames::KeepAliveAnswer& frame) {
   if (Pull* pull = pull_on(connection, frame.pull)) pull->progress_s = now_s;
 }
 
+Sink::Chunk* Sink::chunk_on(ConnectionId connection, Pull* pull, std::uint32_t sequence) {
+  if (pull == nullptr) return nullptr;
+  const auto chunk = pull->in_flight.find(sequence);
+  return chunk == pull->in_flight.end() || chunk->second.connection != connection ? nullptr : &chunk->second;
+}
+
 bool Sink::on_data(double now_s, const DataArrived& data) {
   Pull* pull = pull_on(data.connection, data.pull);
-  const auto chunk = pull == nullptr ? std::map<std::uint32_t, Chunk>::iterator{} : pull->in_flight.find(data.sequence);
-  if (pull == nullptr || chunk == pull->in_flight.end()) {
+  Chunk* chunk = chunk_on(data.connection, pull, data.sequence);
+  if (chunk == nullptr) {
     out_.put(Discard{data.connection});  // It crossed a cancellation or a restart.
     return data.bytes <= chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
   }
-  if (chunk->second.placing || chunk->second.run.blocks * geometry_.block_bytes != data.bytes) return false;
+  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;
   pull->progress_s = now_s;
-  place(*pull, data.sequence, chunk->second, data.connection);
+  place(*pull, data.sequence, *chunk);
+  return true;
+}
+
+bool Sink::on_grant(double now_s, ConnectionId connection, const frames::Grant& frame) {
+  Pull* pull = pull_on(connection, frame.pull);
+  Chunk* chunk = chunk_on(connection, pull, frame.sequence);
+  if (chunk == nullptr) return true;
+  if (chunk->placing) return false;
+  chunk->granted = true;
+  pull->progress_s = now_s;
+  place(*pull, frame.sequence, *chunk, frame.where);
   return true;
 }
 
 bool Sink::on_chunk_end(double now_s, ConnectionId connection, const frames::ChunkEnd& frame) {
   Pull* pull = pull_on(connection, frame.pull);
-  const auto chunk =
-      pull == nullptr ? std::map<std::uint32_t, Chunk>::iterator{} : pull->in_flight.find(frame.sequence);
-  if (pull == nullptr || chunk == pull->in_flight.end()) {
+  Chunk* chunk = chunk_on(connection, pull, frame.sequence);
+  if (chunk == nullptr) {
     if (frame.slot >= 0) out_.send(connection, frames::CreditSlot{frame.slot});
     return true;
   }
-  Chunk& state = chunk->second;
-  if (state.ended || (frame.slot < 0 && !state.placed) || (frame.slot >= 0 && state.placing)) return false;
-  state.ended = true;
-  state.slot = frame.slot;
-  state.trailer_crc = frame.crc;
-  state.trailer_generation = frame.generation;
+  if (chunk->ended || (frame.slot < 0 && !chunk->placed) || (frame.slot >= 0 && chunk->placing)) return false;
+  chunk->ended = true;
+  chunk->slot = frame.slot;
+  chunk->trailer_crc = frame.crc;
+  chunk->trailer_generation = frame.generation;
   pull->progress_s = now_s;
   if (frame.slot >= 0) {
-    place(*pull, frame.sequence, state, connection);
+    place(*pull, frame.sequence, *chunk);
   } else {
     judge(now_s, *pull, frame.sequence);
   }
@@ -224,7 +248,7 @@ void Sink::request_more(double now_s, Pull& pull) {
 
 void Sink::request(Pull& pull, ConnectionId connection, const Run& run) {
   const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
-  pull.in_flight[sequence] = Chunk{.run = run};
+  pull.in_flight[sequence] = Chunk{.run = run, .connection = connection};
   out_.send(connection, frames::Request{.pull = pull.id,
                                         .generation = pull.generation,
                                         .sequence = sequence,
@@ -233,15 +257,16 @@ void Sink::request(Pull& pull, ConnectionId connection, const Run& run) {
                                         .blocks = run.blocks});
 }
 
-void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, ConnectionId connection) {
+void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where) {
   chunk.placing = true;
   const auto first = pull.blocks.begin() + chunk.run.first;
-  out_.put(Place{.connection = connection,
+  out_.put(Place{.connection = chunk.connection,
                  .pull = pull.id,
                  .sequence = sequence,
                  .slot = chunk.slot,
                  .layer = chunk.run.layer,
-                 .blocks = {first, first + chunk.run.blocks}});
+                 .blocks = {first, first + chunk.run.blocks},
+                 .where = std::move(where)});
 }
 
 void Sink::on_placed(double now_s, const Placed& placed) {
@@ -253,6 +278,7 @@ void Sink::on_placed(double now_s, const Placed& placed) {
   chunk->second.placed = true;
   chunk->second.placed_crc = placed.crc;
   pull.progress_s = now_s;
+  if (chunk->second.granted) out_.send(placed.connection, frames::Fetched{placed.pull, placed.sequence});
   if (chunk->second.ended) judge(now_s, pull, placed.sequence);
 }
 
@@ -303,6 +329,7 @@ Report Sink::report_of(const Pull& pull, ReportKind kind) const {
           .waiting_s = pull.waiting_s,
           .moving_s = pull.moving_s,
           .backend = pull.backend,
+          .declined = pull.declined,
           .restarts = pull.restarts};
 }
 
@@ -340,17 +367,15 @@ void Sink::restart(Pull& pull) {
   pull.stopping = true;
 }
 
-void Sink::fail(Pull& pull, Cause cause, std::string detail) {
+void Sink::fail(Pull& pull, Cause cause, std::string detail, bool held) {
   if (pull.state == State::fencing) return;
   pull.cause = cause;
   pull.detail = std::move(detail);
   pull.state = State::fencing;
   pull.in_flight.clear();
-  // What the source ended itself needs no release.
-  const bool tell = cause != Cause::refused && cause != Cause::expired && cause != Cause::unreachable;
   Peer& peer = peers_.at(pull.endpoint);
   --peer.pulls;  // A fencing pull needs its source no more; the peer may be forgotten before the fence is up.
-  if (tell) send_release(peer, pull.key, cause);
+  if (held) send_release(peer, pull.key, cause);
   if (!pull.stopping) out_.put(StopPlacing{pull.id});
   pull.stopping = true;
 }
@@ -405,7 +430,7 @@ void Sink::tick_pull(double now_s, Pull& pull) {
     out_.wake_at(give_up_s);
   }
   if (!peer.ready) return;
-  const double interval_s = keep_alive_interval_s();
+  const double interval_s = keep_alive_interval_s(peer);
   if (now_s >= pull.keep_alive_s + interval_s) {
     pull.keep_alive_s = now_s;
     out_.send(peer.connection, frames::KeepAlive{pull.id});

@@ -14,6 +14,8 @@
 
 namespace baton::transfer {
 
+class Handshake;
+
 class Sink {
  public:
   Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats);
@@ -26,7 +28,7 @@ class Sink {
 
   // Connections to sources.
   [[nodiscard]] std::uint64_t expected_incarnation(ConnectionId connection) const;
-  void on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum);
+  void on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
   void on_refused(ConnectionId connection, Cause cause, const std::string& detail);
   void on_closed(double now_s, ConnectionId connection, const std::string& detail);
 
@@ -37,6 +39,7 @@ class Sink {
   void on_ended(ConnectionId connection, const frames::Ended& frame);
   void on_keep_alive_answer(double now_s, ConnectionId connection, const frames::KeepAliveAnswer& frame);
   [[nodiscard]] bool on_chunk_end(double now_s, ConnectionId connection, const frames::ChunkEnd& frame);
+  [[nodiscard]] bool on_grant(double now_s, ConnectionId connection, const frames::Grant& frame);
   [[nodiscard]] bool on_data(double now_s, const DataArrived& data);
 
   void on_placed(double now_s, const Placed& placed);
@@ -55,7 +58,9 @@ class Sink {
   };
   struct Chunk {
     Run run;
+    ConnectionId connection = 0;  // On which it was asked for.
     std::int32_t slot = -1;
+    bool granted = false;
     bool placing = false;
     bool placed = false;
     bool ended = false;
@@ -71,8 +76,11 @@ class Sink {
     bool ready = false;
     bool checksum = true;
     std::string backend;
-    double give_up_s = 0;  // While not ready.
-    double retry_s = 0;    // While without a connection.
+    std::string declined;
+    double lease_ttl_s = 0;
+    bool lingering = false;  // Only kept to deliver releases.
+    double give_up_s = 0;    // While not ready.
+    double retry_s = 0;      // While without a connection.
     double idle_since_s = 0;
     std::string lost_detail;
     std::size_t pulls = 0;                 // Not counting those that fence.
@@ -108,6 +116,7 @@ class Sink {
     double moving_s = 0;
     std::uint32_t restarts = 0;
     std::string backend;
+    std::string declined;
     Cause cause = Cause::none;
     std::string detail;
   };
@@ -115,18 +124,20 @@ class Sink {
   Peer& peer_of(double now_s, const std::string& endpoint);
   Peer* peer_on(ConnectionId connection);
   Pull* pull_on(ConnectionId connection, PullId id);
+  Chunk* chunk_on(ConnectionId connection, Pull* pull, std::uint32_t sequence);
   void connect(Peer& peer);
   void ask(double now_s, Pull& pull, ConnectionId connection);
   [[nodiscard]] std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer) const;
   void request_more(double now_s, Pull& pull);
   void request(Pull& pull, ConnectionId connection, const Run& run);
-  void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, ConnectionId connection);
+  void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where = {});
   void judge(double now_s, Pull& pull, std::uint32_t sequence);
   void report_progress(Pull& pull);
   void finish(double now_s, Pull& pull);
   void restart(Pull& pull);
   void forget_progress(Pull& pull);
-  void fail(Pull& pull, Cause cause, std::string detail);
+  // `held`: as far as this side knows, the source still holds the lease for this pull.
+  void fail(Pull& pull, Cause cause, std::string detail, bool held = true);
   void fail_all(const std::string& endpoint, Cause cause, const std::string& detail);
   void send_release(Peer& peer, const Key& key, Cause cause);
   void account(double now_s, Pull& pull);
@@ -134,7 +145,7 @@ class Sink {
   void erase(PullId id);
   void tick_pull(double now_s, Pull& pull);
   void tick_peers(double now_s);
-  [[nodiscard]] double keep_alive_interval_s() const;
+  [[nodiscard]] double keep_alive_interval_s(const Peer& peer) const;
 
   const Options& options_;
   const Geometry& geometry_;

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "transfer/endpoint.h"
+#include "transfer/handshake.h"
 #include "transfer/pull.h"
 
 namespace baton::transfer {
@@ -41,12 +42,15 @@ std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
   return found == endpoints_.end() ? 0 : peers_.at(found->second).incarnation;
 }
 
-void Sink::on_agreed(double now_s, ConnectionId connection, const std::string& backend, bool checksum) {
+void Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
   Peer* peer = peer_on(connection);
   if (peer == nullptr) return;
   peer->ready = true;
-  peer->backend = backend;
-  peer->checksum = checksum;
+  peer->lingering = false;
+  peer->backend = handshake.backend();
+  peer->checksum = handshake.checksum();
+  peer->declined = handshake.declined();
+  peer->lease_ttl_s = handshake.lease_ttl_s();
   peer->idle_since_s = now_s;
   for (const frames::Release& release : std::exchange(peer->releases, {})) out_.send(connection, release);
   for (auto& [id, pull] : pulls_) {
@@ -110,9 +114,12 @@ void Sink::tick_peers(double now_s) {
     } else if (!wanted) {
       forget = true;
     } else if (now_s >= peer.give_up_s) {
-      peer.releases.clear();
+      // The source may still hold leases for this side: it is told for as long as they would live anyway.
+      forget = peer.lingering;
+      peer.lingering = true;
+      peer.give_up_s = now_s + (peer.lease_ttl_s > 0 ? peer.lease_ttl_s : options_.lease_ttl_s);
+      out_.wake_at(peer.give_up_s);
       fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + peer.address + ": " + peer.lost_detail);
-      forget = true;
     } else {
       out_.wake_at(peer.give_up_s);
       if (peer.connection == 0 && now_s >= peer.retry_s) connect(peer);

@@ -13,6 +13,7 @@
 #include <system_error>
 
 #include "transfer/endpoint.h"
+#include "transfer/region.h"
 #include "transfer/sockets.h"
 
 namespace baton::transfer {
@@ -23,7 +24,7 @@ constexpr double kGoodbyeS = 0.2;  // What is still to be sent at the end gets t
 void check_backends(const Options& options) {
   if (options.backends.empty()) throw std::invalid_argument("at least one backend is needed");
   for (const auto& name : options.backends) {
-    if (name != "shm" && name != "tcp") throw std::invalid_argument("there is no backend '" + name + "'");
+    if (find_backend(name) == nullptr) throw std::invalid_argument("there is no backend '" + name + "'");
   }
   if (options.secret.size() > kTextBytesMax) throw std::invalid_argument("the secret is too long");
 }
@@ -110,6 +111,18 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
   const std::lock_guard lock(mutex_);
   check_usable_locked();
   if (pool.stride_bytes < geometry.block_bytes) throw std::invalid_argument("blocks overlap: the stride is too small");
+  pool.blocks = geometry.blocks;
+  if (pool.region != nullptr) {
+    const auto fits = [&](const std::uint8_t* layer) {
+      const std::uint8_t* begin = pool.region->data();
+      const std::uint64_t size = (pool.blocks - 1) * pool.stride_bytes + geometry.block_bytes;
+      return layer >= begin && size <= pool.region->bytes() &&
+             static_cast<std::uint64_t>(layer - begin) <= pool.region->bytes() - size;
+    };
+    if (pool.blocks > 0 && !std::all_of(pool.layers.begin(), pool.layers.end(), fits)) {
+      throw std::invalid_argument("a layer does not lie in the region");
+    }
+  }
   core_.set_geometry(std::move(geometry));
   chunk_bytes_max_ = chunk_blocks(core_.geometry(), core_.options().limits) * core_.geometry().block_bytes;
   pool_ = std::move(pool);
@@ -186,6 +199,7 @@ void Agent::run_until_stopped() {
   double stop_s = 0;
   while (true) {
     carry_out_all();
+    const bool more = advance_all();
     flush_all();
     if (stopping_) {
       if (stop_s == 0) stop_s = now_s() + kGoodbyeS;
@@ -195,9 +209,10 @@ void Agent::run_until_stopped() {
       if (!busy || now_s() >= stop_s) return;
     }
     epoll_event ready[64];
-    const int count = ::epoll_wait(epoll_fd_, ready, 64, timeout_ms());
+    const int count = ::epoll_wait(epoll_fd_, ready, 64, more ? 0 : timeout_ms());
     if (count < 0 && errno != EINTR) throw std::system_error(errno, std::generic_category(), "epoll_wait");
     for (int i = 0; i < count; ++i) on_ready(ready[i].data.u64, ready[i].events);
+    resume_accepting();
     step({});
   }
 }
@@ -206,7 +221,8 @@ int Agent::timeout_ms() {
   const std::lock_guard lock(mutex_);
   if (!actions_.empty() || !happened_.empty()) return 0;
   if (stopping_) return 10;
-  const double left_s = core_.wake_s() - now_s();
+  const double wake_s = accept_again_s_ == 0 ? core_.wake_s() : std::min(core_.wake_s(), accept_again_s_);
+  const double left_s = wake_s - now_s();
   if (left_s <= 0) return 0;
   return left_s > 3600 ? -1 : static_cast<int>(std::ceil(left_s * 1000));
 }
@@ -261,6 +277,7 @@ void Agent::carry_out(Action& action) {
                    Connection* at = find(a.connection);
                    if (at == nullptr || at->path == nullptr) return;
                    at->path->serve(a);
+                   working_.push_back(a.connection);
                    dirty_.push_back(a.connection);
                  },
                  [&](const StopServing& a) {
@@ -269,12 +286,15 @@ void Agent::carry_out(Action& action) {
                  },
                  [&](const Credit& a) {
                    Connection* at = find(a.connection);
-                   if (at != nullptr && at->path != nullptr && !at->path->credit(a.slot))
-                     drop(a.connection, kBrokenProtocol);
+                   if (at == nullptr || at->path == nullptr) return;
+                   if (!at->path->credit(a.slot)) return drop(a.connection, kBrokenProtocol);
+                   working_.push_back(a.connection);
                  },
                  [&](const Place& a) {
                    Connection* at = find(a.connection);
-                   if (at != nullptr && at->path != nullptr && !at->path->place(a)) drop(a.connection, kBrokenProtocol);
+                   if (at == nullptr || at->path == nullptr) return;
+                   if (!at->path->place(a)) return drop(a.connection, kBrokenProtocol);
+                   working_.push_back(a.connection);
                  },
                  [&](const Discard& a) {
                    if (Connection* at = find(a.connection)) at->stream->discard();
@@ -289,12 +309,8 @@ void Agent::carry_out(Action& action) {
                  [&](const AcceptBackend& a) { accept_offer(a); },
                  [&](const CheckBackend& a) {
                    Connection* at = find(a.connection);
-                   if (at == nullptr || at->segment == nullptr) return;
-                   const bool same = at->segment->token() == a.proof;
-                   // Both have it open now; without its name nobody else can, and nothing outlives the two.
-                   at->segment->unlink();
-                   if (!same) at->segment.reset();
-                   happened_.push_back(BackendChecked{a.connection, same});
+                   if (at == nullptr || at->tried == nullptr) return;
+                   happened_.push_back(BackendChecked{a.connection, at->tried->check(a.proof)});
                  },
                  [&](const UseBackend& a) { use(a); },
                  [](const Report&) {},  // Taken out when the core gave it.

@@ -14,7 +14,7 @@
 #include <unordered_map>
 
 #include "transfer/core.h"
-#include "transfer/shm.h"
+#include "transfer/data_path.h"
 #include "transfer/tcp.h"
 
 namespace baton::transfer {
@@ -43,8 +43,8 @@ class Agent {
  private:
   struct Connection {
     std::unique_ptr<Stream> stream;
+    std::unique_ptr<DataPath> tried;  // Between offer and agreement.
     std::unique_ptr<DataPath> path;
-    std::unique_ptr<Segment> segment;  // Between offer and agreement.
     bool connecting = false;
     std::uint32_t watched = 0;
   };
@@ -52,6 +52,7 @@ class Agent {
   // What epoll says of the agent's own descriptors; every other token is a connection's id.
   static constexpr std::uint64_t kListenToken = ~std::uint64_t{0};
   static constexpr std::uint64_t kWakeToken = kListenToken - 1;
+  static constexpr double kAcceptPauseS = 0.1;
   static constexpr const char* kBrokenProtocol = "the peer broke the protocol";
 
   static double now_s();
@@ -67,11 +68,15 @@ class Agent {
   void carry_out_all();
   void carry_out(Action& action);
   void connect(const Connect& action);
+  [[nodiscard]] Site site(ConnectionId id, Connection& connection);
   void offer(const OfferBackend& action);
   void accept_offer(const AcceptBackend& action);
   void use(const UseBackend& action);
+  [[nodiscard]] bool advance_all();
   void on_ready(std::uint64_t token, std::uint32_t events);
   void accept_all();
+  void pause_accepting();
+  void resume_accepting();
   void finish_connect(ConnectionId id, Connection& connection);
   void read(ConnectionId id);
   void flush_all();
@@ -80,7 +85,6 @@ class Agent {
   [[nodiscard]] Connection* find(ConnectionId id);
 
   std::uint64_t chunk_bytes_max_ = 0;
-  bool shm_ = false;
   std::string endpoint_;
   int listen_fd_ = -1;
   int epoll_fd_ = -1;
@@ -98,8 +102,10 @@ class Agent {
   Pool pool_;  // Written once, before any chunk can be asked for.
   std::unordered_map<ConnectionId, Connection> connections_;
   std::vector<Event> happened_;
-  std::vector<ConnectionId> dirty_;  // Have something to send.
+  std::vector<ConnectionId> dirty_;    // Have something to send.
+  std::vector<ConnectionId> working_;  // May have chunks to copy.
   ConnectionId next_accepted_ = 1;
+  double accept_again_s_ = 0;  // 0: newcomers are watched for.
   std::size_t reports_max_;
   std::thread thread_;
 };

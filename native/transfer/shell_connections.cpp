@@ -3,6 +3,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <system_error>
@@ -19,33 +20,57 @@ constexpr int kReadsPerTurn = 16;  // Then other connections get their turn.
 
 // ---------------------------------------------------------------- backends
 
+Site Agent::site(ConnectionId id, Connection& connection) {
+  return {id, *connection.stream, pool_, chunk_bytes_max_, happened_};
+}
+
 void Agent::offer(const OfferBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
-  if (action.backend == "shm") at->segment = Segment::create(chunk_bytes_max_);
-  const bool ok = at->segment != nullptr;
-  happened_.push_back(BackendOffered{action.connection, ok, ok ? at->segment->offer() : Blob{}});
+  std::string why;
+  at->tried = find_backend(action.backend)->at_source(site(action.connection, *at), why);
+  const bool ok = at->tried != nullptr;
+  happened_.push_back(BackendOffered{action.connection, ok, ok ? at->tried->offer() : Blob{}, std::move(why)});
 }
 
 void Agent::accept_offer(const AcceptBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
-  if (action.backend == "shm") at->segment = Segment::open(action.offer, chunk_bytes_max_);
-  const bool ok = at->segment != nullptr;
-  happened_.push_back(BackendAccepted{action.connection, ok, ok ? at->segment->token() : Blob{}});
+  std::string why = "the sink has no such backend";
+  const Backend* backend = find_backend(action.backend);
+  at->tried = backend == nullptr ? nullptr : backend->at_sink(site(action.connection, *at), action.offer, why);
+  const bool ok = at->tried != nullptr;
+  happened_.push_back(BackendAccepted{action.connection, ok, ok ? at->tried->proof() : Blob{}, std::move(why)});
 }
 
 void Agent::use(const UseBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
-  if (action.backend == "tcp") {
-    at->stream->allow_payloads(chunk_bytes_max_, action.checksum);
-    at->path = std::make_unique<InlinePath>(*at->stream, pool_);
-  } else if (at->segment != nullptr) {
-    at->path = std::make_unique<ShmPath>(std::move(at->segment), action.connection, pool_, action.checksum, happened_);
-  } else {
-    drop(action.connection, kBrokenProtocol);
+  std::string why;
+  // The connection's own way needs no offer.
+  if (action.backend == kTcp.name) at->tried = kTcp.at_sink(site(action.connection, *at), {}, why);
+  if (at->tried == nullptr) return drop(action.connection, kBrokenProtocol);
+  at->path = std::move(at->tried);
+  at->path->use(action.checksum);
+}
+
+// One chunk per connection; whether there are more.
+bool Agent::advance_all() {
+  std::vector<ConnectionId> working = std::exchange(working_, {});
+  std::sort(working.begin(), working.end());
+  working.erase(std::unique(working.begin(), working.end()), working.end());
+  for (const ConnectionId id : working) {
+    Connection* at = find(id);
+    if (at == nullptr || at->path == nullptr) continue;
+    const DataPath::Turn turn = at->path->advance();
+    if (turn == DataPath::Turn::broken) {
+      drop(id, "the peer's memory cannot be read");
+    } else if (turn == DataPath::Turn::more) {
+      working_.push_back(id);
+    }
   }
+  carry_out_all();
+  return !working_.empty();
 }
 
 // ---------------------------------------------------------------- connections
@@ -96,7 +121,10 @@ void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
 void Agent::accept_all() {
   while (true) {
     const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
-    if (fd < 0) return;  // None is left, or it is gone again.
+    if (fd < 0) {
+      const bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
+      return short_of ? pause_accepting() : void();  // Else none is left, or it is gone again.
+    }
     tune(fd);
     const ConnectionId id = next_accepted_;
     next_accepted_ += 2;
@@ -105,6 +133,19 @@ void Agent::accept_all() {
     watch(id, connection, EPOLLIN);
     happened_.push_back(Accepted{id});
   }
+}
+
+// Without a free descriptor whoever waits cannot be accepted, and epoll would say so without end.
+void Agent::pause_accepting() {
+  ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listen_fd_, nullptr);
+  accept_again_s_ = now_s() + kAcceptPauseS;
+}
+
+void Agent::resume_accepting() {
+  if (accept_again_s_ == 0 || now_s() < accept_again_s_) return;
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListenToken}};
+  const bool watched = ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, listen_fd_, &event) == 0;
+  accept_again_s_ = watched ? 0 : now_s() + kAcceptPauseS;
 }
 
 void Agent::finish_connect(ConnectionId id, Connection& connection) {

@@ -1,5 +1,11 @@
-#include "transfer/shm.h"
-
+// Chunks through a ring of slots in shared memory: the source copies in, the sink copies out and credits the slot.
+//
+//   | token, 32 bytes | rest of a page | slot 0 | slot 1 | …        one segment per connection, made by the source
+//
+// The segment has a random name under /dev/shm; the sink proves that it opened the same one by the token it finds in
+// it, and the name is unlinked before the first chunk. So it works between processes, and containers, that share
+// /dev/shm, and leaves nothing behind. Space is reserved when it is made: a full /dev/shm means another backend, not a
+// SIGBUS later.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
@@ -7,9 +13,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "hash/crc32c.h"
+#include "transfer/data_path.h"
 #include "transfer/wire.h"
 
 namespace baton::transfer {
@@ -20,7 +28,6 @@ constexpr std::size_t kTokenBytes = 32;
 constexpr std::uint64_t kRingBytes = 8 << 20;
 constexpr std::uint32_t kSlotsMin = 2;
 constexpr std::uint32_t kSlotsMax = 64;
-constexpr std::size_t kStripeBytes = 16 << 10;  // Copied and summed while it is in the first-level cache.
 constexpr std::string_view kPrefix = "/baton-";
 
 struct Offer {
@@ -43,22 +50,39 @@ std::optional<Offer> parse(const Blob& blob) {
   return plain && rest.size() == 32 ? std::optional(offer) : std::nullopt;
 }
 
-// Copies and returns `crc` extended over the bytes on the side that is asked for.
-std::uint32_t copy(std::uint8_t* to, const std::uint8_t* from, std::size_t size, std::uint32_t crc, bool checksum,
-                   bool sum_target) {
-  while (size > 0) {
-    const std::size_t stripe = std::min(size, kStripeBytes);
-    if (checksum && !sum_target) crc = crc32c(crc, from, stripe);
-    std::memcpy(to, from, stripe);
-    if (checksum && sum_target) crc = crc32c(crc, to, stripe);
-    to += stripe;
-    from += stripe;
-    size -= stripe;
-  }
-  return crc;
+// Unlike most, this call returns its error.
+bool reserve(int fd, off_t size) {
+  errno = ::posix_fallocate(fd, 0, size);
+  return errno == 0;
 }
 
-}  // namespace
+class Segment {
+ public:
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  // Null where shared memory is not to be had.
+  [[nodiscard]] static std::unique_ptr<Segment> create(std::uint64_t slot_bytes);
+  // Null unless the offer names a segment here with slots of `slot_bytes`.
+  [[nodiscard]] static std::unique_ptr<Segment> open(const Blob& offer, std::uint64_t slot_bytes);
+
+  [[nodiscard]] Blob offer() const;
+  [[nodiscard]] Blob token() const;
+  void unlink();
+  [[nodiscard]] std::uint32_t slots() const { return slots_; }
+  [[nodiscard]] std::uint8_t* slot(std::uint32_t index) const;
+
+ private:
+  Segment() = default;
+  [[nodiscard]] bool map(int fd, bool writable);
+
+  std::string name_;
+  bool linked_ = false;
+  std::uint32_t slots_ = 0;
+  std::uint64_t slot_bytes_ = 0;
+  std::uint8_t* memory_ = nullptr;
+};
 
 Segment::~Segment() {
   unlink();
@@ -88,7 +112,7 @@ std::unique_ptr<Segment> Segment::create(std::uint64_t slot_bytes) {
   if (fd < 0) return nullptr;
   segment->linked_ = true;
   const auto size = static_cast<off_t>(kHeaderBytes + segment->slots_ * slot_bytes);
-  const bool made = ::ftruncate(fd, size) == 0 && ::posix_fallocate(fd, 0, size) == 0 && segment->map(fd, true);
+  const bool made = ::ftruncate(fd, size) == 0 && reserve(fd, size) && segment->map(fd, true);
   ::close(fd);
   if (!made) return nullptr;
   std::memcpy(segment->memory_, random + 16, kTokenBytes);
@@ -97,6 +121,7 @@ std::unique_ptr<Segment> Segment::create(std::uint64_t slot_bytes) {
 
 std::unique_ptr<Segment> Segment::open(const Blob& blob, std::uint64_t slot_bytes) {
   const auto offer = parse(blob);
+  errno = EINVAL;
   if (!offer || offer->slot_bytes != slot_bytes) return nullptr;
   std::unique_ptr<Segment> segment(new Segment);
   segment->name_ = offer->name;
@@ -133,59 +158,75 @@ std::uint8_t* Segment::slot(std::uint32_t index) const {
   return memory_ + kHeaderBytes + index * slot_bytes_;
 }
 
-ShmPath::ShmPath(std::unique_ptr<Segment> segment, ConnectionId connection, const Pool& pool, bool checksum,
-                 std::vector<Event>& happened)
-    : segment_(std::move(segment)), connection_(connection), pool_(pool), checksum_(checksum), happened_(happened) {
-  for (auto slot = static_cast<std::int32_t>(segment_->slots()); slot-- > 0;) free_.push_back(slot);
-}
-
-void ShmPath::serve(const Serve& chunk) {
-  if (free_.empty()) {
-    waiting_.push_back(chunk);
-  } else {
-    fill(chunk);
+class RingPath : public CopyingPath {
+ public:
+  RingPath(const Site& site, std::unique_ptr<Segment> segment) : CopyingPath(site), segment_(std::move(segment)) {
+    for (auto slot = static_cast<std::int32_t>(segment_->slots()); slot-- > 0;) free_.push_back(slot);
   }
-}
-
-void ShmPath::stop_serving(PullId pull) {
-  std::erase_if(waiting_, [&](const Serve& chunk) { return chunk.pull == pull; });
-}
-
-void ShmPath::fill(const Serve& chunk) {
-  const std::int32_t slot = free_.back();
-  free_.pop_back();
-  std::uint8_t* const begin = segment_->slot(static_cast<std::uint32_t>(slot));
-  std::uint8_t* to = begin;
-  std::uint32_t crc = 0;
-  for (const iovec& piece : pool_.pieces(chunk.layer, chunk.blocks)) {
-    crc = copy(to, static_cast<const std::uint8_t*>(piece.iov_base), piece.iov_len, crc, checksum_, false);
-    to += piece.iov_len;
+  Blob offer() const override { return segment_->offer(); }
+  Blob proof() const override { return segment_->token(); }
+  bool check(const Blob& proof) override {
+    // Both have it open now; without its name nobody else can, and nothing outlives the two.
+    segment_->unlink();
+    return proof == segment_->token();
   }
-  if (chunk.corrupt) begin[(to - begin) / 2] ^= 0x10;
-  happened_.push_back(Served{connection_, chunk.pull, chunk.sequence, slot, crc});
-}
-
-bool ShmPath::credit(std::int32_t slot) {
-  if (slot < 0 || slot >= static_cast<std::int32_t>(segment_->slots())) return false;
-  if (std::find(free_.begin(), free_.end(), slot) != free_.end()) return false;
-  free_.push_back(slot);
-  if (waiting_.empty()) return true;
-  const Serve next = std::move(waiting_.front());
-  waiting_.pop_front();
-  fill(next);
-  return true;
-}
-
-bool ShmPath::place(const Place& chunk) {
-  if (chunk.slot < 0 || chunk.slot >= static_cast<std::int32_t>(segment_->slots())) return false;
-  const std::uint8_t* from = segment_->slot(static_cast<std::uint32_t>(chunk.slot));
-  std::uint32_t crc = 0;
-  for (const iovec& piece : pool_.pieces(chunk.layer, chunk.blocks)) {
-    crc = copy(static_cast<std::uint8_t*>(piece.iov_base), from, piece.iov_len, crc, checksum_, true);
-    from += piece.iov_len;
+  bool credit(std::int32_t slot) override {
+    if (!is_slot(slot) || std::find(free_.begin(), free_.end(), slot) != free_.end()) return false;
+    free_.push_back(slot);
+    return true;
   }
-  happened_.push_back(Placed{connection_, chunk.pull, chunk.sequence, chunk.slot, crc});
-  return true;
+
+ protected:
+  bool can_serve() const override { return !free_.empty(); }
+  void serve_now(const Serve& chunk) override {
+    const std::int32_t slot = free_.back();
+    free_.pop_back();
+    std::uint8_t* const begin = segment_->slot(static_cast<std::uint32_t>(slot));
+    std::uint8_t* to = begin;
+    std::uint32_t crc = 0;
+    for (const iovec& piece : site_.pool.pieces(chunk.layer, chunk.blocks)) {
+      crc = copy(to, piece.iov_base, piece.iov_len, crc);
+      to += piece.iov_len;
+    }
+    if (chunk.corrupt) begin[(to - begin) / 2] ^= 0x10;
+    site_.happened.push_back(Served{site_.connection, chunk.pull, chunk.sequence, slot, crc});
+  }
+  bool place_now(const Place& chunk, std::uint32_t& crc) override {
+    if (!is_slot(chunk.slot)) return false;
+    const std::uint8_t* from = segment_->slot(static_cast<std::uint32_t>(chunk.slot));
+    for (const iovec& piece : site_.pool.pieces(chunk.layer, chunk.blocks)) {
+      crc = copy(piece.iov_base, from, piece.iov_len, crc);
+      from += piece.iov_len;
+    }
+    return true;
+  }
+
+ private:
+  [[nodiscard]] bool is_slot(std::int32_t slot) const {
+    return slot >= 0 && slot < static_cast<std::int32_t>(segment_->slots());
+  }
+  [[nodiscard]] std::uint32_t copy(void* to, const void* from, std::size_t size, std::uint32_t crc) const {
+    if (checksum_) return crc32c_copy(crc, to, from, size);
+    copy_uncached(to, from, size);
+    return 0;
+  }
+
+  std::unique_ptr<Segment> segment_;
+  std::vector<std::int32_t> free_;  // The one used last is the next, since it may still be in a cache.
+};
+
+std::unique_ptr<DataPath> with(const Site& site, std::unique_ptr<Segment> segment, std::string& why) {
+  if (segment != nullptr) return std::make_unique<RingPath>(site, std::move(segment));
+  why = std::string("no shared memory: ") + std::strerror(errno);
+  return nullptr;
 }
+
+}  // namespace
+
+const Backend kRing{
+    "shm", [](const Site& site, std::string& why) { return with(site, Segment::create(site.chunk_bytes_max), why); },
+    [](const Site& site, const Blob& offer, std::string& why) {
+      return with(site, Segment::open(offer, site.chunk_bytes_max), why);
+    }};
 
 }  // namespace baton::transfer

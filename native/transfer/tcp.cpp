@@ -253,4 +253,35 @@ void Stream::stop_placing(PullId pull) {
   arriving_->rest.clear();
 }
 
+// ---------------------------------------------------------------- the backend
+
+namespace {
+
+class InlinePath : public DataPath {
+ public:
+  explicit InlinePath(const Site& site) : site_(site) {}
+  void use(bool checksum) override { site_.stream.allow_payloads(site_.chunk_bytes_max, checksum); }
+  void serve(const Serve& chunk) override {
+    site_.stream.serve(chunk, site_.pool.pieces(chunk.layer, chunk.blocks),
+                       chunk.blocks.size() * site_.pool.block_bytes);
+  }
+  void stop_serving(PullId pull) override { site_.stream.stop_serving(pull); }
+  bool place(const Place& chunk) override {
+    return site_.stream.place(chunk, site_.pool.pieces(chunk.layer, chunk.blocks));
+  }
+  void stop_placing(PullId pull) override { site_.stream.stop_placing(pull); }
+
+ private:
+  Site site_;
+};
+
+}  // namespace
+
+const Backend kTcp{
+    "tcp",
+    [](const Site& site, std::string&) -> std::unique_ptr<DataPath> { return std::make_unique<InlinePath>(site); },
+    [](const Site& site, const Blob&, std::string&) -> std::unique_ptr<DataPath> {
+      return std::make_unique<InlinePath>(site);
+    }};
+
 }  // namespace baton::transfer

@@ -1,4 +1,4 @@
-// A non-blocking connection between two agents, and the backend that sends chunks inline on it.
+// A non-blocking connection between two agents: their frames, and the chunks that travel inline among them.
 //
 // Payloads are gathered by the kernel straight from the source's blocks and received straight into the sink's: the
 // destination is nobody's until PULL_DONE, so bytes that turn out stale or corrupted there harm no one, and a staging
@@ -84,22 +84,6 @@ class Stream {
   std::size_t buffer_begin_ = 0;
   std::size_t buffer_end_ = 0;
   std::optional<Arriving> arriving_;
-};
-
-class InlinePath : public DataPath {
- public:
-  InlinePath(Stream& stream, const Pool& pool) : stream_(stream), pool_(pool) {}
-  void serve(const Serve& chunk) override {
-    stream_.serve(chunk, pool_.pieces(chunk.layer, chunk.blocks), chunk.blocks.size() * pool_.block_bytes);
-  }
-  void stop_serving(PullId pull) override { stream_.stop_serving(pull); }
-  bool credit(std::int32_t) override { return false; }
-  bool place(const Place& chunk) override { return stream_.place(chunk, pool_.pieces(chunk.layer, chunk.blocks)); }
-  void stop_placing(PullId pull) override { stream_.stop_placing(pull); }
-
- private:
-  Stream& stream_;
-  const Pool& pool_;
 };
 
 }  // namespace baton::transfer

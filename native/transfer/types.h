@@ -1,6 +1,7 @@
 // Words that the whole transfer agent shares: keys, causes, options, limits, what it reports.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -53,6 +54,7 @@ struct Report {
   double waiting_s = 0;
   double moving_s = 0;
   std::string backend;
+  std::string declined;  // Why it is none of the backends that were preferred; empty if it is the first.
   std::uint32_t restarts = 0;
 };
 
@@ -68,6 +70,7 @@ struct Geometry {
 struct Faults {
   double delay_s = 0;
   std::uint32_t corrupt_every = 0;
+  bool silent = false;  // Sink: sends no keep-alives.
 };
 
 // Bounds on everything a peer or a caller can make grow.
@@ -81,16 +84,17 @@ struct Limits {
   std::size_t ended = 4096;  // Keys remembered after their lease ended.
   double ended_ttl_s = 60;
   std::size_t reports = 262144;
-  std::uint32_t chunk_bytes = 512 << 10;  // A chunk is at least one block, whatever this says.
-  std::uint32_t chunks_in_flight = 8;     // Per pull, asked for by the sink.
-  std::uint32_t chunks_served = 64;       // Per pull, accepted by the source.
-  double idle_s = 60;                     // A connection without pulls is closed after this.
+  std::uint32_t chunk_bytes = 1 << 20;  // A chunk is at least one block, whatever this says.
+  std::uint32_t chunk_blocks = 1024;    // So that a grant fits a frame.
+  std::uint32_t chunks_in_flight = 16;  // Per pull, asked for by the sink.
+  std::uint32_t chunks_served = 64;     // Per pull, accepted by the source.
+  double idle_s = 60;                   // A connection without pulls is closed after this.
   double reconnect_s = 0.05;
 };
 
 struct Options {
   std::string secret;
-  std::vector<std::string> backends = {"shm", "tcp"};
+  std::vector<std::string> backends = {"direct", "shm", "cma", "tcp"};
   bool checksum = true;
   double lease_ttl_s = 5;
   double unclaimed_ttl_s = 30;
@@ -123,7 +127,7 @@ struct Stats {
 // How many blocks one chunk has at most. Both ends compute it from what they agreed on.
 [[nodiscard]] inline std::uint32_t chunk_blocks(const Geometry& geometry, const Limits& limits) {
   const std::uint64_t blocks = limits.chunk_bytes / geometry.block_bytes;
-  return blocks == 0 ? 1 : static_cast<std::uint32_t>(blocks);
+  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(blocks, 1, limits.chunk_blocks));
 }
 
 }  // namespace baton::transfer

@@ -22,7 +22,7 @@
 namespace baton::transfer {
 
 inline constexpr std::uint32_t kMagic = 0x4E544142;  // "BATN"
-inline constexpr std::uint16_t kVersion = 1;
+inline constexpr std::uint16_t kVersion = 2;
 inline constexpr std::size_t kLengthBytes = 4;
 inline constexpr std::size_t kFrameBytesMax = 16 << 10;
 inline constexpr std::size_t kTextBytesMax = 4 << 10;
@@ -49,6 +49,8 @@ enum class FrameType : std::uint8_t {
   keep_alive,
   keep_alive_answer,
   release,
+  grant,
+  fetched,
 };
 
 namespace frames {
@@ -76,8 +78,10 @@ struct Identity {
   std::uint32_t chunk_blocks = 0;
   std::string backends;  // Joined by commas, the preferred first.
   bool checksum = true;
+  std::uint32_t lease_ttl_ms = 0;  // Of the leases of this side.
   auto fields() {
-    return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum);
+    return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum,
+                    lease_ttl_ms);
   }
 };
 struct Identify {  // sink → source
@@ -107,13 +111,15 @@ struct Answer {  // sink → source
   static constexpr auto type = FrameType::answer;
   bool ok = false;
   Blob proof;
-  auto fields() { return std::tie(ok, proof); }
+  std::string why;  // Not, if so.
+  auto fields() { return std::tie(ok, proof, why); }
 };
 struct Agreed {  // source → sink
   static constexpr auto type = FrameType::agreed;
   std::string backend;
   bool checksum = true;
-  auto fields() { return std::tie(backend, checksum); }
+  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons.
+  auto fields() { return std::tie(backend, checksum, declined); }
 };
 
 // A pull's life.
@@ -151,7 +157,8 @@ struct Ended {  // source → sink
   PullId pull = 0;
   Cause cause = Cause::none;
   std::string detail;
-  auto fields() { return std::tie(pull, cause, detail); }
+  bool held = false;  // The lease goes on, and ends sooner by a release than by its time.
+  auto fields() { return std::tie(pull, cause, detail, held); }
 };
 struct Request {  // sink → source
   static constexpr auto type = FrameType::request;
@@ -179,6 +186,20 @@ struct ChunkEnd {  // source → sink
   std::int32_t slot = -1;
   std::uint32_t crc = 0;
   auto fields() { return std::tie(pull, sequence, generation, slot, crc); }
+};
+// The sink may read the chunk itself, and says `fetched` when it has; then the trailer follows.
+struct Grant {  // source → sink
+  static constexpr auto type = FrameType::grant;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  Blob where;
+  auto fields() { return std::tie(pull, sequence, where); }
+};
+struct Fetched {  // sink → source
+  static constexpr auto type = FrameType::fetched;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  auto fields() { return std::tie(pull, sequence); }
 };
 struct CreditSlot {  // sink → source
   static constexpr auto type = FrameType::credit;

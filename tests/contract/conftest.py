@@ -44,7 +44,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     assert not leftover, f"tasks are left after close: {leftover}"
 
 
-@pytest.fixture(params=["shm", "tcp", "memory"])
+@pytest.fixture(params=["direct", "cma", "shm", "tcp", "memory"])
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
     """Make nodes whose transfer agents talk over one backend; close them afterwards."""
     nodes: list[Node] = []
@@ -56,7 +56,8 @@ def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
             agent = fabric.agent(options)
         else:
             agent = NativeAgent(replace(options, backends=(request.param,)))
-        nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes))
+        shared = request.param == "direct"
+        nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=shared))
         return nodes[-1]
 
     yield make

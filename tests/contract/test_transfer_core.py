@@ -7,7 +7,9 @@ pull's blocks after its end was reported; every pull and every lease ends once; 
 
 from __future__ import annotations
 
+import os
 import random
+import struct
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -19,6 +21,14 @@ from transfer_world import BLOCK_TOKENS, GARBAGE, LAYERS, TERMINAL, World
 
 LEASE_BLOCKS = 7
 TOKENS = LEASE_BLOCKS * BLOCK_TOKENS
+BACKENDS = ["direct", "shm", "tcp"]
+OPERATIONS = "BATON_TRANSFER_OPERATIONS"
+NIGHTLY = int(os.environ.get(OPERATIONS, "0"))
+"""How many random operations the long run has."""
+STEPS = 250
+REQUEST = struct.Struct("<BQQIIII")
+"""A frame that asks for a chunk: type, pull, generation, sequence, layer, first block, blocks; see wire.h."""
+REQUEST_TYPE = 14
 PLACES = 3
 """Requests at a time; each has its own blocks on both sides."""
 
@@ -49,11 +59,11 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        shared_memory = self.random.random() < 0.5
-        self.world = World([make_options(), make_options()], shared_memory=shared_memory)
+        self.world = World([make_options(), make_options()], backend=self.random.choice(BACKENDS))
         self.source, self.sink = self.world.nodes
         self.corrupts = self.random.random() < 0.1
         self.source.step(core.SetFaults(self.random.choice([0.0, 0.0, 0.05]), 9 if self.corrupts else 0))
+        self.preempts = self.random.choice([4, 4, 30])
         self.attempts = 0
         self.requests = [self.new_request(place) for place in range(PLACES)]
         self.opened: Counter[bytes] = Counter()
@@ -86,7 +96,12 @@ class Schedule:
         ready = min(LEASE_BLOCKS, request.ready_blocks[layer] + self.random.randint(1, LEASE_BLOCKS))
         request.ready_blocks[layer] = ready
         for position in range(ready):
-            self.source.pool[layer][request.source_blocks[position]] = (request.key, layer, position)
+            self.source.pool[layer][request.source_blocks[position]] = (
+                request.key,
+                layer,
+                position,
+                request.generation,
+            )
         self.source.step(core.PostReady(request.key, request.generation, layer, ready * BLOCK_TOKENS))
 
     def preempt(self, request: Request) -> None:
@@ -176,7 +191,7 @@ class Schedule:
             self.compute: 25,
             self.pull: 8,
             self.renew: 6,
-            self.preempt: 4,
+            self.preempt: self.preempts,
             self.cancel: 1,
             self.release: 0.3,
             self.give_up: 0.5,
@@ -217,19 +232,48 @@ class Schedule:
 @settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_random_schedules(seed: int) -> None:
-    Schedule(seed).run(250)
+    Schedule(seed).run(STEPS)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif(not NIGHTLY, reason=f"takes minutes: {OPERATIONS}=100000 runs it")
+def test_random_schedules_for_long() -> None:
+    for seed in range(NIGHTLY // STEPS):
+        Schedule(seed).run(STEPS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("layer", "blocks"), [(0, 3), (1, 1)])
+def test_a_sink_that_asks_beyond_what_is_ready_is_dropped(backend: str, layer: int, blocks: int) -> None:
+    schedule = Schedule(1)
+    schedule.world.backend = backend
+    request, source, sink = schedule.requests[0], schedule.source, schedule.sink
+    source.step(core.SetFaults(0.0, 0))
+    schedule.open(request)
+    source.step(core.PostReady(request.key, request.generation, 0, 2 * BLOCK_TOKENS))
+    schedule.world.dest[request.key] = request.sink_blocks
+    sink.step(core.StartPull(request.key, source.endpoint, 0, TOKENS, request.sink_blocks, 60.0))
+    while schedule.world.advance_one(0):
+        pass
+    assert sink.core.stats().pulled_blocks == 2
+    (end,) = source.ends.values()
+    ask = REQUEST.pack(REQUEST_TYPE, 1, request.generation, 99, layer, 0, blocks)
+    source.step(core.FrameArrived(end.connection, ask))
+    assert not end.reading and not source.ends
+    assert source.core.stats().protocol_errors == 1
 
 
 def test_the_schedules_reach_what_they_are_for() -> None:
     seen: Counter[str] = Counter()
     for seed in range(60):
         schedule = Schedule(seed)
-        schedule.run(250)
+        schedule.run(STEPS)
         for report in schedule.sink.reports + schedule.source.reports:
             seen[f"{report.kind} {report.cause}"] += 1
             seen[f"{report.kind} restarted {report.backend}"] += report.restarts > 0
     for outcome in [
         "pull_done none",
+        "pull_done restarted direct",
         "pull_done restarted shm",
         "pull_done restarted tcp",
         "pull_failed cancelled",
@@ -245,13 +289,13 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         assert seen[outcome] > 0, (outcome, seen)
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_equal_events_give_equal_actions(shared_memory: bool) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_events_give_equal_actions(backend: str) -> None:
     """The core has no clock and no randomness of its own: a run can be replayed."""
 
     def run() -> list[tuple[str, str, float, float]]:
         schedule = Schedule(7)
-        schedule.world.shared_memory = shared_memory
+        schedule.world.backend = backend
         schedule.run(200)
         return [(report.kind, report.cause, report.waiting_s, report.moving_s) for report in schedule.sink.reports]
 

@@ -92,10 +92,11 @@ def test_a_final_revocation_may_come_before_the_pull(source: Node, sink: Node) -
 
 
 def test_a_revoked_lease_that_stays_closed_fails_at_the_deadline(source: Node, sink: Node) -> None:
-    source.lease(KEY, SOURCE_BLOCKS)
-    pull(sink, source, budget_s=0.5)
-    wait_until(lambda: sink.agent.stats().pulls == 1)
-    time.sleep(0.1)
+    source.fill(SOURCE_BLOCKS)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    source.agent.post_ready(KEY, generation, 0, TOKENS)
+    pull(sink, source, budget_s=1.0)
+    sink.wait(EventKind.PULL_PROGRESS)
     source.agent.revoke_lease(KEY, final=False)
     assert sink.wait_end(KEY).cause == Cause.REVOKED
     assert source.wait(EventKind.LEASE_ENDED).cause == Cause.REVOKED
@@ -103,8 +104,7 @@ def test_a_revoked_lease_that_stays_closed_fails_at_the_deadline(source: Node, s
 
 
 def test_a_lease_expires_under_a_read(make_node: MakeNode) -> None:
-    # The sink's own time to live decides how often it says that it lives: too seldom for this source.
-    source, sink = make_node(lease_ttl_s=0.3), make_node(lease_ttl_s=30.0)
+    source, sink = make_node(lease_ttl_s=0.3), make_node(faults=Faults(silent=True))
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     pull(sink, source)
@@ -119,7 +119,8 @@ def test_a_lease_expires_under_a_read(make_node: MakeNode) -> None:
 
 
 def test_a_live_sink_keeps_its_lease(make_node: MakeNode) -> None:
-    source, sink = make_node(lease_ttl_s=0.3, unclaimed_ttl_s=0.3), make_node(lease_ttl_s=0.3)
+    # How often the sink says that it lives follows the source's time to live, not its own.
+    source, sink = make_node(lease_ttl_s=0.3, unclaimed_ttl_s=0.3), make_node(lease_ttl_s=30.0)
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     pull(sink, source)
@@ -135,7 +136,7 @@ def test_a_lease_that_nobody_asks_for_expires(source: Node) -> None:
 
 
 def test_an_old_ask_is_not_parked_for_ever(make_node: MakeNode) -> None:
-    source, sink = make_node(lease_ttl_s=0.3), make_node(lease_ttl_s=30.0)
+    source, sink = make_node(lease_ttl_s=0.3), make_node(faults=Faults(silent=True))
     pull(sink, source, budget_s=5.0)
     wait_until(lambda: source.agent.stats().parked == 1)
     wait_until(lambda: source.agent.stats().parked == 0, 2.0)
@@ -189,6 +190,7 @@ def test_a_sink_that_wants_more_than_the_lease_has_is_refused(source: Node, sink
     source.agent.complete_lease(KEY, generation, TOKENS - BLOCK_TOKENS)
     failed = sink.wait_end(KEY, 2.0)
     assert (failed.cause, str(TOKENS) in failed.detail) == (Cause.REFUSED, True)
+    assert source.wait(EventKind.LEASE_ENDED, timeout_s=1.0).cause == Cause.REFUSED, "sooner than its time is up"
 
 
 def test_a_pull_has_a_deadline(source: Node, sink: Node) -> None:

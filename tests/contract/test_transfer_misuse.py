@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
 import struct
 import time
@@ -205,3 +207,27 @@ def test_another_life_of_the_source_is_not_the_source(node: Node, other: Node) -
     reborn.agent.close()
     assert (failed.cause, "restarted" in failed.detail) == (Cause.UNREACHABLE, True)
     assert node.is_poison()
+
+
+def test_without_free_descriptors_an_agent_waits(node: Node, other: Node) -> None:
+    """Newcomers are accepted once there are descriptors again, and until then nothing spins."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    port = int(node.agent.endpoint.split(":")[1].split("/")[0])
+    spare: list[int] = []
+    with socket.socket() as stranger:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                while True:
+                    spare.append(os.dup(0))
+            stranger.connect(("127.0.0.1", port))
+            began_s = time.process_time()
+            time.sleep(0.5)
+            assert time.process_time() - began_s < 0.1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in spare:
+                os.close(descriptor)
+    node.offer(KEY, [1, 2, 3, 4])
+    other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    assert other.wait_end(KEY).kind == EventKind.PULL_DONE

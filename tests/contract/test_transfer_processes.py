@@ -48,12 +48,23 @@ class Peer:
     def ready(self, layer: int) -> None:
         self.tell("ready", KEY.hex(), layer, TOKENS)
 
+    def leases(self) -> int:
+        self._stdin.write("leases\n")
+        self._stdin.flush()
+        return int(self._stdout.readline())
+
     def kill(self) -> None:
         self.process.kill()
         self.process.wait()
 
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
+        if number == signal.SIGSTOP:
+            wait_until(self._is_stopped)  # A thread that runs goes on until the kernel comes by.
+
+    def _is_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
 
     def close(self) -> None:
         self.kill()
@@ -61,7 +72,7 @@ class Peer:
         self._stdout.close()
 
 
-@pytest.fixture(params=["shm", "tcp"])
+@pytest.fixture(params=["direct", "cma", "shm", "tcp"])
 def backend(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -88,7 +99,7 @@ def node(backend: str) -> Generator[Node]:
     options = AgentOptions(
         secret="shared", backends=(backend, "tcp"), lease_ttl_s=0.6, connect_timeout_s=0.5, stall_timeout_s=1.0
     )
-    node = Node(NativeAgent(options))
+    node = Node(NativeAgent(options), shared=backend == "direct")
     yield node
     node.agent.close()
 
@@ -161,6 +172,19 @@ def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: s
     assert node.holds(SINK_BLOCKS, seed=2)
 
 
+def test_a_source_that_was_given_up_is_told_when_it_is_back(start_peer: StartPeer, backend: str) -> None:
+    """Here the stopped process is the sink's view of the source; its lease ends sooner than its time would be up."""
+    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=(backend, "tcp"), connect_timeout_s=0.3)))
+    peer = start_peer(backend, 30.0)
+    peer.lease()
+    peer.signal(signal.SIGSTOP)
+    pull(sink, peer.endpoint)
+    assert sink.wait_end(KEY).cause == Cause.UNREACHABLE
+    peer.signal(signal.SIGCONT)
+    wait_until(lambda: peer.leases() == 0, 5.0)
+    sink.agent.close()
+
+
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_lease_of_a_dead_sink_expires(node: Node, start_peer: StartPeer, backend: str, end: signal.Signals) -> None:
     peer = start_peer(backend)
@@ -192,9 +216,9 @@ def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: Start
     assert node.holds(SINK_BLOCKS, seed=4)
 
 
-def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer, caplog: pytest.LogCaptureFixture) -> None:
-    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm", "tcp"))))
-    peer = start_peer("shm,tcp", 5.0, 1 << 20)  # It may not write files as large as its ring would be.
+def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCaptureFixture) -> None:
+    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("direct", "shm", "tcp"))))
+    peer = start_peer("direct,shm,tcp", 5.0, 1 << 20)  # Without files as large as a region or a ring.
     peer.lease(seed=1)
     pull(sink, peer.endpoint)
     peer.ready(-1)
@@ -202,8 +226,9 @@ def test_without_shared_memory_tcp_is_used_and_named(start_peer: StartPeer, capl
     sink.agent.close()
     assert (done.kind, done.backend) == (EventKind.PULL_DONE, "tcp")
     assert sink.holds(SINK_BLOCKS, seed=1)
+    assert done.declined == "direct: the source's pool does not lie in a region; shm: no shared memory: File too large"
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert said == ["KV comes over tcp: shm does not work between this worker and its peer"]
+    assert said == [f"KV comes over tcp: {done.declined}"]
 
 
 def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:

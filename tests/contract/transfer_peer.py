@@ -18,7 +18,7 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str) -> None:
     if int(file_bytes_max):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes_max), int(file_bytes_max)))
     options = AgentOptions(secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s))
-    node = Node(NativeAgent(options))
+    node = Node(NativeAgent(options), shared=options.backends == ("direct",))
     agent = node.agent
 
     def lease(key: str, blocks: str, seed: str) -> None:
@@ -34,12 +34,15 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str) -> None:
         tokens = len(indexes) * BLOCK_TOKENS
         agent.pull(bytes.fromhex(key), endpoint, first_token=0, tokens=tokens, blocks=indexes, budget_s=30.0)
 
-    commands: dict[str, Callable[..., None]] = {"lease": lease, "ready": ready, "pull": pull}
+    def leases() -> int:
+        return agent.stats().leases
+
+    commands: dict[str, Callable[..., int | None]] = {"lease": lease, "ready": ready, "pull": pull, "leases": leases}
     print(agent.endpoint, flush=True)
     for line in sys.stdin:
         name, *arguments = line.split()
-        commands[name](*arguments)
-        print("ok", flush=True)
+        answer = commands[name](*arguments)
+        print("ok" if answer is None else answer, flush=True)
     agent.close()
 
 

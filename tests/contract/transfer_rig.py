@@ -7,7 +7,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key
+from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key, share_memory
 
 LAYERS = 4
 BLOCKS = 48
@@ -28,12 +28,17 @@ TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 class Node:
     """An agent and the pool it reads and writes; between two blocks lies a gap that nothing may touch."""
 
-    def __init__(self, agent: TransferAgent, *, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(
+        self, agent: TransferAgent, *, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, shared: bool = False
+    ) -> None:
         self.agent = agent
         self.block_bytes = block_bytes
         self.stride_bytes = block_bytes + GAP_BYTES
         self.layer_bytes = BLOCKS * self.stride_bytes
-        self.memory = (ctypes.c_uint8 * (LAYERS * self.layer_bytes))()
+        size = LAYERS * self.layer_bytes
+        self.region = share_memory(size) if shared else None
+        memory = ctypes.c_uint8 * size
+        self.memory = memory() if self.region is None else memory.from_address(self.region.address)
         self.base = ctypes.addressof(self.memory)
         self.poison()
         self.events: list[TransferEvent] = []
@@ -45,6 +50,7 @@ class Node:
                 block_stride_bytes=self.stride_bytes,
                 block_tokens=BLOCK_TOKENS,
                 fingerprint=fingerprint,
+                region=self.region,
             )
         )
 

@@ -7,16 +7,20 @@ Blocks hold labels instead of bytes: the label of the KV that belongs there, or 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton_native import core
 
-Label = tuple[bytes, int, int] | str
-"""(key, layer, position in the lease), or GARBAGE."""
+Label = tuple[bytes, int, int, int] | str
+"""(key, layer, position in the lease, generation), or GARBAGE."""
 GARBAGE = "garbage"
 LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 2, 64, 4, 100
 TERMINAL = {"pull_done", "pull_failed"}
 SLOTS = 2
+CHUNKS = 14
+"""Of a whole pull, a block each: an honest sink never has more in flight, so a source that counts more has lost some."""
 
 
 def crc_of(labels: list[Label]) -> int:
@@ -33,6 +37,16 @@ class Data:
 
 
 @dataclass
+class Writing:
+    """A chunk that is being written, block by block."""
+
+    placing: core.Place
+    labels: list[Label] | None
+    """None: read from the source's pool as it is written."""
+    written: int = 0
+
+
+@dataclass
 class End:
     """One agent's end of a connection."""
 
@@ -45,8 +59,8 @@ class End:
     read: list[Label] = field(default_factory=list[Label])
     payload: Data | None = None
     """Announced to the core, which has not said where it goes, or is being written."""
-    writing: deque[tuple[core.Place, list[Label]]] = field(default_factory=deque[tuple[core.Place, list[Label]]])
-    written: int = 0
+    writing: list[Writing] = field(default_factory=list["Writing"])
+    """In any order, since nothing promises that a later write is not sooner done."""
     slots: dict[int, list[Label]] = field(default_factory=dict[int, list[Label]])
     """Of the ring that this end serves from: what is in use."""
     backend: str = ""
@@ -66,6 +80,7 @@ class Node:
         options.incarnation = number + 1
         options.entropy = bytes([number]) * 32
         options.chunk_bytes = 3 * BLOCK_BYTES
+        options.chunks_served = CHUNKS
         self.core = core.Core(options)
         self.core.set_geometry("model", LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_TOKENS)
         self.endpoint = f"node:{number + 1}/{number + 1:016x}"
@@ -87,10 +102,8 @@ class Node:
     def stop_placing(self, end: End, pull: int) -> None:
         if end.payload is not None and end.payload.pull == pull:
             end.payload = None
-        stopped = [placing for placing, _ in end.writing if placing.pull == pull]
-        if end.writing and end.writing[0][0] in stopped:
-            end.written = 0
-        end.writing = deque(entry for entry in end.writing if entry[0] not in stopped)
+        stopped = [writing.placing for writing in end.writing if writing.placing.pull == pull]
+        end.writing = [writing for writing in end.writing if writing.placing.pull != pull]
         for placing in stopped:
             if placing.slot >= 0:
                 placed = core.Placed(end.connection, placing.pull, placing.sequence, placing.slot, 0)
@@ -125,13 +138,16 @@ class Node:
                 del end.slots[action.slot]
             case core.Place():
                 assert self.world.may_write(self, action.blocks), "a write after the pull's end was reported"
-                labels = end.payload.labels if end.payload else self.world.slot(end, action.slot)
-                end.writing.append((action, list(labels)))
+                if action.where:
+                    labels = None
+                else:
+                    labels = list(end.payload.labels if end.payload else self.world.slot(end, action.slot))
+                end.writing.append(Writing(action, labels))
             case core.Discard():
                 end.payload = None
             case core.OfferBackend():
-                ok = self.world.shared_memory
-                self.world.queue.append((self, core.BackendOffered(end.connection, ok, b"ring")))
+                ok = self.world.backend == action.backend
+                self.world.queue.append((self, core.BackendOffered(end.connection, ok, b"offer", "not here")))
             case core.AcceptBackend():
                 self.world.queue.append((self, core.BackendAccepted(end.connection, True, b"proof")))
             case core.CheckBackend():
@@ -141,9 +157,10 @@ class Node:
 
 
 class World:
-    def __init__(self, sources: list[core.Options], *, shared_memory: bool) -> None:
+    def __init__(self, sources: list[core.Options], *, backend: str) -> None:
         self.now_s = 100.0
-        self.shared_memory = shared_memory
+        self.backend = backend
+        """What works between these nodes: "direct" (or any that is one-sided), "shm" or "tcp"."""
         self.queue: deque[tuple[Node, core.Event]] = deque()
         self.nodes = [Node(self, number, options) for number, options in enumerate(sources)]
         self.reachable = True
@@ -185,16 +202,23 @@ class World:
         if report.kind in TERMINAL:
             blocks = self.dest.pop(report.key)
             assert not any(
-                block in placing.blocks for end in node.ends.values() for placing, _ in end.writing for block in blocks
+                block in writing.placing.blocks
+                for end in node.ends.values()
+                for writing in end.writing
+                for block in blocks
             ), "the end was reported while something still writes"
             if report.kind == "pull_done":
                 self.check_content(node, report, blocks)
 
     def check_content(self, node: Node, report: core.Report, blocks: list[int]) -> None:
         first = -(-report.tokens // BLOCK_TOKENS) - len(blocks)
+        generations = {node.pool[layer][block][-1] for layer in range(LAYERS) for block in blocks}
+        assert len(generations) == 1, "success with bytes of two generations"
         for layer in range(LAYERS):
             for position, block in enumerate(blocks, first):
-                assert node.pool[layer][block] == (report.key, layer, position), "success with wrong bytes"
+                assert node.pool[layer][block] == (report.key, layer, position, *generations), (
+                    "success with wrong bytes"
+                )
 
     # What happens by itself, one small thing at a time.
 
@@ -203,26 +227,22 @@ class World:
 
     def advance_one(self, choice: int) -> bool:
         """Let one of the possible next things happen; return whether there was any."""
-        moves = [("queue", None)] if self.queue else []
-        moves += [("deliver", end) for end in self.ends() if end.arriving and not end.blocked]
-        moves += [("read", end) for end in self.ends() if end.reading and (end.read or self.has_slot(end))]
-        moves += [("write", end) for end in self.ends() if end.writing]
-        if not moves:
-            return False
-        name, end = moves[choice % len(moves)]
-        if end is None:
-            node, event = self.queue.popleft()
-            node.step(event)
-        elif name == "deliver":
-            self.deliver(end)
-        elif name == "read":
-            self.read_block(end)
-        else:
-            self.write_block(end)
-        return True
+        moves: list[Callable[[], None]] = [self.take_from_queue] if self.queue else []
+        moves += [partial(self.deliver, end) for end in self.ends() if end.arriving and not end.blocked]
+        moves += [
+            partial(self.read_block, end) for end in self.ends() if end.reading and (end.read or self.has_slot(end))
+        ]
+        moves += [partial(self.write_block, end, writing) for end in self.ends() for writing in end.writing]
+        if moves:
+            moves[choice % len(moves)]()
+        return bool(moves)
+
+    def take_from_queue(self) -> None:
+        node, event = self.queue.popleft()
+        node.step(event)
 
     def has_slot(self, end: End) -> bool:
-        return end.backend == "tcp" or len(end.slots) < SLOTS
+        return end.backend != "shm" or len(end.slots) < SLOTS
 
     def deliver(self, end: End) -> None:
         message = end.arriving.popleft()
@@ -242,6 +262,11 @@ class World:
         labels, end.read = end.read, []
         end.reading.popleft()
         crc = crc_of(labels)
+        if end.backend == "direct":
+            crc ^= chunk.corrupt
+            where = bytes(chunk.blocks)
+            end.node.step(core.Granted(end.connection, chunk.pull, chunk.sequence, crc, where))
+            return
         if chunk.corrupt:
             labels = [GARBAGE, *labels[1:]]
         slot = -1
@@ -253,20 +278,25 @@ class World:
             end.slots[slot] = labels
         end.node.step(core.Served(end.connection, chunk.pull, chunk.sequence, slot, crc))
 
-    def write_block(self, end: End) -> None:
-        placing, labels = end.writing[0]
-        block = placing.blocks[end.written]
+    def write_block(self, end: End, writing: Writing) -> None:
+        placing = writing.placing
+        block = placing.blocks[writing.written]
         assert self.may_write(end.node, [block]), "a write after the pull's end was reported"
-        end.node.pool[placing.layer][block] = labels[end.written]
-        end.written += 1
-        if end.written < len(placing.blocks):
+        end.node.pool[placing.layer][block] = self.label(end, writing)
+        writing.written += 1
+        if writing.written < len(placing.blocks):
             return
-        end.writing.popleft()
-        end.written = 0
+        end.writing.remove(writing)
         crc = crc_of([end.node.pool[placing.layer][block] for block in placing.blocks])
-        if placing.slot < 0:
+        if writing.labels is not None and placing.slot < 0:
             end.payload = None
         end.node.step(core.Placed(end.connection, placing.pull, placing.sequence, placing.slot, crc))
+
+    def label(self, end: End, writing: Writing) -> Label:
+        if writing.labels is not None:
+            return writing.labels[writing.written]
+        assert end.peer is not None
+        return end.peer.node.pool[writing.placing.layer][writing.placing.where[writing.written]]
 
     def tick(self, duration_s: float) -> None:
         self.now_s += duration_s

@@ -21,6 +21,7 @@ from baton_native._core import (
     Discard,
     ExtendLease,
     FrameArrived,
+    Granted,
     OfferBackend,
     OpenLease,
     Options,
@@ -60,6 +61,7 @@ Event: TypeAlias = (
     | FrameArrived
     | DataArrived
     | Served
+    | Granted
     | Placed
     | PlacingStopped
     | BackendOffered
@@ -104,6 +106,7 @@ __all__ = [
     "Event",
     "ExtendLease",
     "FrameArrived",
+    "Granted",
     "OfferBackend",
     "OpenLease",
     "Options",
