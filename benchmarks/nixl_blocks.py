@@ -6,6 +6,9 @@ A line of JSON says the shape: layers, blocks, block_bytes, the order on both si
 transfer of its own. Each "run" after it reads everything once and answers with wall and CPU seconds.
 """
 
+# NIXL is not among this project's packages.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import json

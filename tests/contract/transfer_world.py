@@ -20,7 +20,7 @@ LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 2, 64, 4, 100
 TERMINAL = {"pull_done", "pull_failed"}
 SLOTS = 2
 CHUNKS = 14
-"""Of a whole pull, a block each: an honest sink never has more in flight, so a source that counts more has lost some."""
+"""Of a whole pull, a block each: no honest sink has more in flight, so a source that counts more has lost some."""
 
 
 def crc_of(labels: list[Label]) -> int:
