@@ -165,7 +165,8 @@ async def test_a_rolling_restart_of_everything_drops_nothing(cluster: Cluster) -
         assert set(answers) == {expected[prompt]}
     assert " 0 answers" not in leaving_line(cluster, "gateway-0"), "there were streams to finish"
     assert seen.cancels["moved"], "answers that would have outlasted their worker"
-    assert set(seen.cancels) <= {"moved", "busy"}, "nothing else was needed"
+    # A digest that crosses a move still names the attempt that was moved: it is disowned a second time.
+    assert set(seen.cancels) <= {"moved", "busy", "not wanted any more"}, "nothing else was needed"
 
 
 async def small(cluster: Cluster, *workers: str, drain_s: float, prefill_flags: Sequence[str] = ()) -> Clients:
