@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from threading import Thread
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -20,8 +21,10 @@ from baton.messages import SpanRecord
 
 log = logging.getLogger(__name__)
 
-EXPORT_TIMEOUT_S: Final = 1.0
-"""Of one batch; with the pause below also about what a collector that hangs can delay the end of a service."""
+EXPORT_TIMEOUT_S: Final = 10.0
+"""Of one batch, in a thread of its own: a collector that is slow for a while loses nothing."""
+CLOSE_TIMEOUT_S: Final = 1.0
+"""What a collector that hangs can delay the end of a service."""
 PAUSE_S: Final = 5.0
 QUEUE_SPANS_MAX: Final = 4096
 BATCH_SPANS_MAX: Final = 512
@@ -64,8 +67,10 @@ class Collector:
         self._processor.on_end(_readable(record, self._resource))
 
     def close(self) -> None:
-        """Send what is left; a collector that does not answer gets about a second."""
-        self._processor.shutdown()
+        """Send what is left, for as long as `CLOSE_TIMEOUT_S`."""
+        last = Thread(target=self._processor.shutdown, name="last traces", daemon=True)
+        last.start()
+        last.join(CLOSE_TIMEOUT_S)
 
 
 class Patient(SpanExporter):

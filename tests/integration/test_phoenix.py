@@ -137,7 +137,7 @@ async def cluster(tmp_path: Path, phoenix: Phoenix, monkeypatch: pytest.MonkeyPa
 
 async def stored(phoenix: Phoenix, answer: Answer, *legs: str) -> Trace:
     """Return an answer's trace as Phoenix has it, once the request's span and those of all `legs` are there."""
-    give_up_at_s = time.monotonic() + 30
+    give_up_at_s = time.monotonic() + 60
     while True:
         spans = await asyncio.to_thread(phoenix.spans)
         roots = [span.trace for span in spans if _request_id(span) == answer.request_id]
