@@ -15,10 +15,15 @@ def block_bytes(pair: Pair) -> int:
     return pair.decode.facts["kv_bytes_per_token"] * BLOCK
 
 
+def bytes_of_done_pulls(pair: Pair) -> int:
+    """As the metrics count them: without what failed pulls had moved."""
+    return sum(totals["moved_bytes"] for totals in pair.decode.ask("transfers")["pulls"].get("done", {}).values())
+
+
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair, tokens: int) -> None:
     ids = prompt(tokens, seed=tokens)
-    before = pair.decode.ask("load")
+    before, done_before = pair.decode.ask("load"), bytes_of_done_pulls(pair)
     output, last = pair.disaggregated(ids, 24)
     after = pair.decode.ask("load")
     assert output == pair.aggregated(ids, 24)
@@ -28,10 +33,7 @@ def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair
     assert last["cached_tokens"] == 0
     assert last["transferred_bytes"] == -(-(tokens - 1) // BLOCK) * block_bytes(pair)
     assert after["bytes_pulled"] - before["bytes_pulled"] == last["transferred_bytes"]
-    transfers = pair.decode.ask("transfers")
-    (totals,) = transfers["pulls"]["done"].values()
-    assert totals["moved_bytes"] == after["bytes_pulled"] == transfers["agents"]["pulled_bytes"]
-    assert totals["moving_s"] > 0
+    assert bytes_of_done_pulls(pair) - done_before == last["transferred_bytes"]
     assert pair.prefill.ask("transfers")["agents"]["served_bytes"] > 0
 
 
