@@ -15,15 +15,15 @@ def block_bytes(pair: Pair) -> int:
     return pair.decode.facts["kv_bytes_per_token"] * BLOCK
 
 
-def bytes_of_done_pulls(pair: Pair) -> int:
+def sum_of_done_pulls(pair: Pair, figure: str) -> float:
     """As the metrics count them: without what failed pulls had moved."""
-    return sum(totals["moved_bytes"] for totals in pair.decode.ask("transfers")["pulls"].get("done", {}).values())
+    return sum(totals[figure] for totals in pair.decode.ask("transfers")["pulls"].get("done", {}).values())
 
 
 @pytest.mark.parametrize("tokens", [33, 200, 1500])
 def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair, tokens: int) -> None:
     ids = prompt(tokens, seed=tokens)
-    before, done_before = pair.decode.ask("load"), bytes_of_done_pulls(pair)
+    before, done_before = pair.decode.ask("load"), sum_of_done_pulls(pair, "moved_bytes")
     output, last = pair.disaggregated(ids, 24)
     after = pair.decode.ask("load")
     assert output == pair.aggregated(ids, 24)
@@ -33,7 +33,8 @@ def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair
     assert last["cached_tokens"] == 0
     assert last["transferred_bytes"] == -(-(tokens - 1) // BLOCK) * block_bytes(pair)
     assert after["bytes_pulled"] - before["bytes_pulled"] == last["transferred_bytes"]
-    assert bytes_of_done_pulls(pair) - done_before == last["transferred_bytes"]
+    assert sum_of_done_pulls(pair, "moved_bytes") - done_before == last["transferred_bytes"]
+    assert sum_of_done_pulls(pair, "moving_s") > 0
     assert pair.prefill.ask("transfers")["agents"]["served_bytes"] > 0
 
 
