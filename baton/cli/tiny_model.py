@@ -43,7 +43,7 @@ CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TRAINING_FILES_MAX: Final = 150
+TRAINING_FILES_MAX: Final = 40
 
 
 def make_tiny_model(folder: Path, *, arch: Arch = "qwen3", dtype: Dtype = "bfloat16", seed: int = 0) -> None:

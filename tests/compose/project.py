@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,18 +22,19 @@ from tests.servers import free_port
 ROOT = Path(__file__).parent.parent.parent
 STAND_INS = Path(__file__).parent / "stand_ins.sh"
 BASE_IMAGE = "python:3.11-slim-bookworm"
+SETTINGS = {*re.findall(r"^#?([A-Z_]+)=", (ROOT / ".env.example").read_text(), re.M)} - {"WHEELS", "TORCH_INDEX_URL"}
 HEALTHY_TIMEOUT_S = 120.0
 READ_METRICS = (
     "import urllib.request as u; print(u.urlopen('http://127.0.0.1:9000/metrics', timeout=3).read().decode())"
 )
 
 
-def docker(*arguments: str, timeout_s: float = 60.0, environ: Mapping[str, str] | None = None) -> str:
-    """Run docker and return what it prints. Raises RuntimeError with its words."""
+def docker(*arguments: str, timeout_s: float = 60.0, environ: Mapping[str, str | None] | None = None) -> str:
+    """Run docker and return what it prints; None takes a variable away. Raises RuntimeError with its words."""
     done = subprocess.run(
         ["docker", *arguments],
         cwd=ROOT,
-        env={**os.environ, **(environ or {})},
+        env={name: value for name, value in {**os.environ, **(environ or {})}.items() if value is not None},
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -95,8 +97,10 @@ class Project:
         return f"http://127.0.0.1:{self.port}"
 
     def compose(self, *arguments: str, timeout_s: float = 120.0) -> str:
-        environ = {**self.settings, "PORT": str(self.port), "COMPOSE_PROJECT_NAME": self.name}
-        return docker("compose", *arguments, timeout_s=timeout_s, environ=environ)
+        # Settings come from here alone: not from .env, and not from the shell or make, save where a build finds wheels.
+        named = {"PORT": str(self.port), "COMPOSE_PROJECT_NAME": self.name}
+        environ = {**dict.fromkeys(SETTINGS, None), **self.settings, **named}
+        return docker("compose", "--env-file", os.devnull, *arguments, timeout_s=timeout_s, environ=environ)
 
     def containers(self, service: str) -> list[str]:
         return self.compose("ps", "-q", service).split()
