@@ -32,10 +32,11 @@ from tests.traced_cluster import SERVICES
 
 OUTPUT_TOKENS = 200
 CONCURRENCY = 16
-ROUND_REQUESTS = 16
 PROMPT = "the quick brown fox jumps over the lazy dog " * 40
 OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "running_max": CONCURRENCY, "blocks": 4096}
 SPEEDS = {"engines as in life": 1.0, "engines that take no time": 100.0}
+ROUND_REQUESTS = {1.0: 16, 100.0: 64}
+"""By speed, so that a round takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class Load:
     cluster: Cluster
     client: httpx.AsyncClient
 
-    async def round_tokens_per_s(self, number: int) -> float:
+    async def round_tokens_per_s(self, number: int, requests: int) -> float:
         """Return the rate of one round, whose prompts nobody has cached."""
-        waiting = iter(range(ROUND_REQUESTS))
+        waiting = iter(range(requests))
         began_s = time.monotonic()
 
         async def ask() -> None:
@@ -61,7 +62,7 @@ class Load:
                 assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]"), answer.text[-500:]
 
         await asyncio.gather(*(ask() for _ in range(CONCURRENCY)))
-        return ROUND_REQUESTS * OUTPUT_TOKENS / (time.monotonic() - began_s)
+        return requests * OUTPUT_TOKENS / (time.monotonic() - began_s)
 
     def cpu_s(self) -> float:
         """Return the processor time that all services together have used."""
@@ -112,12 +113,12 @@ async def measure(folder: Path, collector: Collector, speed: float, rounds: int)
         plain = await start(stack, folders[1], model, speed, off)
         rates: dict[Load, list[float]] = {traced: [], plain: []}
         for load in rates:
-            await load.round_tokens_per_s(0)  # Warms everything up.
+            await load.round_tokens_per_s(0, CONCURRENCY)  # Warms everything up.
         cpu_s = {load: load.cpu_s() for load in rates}
         for number in range(1, rounds + 1):
             # Each goes first in half of the rounds.
             for load in (traced, plain) if number % 2 else (plain, traced):
-                rates[load].append(await load.round_tokens_per_s(number))
+                rates[load].append(await load.round_tokens_per_s(number, ROUND_REQUESTS[speed]))
         one, other = (Measured(rates[load], load.cpu_s() - cpu_s[load]) for load in (traced, plain))
         return one, other
 
@@ -134,7 +135,9 @@ def main() -> None:
             spans = collector.spans
         rates = [statistics.median(one.tokens_per_s) for one in (traced, plain)]
         ratios = [one / other for one, other in zip(traced.tokens_per_s, plain.tokens_per_s, strict=True)]
-        cpu_ms = [one.cpu_s * 1e6 / (arguments.rounds * ROUND_REQUESTS * OUTPUT_TOKENS) for one in (traced, plain)]
+        cpu_ms = [
+            one.cpu_s * 1e6 / (arguments.rounds * ROUND_REQUESTS[speed] * OUTPUT_TOKENS) for one in (traced, plain)
+        ]
         requests = sum("baton.request_id" in span.attributes for span in spans)
         rows += [
             Row.against(f"{name}: output tokens", "tokens/s", rates[0], off=rates[1]),
@@ -143,7 +146,8 @@ def main() -> None:
             Row(name=f"{name}: spans received per request", unit="spans", ours=len(spans) / requests),
         ]
     notes = (
-        f"medians of {arguments.rounds} interleaved rounds of {ROUND_REQUESTS} answers of {OUTPUT_TOKENS} tokens, "
+        f"medians of {arguments.rounds} interleaved rounds of {' or '.join(map(str, ROUND_REQUESTS.values()))} answers "
+        f"of {OUTPUT_TOKENS} tokens, "
         f"{CONCURRENCY} at a time; the load and the collector run on the same cores; the machine's load was "
         f"{load_before:.1f} before"
     )

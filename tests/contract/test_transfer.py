@@ -106,7 +106,7 @@ def test_blocks_in_any_order(source: Node, sink: Node) -> None:
     assert sink.gaps_are_untouched()
 
 
-@pytest.mark.parametrize("block_bytes", [64, 4096, 3 << 20])
+@pytest.mark.parametrize("block_bytes", [64, 4096, 5 << 18])
 def test_small_and_large_blocks(make_node: MakeNode, block_bytes: int) -> None:
     source, sink = make_node(block_bytes=block_bytes), make_node(block_bytes=block_bytes)
     source.offer(KEY, SOURCE_BLOCKS)

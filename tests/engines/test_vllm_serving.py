@@ -189,3 +189,15 @@ async def test_without_another_prefill_worker_it_is_a_typed_error_or_no_matter(
         assert await tell(client, len(STRIKES), mode="auto")
     finally:
         cluster.services[name].signal(signal.SIGCONT)
+
+
+@pytest.mark.timeout(120)
+async def test_workers_that_are_told_to_end_finish_their_answer(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    await cluster.wait_ready()
+    whole = await tell(client, 0, mode="never")
+    answer = asyncio.create_task(tell(client, 0))
+    await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+    workers = [cluster.services.pop(name) for name in list(cluster.services) if name.startswith(("prefill", "decode"))]
+    ends = asyncio.gather(*(worker.end(grace_s=40.0) for worker in workers))
+    assert await answer == whole
+    assert await ends == [0] * len(workers)

@@ -180,6 +180,7 @@ async def test_a_slow_index_delays_nobody_else(gateway: Gateway) -> None:
         async with asyncio.timeout(0.5):
             placements = await asyncio.gather(*(gateway.place(f"r{number}") for number in range(8)))
         assert all("index did not answer" in placement.reason for placement in placements)
+        gateway.index_delay_s = 0.0  # It answers one after the other, and is waited for at the end.
 
 
 async def test_a_burst_between_two_heartbeats_is_spread_and_then_refused(gateway: Gateway) -> None:
@@ -244,4 +245,5 @@ async def test_too_many_at_once_are_refused(gateway: Gateway) -> None:
         answers = await asyncio.gather(*(gateway.ask(place(f"r{number}")) for number in range(5)))
         codes = [answer.error.code for answer in answers if isinstance(answer, Refused)]
         assert codes == ["overloaded"] * 3
+        gateway.index_delay_s = 0.0
         await gateway.place("later")

@@ -49,7 +49,10 @@ def test_a_collector_that_is_down_is_logged_once_and_found_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export_module, "PAUSE_S", 0.2)
+    monkeypatch.setattr(export_module, "EXPORT_TIMEOUT_S", 0.5)
     monkeypatch.setattr(export_module, "BATCH_INTERVAL_MS", 50.0)
+    monkeypatch.setattr(export_module, "QUEUE_SPANS_MAX", 64)
+    monkeypatch.setattr(export_module, "BATCH_SPANS_MAX", 16)
     caplog.set_level(logging.DEBUG)
     port = free_port()
     tracing = Tracing("gateway", TelemetrySettings(otlp_endpoint=f"http://127.0.0.1:{port}"))
@@ -65,7 +68,7 @@ def test_a_collector_that_is_down_is_logged_once_and_found_again(
             time.sleep(0.02)
 
     until(1)
-    for _ in range(3 * QUEUE_SPANS_MAX):
+    for _ in range(200):
         tracing.start("chat").end()
     time.sleep(1.0)
     assert len(messages()) == 1, "not once per batch, nor per span that is dropped"
