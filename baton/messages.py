@@ -79,6 +79,18 @@ class WorkerAddress(Part, frozen=True, kw_only=True):
     """Endpoint of the transfer agent of each tensor-parallel rank, opaque outside `baton.transfer`."""
 
 
+class Fingerprint(Part, frozen=True, kw_only=True):
+    """What a set of block ids comes to, in whatever order: equal ones mean equal sets, but by a freak of chance."""
+
+    blocks: int = 0
+    ids: bytes = bytes(16)
+    """The sum of the ids as numbers, modulo 2 to the 128, all little-endian."""
+
+    @classmethod
+    def of(cls, ids_sum: int, blocks: int) -> Fingerprint:
+        return cls(blocks=blocks, ids=(ids_sum % (1 << 128)).to_bytes(16, "little"))
+
+
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """What a worker says of itself, on `subjects.HEARTBEAT`, several times a second."""
 
@@ -112,6 +124,9 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """(request, attempt) of everything this worker holds."""
     events_sequence: int = 0
     """Sequence of the newest `KvEvents` sent, so that the index sees a lost tail."""
+    held: Fingerprint | None = None
+    """Of all blocks that the worker holds after event `held_sequence`, which may not have been sent yet."""
+    held_sequence: int = 0
     draining: bool = False
     leaves_in_s: float = 0.0
     """While draining: after this what still runs here is ended."""

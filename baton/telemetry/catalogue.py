@@ -230,8 +230,10 @@ INDEX_MESSAGES: Final = _counter(
 INDEX_DOUBTS: Final = _counter(
     "baton_index_doubts_total",
     KVINDEX,
-    "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats.",
+    "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats, or `drift`: its"
+    " fingerprint was another one though every event had come.",
     "cause",
+    known=("gap", "unknown_parent", "behind", "drift"),
 )
 INDEX_RESYNCS: Final = _counter("baton_index_resyncs_total", KVINDEX, "Workers whose whole shadow map was read.")
 INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")

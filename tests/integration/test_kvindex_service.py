@@ -128,6 +128,30 @@ async def test_a_lost_tail_is_healed_by_heartbeats(nats_url: str, redis_url: str
         assert service.follower.counters.behind == 1
 
 
+@pytest.mark.parametrize("phantom", [False, True])
+async def test_planted_drift_is_found_and_repaired_within_seconds(
+    nats_url: str, redis_url: str, prefix: str, bus: NatsBus, phantom: bool
+) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix) as service:
+        await worker.store("abcd")
+        await until_held(bus, worker, "abcd", 4)
+        planted = chain("xyz") if phantom else chain("ab")[16:]
+        await asyncio.sleep(0.3)
+        assert service.follower.counters.drifts == 0
+        index = service.follower._trees.assign(worker.name, MODEL)  # pyright: ignore[reportPrivateUsage]
+        if phantom:
+            index.store(worker.name, b"", planted)
+        else:
+            index.remove(worker.name, planted)
+        await until(lambda: service.follower.counters.resyncs == 1, within_s=2.0)
+        assert service.follower.counters.drifts == 1
+        await until_held(bus, worker, "abcd", 4)
+        await until_held(bus, worker, "xyz", 0)
+        await asyncio.sleep(0.3)
+        assert service.follower.counters.drifts == 1, "it agrees again"
+    assert await written(redis_url, prefix, worker) == worker.held
+
+
 async def test_a_goodbye_and_silence_drop_a_worker(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
     async with working(bus) as leaving, working(bus) as stalling, indexing(nats_url, redis_url, prefix):
         for worker in (leaving, stalling):

@@ -5,27 +5,43 @@ the pages. Per worker:
 
     events with the next sequence ──▶ applied          an older sequence, an older generation ──▶ dropped
     a gap, an unknown parent, a malformed event, a heartbeat that names an event which did not come within
-    `behind_s`, a worker first seen that already has sent events ──▶ NEEDED ──▶ RUNNING ──▶ pages replace all
-    that it held ──▶ events that came meanwhile are applied on top ──▶ NO
+    `behind_s`, a worker first seen that already has sent events, a fingerprint that differs
+    ──▶ NEEDED ──▶ RUNNING ──▶ pages replace all that it held ──▶ events that came meanwhile are applied on top ──▶ NO
 
 Storing and removing are idempotent and the last word on a block wins. So pages may be read while the worker
 changes: everything after the first page's sequence is applied again.
+Heartbeats carry a fingerprint of all that the worker holds after one of its events. It is compared once exactly that
+event was applied; where it differs, what is held here has drifted without a word, and the worker is read anew.
 A new generation, a Goodbye or silence drops what the worker held at once.
 """
 
 from __future__ import annotations
 
 import enum
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import MalformedMessage
-from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, Heartbeat, KvEvents, ShadowPage, WorkerAddress
+from baton.messages import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Fingerprint,
+    Heartbeat,
+    KvEvents,
+    ShadowPage,
+    WorkerAddress,
+)
 from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
 from baton_kvindex.index import ID_BYTES, Index, IndexSize, Run, UnknownParent
 from baton_kvindex.trees import Trees
 
+logger = logging.getLogger(__name__)
+
+DRIFT_DOUBLINGS_MAX = 6
+"""Of the time between two resyncs of one worker, while they do not help."""
 GONE_WORKERS_MAX = 4096
 """How many workers that said Goodbye are remembered, so that their late events are not taken for a new life."""
 
@@ -58,6 +74,8 @@ class Counters:
     """Removals of blocks that the worker did not hold here."""
     malformed: int = 0
     behind: int = 0
+    drifts: int = 0
+    """Workers that held something else than was held here of them, though every event had come."""
     resyncs: int = 0
 
 
@@ -82,6 +100,13 @@ class _Worker:
     resync: _Resync = _Resync.NO
     resync_from_s: float = 0.0
     """When the next resync may start."""
+    claimed: Fingerprint | None = None
+    """What a heartbeat said that the worker holds after event `claimed_sequence`, which is still to be compared."""
+    claimed_sequence: int = 0
+    agreed_sequence: int | None = None
+    """The newest event after which both held the same; None: not since this life began, or since they differed."""
+    drifts: int = 0
+    """Since they last held the same."""
     doubted: bool = False
     """An event made no sense, so what is held is wrong somewhere: nothing more is applied before the resync."""
     waiting: list[KvEvents] = field(default_factory=list[KvEvents])
@@ -172,6 +197,9 @@ class Follower:
         if known.sequence >= known.expected:
             known.expected = heartbeat.events_sequence if heartbeat.events_sequence > known.sequence else 0
             known.expected_since_s = now_s
+        if known.claimed is None or known.sequence > known.claimed_sequence:
+            known.claimed, known.claimed_sequence = heartbeat.held, heartbeat.held_sequence
+        self._compare(address.worker, known)
 
     def on_goodbye(self, address: WorkerAddress) -> None:
         known = self._workers.get(address.worker)
@@ -216,7 +244,9 @@ class Follower:
         for worker, known in self._workers.items():
             if known.resync is _Resync.NEEDED and known.live and now_s >= known.resync_from_s:
                 known.resync = _Resync.RUNNING
-                known.resync_from_s = now_s + self._options.resync_interval_s
+                # A fingerprint that stays wrong would have a large worker read for ever.
+                waits = 2 ** min(known.drifts, DRIFT_DOUBLINGS_MAX)
+                known.resync_from_s = now_s + self._options.resync_interval_s * waits
                 due.append(WorkerAddress(worker=worker, generation=known.generation))
         return due
 
@@ -243,6 +273,7 @@ class Follower:
         known.resync = _Resync.NO
         known.doubted = False
         self._take_waiting(known)
+        self._compare(address.worker, known)
 
     def on_resync_failed(self, address: WorkerAddress) -> None:
         """Try again later, unless what came meanwhile makes up for it."""
@@ -313,6 +344,27 @@ class Follower:
         elif known.sequence >= known.expected:
             # What a resync would have brought has come by itself.
             known.resync = _Resync.NO
+        self._compare(message.worker, known)
+
+    def _compare(self, worker: str, known: _Worker) -> None:
+        """Compare what is held here with what the worker said, once both speak of the same event."""
+        if known.claimed is None or known.sequence != known.claimed_sequence:
+            return
+        if known.doubted or known.resync is not _Resync.NO:
+            return
+        claimed, known.claimed = known.claimed, None
+        held = self._trees.fingerprint(worker)
+        if held == claimed:
+            known.agreed_sequence, known.drifts = known.sequence, 0
+            return
+        logger.warning(
+            "%s holds %d blocks after event %d, here it holds %d, or others: it is read anew",
+            *(worker, claimed.blocks, known.sequence, held.blocks),
+        )
+        self.counters.drifts += 1
+        known.agreed_sequence = None
+        known.drifts += 1
+        known.resync = _Resync.NEEDED
 
     def _apply(self, message: KvEvents) -> bool:
         """Apply one message's events; return whether all of them made sense."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from baton.errors import BatonError, MalformedMessage
-from baton.messages import BlocksStored
+from baton.messages import BlocksStored, Fingerprint
 
 ID_BYTES: Final = 16
 RUN_BLOCKS_MAX: Final = 1 << 20
@@ -88,6 +88,10 @@ class Index(Protocol):
 
     def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
         """Return all that `worker` holds on a tier as runs, in any order; counted copies as runs of their own."""
+        ...
+
+    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+        """Return what all blocks that `worker` holds on a tier come to, copies not counted."""
         ...
 
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:

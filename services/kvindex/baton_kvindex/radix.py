@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import baton_native
 
 from baton.errors import MalformedMessage
+from baton.messages import Fingerprint
 from baton_kvindex import index
 from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent
 
@@ -68,6 +69,10 @@ class _NativeIndex:
     def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
         runs = self._native.dump(worker, tier is Tier.HISTORY)
         return [Run(parent=parent, blocks=blocks) for parent, blocks in runs]
+
+    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+        ids, blocks = self._native.sum(worker, tier is Tier.HISTORY)
+        return Fingerprint(blocks=blocks, ids=ids)
 
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
         try:

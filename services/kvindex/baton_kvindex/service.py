@@ -131,6 +131,7 @@ class IndexService:
             ("gap", counters.gaps),
             ("unknown_parent", counters.unknown_parents),
             ("behind", counters.behind),
+            ("drift", counters.drifts),
         ):
             yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
 

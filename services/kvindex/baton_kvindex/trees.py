@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from baton.messages import Fingerprint
 from baton_kvindex.index import Index, IndexSize, Run, check_ids
 
 
@@ -35,6 +36,10 @@ class Trees:
     def dump(self, worker: str) -> list[Run]:
         model_digest = self._model_of.get(worker)
         return [] if model_digest is None else self._indexes[model_digest].dump(worker)
+
+    def fingerprint(self, worker: str) -> Fingerprint:
+        model_digest = self._model_of.get(worker)
+        return Fingerprint() if model_digest is None else self._indexes[model_digest].fingerprint(worker)
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         """Return the leading blocks that each worker holds. Raises MalformedMessage for a broken run."""
