@@ -360,7 +360,7 @@ class LossyStream(RuleBasedStateMachine):
         """Once the stream is quiet, heartbeats and resyncs alone bring the index to what the worker holds."""
         for address, _ in self.resyncs:
             self.follower.on_resync_failed(address)
-        for _ in range(12):
+        for _ in range(140):  # Drift that was planted many times in a row is looked for ever more seldom.
             self.now_s += 0.25
             self.follower.on_heartbeat(self.worker.heartbeat(), self.now_s)
             self.follower.on_tick(self.now_s)

@@ -197,7 +197,7 @@ class Follower:
         if known.sequence >= known.expected:
             known.expected = heartbeat.events_sequence if heartbeat.events_sequence > known.sequence else 0
             known.expected_since_s = now_s
-        if known.claimed is None or known.sequence > known.claimed_sequence:
+        if known.claimed is None or known.sequence >= known.claimed_sequence:
             known.claimed, known.claimed_sequence = heartbeat.held, heartbeat.held_sequence
         self._compare(address.worker, known)
 
@@ -352,11 +352,12 @@ class Follower:
             return
         if known.doubted or known.resync is not _Resync.NO:
             return
-        claimed, known.claimed = known.claimed, None
-        held = self._trees.fingerprint(worker)
+        claimed, held = known.claimed, self._trees.fingerprint(worker)
         if held == claimed:
+            known.claimed = None
             known.agreed_sequence, known.drifts = known.sequence, 0
             return
+        # The claim stays, for what the resync brings.
         logger.warning(
             "%s holds %d blocks after event %d, here it holds %d, or others: it is read anew",
             *(worker, claimed.blocks, known.sequence, held.blocks),
