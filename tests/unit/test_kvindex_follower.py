@@ -112,7 +112,7 @@ def test_events_that_merely_lag_behind_heartbeats_cause_no_resync() -> None:
     for number, message in enumerate(late[1:], 2):
         now_s += 0.25
         worker.sequence = number
-        follower.on_heartbeat(worker.heartbeat(), now_s)
+        follower.on_heartbeat(replace(worker.heartbeat(), held=None), now_s)
         follower.on_tick(now_s)
         follower.on_events(message, 0, now_s + 0.2)
     assert follower.counters.behind == 0
@@ -259,6 +259,17 @@ def test_drift_is_found_by_the_next_heartbeat_and_repaired(dropped: str, phantom
     follower.on_heartbeat(worker.heartbeat(), 0.4)
     assert (follower.counters.drifts, follower.counters.resyncs) == (1, 1)
     assert follower.settled()
+
+
+def test_events_that_go_on_do_not_put_off_the_repair_of_drift() -> None:
+    follower, worker = make_follower(), Cache()
+    follower.on_heartbeat(worker.heartbeat(), 0.0)
+    follower.on_events(worker.stored("abc"), 0, 0.0)
+    drift(follower, phantoms=chain("x"))
+    follower.on_heartbeat(worker.heartbeat(), 0.1)
+    follower.on_events(worker.stored("abcd"), 0, 0.1)
+    assert resync_due(follower, worker, 0.1) == 1
+    assert holdings(follower) == worker.held
 
 
 def test_a_fingerprint_is_compared_after_exactly_its_event() -> None:

@@ -341,8 +341,8 @@ class Follower:
         known.sequence = message.sequence
         if known.doubted:
             known.resync = _Resync.NEEDED
-        elif known.sequence >= known.expected:
-            # What a resync would have brought has come by itself.
+        elif known.sequence >= known.expected and not known.drifts:
+            # What a resync would have brought has come by itself; no event makes up for drift.
             known.resync = _Resync.NO
         self._compare(message.worker, known)
 
