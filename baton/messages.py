@@ -166,6 +166,8 @@ class Candidate(Part, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """On the worker that would prefill."""
     decode_cached_tokens: int = 0
+    coming_tokens: int = 0
+    """Of `cached_tokens`: those that an attempt placed there before has still to compute."""
     predicted_ttft_s: float
     predicted_token_interval_s: float = 0.0
 
@@ -195,6 +197,17 @@ class Match(Message, tag="match", frozen=True, kw_only=True):
 class Matched(Message, tag="matched", frozen=True, kw_only=True):
     held: dict[str, int]
     """Worker → number of leading blocks it holds; workers that hold none are left out."""
+    coming: dict[str, int] = {}
+    """The same once what was placed there lately is computed; only where that is more than it holds."""
+
+
+class Placed(Message, tag="placed", frozen=True, kw_only=True):
+    """Scheduler to every kvindex: these workers will soon hold this prompt. May be lost: it is a hint."""
+
+    context: Context
+    model_digest: str
+    blocks: bytes
+    workers: tuple[WorkerAddress, ...]
 
 
 # ---------------------------------------------------------------- the attempt
@@ -522,6 +535,7 @@ AnyMessage = (
     | Refused
     | Match
     | Matched
+    | Placed
     | TokenChunk
     | PrefillTask
     | DecodeTask

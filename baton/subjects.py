@@ -16,6 +16,9 @@ PLACE: Final = "baton.place"
 MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
 
+PLACED: Final = "baton.placed"
+"""Scheduler to every index: `Placed`."""
+
 TRACES: Final = "baton.traces"
 """To every service: `TraceQuery`, `TraceWanted`."""
 

@@ -221,6 +221,9 @@ INDEX_BLOCKS: Final = _gauge(
 )
 INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
 INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
+INDEX_EXPECTED: Final = _gauge(
+    "baton_index_expected_blocks", KVINDEX, "Blocks of prompts that were placed on workers and are not held there yet."
+)
 INDEX_MESSAGES: Final = _counter(
     "baton_index_messages_total",
     KVINDEX,

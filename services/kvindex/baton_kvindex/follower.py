@@ -20,7 +20,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import MalformedMessage
@@ -31,11 +31,13 @@ from baton.messages import (
     Fingerprint,
     Heartbeat,
     KvEvents,
+    Placed,
     ShadowPage,
     WorkerAddress,
 )
 from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
-from baton_kvindex.index import ID_BYTES, Index, IndexSize, Run, UnknownParent
+from baton_kvindex.index import ID_BYTES, IndexSize, NewIndex, Run, UnknownParent, check_ids
+from baton_kvindex.speculation import Expectation, Speculation
 from baton_kvindex.trees import Trees
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,10 @@ class FollowerOptions:
     """An event that a heartbeat named and that did not come for this long is lost."""
     resync_interval_s: float = 0.5
     """The least time between two resyncs of one worker."""
+    listed_after_s: float = 0.25
+    """A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
+    expected_blocks_max: int = 1 << 18
+    """Blocks of all prompts that were placed and are not held yet."""
     waiting_events_max: int = 4096
     """Messages of one worker that are kept while its resync runs."""
 
@@ -77,6 +83,8 @@ class Counters:
     drifts: int = 0
     """Workers that held something else than was held here of them, though every event had come."""
     resyncs: int = 0
+    unknown_workers: int = 0
+    """Placements on workers, or lives of them, that are not known here."""
 
 
 class _Resync(enum.Enum):
@@ -113,10 +121,13 @@ class _Worker:
 
 
 class Follower:
-    def __init__(self, new_index: Callable[[], Index], options: FollowerOptions, journal: Journal) -> None:
+    def __init__(self, new_index: NewIndex, options: FollowerOptions, journal: Journal) -> None:
         self._options = options
         self._journal = journal
         self._trees = Trees(new_index)
+        self._speculation = Speculation(
+            new_index, blocks_max=options.expected_blocks_max, listed_after_s=options.listed_after_s
+        )
         self._workers: dict[str, _Worker] = {}
         self._gone: OrderedDict[str, int] = OrderedDict()
         """Worker → the generation that said Goodbye."""
@@ -129,6 +140,15 @@ class Follower:
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         return self._trees.match(model_digest, blocks)
+
+    def coming(self, model_digest: str, blocks: bytes) -> dict[str, int]:
+        """Return the leading blocks that workers will hold when what was placed on them is computed."""
+        return self._speculation.match(model_digest, blocks)
+
+    @property
+    def expected_blocks(self) -> int:
+        """Blocks of prompts that were placed, and are not held yet."""
+        return self._speculation.blocks
 
     def state_of(self, worker: str) -> WorkerState | None:
         known = self._workers.get(worker)
@@ -200,6 +220,24 @@ class Follower:
         if known.claimed is None or known.sequence >= known.claimed_sequence:
             known.claimed, known.claimed_sequence = heartbeat.held, heartbeat.held_sequence
         self._compare(address.worker, known)
+        self._speculation.on_heartbeat(address.worker, heartbeat.attempts, now_s)
+
+    def on_placed(self, placed: Placed, now_s: float) -> None:
+        """Expect that the workers will hold the prompt. Raises MalformedMessage for a broken run."""
+        check_ids(placed.blocks)
+        expectation = Expectation(
+            attempt=placed.context.attempt,
+            model_digest=placed.model_digest,
+            blocks=placed.blocks,
+            placed_s=now_s,
+            until_s=now_s + placed.context.budget_s,
+        )
+        for address in placed.workers:
+            known = self._workers.get(address.worker)
+            if known is None or (known.generation, known.model_digest) != (address.generation, placed.model_digest):
+                self.counters.unknown_workers += 1
+            else:
+                self._speculation.expect(address.worker, placed.context.request, expectation)
 
     def on_goodbye(self, address: WorkerAddress) -> None:
         known = self._workers.get(address.worker)
@@ -315,6 +353,7 @@ class Follower:
     def _drop(self, worker: str) -> None:
         if self._workers.pop(worker, None) is not None:
             self._trees.drop(worker)
+            self._speculation.drop(worker)
             self._journal.rewrite(worker)
 
     def _take_waiting(self, known: _Worker) -> None:
@@ -379,11 +418,14 @@ class Follower:
                     case BlocksStored(parent=parent, blocks=blocks):
                         index.store(worker, parent, blocks)
                         self._journal.store(worker, parent, blocks)
+                        self._speculation.on_stored(worker, blocks)
                     case BlocksRemoved(blocks=blocks):
                         self.counters.unknown_blocks += len(blocks) // ID_BYTES - index.remove(worker, blocks)
                         self._journal.remove(worker, blocks)
+                        self._speculation.on_removed(worker, blocks)
                     case BlocksCleared():
                         index.clear(worker)
+                        self._speculation.drop(worker)
                         self._journal.rewrite(worker)
             except UnknownParent:
                 self.counters.unknown_parents += 1

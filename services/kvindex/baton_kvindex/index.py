@@ -101,6 +101,12 @@ class Index(Protocol):
     def size(self) -> IndexSize: ...
 
 
+class NewIndex(Protocol):
+    """A class that implements `Index`."""
+
+    def __call__(self, *, counts_copies: bool = False) -> Index: ...
+
+
 def check_ids(blocks: bytes) -> int:
     """Return the number of ids in `blocks`. Raises MalformedMessage where that is no whole number."""
     count, rest = divmod(len(blocks), ID_BYTES)

@@ -20,6 +20,7 @@ from baton.messages import (
     KvEvents,
     Match,
     Matched,
+    Placed,
     Refused,
     ShadowPage,
     ShadowQuery,
@@ -85,6 +86,8 @@ class IndexService:
             self.follower.restore(await self._load(), self._clock.now_s())
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
+            placed = await self._bus.subscribe(subjects.PLACED, self._on_placed)
+            stack.push_async_callback(placed.unsubscribe)
             events = await self._bus.follow(
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.follower.stream_sequence
             )
@@ -115,6 +118,7 @@ class IndexService:
         yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
         yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
         yield Reading(catalogue.INDEX_WORKERS, size.workers)
+        yield Reading(catalogue.INDEX_EXPECTED, follower.expected_blocks)
         yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
@@ -145,9 +149,18 @@ class IndexService:
         with self._tracing.span("match", parent=message.context.trace, kind=SpanKind.SERVER) as span:
             started_s = self._clock.now_s()
             held = self.follower.match(message.model_digest, message.blocks)
+            hoped = self.follower.coming(message.model_digest, message.blocks)
             self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
             span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
-            await delivery.respond(Matched(held=held))
+            coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
+            await delivery.respond(Matched(held=held, coming=coming))
+
+    async def _on_placed(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Placed() as placed:
+                self.follower.on_placed(placed, self._clock.now_s())
+            case other:
+                raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:
