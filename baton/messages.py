@@ -210,6 +210,16 @@ class Placed(Message, tag="placed", frozen=True, kw_only=True):
     workers: tuple[WorkerAddress, ...]
 
 
+class Audited(Message, tag="audited", frozen=True, kw_only=True):
+    """Gateway to every kvindex: what a placement took a worker to hold of a prompt, and what it held. May be lost."""
+
+    context: Context
+    address: WorkerAddress
+    predicted_tokens: int
+    """What was still to come is not in it."""
+    cached_tokens: int
+
+
 # ---------------------------------------------------------------- the attempt
 
 
@@ -536,6 +546,7 @@ AnyMessage = (
     | Match
     | Matched
     | Placed
+    | Audited
     | TokenChunk
     | PrefillTask
     | DecodeTask

@@ -19,6 +19,9 @@ MATCH: Final = "baton.match"
 PLACED: Final = "baton.placed"
 """Scheduler to every index: `Placed`."""
 
+AUDITS: Final = "baton.audits"
+"""Gateway to every index: `Audited`."""
+
 TRACES: Final = "baton.traces"
 """To every service: `TraceQuery`, `TraceWanted`."""
 

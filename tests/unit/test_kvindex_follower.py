@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from baton_kvindex.durable import Journal
-from baton_kvindex.follower import Follower, FollowerOptions
-from baton_kvindex.index import link
+from baton_kvindex.follower import EVENTS_BYTES_MAX, Follower, FollowerOptions
+from baton_kvindex.index import IndexFull, Run, Tier, link, split_ids
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.table import TableIndex
 from baton_kvindex.trees import Trees
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -160,6 +162,49 @@ def test_unknown_parents_and_malformed_events_lead_to_a_resync() -> None:
     follower.on_events(worker.changed(BlocksRemoved(blocks=b"short")), 0, 0.5)
     assert follower.due_resyncs(0.5) == [], "a worker that talks nonsense is queried once an interval"
     assert resync_due(follower, worker, 1.0) == 1
+
+
+def test_each_kind_of_bad_input_is_counted_and_disturbs_nothing_else() -> None:
+    follower, worker, other = make_follower(dead_after_s=10.0), Cache(), Cache("x")
+    for each in (worker, other):
+        follower.on_heartbeat(each.heartbeat(), 0.0)
+        follower.on_events(each.stored("abc"), 0, 0.0)
+    counters = follower.counters
+    foreign = replace(worker.stored("abcd"), model_digest="foreign")
+    follower.on_events(foreign, 5, 0.0)
+    follower.on_heartbeat(replace(worker.heartbeat(), model_digest="foreign"), 0.0)
+    assert counters.foreign_models == 2
+    follower.on_odd_message(6)
+    assert (counters.malformed, follower.stream_sequence) == (1, 6)
+    assert follower.settled()
+    worker.sequence -= 1
+    follower.on_events(worker.changed(BlocksStored(parent=b"", blocks=bytes(EVENTS_BYTES_MAX + 16))), 0, 0.0)
+    assert counters.oversized == 1
+    assert holdings(follower).keys() == set(split_ids(chain("abc"))), "nothing of it was taken"
+    assert resync_due(follower, worker, 0.0) == 1, "what it should have told is read"
+    assert holdings(follower) == worker.held
+    assert holdings(follower, "x") == other.held
+    assert follower.match(MODEL, chain("abc")) == {"w": 3, "x": 3}
+
+
+def test_a_full_index_is_counted_and_serves_what_it_has() -> None:
+    class Full(TableIndex):
+        def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+            if blocks == chain("more"):
+                raise IndexFull("no room")
+            return super().store(worker, parent, blocks, tier)
+
+        def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+            raise IndexFull("no room")
+
+    follower, worker = Follower(Full, FollowerOptions(), Journal(1000)), Cache()
+    follower.on_heartbeat(worker.heartbeat(), 0.0)
+    follower.on_events(worker.stored("abc"), 0, 0.0)
+    follower.on_events(worker.stored("more"), 0, 0.0)
+    assert resync_due(follower, worker, 0.0) == 1
+    assert follower.counters.full == 2
+    assert follower.match(MODEL, chain("abc")) == {"w": 3}
+    assert resync_due(follower, worker, 1.0) == 1, "room may come"
 
 
 def test_a_new_generation_a_goodbye_and_silence_drop_everything_at_once() -> None:

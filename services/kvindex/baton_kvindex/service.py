@@ -15,6 +15,7 @@ from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, BusUnavailable, MalformedMessage, Unavailable
 from baton.messages import (
+    Audited,
     Goodbye,
     Heartbeat,
     KvEvents,
@@ -86,8 +87,9 @@ class IndexService:
             self.follower.restore(await self._load(), self._clock.now_s())
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
-            placed = await self._bus.subscribe(subjects.PLACED, self._on_placed)
-            stack.push_async_callback(placed.unsubscribe)
+            for subject, handler in ((subjects.PLACED, self._on_placed), (subjects.AUDITS, self._on_audited)):
+                hints = await self._bus.subscribe(subject, handler)
+                stack.push_async_callback(hints.unsubscribe)
             events = await self._bus.follow(
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.follower.stream_sequence
             )
@@ -129,6 +131,10 @@ class IndexService:
             ("duplicate", counters.duplicates),
             ("stale", counters.stale),
             ("malformed", counters.malformed),
+            ("oversized", counters.oversized),
+            ("foreign_model", counters.foreign_models),
+            ("unknown_worker", counters.unknown_workers),
+            ("full", counters.full),
         ):
             yield Reading(catalogue.INDEX_MESSAGES, count, (result,))
         for cause, count in (
@@ -136,8 +142,13 @@ class IndexService:
             ("unknown_parent", counters.unknown_parents),
             ("behind", counters.behind),
             ("drift", counters.drifts),
+            ("audit", counters.shortfalls),
         ):
             yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
+
+        for worker, audit in follower.audits():
+            yield Reading(catalogue.INDEX_AUDIT_PREDICTED, audit.predicted_tokens, (worker,))
+            yield Reading(catalogue.INDEX_AUDIT_CACHED, audit.cached_tokens, (worker,))
 
     # ------------------------------------------------------------ messages
 
@@ -162,6 +173,13 @@ class IndexService:
             case other:
                 raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
 
+    async def _on_audited(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Audited() as audited:
+                self.follower.on_audited(audited)
+            case other:
+                raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
+
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:
             case Heartbeat() as heartbeat:
@@ -172,8 +190,11 @@ class IndexService:
                 logger.warning("%s on %s is not for the index", type(other).__name__, delivery.subject)
 
     async def _on_events(self, delivery: Delivery) -> None:
-        if isinstance(delivery.message, KvEvents):
-            self.follower.on_events(delivery.message, delivery.stream_sequence, self._clock.now_s())
+        message = delivery.message
+        if isinstance(message, KvEvents) and delivery.subject == subjects.kv_events(message.worker):
+            self.follower.on_events(message, delivery.stream_sequence, self._clock.now_s())
+        else:
+            self.follower.on_odd_message(delivery.stream_sequence)
 
     # ------------------------------------------------------------ resync
 
