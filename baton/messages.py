@@ -480,6 +480,75 @@ class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
     """0: this was the last page."""
 
 
+class IndexQuery(Message, tag="index_query", frozen=True, kw_only=True):
+    """Anyone to every kvindex, on `subjects.INDEX_QUERIES`: what do you know? Answered by an `IndexReport`."""
+
+    asker: str
+    """Answers go to `subjects.index_answers(asker)`."""
+    prefixes_max: int = 10
+    model_digest: str = ""
+    blocks: bytes = b""
+    """Of a prompt of that model, to be looked for; empty: none."""
+
+
+class IndexedPrefix(Part, frozen=True, kw_only=True):
+    """A prefix, as long as all these workers hold it."""
+
+    last: bytes
+    """Id of its last block."""
+    blocks: int
+    workers: int
+
+
+class IndexedModel(Part, frozen=True, kw_only=True):
+    model_digest: str
+    blocks: int
+    """In memory."""
+    cold_blocks: int = 0
+    """In Redis only."""
+    holdings: int
+    bytes: int
+    nodes: int
+    depth: int
+    """Blocks of the longest prefix."""
+    prefixes: tuple[IndexedPrefix, ...] = ()
+    """The ones that most workers hold; of these the longest."""
+
+
+class IndexedWorker(Part, frozen=True, kw_only=True):
+    worker: str
+    generation: int
+    model_digest: str
+    sequence: int
+    """The newest event that was applied."""
+    held: Fingerprint
+    agreed_sequence: int
+    """The newest event after which the worker held the same; -1: none yet, or not since they differed."""
+    resync: str
+    """`no`, `needed` or `running`."""
+    drifts: int = 0
+    """Since both last held the same."""
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
+    """What one kvindex knows."""
+
+    instance: str
+    writes: bool
+    stream_sequence: int
+    expected_blocks: int = 0
+    counters: dict[str, int] = {}
+    models: tuple[IndexedModel, ...] = ()
+    workers: tuple[IndexedWorker, ...] = ()
+    left_out: int = 0
+    """Workers for which the message had no room."""
+    held: dict[str, int] = {}
+    coming: dict[str, int] = {}
+    """As in `Matched`, of the prompt that was asked for."""
+
+
 class WriterLease(Message, tag="writer_lease", frozen=True, kw_only=True):
     """In a bucket: which of the indexes writes. It is held for as long as it is put anew."""
 
@@ -563,6 +632,8 @@ AnyMessage = (
     | KvEvents
     | ShadowQuery
     | ShadowPage
+    | IndexQuery
+    | IndexReport
     | WriterLease
     | TraceQuery
     | TracePage

@@ -25,6 +25,9 @@ AUDITS: Final = "baton.audits"
 TRACES: Final = "baton.traces"
 """To every service: `TraceQuery`, `TraceWanted`."""
 
+INDEX_QUERIES: Final = "baton.index"
+"""Anyone to every index: `IndexQuery`."""
+
 SCHEDULERS: Final = "schedulers"
 INDEXES: Final = "indexes"
 
@@ -63,3 +66,8 @@ def kv_events(worker: str) -> str:
 def trace_answers(asker: str) -> str:
     """Services to whoever asked for a trace: `TracePage`."""
     return f"baton.trace_answers.{asker}"
+
+
+def index_answers(asker: str) -> str:
+    """Indexes to whoever asked what they know: `IndexReport`."""
+    return f"baton.index_answers.{asker}"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import MalformedMessage
@@ -28,16 +28,16 @@ from baton.messages import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Fingerprint,
     Heartbeat,
     KvEvents,
     Placed,
     ShadowPage,
     WorkerAddress,
 )
-from baton_kvindex.audit import Audit
 from baton_kvindex.counters import Counters
 from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
-from baton_kvindex.index import ID_BYTES, IndexFull, IndexSize, NewIndex, Run, UnknownParent, check_ids
+from baton_kvindex.index import ID_BYTES, Index, IndexFull, IndexSize, NewIndex, Run, UnknownParent, check_ids
 from baton_kvindex.life import Life, Resync
 from baton_kvindex.speculation import Expectation, Speculation
 from baton_kvindex.trees import Trees
@@ -95,9 +95,16 @@ class Follower:
         """Return the leading blocks that workers will hold when what was placed on them is computed."""
         return self._speculation.match(model_digest, blocks)
 
-    def audits(self) -> Iterable[tuple[str, Audit]]:
-        """Return what came of the promises, by worker."""
-        return ((worker, known.audit) for worker, known in self._workers.items())
+    def lives(self) -> Mapping[str, Life]:
+        """Return what is known of each worker."""
+        return self._workers
+
+    def fingerprint(self, worker: str) -> Fingerprint:
+        return self._trees.fingerprint(worker)
+
+    def models(self) -> Mapping[str, Index]:
+        """Return the index of each model."""
+        return self._trees.models()
 
     @property
     def expected_blocks(self) -> int:

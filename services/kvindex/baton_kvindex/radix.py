@@ -27,6 +27,16 @@ class Branch:
     history: Sequence[str]
 
 
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the tree looks like from afar."""
+
+    depth: int
+    """Blocks of the longest prefix."""
+    prefixes: Sequence[tuple[bytes, int, int]]
+    """(last id, blocks, workers) of those that most workers hold, each as long as all of them do."""
+
+
 class _NativeIndex:
     """Safe for several threads: a match waits for one batch of 128 blocks of a change at most."""
 
@@ -117,6 +127,10 @@ class RadixIndex(_NativeIndex):
             raise MalformedMessage(str(error)) from None
         except baton_native.IndexFull as error:
             raise index.IndexFull(str(error)) from None
+
+    def survey(self, prefixes_max: int) -> Survey:
+        """Look at every node of the tree, beside matches; the next change waits for it."""
+        return Survey(*self._tree.survey(prefixes_max))
 
     def tick(self) -> None:
         """Move the clock that `idle` counts by."""

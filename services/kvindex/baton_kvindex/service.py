@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Final
+from uuid import uuid4
 
 from opentelemetry.trace import SpanKind
 
@@ -18,6 +19,7 @@ from baton.messages import (
     Audited,
     Goodbye,
     Heartbeat,
+    IndexQuery,
     KvEvents,
     Match,
     Matched,
@@ -34,6 +36,7 @@ from baton_kvindex.durable import Journal, Saved
 from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.report import make_report
 from baton_kvindex.store import Store, StoreUnavailable
 from baton_kvindex.writer import Writer
 
@@ -65,6 +68,7 @@ class IndexService:
         self._tracing = tracing
         self._settings = settings
         self._resyncs = asyncio.Semaphore(settings.resyncs_max)
+        self._instance = uuid4().hex[:8]
         self._answers = False
         self._writer: Writer | None = None
         self._metrics = metrics
@@ -87,9 +91,13 @@ class IndexService:
             self.follower.restore(await self._load(), self._clock.now_s())
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
-            for subject, handler in ((subjects.PLACED, self._on_placed), (subjects.AUDITS, self._on_audited)):
-                hints = await self._bus.subscribe(subject, handler)
-                stack.push_async_callback(hints.unsubscribe)
+            for subject, handler in (
+                (subjects.PLACED, self._on_placed),
+                (subjects.AUDITS, self._on_audited),
+                (subjects.INDEX_QUERIES, self._on_query),
+            ):
+                heard = await self._bus.subscribe(subject, handler)
+                stack.push_async_callback(heard.unsubscribe)
             events = await self._bus.follow(
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.follower.stream_sequence
             )
@@ -146,9 +154,9 @@ class IndexService:
         ):
             yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
 
-        for worker, audit in follower.audits():
-            yield Reading(catalogue.INDEX_AUDIT_PREDICTED, audit.predicted_tokens, (worker,))
-            yield Reading(catalogue.INDEX_AUDIT_CACHED, audit.cached_tokens, (worker,))
+        for worker, known in follower.lives().items():
+            yield Reading(catalogue.INDEX_AUDIT_PREDICTED, known.audit.predicted_tokens, (worker,))
+            yield Reading(catalogue.INDEX_AUDIT_CACHED, known.audit.cached_tokens, (worker,))
 
     # ------------------------------------------------------------ messages
 
@@ -179,6 +187,14 @@ class IndexService:
                 self.follower.on_audited(audited)
             case other:
                 raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
+
+    async def _on_query(self, delivery: Delivery) -> None:
+        query = delivery.message
+        if not isinstance(query, IndexQuery):
+            raise MalformedMessage(f"{type(query).__name__} on {delivery.subject} is not for the index")
+        writes = self._writer is not None and self._writer.is_writing
+        answer = await make_report(self.follower, query, instance=self._instance, writes=writes)
+        await self._bus.publish(subjects.index_answers(query.asker), answer)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:

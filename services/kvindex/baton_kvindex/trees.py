@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from baton.messages import Fingerprint
 from baton_kvindex.index import Index, IndexSize, Run, check_ids
@@ -46,6 +46,10 @@ class Trees:
         check_ids(blocks)
         index = self._indexes.get(model_digest)
         return {} if index is None else index.match(blocks)
+
+    def models(self) -> Mapping[str, Index]:
+        """Return the indexes by model."""
+        return self._indexes
 
     def sizes(self) -> dict[str, IndexSize]:
         return {model_digest: index.size() for model_digest, index in self._indexes.items()}
