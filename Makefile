@@ -22,7 +22,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -30,6 +30,7 @@ help:
 	@echo '                   ENGINE=vllm|simulated DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
+	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
 	@echo 'make test          set up everything and run all tests'
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines'
@@ -61,6 +62,9 @@ up: environment $(if $(filter vllm,$(ENGINE)),environment-$(VLLM_ENVIRONMENT))
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python
+
+index: environment
+	@.venv/bin/baton index --port "$$PORT" --prompt "$$PROMPT"
 
 trace: environment
 	@.venv/bin/baton trace --port "$$PORT" -- "$$ID"

@@ -79,6 +79,18 @@ class WorkerAddress(Part, frozen=True, kw_only=True):
     """Endpoint of the transfer agent of each tensor-parallel rank, opaque outside `baton.transfer`."""
 
 
+class Fingerprint(Part, frozen=True, kw_only=True):
+    """What a set of block ids comes to, in whatever order: equal ones mean equal sets, but by a freak of chance."""
+
+    blocks: int = 0
+    ids: bytes = bytes(16)
+    """The sum of the ids as numbers, modulo 2 to the 128, all little-endian."""
+
+    @classmethod
+    def of(cls, ids_sum: int, blocks: int) -> Fingerprint:
+        return cls(blocks=blocks, ids=(ids_sum % (1 << 128)).to_bytes(16, "little"))
+
+
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """What a worker says of itself, on `subjects.HEARTBEAT`, several times a second."""
 
@@ -112,6 +124,9 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """(request, attempt) of everything this worker holds."""
     events_sequence: int = 0
     """Sequence of the newest `KvEvents` sent, so that the index sees a lost tail."""
+    held: Fingerprint | None = None
+    """Of all blocks that the worker holds after event `held_sequence`, which may not have been sent yet."""
+    held_sequence: int = 0
     draining: bool = False
     leaves_in_s: float = 0.0
     """While draining: after this what still runs here is ended."""
@@ -151,6 +166,8 @@ class Candidate(Part, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """On the worker that would prefill."""
     decode_cached_tokens: int = 0
+    coming_tokens: int = 0
+    """Of `cached_tokens`: those that an attempt placed there before has still to compute."""
     predicted_ttft_s: float
     predicted_token_interval_s: float = 0.0
 
@@ -180,6 +197,27 @@ class Match(Message, tag="match", frozen=True, kw_only=True):
 class Matched(Message, tag="matched", frozen=True, kw_only=True):
     held: dict[str, int]
     """Worker → number of leading blocks it holds; workers that hold none are left out."""
+    coming: dict[str, int] = {}
+    """The same once what was placed there lately is computed; only where that is more than it holds."""
+
+
+class Placed(Message, tag="placed", frozen=True, kw_only=True):
+    """Scheduler to every kvindex: these workers will soon hold this prompt. May be lost: it is a hint."""
+
+    context: Context
+    model_digest: str
+    blocks: bytes
+    workers: tuple[WorkerAddress, ...]
+
+
+class Audited(Message, tag="audited", frozen=True, kw_only=True):
+    """Gateway to every kvindex: what a placement took a worker to hold of a prompt, and what it held. May be lost."""
+
+    context: Context
+    address: WorkerAddress
+    predicted_tokens: int
+    """What was still to come is not in it."""
+    cached_tokens: int
 
 
 # ---------------------------------------------------------------- the attempt
@@ -442,6 +480,75 @@ class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
     """0: this was the last page."""
 
 
+class IndexQuery(Message, tag="index_query", frozen=True, kw_only=True):
+    """Anyone to every kvindex, on `subjects.INDEX_QUERIES`: what do you know? Answered by an `IndexReport`."""
+
+    asker: str
+    """Answers go to `subjects.index_answers(asker)`."""
+    prefixes_max: int = 10
+    model_digest: str = ""
+    blocks: bytes = b""
+    """Of a prompt of that model, to be looked for; empty: none."""
+
+
+class IndexedPrefix(Part, frozen=True, kw_only=True):
+    """A prefix, as long as all these workers hold it."""
+
+    last: bytes
+    """Id of its last block."""
+    blocks: int
+    workers: int
+
+
+class IndexedModel(Part, frozen=True, kw_only=True):
+    model_digest: str
+    blocks: int
+    """In memory."""
+    cold_blocks: int = 0
+    """In Redis only."""
+    holdings: int
+    bytes: int
+    nodes: int
+    depth: int
+    """Blocks of the longest prefix."""
+    prefixes: tuple[IndexedPrefix, ...] = ()
+    """The ones that most workers hold; of these the longest."""
+
+
+class IndexedWorker(Part, frozen=True, kw_only=True):
+    worker: str
+    generation: int
+    model_digest: str
+    sequence: int
+    """The newest event that was applied."""
+    held: Fingerprint
+    agreed_sequence: int
+    """The newest event after which the worker held the same; -1: none yet, or not since they differed."""
+    resync: str
+    """`no`, `needed` or `running`."""
+    drifts: int = 0
+    """Since both last held the same."""
+    predicted_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
+    """What one kvindex knows."""
+
+    instance: str
+    writes: bool
+    stream_sequence: int
+    expected_blocks: int = 0
+    counters: dict[str, int] = {}
+    models: tuple[IndexedModel, ...] = ()
+    workers: tuple[IndexedWorker, ...] = ()
+    left_out: int = 0
+    """Workers for which the message had no room."""
+    held: dict[str, int] = {}
+    coming: dict[str, int] = {}
+    """As in `Matched`, of the prompt that was asked for."""
+
+
 class WriterLease(Message, tag="writer_lease", frozen=True, kw_only=True):
     """In a bucket: which of the indexes writes. It is held for as long as it is put anew."""
 
@@ -507,6 +614,8 @@ AnyMessage = (
     | Refused
     | Match
     | Matched
+    | Placed
+    | Audited
     | TokenChunk
     | PrefillTask
     | DecodeTask
@@ -523,6 +632,8 @@ AnyMessage = (
     | KvEvents
     | ShadowQuery
     | ShadowPage
+    | IndexQuery
+    | IndexReport
     | WriterLease
     | TraceQuery
     | TracePage

@@ -16,8 +16,17 @@ PLACE: Final = "baton.place"
 MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
 
+PLACED: Final = "baton.placed"
+"""Scheduler to every index: `Placed`."""
+
+AUDITS: Final = "baton.audits"
+"""Gateway to every index: `Audited`."""
+
 TRACES: Final = "baton.traces"
 """To every service: `TraceQuery`, `TraceWanted`."""
+
+INDEX_QUERIES: Final = "baton.index"
+"""Anyone to every index: `IndexQuery`."""
 
 SCHEDULERS: Final = "schedulers"
 INDEXES: Final = "indexes"
@@ -57,3 +66,8 @@ def kv_events(worker: str) -> str:
 def trace_answers(asker: str) -> str:
     """Services to whoever asked for a trace: `TracePage`."""
     return f"baton.trace_answers.{asker}"
+
+
+def index_answers(asker: str) -> str:
+    """Indexes to whoever asked what they know: `IndexReport`."""
+    return f"baton.index_answers.{asker}"

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from uuid import uuid4
 
-from baton_kvindex.index import link
+from baton_kvindex.index import link, split_ids
 from baton_kvindex.store import RedisStore
 
 from baton import subjects
@@ -17,9 +17,11 @@ from baton.bus import Bus, Delivery
 from baton.errors import BusUnavailable, DeadlineExceeded, Unavailable
 from baton.messages import (
     BlockEvent,
+    BlocksCleared,
     BlocksRemoved,
     BlocksStored,
     Context,
+    Fingerprint,
     Heartbeat,
     KvEvents,
     Match,
@@ -29,8 +31,9 @@ from baton.messages import (
     ShadowQuery,
     WorkerAddress,
 )
+from tests.heartbeats import MODEL_DIGEST, heartbeat
 
-MODEL = "digest"
+MODEL = MODEL_DIGEST
 
 
 def chain(path: str) -> bytes:
@@ -38,42 +41,95 @@ def chain(path: str) -> bytes:
 
 
 @dataclass
-class Worker:
-    """A worker as the index sees it: heartbeats, events, and a shadow map behind a subject."""
+class Cache:
+    """What a worker holds, and the messages that tell of it."""
 
-    bus: Bus
-    name: str
+    name: str = "w"
     generation: int = 1
     sequence: int = 0
     held: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
-    answers_queries: bool = True
-    silent: bool = False
-    queries: int = 0
+    """Block → the block before it."""
 
     @property
     def address(self) -> WorkerAddress:
         return WorkerAddress(worker=self.name, generation=self.generation)
 
-    async def store(self, path: str, *, lost: bool = False) -> None:
+    def restart(self) -> None:
+        self.generation += 1
+        self.sequence = 0
+        self.held = {}
+
+    def stored(self, path: str) -> KvEvents:
         self.held |= dict(link(b"", chain(path)))
-        await self._send(BlocksStored(parent=b"", blocks=chain(path)), lost=lost)
+        return self.changed(BlocksStored(parent=b"", blocks=chain(path)))
 
-    async def remove(self, block: bytes) -> None:
-        del self.held[block]
-        await self._send(BlocksRemoved(blocks=block), lost=False)
+    def removed(self, blocks: bytes) -> KvEvents:
+        for block in split_ids(blocks):
+            self.held.pop(block, None)
+        return self.changed(BlocksRemoved(blocks=blocks))
 
-    async def _send(self, event: BlockEvent, *, lost: bool) -> None:
+    def cleared(self) -> KvEvents:
+        self.held = {}
+        return self.changed(BlocksCleared())
+
+    def changed(self, *events: BlockEvent) -> KvEvents:
         self.sequence += 1
-        message = KvEvents(
-            worker=self.name,
-            generation=self.generation,
-            model_digest=MODEL,
-            sequence=self.sequence,
-            events=(event,),
+        return KvEvents(
+            worker=self.name, generation=self.generation, model_digest=MODEL, sequence=self.sequence, events=events
         )
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(sum(int.from_bytes(block, "little") for block in self.held), len(self.held))
+
+    def heartbeat(self) -> Heartbeat:
+        return heartbeat(
+            self.name,
+            Role.PREFILL,
+            generation=self.generation,
+            events_sequence=self.sequence,
+            held=self.fingerprint(),
+            held_sequence=self.sequence,
+        )
+
+    def pages(self, blocks_max: int = 2) -> list[ShadowPage]:
+        """Return the shadow map, `blocks_max` to a page."""
+        runs = [BlocksStored(parent=parent, blocks=block) for block, parent in self.held.items()]
+        starts = range(0, max(1, len(runs)), blocks_max)
+        return [
+            ShadowPage(
+                worker=self.name,
+                generation=self.generation,
+                model_digest=MODEL,
+                sequence=self.sequence,
+                runs=tuple(runs[start : start + blocks_max]),
+                next_cursor=number if number < len(starts) else 0,
+            )
+            for number, start in enumerate(starts, start=1)
+        ]
+
+
+@dataclass(kw_only=True)
+class Worker(Cache):
+    """A worker as the index sees it: heartbeats, events, and a shadow map behind a subject."""
+
+    bus: Bus
+    answers_queries: bool = True
+    silent: bool = False
+    queries: int = 0
+    page_blocks: int = 3
+    """Pages are cut anew for each answer: a map that changes while it is read must fit into one."""
+
+    async def store(self, path: str, *, lost: bool = False) -> None:
+        event = self.stored(path)
         if not lost:
-            message_id = f"{self.name}/{self.generation}/{self.sequence}"
-            await self.bus.append(subjects.KV_STREAM, subjects.kv_events(self.name), message, message_id=message_id)
+            await self.send(event)
+
+    async def remove(self, blocks: bytes) -> None:
+        await self.send(self.removed(blocks))
+
+    async def send(self, event: KvEvents, message_id: str = "") -> None:
+        message_id = message_id or f"{event.worker}/{event.generation}/{event.sequence}"
+        await self.bus.append(subjects.KV_STREAM, subjects.kv_events(self.name), event, message_id=message_id)
 
     async def beat(self) -> None:
         while True:
@@ -82,49 +138,19 @@ class Worker:
                     await self.bus.publish(subjects.HEARTBEAT, self.heartbeat())
             await asyncio.sleep(0.1)
 
-    def heartbeat(self) -> Heartbeat:
-        return Heartbeat(
-            address=self.address,
-            role=Role.PREFILL,
-            model="tiny",
-            model_path="tiny",
-            model_digest=MODEL,
-            engine="simulated",
-            block_tokens=32,
-            context_tokens_max=4096,
-            running_max=8,
-            kv_blocks_total=100,
-            engine_block_tokens=32,
-            prefill_tokens_per_s=1000.0,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
-            kv_bytes_per_token=1024,
-            events_sequence=self.sequence,
-        )
-
     async def answer(self, delivery: Delivery) -> None:
-        """Page through the shadow map, three blocks at a time."""
+        """Page through the shadow map."""
         self.queries += 1
         assert isinstance(delivery.message, ShadowQuery)
         if not self.answers_queries:
             return
-        start = delivery.message.cursor
-        runs = [BlocksStored(parent=parent, blocks=block) for block, parent in self.held.items()]
-        page = ShadowPage(
-            worker=self.name,
-            generation=self.generation,
-            model_digest=MODEL,
-            sequence=self.sequence,
-            runs=tuple(runs[start : start + 3]),
-            next_cursor=start + 3 if start + 3 < len(runs) else 0,
-        )
-        await delivery.respond(page)
+        await delivery.respond(self.pages(self.page_blocks)[delivery.message.cursor])
 
 
 @asynccontextmanager
 async def working(bus: Bus) -> AsyncGenerator[Worker]:
     """A worker with a name of its own, so that tests can share one server."""
-    worker = Worker(bus, f"w-{uuid4().hex[:8]}")
+    worker = Worker(bus=bus, name=f"w-{uuid4().hex[:8]}")
     subscription = await bus.subscribe(subjects.shadow(worker.name), worker.answer)
     beating = asyncio.create_task(worker.beat())
     try:

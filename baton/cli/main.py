@@ -13,9 +13,11 @@ from pathlib import Path
 
 import msgspec
 
+from baton.cli.asking import find_nats_url
 from baton.cli.deployment import Wishes
+from baton.cli.index import Question, index, parse_tokens
 from baton.cli.processes import die_with_parent
-from baton.cli.trace import find_nats_url, trace
+from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
 from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
@@ -35,6 +37,9 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     parsed = _parser().parse_args(arguments)
     if parsed.command == "trace":
         print(_trace(parsed, environ))
+        return 0
+    if parsed.command == "index":
+        print(_index(parsed, environ))
         return 0
     if parsed.die_with_parent:
         die_with_parent(os.getppid(), signal.SIGTERM)
@@ -62,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="baton", description="Serve a model with prefill and decode separated.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_trace(commands.add_parser("trace", help="show where the time of one request went"))
+    _add_index(commands.add_parser("index", help="show what the index knows, and who holds a prompt"))
     command = commands.add_parser(
         "up",
         help="start everything on this machine and serve",
@@ -101,22 +107,54 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     command.description = "Ask all services what they remember of a request, and show it as a waterfall."
     add = command.add_argument
     add("id", help="the x-request-id or the id of an answer, or a trace id")
-    add("--port", type=int, default=8000, help="of the `baton up` that served it; default: %(default)s")
+    _add_deployment(command)
+
+
+def _add_index(command: argparse.ArgumentParser) -> None:
+    command.description = "Ask every index what it knows: sizes, workers, drift, shared prefixes, who holds a prompt."
+    add = command.add_argument
+    prompt = command.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default="", metavar="TEXT", help="show who holds it, as /v1/completions takes it")
+    prompt.add_argument("--tokens", default="", metavar="LIST", help="the same for token ids: 1,2,3")
+    add("--model", default="", metavar="NAME", help="whose prompt that is, where several models are served")
+    add("--salt", default="", metavar="SALT", help="cache_salt of the prompt")
+    add("--top", type=int, default=10, metavar="N", help="prefixes to show; default: %(default)s")
+    _add_deployment(command)
+
+
+def _add_deployment(command: argparse.ArgumentParser) -> None:
+    """Add what says where to ask, and in which form to answer."""
+    add = command.add_argument
+    add("--port", type=int, default=8000, help="of the `baton up` to ask; default: %(default)s")
     add("--nats-url", default="", metavar="URL", help="message bus of another deployment; default: NATS_URL")
-    add("--json", action="store_true", help="print the spans as JSON")
+    add("--json", action="store_true", help="print JSON")
     add("--folder", type=Path, default=Path(), metavar="DIR", help="where `baton up` runs; default: here")
 
 
 def _trace(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    # The bus would log its tries to connect; what came of them is in the error.
-    logging.basicConfig(level=logging.CRITICAL)
     look = Look(
         columns=shutil.get_terminal_size((100, 24)).columns,
         colour=sys.stdout.isatty() and not environ.get("NO_COLOR"),
         unicode=(sys.stdout.encoding or "").lower().startswith("utf"),
     )
-    nats_url = find_nats_url(parsed.nats_url, environ, parsed.folder.absolute() / ".run" / str(parsed.port))
-    return trace(parsed.id, nats_url=nats_url, as_json=parsed.json, look=look)
+    return trace(parsed.id, nats_url=_nats_url(parsed, environ), as_json=parsed.json, look=look)
+
+
+def _index(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    question = Question(
+        prompt=parsed.prompt,
+        tokens=parse_tokens(parsed.tokens),
+        model=parsed.model,
+        salt=parsed.salt,
+        prefixes_max=parsed.top,
+    )
+    return index(question, nats_url=_nats_url(parsed, environ), as_json=parsed.json)
+
+
+def _nats_url(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
+    # The bus would log its tries to connect; what came of them is in the error.
+    logging.basicConfig(level=logging.CRITICAL)
+    return find_nats_url(parsed.nats_url, environ, parsed.folder.absolute() / ".run" / str(parsed.port))
 
 
 def parse_engine_options(text: str) -> Mapping[str, object]:

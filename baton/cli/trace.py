@@ -5,29 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 from uuid import uuid4
 
 import msgspec
 
 from baton import subjects
-from baton.bus import Bus, Delivery, NatsBus
+from baton.bus import Bus, NatsBus
+from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
 from baton.cli.trace_tree import Told, Tree, build_tree
 from baton.cli.waterfall import Look, draw
 from baton.errors import InvalidRequest, Unavailable
 from baton.messages import TracePage, TraceQuery
 
-NATS_URL_FILE: Final = "nats-url"
-"""In the run folder of a `baton up`."""
-CONNECT_TIMEOUT_S: Final = 3.0
-FIRST_ANSWER_S: Final = 1.0
-QUIET_S: Final = 0.25
-"""Services answer at once and nobody knows how many there are: after this long without a word, all have."""
-ANSWERS_S: Final = 3.0
-PAGES_MAX: Final = 2000
 _ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
@@ -55,18 +46,6 @@ def check_name(name: str) -> str:
     return name
 
 
-def find_nats_url(given: str, environ: Mapping[str, str], run_folder: Path) -> str:
-    """Return the bus to ask: the one given, or that of the `baton up` which runs here. Raises InvalidRequest."""
-    if url := given or environ.get("NATS_URL", ""):
-        return url
-    try:
-        return (run_folder / NATS_URL_FILE).read_text().strip()
-    except OSError as error:
-        raise InvalidRequest(
-            f"no `baton up` runs in {run_folder}: name its port with --port, or the message bus with --nats-url"
-        ) from error
-
-
 async def _trace(name: str, nats_url: str, *, as_json: bool, look: Look) -> str:
     bus = await NatsBus.connect(nats_url, name="baton-trace", timeout_s=CONNECT_TIMEOUT_S)
     try:
@@ -86,27 +65,8 @@ async def _trace(name: str, nats_url: str, *, as_json: bool, look: Look) -> str:
 async def ask(bus: Bus, name: str) -> Answers:
     """Ask every service what it remembers, and return all that comes in time."""
     asker = uuid4().hex
-    pages: list[TracePage] = []
-    came = asyncio.Event()
-
-    async def take(delivery: Delivery) -> None:
-        if isinstance(delivery.message, TracePage) and len(pages) < PAGES_MAX:
-            pages.append(delivery.message)
-            came.set()
-
-    answers = await bus.subscribe(subjects.trace_answers(asker), take)
-    try:
-        await bus.publish(subjects.TRACES, TraceQuery(id=name, asker=asker))
-        async with asyncio.timeout(ANSWERS_S):
-            async with asyncio.timeout(FIRST_ANSWER_S) as quiet:
-                while True:
-                    await came.wait()
-                    came.clear()
-                    quiet.reschedule(asyncio.get_running_loop().time() + QUIET_S)
-    except TimeoutError:
-        pass  # The usual end: whoever had something to say has said it.
-    finally:
-        await answers.unsubscribe()
+    query = TraceQuery(id=name, asker=asker)
+    pages = await ask_all(bus, subjects.TRACES, query, subjects.trace_answers(asker), TracePage)
     return Answers(
         spans=tuple(Told(page.service, page.instance, page.host, record) for page in pages for record in page.spans),
         services=len({page.instance for page in pages}),

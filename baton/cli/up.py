@@ -14,6 +14,7 @@ from typing import Final
 
 from baton.bus import Bus, NatsBus
 from baton.cli import servers
+from baton.cli.asking import NATS_URL_FILE
 from baton.cli.deployment import (
     DRAIN_S,
     Wishes,
@@ -25,7 +26,6 @@ from baton.cli.deployment import (
 )
 from baton.cli.processes import Child, Program, describe_exit, keep_alive
 from baton.cli.readiness import Roster, http_status
-from baton.cli.trace import NATS_URL_FILE
 from baton.errors import BatonError, ConfigurationError, Unavailable
 
 Tell = Callable[[str], None]

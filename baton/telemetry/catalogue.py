@@ -221,17 +221,33 @@ INDEX_BLOCKS: Final = _gauge(
 )
 INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
 INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
+INDEX_EXPECTED: Final = _gauge(
+    "baton_index_expected_blocks", KVINDEX, "Blocks of prompts that were placed on workers and are not held there yet."
+)
 INDEX_MESSAGES: Final = _counter(
     "baton_index_messages_total",
     KVINDEX,
-    "Messages of KV events; `stale` ones are of a life that is over.",
+    "Messages of KV events and hints; `stale` ones are of a life that is over. From `malformed` on they were refused,"
+    " and where something may be missing now, the worker is read anew.",
     "result",
+    known=(*("applied", "duplicate", "stale", "malformed", "oversized", "foreign_model", "unknown_worker", "full"),),
 )
 INDEX_DOUBTS: Final = _counter(
     "baton_index_doubts_total",
     KVINDEX,
-    "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats.",
+    "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats, `drift`: its"
+    " fingerprint was another one though every event had come, or `audit`: half of its hits were lastingly missing.",
     "cause",
+    known=("gap", "unknown_parent", "behind", "drift", "audit"),
+)
+INDEX_AUDIT_PREDICTED: Final = _counter(
+    "baton_index_audit_predicted_tokens_total",
+    KVINDEX,
+    "Prompt tokens that placements took a worker to hold when they sent it a prompt to compute.",
+    "worker",
+)
+INDEX_AUDIT_CACHED: Final = _counter(
+    "baton_index_audit_cached_tokens_total", KVINDEX, "Those of them that the worker held indeed.", "worker"
 )
 INDEX_RESYNCS: Final = _counter("baton_index_resyncs_total", KVINDEX, "Workers whose whole shadow map was read.")
 INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")

@@ -27,6 +27,7 @@ from baton.messages import (
     BlocksCleared,
     BlocksStored,
     ErrorReport,
+    Fingerprint,
     KvEvents,
     Refused,
     ShadowPage,
@@ -71,6 +72,9 @@ class EventPublisher:
         self._map_free = asyncio.Lock()
         self.published_sequence = 0
         """Of the newest message that the stream has stored."""
+        self.held = Fingerprint()
+        """Of the shadow map after message `held_sequence`, stored or not."""
+        self.held_sequence = 0
 
     @property
     def waiting_messages(self) -> int:
@@ -86,6 +90,7 @@ class EventPublisher:
                 else:
                     changes = self._shadow.apply(batch)
                 messages = [self._number(part) for part in split_events(changes, MESSAGE_IDS_MAX)]
+                self.held, self.held_sequence = self._shadow.fingerprint(), self._sequence
             for message in messages:
                 await self._queue.put(message)
 

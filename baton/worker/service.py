@@ -311,6 +311,8 @@ class WorkerService:
             kv_bytes_per_token=facts.kv_bytes_per_token,
             attempts=tuple(attempt.key for attempt in ledger),
             events_sequence=self._publisher.published_sequence,
+            held=self._publisher.held,
+            held_sequence=self._publisher.held_sequence,
             draining=ledger.draining,
             leaves_in_s=max(0.0, self._leaves_at_s - self._clock.now_s()) if ledger.draining else 0.0,
         )

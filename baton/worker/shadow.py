@@ -22,7 +22,7 @@ from itertools import pairwise
 from baton.blocks import ID_BYTES, hash_blocks, root_key, split_ids
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored, EngineEventBatch
 from baton.errors import ConfigurationError
-from baton.messages import TOKEN_BYTES, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, pack_tokens
+from baton.messages import TOKEN_BYTES, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Fingerprint, pack_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +77,7 @@ class ShadowMap:
         self._model_digest = model_digest
         self._blocks: dict[bytes, _EngineBlock] = {}
         self._held: dict[bytes, _Held] = {}
+        self._ids_sum = 0
         self._sequence = 0
 
     def __len__(self) -> int:
@@ -86,6 +87,10 @@ class ShadowMap:
     def engine_blocks(self) -> int:
         """Engine blocks that are held, or that a held one still belongs together with."""
         return len(self._blocks)
+
+    def fingerprint(self) -> Fingerprint:
+        """Return what all that is held comes to."""
+        return Fingerprint.of(self._ids_sum, len(self._held))
 
     def __contains__(self, block: bytes) -> bool:
         return block in self._held
@@ -112,6 +117,7 @@ class ShadowMap:
             out.append(BlocksCleared())
         self._blocks.clear()
         self._held.clear()
+        self._ids_sum = 0
 
     # ------------------------------------------------------------ stored
 
@@ -179,6 +185,7 @@ class ShadowMap:
                 held = self._held.get(canonical)
                 if held is None:
                     held = self._held[canonical] = _Held(parent)
+                    self._ids_sum += int.from_bytes(canonical, "little")
                     stored.add(parent, canonical)
                 held.covers += 1
                 parent = canonical
@@ -209,6 +216,7 @@ class ShadowMap:
                 held.covers -= 1
                 if held.covers == 0:
                     del self._held[canonical]
+                    self._ids_sum -= int.from_bytes(canonical, "little")
                     gone.append(canonical)
 
     def _prune(self, engine_hash: bytes, block: _EngineBlock) -> None:

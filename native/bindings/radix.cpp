@@ -195,6 +195,17 @@ class NamedIndex {
     return out;
   }
 
+  // Returns the sum of the ids that the holder holds, as an id, and their number.
+  std::pair<nb::bytes, std::size_t> sum(const nb::str& name, bool is_history) {
+    Sum sum;
+    if (roster_.find(name) != kNone) {
+      const Call call(*this, name);
+      nb::gil_scoped_release release;
+      sum = index_.sum({call.worker, tier_of(is_history)});
+    }
+    return {to_bytes(Id{static_cast<std::uint64_t>(sum.ids), static_cast<std::uint64_t>(sum.ids >> 64)}), sum.blocks};
+  }
+
   // `entry` makes a dictionary's value of what a worker held, or null where it is left out.
   template <class Entry>
   nb::dict match(const nb::bytes& blocks, Entry entry) {
@@ -274,6 +285,18 @@ class NamedIndex {
     return to_bytes(ids);
   }
 
+  // Returns the depth, and (last id, blocks, workers) of each of the `top` prefixes.
+  std::pair<std::size_t, std::vector<std::tuple<nb::bytes, std::size_t, std::size_t>>> survey(std::size_t top) {
+    Survey survey;
+    {
+      nb::gil_scoped_release release;
+      survey = index_.survey(top);
+    }
+    std::vector<std::tuple<nb::bytes, std::size_t, std::size_t>> rows;
+    for (const Prefix& prefix : survey.top) rows.emplace_back(to_bytes(prefix.last), prefix.blocks, prefix.workers);
+    return {survey.depth, std::move(rows)};
+  }
+
   Size size() {
     nb::gil_scoped_release release;
     return index_.size();
@@ -334,6 +357,7 @@ nb::class_<NamedIndex<Core>> bind_index(nb::module_& m, const char* name) {
       .def("clear", &This::clear, "worker"_a)
       .def("load", &This::load, "worker"_a, "is_history"_a, "runs"_a)
       .def("dump", &This::dump, "worker"_a, "is_history"_a)
+      .def("sum", &This::sum, "worker"_a, "is_history"_a)
       .def(
           "match",
           [](This& self, const nb::bytes& blocks, bool is_history) {
@@ -369,6 +393,7 @@ void bind_radix(nb::module_& m) {
   bind_index<Tree>(m, "RadixTree")
       .def("dump_behind", &NamedIndex<Tree>::dump_behind, "block"_a)
       .def("add", &NamedIndex<Tree>::add, "branches"_a)
+      .def("survey", &NamedIndex<Tree>::survey, "top"_a)
       .def("idle", &NamedIndex<Tree>::idle, "ticks"_a)
       .def("tick", &NamedIndex<Tree>::tick);
 }

@@ -30,7 +30,7 @@ Place Flat::place_of(const std::optional<Id>& parent) {
 }
 
 std::size_t Flat::insert(Holder holder, Place& place, Ids ids) {
-  std::size_t fresh = 0;
+  Sum fresh;
   for (std::size_t at = 0; at < ids.size(); ++at) {
     const Id id = ids[at];
     std::uint32_t slot = find(id);
@@ -42,19 +42,19 @@ std::size_t Flat::insert(Holder holder, Place& place, Ids ids) {
       block.parent = place == kNowhere ? loose_parent_ : block.is_root ? Id{} : blocks_[place].id;
       table_.insert(hash_of(id), slot);
       enter_set(slot, sets_.with(kNobody, holder));
-      ++fresh;
+      fresh.add(id);
     } else if (!sets_[blocks_[slot].set].contains(holder)) {
       const SetNumber set = sets_.with(blocks_[slot].set, holder);
       leave_set(slot);
       enter_set(slot, set);
-      ++fresh;
+      fresh.add(id);
     } else if (holdings_.counts_copies()) {
       holdings_.add_copy(slot, holder);
     }
     place = slot;
   }
   holdings_.add(holder, fresh);
-  return fresh;
+  return fresh.blocks;
 }
 
 std::size_t Flat::erase(Holder holder, Ids ids) {
@@ -152,7 +152,9 @@ void Flat::leave_set(std::uint32_t slot) {
 
 void Flat::release(Holder holder, std::uint32_t slot) {
   const SetNumber set = sets_.without(blocks_[slot].set, holder);
-  holdings_.drop(holder, 1);
+  Sum gone;
+  gone.add(blocks_[slot].id);
+  holdings_.drop(holder, gone);
   leave_set(slot);
   if (set != kNobody) {
     enter_set(slot, set);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -50,6 +51,14 @@ class HolderSet {
   }
   bool contains(std::uint32_t worker) const {
     return contains({worker, Tier::active}) || contains({worker, Tier::history});
+  }
+  // How many workers have the block on some tier.
+  std::uint32_t workers() const {
+    int count = 0;
+    for (std::uint32_t group = first_group(); group < end_group(); ++group) {
+      count += std::popcount(word(group, Tier::active) | word(group, Tier::history));
+    }
+    return static_cast<std::uint32_t>(count);
   }
   const std::uint64_t* words() const { return many_ ? many_.get() : few_.data(); }
   std::uint32_t words_count() const { return groups_ * kTiers; }

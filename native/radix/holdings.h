@@ -1,4 +1,4 @@
-// What is counted per holder: blocks held, and the copies of a block beyond the first.
+// What is kept per holder: how many blocks it holds, the sum of their ids, and the copies of a block beyond the first.
 #pragma once
 
 #include <cstdint>
@@ -6,25 +6,62 @@
 #include <vector>
 
 #include "radix/holders.h"
+#include "radix/ids.h"
 
 namespace baton::radix {
+
+// What a set of blocks comes to, in whatever order they came: ids are digests, so their sum, as numbers of 128 bits,
+// is as good a digest of the set as they are of their prompts.
+struct Sum {
+  __extension__ using Wide = unsigned __int128;
+  Wide ids = 0;
+  std::size_t blocks = 0;
+
+  void add(const Id& id) {
+    ids += static_cast<Wide>(id.high) << 64 | id.low;
+    ++blocks;
+  }
+  void operator+=(const Sum& other) {
+    ids += other.ids;
+    blocks += other.blocks;
+  }
+  void operator-=(const Sum& other) {
+    ids -= other.ids;
+    blocks -= other.blocks;
+  }
+};
+
+inline Sum sum_of(Ids ids) {
+  Sum sum;
+  for (std::size_t at = 0; at < ids.size(); ++at) sum.add(ids[at]);
+  return sum;
+}
 
 class Holdings {
  public:
   // Whether each store adds a copy and each removal takes one. Else a block is held or not, however often that is said.
   explicit Holdings(bool counts_copies) : counts_copies_(counts_copies) {}
 
-  void add(Holder holder, std::size_t blocks) {
-    if (blocks_.size() <= holder.number()) blocks_.resize(holder.number() + 1);
-    blocks_[holder.number()] += blocks;
-    all_ += blocks;
+  void add(Holder holder, const Sum& sum) {
+    if (sums_.size() <= holder.number()) sums_.resize(holder.number() + 1);
+    sums_[holder.number()] += sum;
+    all_ += sum.blocks;
   }
-  void drop(Holder holder, std::size_t blocks) {
-    blocks_[holder.number()] -= blocks;
+  void drop(Holder holder, const Sum& sum) {
+    sums_[holder.number()] -= sum;
+    all_ -= sum.blocks;
+  }
+  // Drops some of what is all being dropped: then the sum of ids need not be followed, since it ends at zero.
+  void drop_some_of_all(Holder holder, std::size_t blocks) {
+    Sum& sum = sums_[holder.number()];
+    sum.blocks -= blocks;
+    if (sum.blocks == 0) sum.ids = 0;
     all_ -= blocks;
   }
-  std::size_t of(Holder holder) const { return holder.number() < blocks_.size() ? blocks_[holder.number()] : 0; }
-  std::size_t of(std::uint32_t worker) const { return of({worker, Tier::active}) + of({worker, Tier::history}); }
+  Sum of(Holder holder) const { return holder.number() < sums_.size() ? sums_[holder.number()] : Sum{}; }
+  std::size_t blocks(std::uint32_t worker) const {
+    return of({worker, Tier::active}).blocks + of({worker, Tier::history}).blocks;
+  }
   std::size_t all() const { return all_; }
 
   bool counts_copies() const { return counts_copies_; }
@@ -45,8 +82,7 @@ class Holdings {
 
   std::size_t bytes() const {
     constexpr std::size_t kNodeBytes = 32;  // Of the map: next, key, value.
-    return blocks_.capacity() * sizeof(blocks_[0]) + copies_.size() * kNodeBytes +
-           copies_.bucket_count() * sizeof(void*);
+    return sums_.capacity() * sizeof(sums_[0]) + copies_.size() * kNodeBytes + copies_.bucket_count() * sizeof(void*);
   }
 
  private:
@@ -54,7 +90,7 @@ class Holdings {
 
   bool counts_copies_;
   std::size_t all_ = 0;
-  std::vector<std::size_t> blocks_;
+  std::vector<Sum> sums_;
   std::unordered_map<std::uint64_t, std::uint32_t> copies_;
 };
 

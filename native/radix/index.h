@@ -52,7 +52,7 @@ class Index {
   // Returns how many blocks the worker held, over both tiers.
   std::size_t clear(std::uint32_t worker) {
     const std::lock_guard writer(writer_);
-    const std::size_t held = core_.holdings().of(worker);
+    const std::size_t held = core_.holdings().blocks(worker);
     clear({worker, Tier::active});
     clear({worker, Tier::history});
     return held;
@@ -124,11 +124,17 @@ class Index {
   std::vector<Id> idle(std::uint32_t ticks) {
     return alone([&] { return core_.idle(ticks); });
   }
+  Survey survey(std::size_t top) {
+    return alone([&] { return core_.survey(top); });
+  }
   Size size() {
     return alone([&] { return core_.size(); });
   }
   std::size_t holdings(std::uint32_t worker) {
-    return alone([&] { return core_.holdings().of(worker); });
+    return alone([&] { return core_.holdings().blocks(worker); });
+  }
+  Sum sum(Holder holder) {
+    return alone([&] { return core_.holdings().of(holder); });
   }
   void tick() { core_.tick(); }
 

@@ -46,14 +46,14 @@ Place Tree::place_of(const std::optional<Id>& parent) {
 }
 
 std::size_t Tree::insert(Holder holder, Place& place, Ids ids) {
-  std::size_t fresh = 0;
+  Sum fresh;
   touch_path(place);
   while (!ids.empty()) {
     const std::uint32_t slot = find(ids[0]);
     std::uint32_t done = 0;
     if (slot == kNone) {
       done = plant(holder, place, ids);
-      fresh += done;
+      fresh += sum_of(ids.subspan(0, done));
     } else {
       const NodeNumber number = arena_.owner(slot);
       if (nodes_[number].parent == kLost && nodes_[number].first == slot) adopt(number, place);
@@ -63,7 +63,7 @@ std::size_t Tree::insert(Holder holder, Place& place, Ids ids) {
     ids = ids.subspan(done);
   }
   holdings_.add(holder, fresh);
-  return fresh;
+  return fresh.blocks;
 }
 
 // Adds the leading ids that are not in the tree yet, the first of which is not; `place` then is the last of them.
@@ -102,7 +102,7 @@ std::uint32_t Tree::plant(Holder holder, Place& place, Ids ids) {
 }
 
 // Adds the holder to the blocks of one node, from `slot` on, that are the leading ids; returns how many these are.
-std::uint32_t Tree::share(Holder holder, std::uint32_t slot, Ids ids, std::size_t& fresh) {
+std::uint32_t Tree::share(Holder holder, std::uint32_t slot, Ids ids, Sum& fresh) {
   const NodeNumber number = arena_.owner(slot);
   Node& node = nodes_[number];
   const std::size_t most = std::min<std::size_t>(ids.size(), node.end() - slot);
@@ -113,7 +113,7 @@ std::uint32_t Tree::share(Holder holder, std::uint32_t slot, Ids ids, std::size_
     const NodeNumber part = isolate(number, slot - node.first, count);
     set_holders(part, set);
     join_around(part);
-    fresh += count;
+    fresh += sum_of(ids.subspan(0, count));
   } else if (holdings_.counts_copies()) {
     for (std::uint32_t at = 0; at < count; ++at) holdings_.add_copy(slot + at, holder);
   }
@@ -141,7 +141,7 @@ std::size_t Tree::erase(Holder holder, Ids ids) {
       }
       held += count;
       if (!holdings_.any_copies() || !holdings_.take_copy(slot, holder)) {
-        holdings_.drop(holder, count);
+        holdings_.drop(holder, sum_of(ids.subspan(0, count)));
         release(holder, isolate(number, from, static_cast<std::uint32_t>(count)));
       }
     }
@@ -159,7 +159,7 @@ bool Tree::clear_some(Holder holder, SetNumber set) {
       const Node& node = nodes_[number];
       for (std::uint32_t slot = node.first; slot < node.end(); ++slot) holdings_.forget_copies(slot, holder);
     }
-    holdings_.drop(holder, nodes_[number].length);
+    holdings_.drop_some_of_all(holder, nodes_[number].length);
     release(holder, number);
   }
   return sets_.first_node(set) == kNoNode;

@@ -77,6 +77,8 @@ class Tree {
   std::vector<Branch> dump_behind(const Id& id) const;
   // Returns the first blocks of the topmost nodes that were neither stored nor matched for so many ticks.
   std::vector<Id> idle(std::uint32_t ticks) const;
+  // Looks at every node; `top` prefixes at most.
+  Survey survey(std::size_t top) const;
   // Moves the clock of `idle`.
   void tick() { now_.fetch_add(1, std::memory_order_relaxed); }
   const Holdings& holdings() const { return holdings_; }
@@ -123,7 +125,7 @@ class Tree {
   void adopt(NodeNumber number, Place place);
 
   std::uint32_t plant(Holder holder, Place& place, Ids ids);
-  std::uint32_t share(Holder holder, std::uint32_t slot, Ids ids, std::size_t& fresh);
+  std::uint32_t share(Holder holder, std::uint32_t slot, Ids ids, Sum& fresh);
   void set_holders(NodeNumber number, SetNumber set);
   void release(Holder holder, NodeNumber number);
   void touch(Node& node) const;

@@ -1,5 +1,6 @@
 // What the tree answers.
 #include <algorithm>
+#include <utility>
 
 #include "radix/tree.h"
 
@@ -109,6 +110,35 @@ std::vector<Id> Tree::idle(std::uint32_t ticks) const {
     }
   }
   return ids;
+}
+
+Survey Tree::survey(std::size_t top) const {
+  Survey survey;
+  const auto is_above = [](const Prefix& a, const Prefix& b) {
+    return std::pair(a.workers, a.blocks) > std::pair(b.workers, b.blocks);
+  };
+  std::vector<std::pair<NodeNumber, std::uint32_t>> open{{kRoot, 0}};
+  while (!open.empty()) {
+    const auto [number, blocks] = open.back();
+    open.pop_back();
+    const Node& node = nodes_[number];
+    bool goes_on = false;
+    for (NodeNumber child = node.first_child; child != kNoNode; child = nodes_[child].next) {
+      open.emplace_back(child, blocks + nodes_[child].length);
+      goes_on |= nodes_[child].set == node.set;
+    }
+    if (node.set == kNobody) continue;
+    survey.depth = std::max(survey.depth, blocks);
+    if (goes_on) continue;
+    // A heap whose first is the least of the best so far.
+    survey.top.push_back({arena_.id(node.end() - 1), blocks, sets_[node.set].workers()});
+    std::push_heap(survey.top.begin(), survey.top.end(), is_above);
+    if (survey.top.size() <= top) continue;
+    std::pop_heap(survey.top.begin(), survey.top.end(), is_above);
+    survey.top.pop_back();
+  }
+  std::sort_heap(survey.top.begin(), survey.top.end(), is_above);
+  return survey;
 }
 
 Size Tree::size() const {

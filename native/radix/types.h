@@ -31,6 +31,18 @@ struct Branch {
   std::vector<Holder> holders;
 };
 
+// A prefix as long as the same workers hold it: where it ends, its length, and how many they are.
+struct Prefix {
+  Id last;
+  std::uint32_t blocks = 0;
+  std::uint32_t workers = 0;
+};
+
+struct Survey {
+  std::uint32_t depth = 0;  // Blocks of the longest prefix.
+  std::vector<Prefix> top;  // Held by the most workers, then longest, first.
+};
+
 struct Size {
   std::size_t blocks = 0;    // That somebody holds.
   std::size_t holdings = 0;  // Blocks per worker and tier, summed.

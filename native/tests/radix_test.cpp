@@ -202,6 +202,12 @@ class Fuzz {
   void check_size() {
     const Size mine = index_.size(), theirs = oracle_.size();
     CHECK(mine.blocks == theirs.blocks && mine.holdings == theirs.holdings);
+    for (std::uint32_t worker = 0; worker < kWorkers; ++worker) {
+      for (const Holder holder : {Holder{worker, Tier::active}, Holder{worker, Tier::history}}) {
+        const Sum sum = index_.sum(holder), expected = oracle_.sum(holder);
+        CHECK(sum.blocks == expected.blocks && sum.ids == expected.ids);
+      }
+    }
   }
 
   std::mt19937_64 random_;

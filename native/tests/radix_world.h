@@ -65,6 +65,12 @@ class Oracle {
     return out;
   }
 
+  Sum sum(Holder holder) {
+    Sum sum;
+    for (const Id& id : of(holder)) sum.add(id);
+    return sum;
+  }
+
   Size size() const {
     Blocks all;
     Size out;

@@ -8,6 +8,7 @@ import pytest
 from baton_kvindex.index import RUN_BLOCKS_MAX, Index, IndexSize, Run, Tier, UnknownParent
 
 from baton.errors import MalformedMessage
+from baton.messages import Fingerprint
 from tests.contract.index_world import IMPLEMENTATIONS, block, chain, copies, links
 
 
@@ -137,6 +138,25 @@ def test_ids_that_contradict_their_chain_do_no_harm(index: Index) -> None:
     assert index.clear("b") == 2
     assert index.clear("a") == 2
     assert index.size() == IndexSize(workers=0, blocks=0, holdings=0)
+
+
+def test_a_fingerprint_is_of_the_set_and_not_of_the_way_to_it(index: Index) -> None:
+    nothing = Fingerprint(blocks=0, ids=bytes(16))
+    assert index.fingerprint("a") == nothing
+    index.store("a", b"", chain("abc"))
+    index.store("b", b"", chain("abcd"))
+    assert index.fingerprint("a") != index.fingerprint("b")
+    index.remove("b", block("abcd"))
+    assert index.fingerprint("a") == index.fingerprint("b")
+    index.remove("a", block("ab"))
+    assert index.fingerprint("a").blocks == 2
+    expected = (int.from_bytes(block("a"), "little") + int.from_bytes(block("abc"), "little")) % (1 << 128)
+    assert index.fingerprint("a").ids == expected.to_bytes(16, "little")
+    index.store("a", block("a"), block("ab"), Tier.HISTORY)
+    assert index.fingerprint("a", Tier.HISTORY) == Fingerprint(blocks=1, ids=block("ab"))
+    index.clear("b")
+    index.load("a", [])
+    assert index.fingerprint("a") == index.fingerprint("b") == nothing
 
 
 # ---------------------------------------------------------------- tiers

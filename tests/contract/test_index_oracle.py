@@ -73,6 +73,7 @@ class SameAsTable(RuleBasedStateMachine):
                 mine, expected = self.index.dump(worker, tier), self.table.dump(worker, tier)
                 assert links(mine) == links(expected)
                 assert copies(mine) == copies(expected)
+                assert self.index.fingerprint(worker, tier) == self.table.fingerprint(worker, tier)
 
     def teardown(self) -> None:
         """A tree that nobody holds anything of is empty: no ghost stays."""

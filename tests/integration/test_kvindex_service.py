@@ -27,7 +27,7 @@ from baton.messages import (
 )
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-from tests.index_actors import MODEL, chain, match, until_held, working, written
+from tests.index_actors import MODEL, Cache, chain, match, until_held, working, written
 from tests.servers import start_nats, start_redis
 
 
@@ -92,7 +92,7 @@ async def test_it_follows_events_and_answers(nats_url: str, redis_url: str, pref
 async def test_odd_questions_are_refused_and_harm_nothing(
     nats_url: str, redis_url: str, prefix: str, bus: NatsBus
 ) -> None:
-    async with working(bus) as worker, indexing(nats_url, redis_url, prefix):
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix) as service:
         await worker.store("ab")
         await until_held(bus, worker, "ab", 2)
         broken = Match(context=Context(request="r", budget_s=1.0), model_digest=MODEL, blocks=b"odd")
@@ -103,8 +103,16 @@ async def test_odd_questions_are_refused_and_harm_nothing(
         wrong = Refused(error=ErrorReport.of(ModelNotFound("not for the index")))
         await bus.publish(subjects.HEARTBEAT, wrong)
         await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), wrong, message_id=uuid4().hex)
-        await worker.store("abc")
+        # Told by another one, about a worker whose name is no part of a subject, and hints about nobody.
+        told = worker.stored("abc")
+        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), told, message_id=uuid4().hex)
+        await bus.publish(subjects.HEARTBEAT, Cache(name="no subject.*", sequence=3).heartbeat())
+        for subject in (subjects.PLACED, subjects.AUDITS):
+            await bus.publish(subject, wrong)
+        await worker.send(told)
         await until_held(bus, worker, "abc", 3)
+        await until(lambda: service.follower.counters.malformed == 2)
+        await asyncio.sleep(0.2)
 
 
 async def test_a_lost_event_is_healed_by_a_resync(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
@@ -126,6 +134,30 @@ async def test_a_lost_tail_is_healed_by_heartbeats(nats_url: str, redis_url: str
         await worker.store("ab", lost=True)
         await until_held(bus, worker, "ab", 2)
         assert service.follower.counters.behind == 1
+
+
+@pytest.mark.parametrize("phantom", [False, True])
+async def test_planted_drift_is_found_and_repaired_within_seconds(
+    nats_url: str, redis_url: str, prefix: str, bus: NatsBus, phantom: bool
+) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix) as service:
+        await worker.store("abcd")
+        await until_held(bus, worker, "abcd", 4)
+        planted = chain("xyz") if phantom else chain("ab")[16:]
+        await asyncio.sleep(0.3)
+        assert service.follower.counters.drifts == 0
+        index = service.follower._trees.assign(worker.name, MODEL)  # pyright: ignore[reportPrivateUsage]
+        if phantom:
+            index.store(worker.name, b"", planted)
+        else:
+            index.remove(worker.name, planted)
+        await until(lambda: service.follower.counters.resyncs == 1, within_s=2.0)
+        assert service.follower.counters.drifts == 1
+        await until_held(bus, worker, "abcd", 4)
+        await until_held(bus, worker, "xyz", 0)
+        await asyncio.sleep(0.3)
+        assert service.follower.counters.drifts == 1, "it agrees again"
+    assert await written(redis_url, prefix, worker) == worker.held
 
 
 async def test_a_goodbye_and_silence_drop_a_worker(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:

@@ -4,35 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement
 
 from baton.errors import MalformedMessage
-from baton.messages import Heartbeat, Role, WorkerAddress
-
-
-def heartbeat(worker: str = "w", generation: int = 1, **changes: Any) -> Heartbeat:
-    return msgspec.structs.replace(
-        Heartbeat(
-            address=WorkerAddress(worker=worker, generation=generation),
-            role=Role.DECODE,
-            model="tiny",
-            model_path="tiny",
-            model_digest="digest",
-            engine="simulated",
-            block_tokens=32,
-            context_tokens_max=4096,
-            running_max=8,
-            kv_blocks_total=100,
-            engine_block_tokens=32,
-            prefill_tokens_per_s=1000.0,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
-            kv_bytes_per_token=1024,
-        ),
-        **changes,
-    )
+from baton.messages import WorkerAddress
+from tests.heartbeats import heartbeat
 
 
 def soft(placed_s: float, *, attempt: int = 0, lasts_s: float = 60.0) -> SoftPlacement:

@@ -21,41 +21,16 @@ from baton.messages import (
     Context,
     Disaggregation,
     Goodbye,
-    Heartbeat,
     Match,
     Matched,
     Place,
     Placement,
     Refused,
     Role,
-    WorkerAddress,
 )
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-
-
-def heartbeat(worker: str, role: Role, **changes: Any) -> Heartbeat:
-    return msgspec.structs.replace(
-        Heartbeat(
-            address=WorkerAddress(worker=worker, generation=1),
-            role=role,
-            model="tiny",
-            model_path="tiny",
-            model_digest="digest",
-            engine="simulated",
-            block_tokens=32,
-            context_tokens_max=4096,
-            running_max=8,
-            kv_blocks_total=1000,
-            engine_block_tokens=32,
-            prefill_tokens_per_s=1000.0,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
-            kv_bytes_per_token=1024,
-        ),
-        **changes,
-    )
-
+from tests.heartbeats import heartbeat
 
 PREFILL = heartbeat("p1", Role.PREFILL)
 DECODE = heartbeat("d1", Role.DECODE)

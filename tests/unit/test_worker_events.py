@@ -20,6 +20,7 @@ from baton.messages import (
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
+    Fingerprint,
     KvEvents,
     Refused,
     ShadowPage,
@@ -101,6 +102,18 @@ async def test_batches_become_numbered_messages(world: World) -> None:
     assert world.stored[1].events == (BlocksRemoved(blocks=ids[16:]),)
     assert {(m.worker, m.generation, m.model_digest) for m in world.stored} == {("w0", 5, DIGEST)}
     assert world.publisher.published_sequence == 2
+
+
+async def test_the_fingerprint_is_that_after_the_newest_number(world: World) -> None:
+    publisher = world.publisher
+    assert (publisher.held, publisher.held_sequence) == (Fingerprint(), 0)
+    world.publish(0, 1)
+    world.publish(32, 500, parent=b"0")
+    world.engine.publish(EngineBlocksRemoved(hashes=(b"0",)))
+    await world.settle()
+    held = split_ids(ids_of(0, 501))[1:]
+    assert publisher.held == Fingerprint.of(sum(int.from_bytes(block, "little") for block in held), 500)
+    assert publisher.held_sequence == world.stored[-1].sequence == 3
 
 
 async def test_a_long_batch_is_hashed_on_a_thread_and_keeps_its_place(world: World) -> None:

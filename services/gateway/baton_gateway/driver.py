@@ -20,6 +20,7 @@ from baton.messages import (
     TOKEN_BYTES,
     Accepted,
     Acknowledge,
+    Audited,
     Busy,
     Cancel,
     Context,
@@ -235,12 +236,32 @@ class AnswerDriver:
             self._events.append(ev.TextStopped())
 
     def _complete(self, reason: FinishReason, cached_tokens: int) -> None:
+        placement = self.machine.placement
+        if placement is not None and placement.prefill is None:
+            self.audit(self.machine.attempt, placement.decode.worker, cached_tokens)
         rest = self._text.finish()
         if rest.text:
             self._emit(rest)
         if rest.stopped:
             reason = FinishReason.STOP
         self._outcome = Outcome(reason, self._text.tokens, min(cached_tokens, self._order.prompt_tokens))
+
+    def audit(self, attempt: int, worker: str, cached_tokens: int) -> None:
+        """Let the indexes compare what the worker that computed the prompt held with what was predicted of it."""
+        placement = self.machine.placement
+        if placement is None or attempt != self.machine.attempt:
+            return
+        address, predicted = placement.prefill or placement.decode, placement.predicted
+        predicted_tokens = predicted.cached_tokens - predicted.coming_tokens
+        if address.worker != worker or predicted_tokens <= 0:
+            return
+        audited = Audited(
+            context=self._context(attempt),
+            address=WorkerAddress(worker=worker, generation=address.generation),
+            predicted_tokens=predicted_tokens,
+            cached_tokens=cached_tokens,
+        )
+        self._links.outbox.post(subjects.AUDITS, audited)
 
     def _tell(self, worker: str, message: Cancel | Acknowledge | Resend) -> None:
         self._links.outbox.post(subjects.task(worker), message)

@@ -198,6 +198,7 @@ class Gateway:
                 driver = self.routes.get(context.request)
                 if driver is not None:
                     driver.post(ev.PromptComputed(context.attempt, usage.cached_tokens))
+                    driver.audit(context.attempt, message.worker, usage.cached_tokens)
             case Hint(context=context, worker=worker, error=error):
                 log.info("prefill %s on %s failed: %s", context.request, worker, error.detail)
             case _:

@@ -5,27 +5,49 @@ the pages. Per worker:
 
     events with the next sequence ──▶ applied          an older sequence, an older generation ──▶ dropped
     a gap, an unknown parent, a malformed event, a heartbeat that names an event which did not come within
-    `behind_s`, a worker first seen that already has sent events ──▶ NEEDED ──▶ RUNNING ──▶ pages replace all
-    that it held ──▶ events that came meanwhile are applied on top ──▶ NO
+    `behind_s`, a worker first seen that already has sent events, a fingerprint that differs
+    ──▶ NEEDED ──▶ RUNNING ──▶ pages replace all that it held ──▶ events that came meanwhile are applied on top ──▶ NO
 
 Storing and removing are idempotent and the last word on a block wins. So pages may be read while the worker
 changes: everything after the first page's sequence is applied again.
+Heartbeats carry a fingerprint of all that the worker holds after one of its events. It is compared once exactly that
+event was applied; where it differs, what is held here has drifted without a word, and the worker is read anew.
 A new generation, a Goodbye or silence drops what the worker held at once.
 """
 
 from __future__ import annotations
 
-import enum
+import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from baton.errors import MalformedMessage
-from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, Heartbeat, KvEvents, ShadowPage, WorkerAddress
+from baton.messages import (
+    Audited,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Fingerprint,
+    Heartbeat,
+    KvEvents,
+    Placed,
+    ShadowPage,
+    WorkerAddress,
+)
+from baton_kvindex.counters import Counters
 from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
-from baton_kvindex.index import ID_BYTES, Index, IndexSize, Run, UnknownParent
+from baton_kvindex.index import ID_BYTES, Index, IndexFull, IndexSize, NewIndex, Run, UnknownParent, check_ids
+from baton_kvindex.life import Life, Resync
+from baton_kvindex.speculation import Expectation, Speculation
 from baton_kvindex.trees import Trees
 
+logger = logging.getLogger(__name__)
+
+DRIFT_DOUBLINGS_MAX = 6
+"""Of the time between two resyncs of one worker, while they do not help."""
+EVENTS_BYTES_MAX = 1 << 20
+"""Ids of blocks in one message of events: four times what a worker puts into one."""
 GONE_WORKERS_MAX = 4096
 """How many workers that said Goodbye are remembered, so that their late events are not taken for a new life."""
 
@@ -40,59 +62,23 @@ class FollowerOptions:
     """An event that a heartbeat named and that did not come for this long is lost."""
     resync_interval_s: float = 0.5
     """The least time between two resyncs of one worker."""
+    listed_after_s: float = 0.25
+    """A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
+    expected_blocks_max: int = 1 << 18
+    """Blocks of all prompts that were placed and are not held yet."""
     waiting_events_max: int = 4096
     """Messages of one worker that are kept while its resync runs."""
 
 
-@dataclass(slots=True)
-class Counters:
-    """What became of the messages and events that came in."""
-
-    applied: int = 0
-    duplicates: int = 0
-    stale: int = 0
-    """Messages of a life that is over."""
-    gaps: int = 0
-    unknown_parents: int = 0
-    unknown_blocks: int = 0
-    """Removals of blocks that the worker did not hold here."""
-    malformed: int = 0
-    behind: int = 0
-    resyncs: int = 0
-
-
-class _Resync(enum.Enum):
-    NO = enum.auto()
-    NEEDED = enum.auto()
-    RUNNING = enum.auto()
-
-
-@dataclass(slots=True)
-class _Worker:
-    """One life of one worker. `heard_s` is its last heartbeat, or when anything first named it."""
-
-    generation: int
-    model_digest: str
-    heard_s: float
-    sequence: int = 0
-    live: bool = False
-    expected: int = 0
-    """An event that a heartbeat named, at `expected_since_s`; 0: none is outstanding."""
-    expected_since_s: float = 0.0
-    resync: _Resync = _Resync.NO
-    resync_from_s: float = 0.0
-    """When the next resync may start."""
-    doubted: bool = False
-    """An event made no sense, so what is held is wrong somewhere: nothing more is applied before the resync."""
-    waiting: list[KvEvents] = field(default_factory=list[KvEvents])
-
-
 class Follower:
-    def __init__(self, new_index: Callable[[], Index], options: FollowerOptions, journal: Journal) -> None:
+    def __init__(self, new_index: NewIndex, options: FollowerOptions, journal: Journal) -> None:
         self._options = options
         self._journal = journal
         self._trees = Trees(new_index)
-        self._workers: dict[str, _Worker] = {}
+        self._speculation = Speculation(
+            new_index, blocks_max=options.expected_blocks_max, listed_after_s=options.listed_after_s
+        )
+        self._workers: dict[str, Life] = {}
         self._gone: OrderedDict[str, int] = OrderedDict()
         """Worker → the generation that said Goodbye."""
         self._ticked_s: float | None = None
@@ -104,6 +90,26 @@ class Follower:
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         return self._trees.match(model_digest, blocks)
+
+    def coming(self, model_digest: str, blocks: bytes) -> dict[str, int]:
+        """Return the leading blocks that workers will hold when what was placed on them is computed."""
+        return self._speculation.match(model_digest, blocks)
+
+    def lives(self) -> Mapping[str, Life]:
+        """Return what is known of each worker."""
+        return self._workers
+
+    def fingerprint(self, worker: str) -> Fingerprint:
+        return self._trees.fingerprint(worker)
+
+    def models(self) -> Mapping[str, Index]:
+        """Return the index of each model."""
+        return self._trees.models()
+
+    @property
+    def expected_blocks(self) -> int:
+        """Blocks of prompts that were placed, and are not held yet."""
+        return self._speculation.blocks
 
     def state_of(self, worker: str) -> WorkerState | None:
         known = self._workers.get(worker)
@@ -127,7 +133,7 @@ class Follower:
 
     def settled(self) -> bool:
         """Whether no live worker waits for a resync, so that answers are as good as they get."""
-        return all(known.resync is _Resync.NO for known in self._workers.values() if known.live)
+        return all(known.resync is Resync.NO for known in self._workers.values() if known.live)
 
     @property
     def has_unwritten(self) -> bool:
@@ -156,7 +162,7 @@ class Follower:
         self.stream_sequence = saved.stream_sequence
         for worker, entry in saved.workers.items():
             state = entry.state
-            self._workers[worker] = _Worker(state.generation, state.model_digest, now_s, state.sequence)
+            self._workers[worker] = Life(state.generation, state.model_digest, now_s, state.sequence)
             self._trees.assign(worker, state.model_digest).load(worker, entry.runs)
 
     def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
@@ -164,14 +170,36 @@ class Follower:
         known = self._life(address.worker, address.generation, heartbeat.model_digest, now_s)
         if known is None:
             return
-        known.heard_s = now_s
-        if not known.live:
-            known.live = True
-            if heartbeat.events_sequence and not known.sequence:
-                known.resync = _Resync.NEEDED
-        if known.sequence >= known.expected:
-            known.expected = heartbeat.events_sequence if heartbeat.events_sequence > known.sequence else 0
-            known.expected_since_s = now_s
+        known.on_heartbeat(heartbeat, now_s)
+        self._compare(address.worker, known)
+        self._speculation.on_heartbeat(address.worker, heartbeat.attempts, now_s)
+
+    def on_placed(self, placed: Placed, now_s: float) -> None:
+        """Expect that the workers will hold the prompt. Raises MalformedMessage for a broken run."""
+        check_ids(placed.blocks)
+        expectation = Expectation(
+            attempt=placed.context.attempt,
+            model_digest=placed.model_digest,
+            blocks=placed.blocks,
+            placed_s=now_s,
+            until_s=now_s + placed.context.budget_s,
+        )
+        for address in placed.workers:
+            known = self._known(address)
+            if known is not None and known.model_digest != placed.model_digest:
+                self.counters.foreign_models += 1
+            elif known is not None:
+                self._speculation.expect(address.worker, placed.context.request, expectation)
+
+    def on_audited(self, audited: Audited) -> None:
+        """Compare a worker's hits with what was promised of them; one that lastingly falls short is read anew."""
+        known = self._known(audited.address)
+        if known is None:
+            return
+        if known.audit.note(audited.predicted_tokens, audited.cached_tokens, known.block_tokens):
+            logger.warning("%s has half as many hits as it should: it is read anew", audited.address.worker)
+            self.counters.shortfalls += 1
+            known.read_anew()
 
     def on_goodbye(self, address: WorkerAddress) -> None:
         known = self._workers.get(address.worker)
@@ -182,6 +210,11 @@ class Follower:
         if len(self._gone) > GONE_WORKERS_MAX:
             self._gone.popitem(last=False)
         self._drop(address.worker)
+
+    def on_odd_message(self, stream_sequence: int) -> None:
+        """Something in the stream is no message of the worker that its subject names."""
+        self.stream_sequence = stream_sequence
+        self.counters.malformed += 1
 
     def on_events(self, message: KvEvents, stream_sequence: int, now_s: float) -> None:
         # Not the maximum: a stream that was made anew counts from 1 again.
@@ -203,9 +236,9 @@ class Follower:
             if now_s - known.heard_s > self._options.dead_after_s:
                 self._drop(worker)
             elif known.expected > known.sequence and now_s - known.expected_since_s > self._options.behind_s:
-                if known.resync is _Resync.NO:
+                if known.resync is Resync.NO:
                     self.counters.behind += 1
-                    known.resync = _Resync.NEEDED
+                    known.resync = Resync.NEEDED
                 known.expected_since_s = now_s
 
     # ------------------------------------------------------------ resync
@@ -214,9 +247,11 @@ class Follower:
         """Return the workers to query now. Each must end in `on_pages` or `on_resync_failed`."""
         due: list[WorkerAddress] = []
         for worker, known in self._workers.items():
-            if known.resync is _Resync.NEEDED and known.live and now_s >= known.resync_from_s:
-                known.resync = _Resync.RUNNING
-                known.resync_from_s = now_s + self._options.resync_interval_s
+            if known.resync is Resync.NEEDED and known.live and now_s >= known.resync_from_s:
+                known.resync = Resync.RUNNING
+                # A fingerprint that stays wrong would have a large worker read for ever.
+                waits = 2 ** min(known.drifts, DRIFT_DOUBLINGS_MAX)
+                known.resync_from_s = now_s + self._options.resync_interval_s * waits
                 due.append(WorkerAddress(worker=worker, generation=known.generation))
         return due
 
@@ -233,33 +268,44 @@ class Follower:
             self._trees.assign(address.worker, known.model_digest).load(
                 address.worker, [run for page in pages for run in page.runs]
             )
-        except MalformedMessage:
-            self.counters.malformed += 1
+        except (MalformedMessage, IndexFull) as error:
+            logger.warning("the shadow map of %s cannot be loaded: %s", address.worker, error)
+            self.counters.full += isinstance(error, IndexFull)
+            self.counters.malformed += isinstance(error, MalformedMessage)
             self.on_resync_failed(address)
             return
         self.counters.resyncs += 1
         self._journal.rewrite(address.worker)
         known.sequence = pages[0].sequence if pages else 0
-        known.resync = _Resync.NO
-        known.doubted = False
+        known.resync = Resync.NO
+        known.doubted = known.must_read = False
         self._take_waiting(known)
+        self._compare(address.worker, known)
 
     def on_resync_failed(self, address: WorkerAddress) -> None:
         """Try again later, unless what came meanwhile makes up for it."""
         known = self._running(address)
         if known is not None:
-            known.resync = _Resync.NEEDED
+            known.resync = Resync.NEEDED
             self._take_waiting(known)
 
-    def _running(self, address: WorkerAddress) -> _Worker | None:
+    def _running(self, address: WorkerAddress) -> Life | None:
         known = self._workers.get(address.worker)
-        if known is None or known.generation != address.generation or known.resync is not _Resync.RUNNING:
+        if known is None or known.generation != address.generation or known.resync is not Resync.RUNNING:
             return None
         return known
 
     # ------------------------------------------------------------ one worker
 
-    def _life(self, worker: str, generation: int, model_digest: str, now_s: float) -> _Worker | None:
+    def _known(self, address: WorkerAddress) -> Life | None:
+        """Return the worker in just this life; None, and counted, where it is not known here."""
+        known = self._workers.get(address.worker)
+        if known is None or known.generation != address.generation:
+            self.counters.unknown_workers += 1
+            return None
+        return known
+
+    def _life(self, worker: str, generation: int, model_digest: str, now_s: float) -> Life | None:
         """Return the worker in this life, begun if it is new; None where that life is over."""
         known = self._workers.get(worker)
         if generation <= self._gone.get(worker, -1) or (known is not None and generation < known.generation):
@@ -269,38 +315,39 @@ class Follower:
             return self._begin(worker, generation, model_digest, now_s)
         if model_digest != known.model_digest:
             # A life has one model. Whoever says otherwise is not understood, and not believed.
-            self.counters.malformed += 1
+            self.counters.foreign_models += 1
             return None
         return known
 
-    def _begin(self, worker: str, generation: int, model_digest: str, now_s: float) -> _Worker:
+    def _begin(self, worker: str, generation: int, model_digest: str, now_s: float) -> Life:
         self._drop(worker)
         self._gone.pop(worker, None)
         self._journal.rewrite(worker)
         self._trees.assign(worker, model_digest)
-        known = self._workers[worker] = _Worker(generation, model_digest, heard_s=now_s)
+        known = self._workers[worker] = Life(generation, model_digest, heard_s=now_s)
         return known
 
     def _drop(self, worker: str) -> None:
         if self._workers.pop(worker, None) is not None:
             self._trees.drop(worker)
+            self._speculation.drop(worker)
             self._journal.rewrite(worker)
 
-    def _take_waiting(self, known: _Worker) -> None:
+    def _take_waiting(self, known: Life) -> None:
         waiting, known.waiting = known.waiting, []
         for message in waiting:
             self._take(message, known)
 
-    def _take(self, message: KvEvents, known: _Worker) -> None:
+    def _take(self, message: KvEvents, known: Life) -> None:
         """Apply the next message of a worker, or put it aside for the resync that it must wait for."""
         if message.sequence <= known.sequence:
             self.counters.duplicates += 1
             return
         follows_on = message.sequence == known.sequence + 1 and not known.waiting and not known.doubted
-        if known.resync is _Resync.RUNNING or not follows_on:
-            if known.resync is _Resync.NO:
+        if known.resync is Resync.RUNNING or not follows_on:
+            if known.resync is Resync.NO:
                 self.counters.gaps += 1
-                known.resync = _Resync.NEEDED
+                known.resync = Resync.NEEDED
             if len(known.waiting) >= self._options.waiting_events_max:
                 # The gap that this leaves is seen after the resync, which is then repeated.
                 known.waiting.clear()
@@ -309,10 +356,31 @@ class Follower:
         known.doubted = not self._apply(message)
         known.sequence = message.sequence
         if known.doubted:
-            known.resync = _Resync.NEEDED
-        elif known.sequence >= known.expected:
+            known.resync = Resync.NEEDED
+        elif known.sequence >= known.expected and not known.must_read:
             # What a resync would have brought has come by itself.
-            known.resync = _Resync.NO
+            known.resync = Resync.NO
+        self._compare(message.worker, known)
+
+    def _compare(self, worker: str, known: Life) -> None:
+        """Compare what is held here with what the worker said, once both speak of the same event."""
+        claimed = known.claimed
+        if claimed is None or not known.can_compare():
+            return
+        held = self._trees.fingerprint(worker)
+        if held == claimed:
+            known.claimed = None
+            known.agreed_sequence, known.drifts = known.sequence, 0
+            return
+        # The claim stays, for what the resync brings.
+        logger.warning(
+            "%s holds %d blocks after event %d, here it holds %d, or others: it is read anew",
+            *(worker, claimed.blocks, known.sequence, held.blocks),
+        )
+        self.counters.drifts += 1
+        known.agreed_sequence = -1
+        known.drifts += 1
+        known.read_anew()
 
     def _apply(self, message: KvEvents) -> bool:
         """Apply one message's events; return whether all of them made sense."""
@@ -320,23 +388,33 @@ class Follower:
         self._journal.touch(worker, message.sequence - 1)
         index = self._trees.assign(worker, message.model_digest)
         understood = True
-        for event in message.events:
+        events = message.events
+        if sum(len(event.blocks) for event in events if not isinstance(event, BlocksCleared)) > EVENTS_BYTES_MAX:
+            self.counters.oversized += 1
+            understood, events = False, ()
+        for event in events:
             try:
                 match event:
                     case BlocksStored(parent=parent, blocks=blocks):
                         index.store(worker, parent, blocks)
                         self._journal.store(worker, parent, blocks)
+                        self._speculation.on_stored(worker, blocks)
                     case BlocksRemoved(blocks=blocks):
                         self.counters.unknown_blocks += len(blocks) // ID_BYTES - index.remove(worker, blocks)
                         self._journal.remove(worker, blocks)
+                        self._speculation.on_removed(worker, blocks)
                     case BlocksCleared():
                         index.clear(worker)
+                        self._speculation.drop(worker)
                         self._journal.rewrite(worker)
             except UnknownParent:
                 self.counters.unknown_parents += 1
                 understood = False
             except MalformedMessage:
                 self.counters.malformed += 1
+                understood = False
+            except IndexFull:
+                self.counters.full += 1
                 understood = False
         self.counters.applied += 1
         return understood

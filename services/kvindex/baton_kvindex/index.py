@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from baton.errors import BatonError, MalformedMessage
-from baton.messages import BlocksStored
+from baton.messages import BlocksStored, Fingerprint
 
 ID_BYTES: Final = 16
 RUN_BLOCKS_MAX: Final = 1 << 20
@@ -90,11 +90,21 @@ class Index(Protocol):
         """Return all that `worker` holds on a tier as runs, in any order; counted copies as runs of their own."""
         ...
 
+    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+        """Return what all blocks that `worker` holds on a tier come to, copies not counted."""
+        ...
+
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
         """Replace all that `worker` held on a tier by `runs`, in any order; parents need not be among them."""
         ...
 
     def size(self) -> IndexSize: ...
+
+
+class NewIndex(Protocol):
+    """A class that implements `Index`."""
+
+    def __call__(self, *, counts_copies: bool = False) -> Index: ...
 
 
 def check_ids(blocks: bytes) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import baton_native
 
 from baton.errors import MalformedMessage
+from baton.messages import Fingerprint
 from baton_kvindex import index
 from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent
 
@@ -24,6 +25,16 @@ class Branch:
     blocks: bytes
     active: Sequence[str]
     history: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What the tree looks like from afar."""
+
+    depth: int
+    """Blocks of the longest prefix."""
+    prefixes: Sequence[tuple[bytes, int, int]]
+    """(last id, blocks, workers) of those that most workers hold, each as long as all of them do."""
 
 
 class _NativeIndex:
@@ -69,6 +80,10 @@ class _NativeIndex:
         runs = self._native.dump(worker, tier is Tier.HISTORY)
         return [Run(parent=parent, blocks=blocks) for parent, blocks in runs]
 
+    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+        ids, blocks = self._native.sum(worker, tier is Tier.HISTORY)
+        return Fingerprint(blocks=blocks, ids=ids)
+
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
         try:
             self._native.load(worker, tier is Tier.HISTORY, [(run.parent, run.blocks) for run in runs])
@@ -112,6 +127,10 @@ class RadixIndex(_NativeIndex):
             raise MalformedMessage(str(error)) from None
         except baton_native.IndexFull as error:
             raise index.IndexFull(str(error)) from None
+
+    def survey(self, prefixes_max: int) -> Survey:
+        """Look at every node of the tree, beside matches; the next change waits for it."""
+        return Survey(*self._tree.survey(prefixes_max))
 
     def tick(self) -> None:
         """Move the clock that `idle` counts by."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Final
+from uuid import uuid4
 
 from opentelemetry.trace import SpanKind
 
@@ -15,11 +16,14 @@ from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, BusUnavailable, MalformedMessage, Unavailable
 from baton.messages import (
+    Audited,
     Goodbye,
     Heartbeat,
+    IndexQuery,
     KvEvents,
     Match,
     Matched,
+    Placed,
     Refused,
     ShadowPage,
     ShadowQuery,
@@ -32,6 +36,7 @@ from baton_kvindex.durable import Journal, Saved
 from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.report import make_report
 from baton_kvindex.store import Store, StoreUnavailable
 from baton_kvindex.writer import Writer
 
@@ -63,6 +68,7 @@ class IndexService:
         self._tracing = tracing
         self._settings = settings
         self._resyncs = asyncio.Semaphore(settings.resyncs_max)
+        self._instance = uuid4().hex[:8]
         self._answers = False
         self._writer: Writer | None = None
         self._metrics = metrics
@@ -85,6 +91,13 @@ class IndexService:
             self.follower.restore(await self._load(), self._clock.now_s())
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
+            for subject, handler in (
+                (subjects.PLACED, self._on_placed),
+                (subjects.AUDITS, self._on_audited),
+                (subjects.INDEX_QUERIES, self._on_query),
+            ):
+                heard = await self._bus.subscribe(subject, handler)
+                stack.push_async_callback(heard.unsubscribe)
             events = await self._bus.follow(
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.follower.stream_sequence
             )
@@ -115,6 +128,7 @@ class IndexService:
         yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
         yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
         yield Reading(catalogue.INDEX_WORKERS, size.workers)
+        yield Reading(catalogue.INDEX_EXPECTED, follower.expected_blocks)
         yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
@@ -125,14 +139,24 @@ class IndexService:
             ("duplicate", counters.duplicates),
             ("stale", counters.stale),
             ("malformed", counters.malformed),
+            ("oversized", counters.oversized),
+            ("foreign_model", counters.foreign_models),
+            ("unknown_worker", counters.unknown_workers),
+            ("full", counters.full),
         ):
             yield Reading(catalogue.INDEX_MESSAGES, count, (result,))
         for cause, count in (
             ("gap", counters.gaps),
             ("unknown_parent", counters.unknown_parents),
             ("behind", counters.behind),
+            ("drift", counters.drifts),
+            ("audit", counters.shortfalls),
         ):
             yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
+
+        for worker, known in follower.lives().items():
+            yield Reading(catalogue.INDEX_AUDIT_PREDICTED, known.audit.predicted_tokens, (worker,))
+            yield Reading(catalogue.INDEX_AUDIT_CACHED, known.audit.cached_tokens, (worker,))
 
     # ------------------------------------------------------------ messages
 
@@ -144,9 +168,33 @@ class IndexService:
         with self._tracing.span("match", parent=message.context.trace, kind=SpanKind.SERVER) as span:
             started_s = self._clock.now_s()
             held = self.follower.match(message.model_digest, message.blocks)
+            hoped = self.follower.coming(message.model_digest, message.blocks)
             self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
             span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
-            await delivery.respond(Matched(held=held))
+            coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
+            await delivery.respond(Matched(held=held, coming=coming))
+
+    async def _on_placed(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Placed() as placed:
+                self.follower.on_placed(placed, self._clock.now_s())
+            case other:
+                raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
+
+    async def _on_audited(self, delivery: Delivery) -> None:
+        match delivery.message:
+            case Audited() as audited:
+                self.follower.on_audited(audited)
+            case other:
+                raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
+
+    async def _on_query(self, delivery: Delivery) -> None:
+        query = delivery.message
+        if not isinstance(query, IndexQuery):
+            raise MalformedMessage(f"{type(query).__name__} on {delivery.subject} is not for the index")
+        writes = self._writer is not None and self._writer.is_writing
+        answer = await make_report(self.follower, query, instance=self._instance, writes=writes)
+        await self._bus.publish(subjects.index_answers(query.asker), answer)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:
@@ -158,8 +206,11 @@ class IndexService:
                 logger.warning("%s on %s is not for the index", type(other).__name__, delivery.subject)
 
     async def _on_events(self, delivery: Delivery) -> None:
-        if isinstance(delivery.message, KvEvents):
-            self.follower.on_events(delivery.message, delivery.stream_sequence, self._clock.now_s())
+        message = delivery.message
+        if isinstance(message, KvEvents) and delivery.subject == subjects.kv_events(message.worker):
+            self.follower.on_events(message, delivery.stream_sequence, self._clock.now_s())
+        else:
+            self.follower.on_odd_message(delivery.stream_sequence)
 
     # ------------------------------------------------------------ resync
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.messages import Fingerprint
 from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent, check_ids, check_run, link, split_ids
 
 
@@ -62,6 +63,10 @@ class TableIndex:
     def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
         held = self._held.get((worker, tier), {})
         return [Run(parent=mine.parent, blocks=block) for block, mine in held.items() for _ in range(mine.copies)]
+
+    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+        held = self._held.get((worker, tier), {})
+        return Fingerprint.of(sum(int.from_bytes(block, "little") for block in held), len(held))
 
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
         for run in runs:

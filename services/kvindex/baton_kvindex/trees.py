@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from baton.messages import Fingerprint
 from baton_kvindex.index import Index, IndexSize, Run, check_ids
 
 
@@ -36,11 +37,19 @@ class Trees:
         model_digest = self._model_of.get(worker)
         return [] if model_digest is None else self._indexes[model_digest].dump(worker)
 
+    def fingerprint(self, worker: str) -> Fingerprint:
+        model_digest = self._model_of.get(worker)
+        return Fingerprint() if model_digest is None else self._indexes[model_digest].fingerprint(worker)
+
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         """Return the leading blocks that each worker holds. Raises MalformedMessage for a broken run."""
         check_ids(blocks)
         index = self._indexes.get(model_digest)
         return {} if index is None else index.match(blocks)
+
+    def models(self) -> Mapping[str, Index]:
+        """Return the indexes by model."""
+        return self._indexes
 
     def sizes(self) -> dict[str, IndexSize]:
         return {model_digest: index.size() for model_digest, index in self._indexes.items()}

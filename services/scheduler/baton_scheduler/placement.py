@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Final
 
@@ -47,6 +47,15 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Hints:
+    """What the index says: worker → leading blocks of the prompt, where there are any."""
+
+    held: Mapping[str, int] = field(default_factory=dict[str, int])
+    coming: Mapping[str, int] = field(default_factory=dict[str, int])
+    """That it will hold once what was placed on it before is computed. The time for that is in its queue."""
+
+
+@dataclass(frozen=True, slots=True)
 class PlacementOptions:
     token_interval_s_max: float = 0.1
     tie_share: float = 0.05
@@ -69,7 +78,7 @@ class PlacementOptions:
 def choose(
     demand: Demand,
     workers: Sequence[WorkerLoad],
-    held_blocks: Mapping[str, int],
+    hints: Hints,
     options: PlacementOptions,
     random: Random,
 ) -> Placement:
@@ -82,7 +91,7 @@ def choose(
     serving = sorted((load for load in workers if load.heartbeat.model == demand.model), key=lambda load: load.worker)
     if not serving:
         raise ModelNotFound(f"no live worker serves the model {demand.model}")
-    predict = _Prediction(demand, held_blocks, options)
+    predict = _Prediction(demand, hints, options)
     decodes = _admit(Role.DECODE, serving, demand, options)
     wholes = [] if demand.disaggregation is Disaggregation.ALWAYS else [predict.whole(decode) for decode in decodes]
     pairs: list[Candidate] = []
@@ -208,9 +217,9 @@ def _interval_s(load: WorkerLoad) -> float:
 class _Prediction:
     """The costs of one demand on any worker."""
 
-    def __init__(self, demand: Demand, held_blocks: Mapping[str, int], options: PlacementOptions) -> None:
+    def __init__(self, demand: Demand, hints: Hints, options: PlacementOptions) -> None:
         self._demand = demand
-        self._held_blocks = held_blocks
+        self._hints = hints
         self._options = options
 
     def whole(self, decode: WorkerLoad) -> Candidate:
@@ -223,6 +232,7 @@ class _Prediction:
             decode=decode.worker,
             cached_tokens=cached_tokens,
             decode_cached_tokens=cached_tokens,
+            coming_tokens=self._coming_tokens(decode),
             predicted_ttft_s=self._prefill_s(decode) + self._entry_s(decode),
             predicted_token_interval_s=_interval_s(decode) + delayed_s,
         )
@@ -249,6 +259,7 @@ class _Prediction:
             prefill=prefill.worker,
             cached_tokens=self._cached_tokens(prefill),
             decode_cached_tokens=self._cached_tokens(decode),
+            coming_tokens=self._coming_tokens(prefill),
             predicted_ttft_s=self._prefill_s(prefill) + self._pull_s(decode, bandwidth) + self._entry_s(decode),
             predicted_token_interval_s=_interval_s(decode),
         )
@@ -260,9 +271,15 @@ class _Prediction:
         return heapq.nsmallest(count, loads, key=lambda load: (cost_s(load), load.worker))
 
     def _cached_tokens(self, load: WorkerLoad) -> int:
-        """Return the prompt tokens held there. The last one is computed in any case, to sample from it."""
-        held_tokens = self._held_blocks.get(load.worker, 0) * load.heartbeat.block_tokens
-        return max(0, min(held_tokens, self._demand.prompt_tokens - 1))
+        """Return the prompt tokens held there, or soon to be."""
+        return self._tokens(load, max(hints.get(load.worker, 0) for hints in (self._hints.held, self._hints.coming)))
+
+    def _coming_tokens(self, load: WorkerLoad) -> int:
+        return self._cached_tokens(load) - self._tokens(load, self._hints.held.get(load.worker, 0))
+
+    def _tokens(self, load: WorkerLoad, blocks: int) -> int:
+        """Return what so many blocks save. The last token is computed in any case, to sample from it."""
+        return max(0, min(blocks * load.heartbeat.block_tokens, self._demand.prompt_tokens - 1))
 
     def _prefill_s(self, load: WorkerLoad) -> float:
         uncached_tokens = self._demand.prompt_tokens - self._cached_tokens(load)

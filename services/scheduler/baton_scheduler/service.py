@@ -34,15 +34,17 @@ from baton.messages import (
     Match,
     Matched,
     Place,
+    Placed,
     Placement,
     Refused,
     Role,
+    WorkerAddress,
 )
 from baton.stop import Stop
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad
-from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_placements
+from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose, soft_placements
 
 logger = logging.getLogger(__name__)
 
@@ -197,11 +199,13 @@ class SchedulerService:
             exclude_pairs=frozenset(place.exclude_pairs),
         )
         # Asked again, since workers may have died while the index was thinking.
-        placement = choose(demand, self._serving(place.model, now_s), hints or {}, self._options, self._random)
+        serving = self._serving(place.model, now_s)
+        placement = choose(demand, serving, hints or Hints(), self._options, self._random)
         self._loads.place(
             place.context.request,
             soft_placements(placement, demand, attempt=place.context.attempt, now_s=now_s, options=self._options),
         )
+        await self._tell_indexes(place, placement, serving, now_s - started_s)
         if hints is None:
             self._without_index += 1
             placement = _without_hints(placement)
@@ -217,13 +221,14 @@ class SchedulerService:
             raise ModelNotFound(f"no worker serves the model {model}")
         return serving
 
-    async def _ask_index(self, place: Place, trace: str, serving: list[WorkerLoad]) -> dict[str, int] | None:
+    async def _ask_index(self, place: Place, trace: str, serving: list[WorkerLoad]) -> Hints | None:
         """Return how many leading blocks each worker holds; None when the index does not say in time."""
         if not place.blocks:
-            return {}
+            return Hints()
         timeout_s = min(self._settings.index_timeout_s, place.context.budget_s)
         context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
         held: dict[str, int] = {}
+        coming: dict[str, int] = {}
         try:
             async with self._clock.timeout(timeout_s):
                 # One, but for the minutes in which a model is being replaced by a new version of the same name.
@@ -235,10 +240,34 @@ class SchedulerService:
                     if not isinstance(answer, Matched):
                         raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
                     held |= answer.held
+                    coming |= answer.coming
         except (BatonError, TimeoutError) as error:
             logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
             return None
-        return held
+        return Hints(held, coming)
+
+    async def _tell_indexes(
+        self, place: Place, placement: Placement, serving: list[WorkerLoad], spent_s: float
+    ) -> None:
+        """Let the next match see this placement, before anybody else can know of it."""
+        if not place.blocks:
+            return
+        digests = {load.worker: load.heartbeat.model_digest for load in serving}
+        addresses = [address for address in (placement.prefill, placement.decode) if address is not None]
+        placed = Placed(
+            context=Context(
+                request=place.context.request,
+                attempt=place.context.attempt,
+                budget_s=place.context.budget_s - spent_s,
+            ),
+            model_digest=digests[placement.decode.worker],
+            blocks=place.blocks,
+            workers=tuple(WorkerAddress(worker=each.worker, generation=each.generation) for each in addresses),
+        )
+        try:
+            await self._bus.publish(subjects.PLACED, placed)
+        except BatonError as error:
+            logger.debug("no index hears of the placement of %s: %s", place.context.request, error)
 
 
 def _check(place: Place) -> None:

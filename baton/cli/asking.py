@@ -1,0 +1,61 @@
+"""Asking every service over the bus, not knowing how many there are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, TypeVar
+
+from baton.bus import Bus, Delivery
+from baton.errors import InvalidRequest
+from baton.messages import AnyMessage
+
+NATS_URL_FILE: Final = "nats-url"
+"""In the run folder of a `baton up`."""
+CONNECT_TIMEOUT_S: Final = 3.0
+FIRST_ANSWER_S: Final = 1.0
+QUIET_S: Final = 0.25
+"""Services answer at once: after this long without a word, all have."""
+ANSWERS_S: Final = 3.0
+ANSWERS_MAX: Final = 2000
+
+Answer = TypeVar("Answer")
+
+
+def find_nats_url(given: str, environ: Mapping[str, str], run_folder: Path) -> str:
+    """Return the bus to ask: the one given, or that of the `baton up` which runs here. Raises InvalidRequest."""
+    if url := given or environ.get("NATS_URL", ""):
+        return url
+    try:
+        return (run_folder / NATS_URL_FILE).read_text().strip()
+    except OSError as error:
+        raise InvalidRequest(
+            f"no `baton up` runs in {run_folder}: name its port with --port, or the message bus with --nats-url"
+        ) from error
+
+
+async def ask_all(bus: Bus, subject: str, query: AnyMessage, answer_to: str, kind: type[Answer]) -> list[Answer]:
+    """Send `query`, and return all answers of this kind that come in time."""
+    answers: list[Answer] = []
+    came = asyncio.Event()
+
+    async def take(delivery: Delivery) -> None:
+        if isinstance(delivery.message, kind) and len(answers) < ANSWERS_MAX:
+            answers.append(delivery.message)
+            came.set()
+
+    subscription = await bus.subscribe(answer_to, take)
+    try:
+        await bus.publish(subject, query)
+        async with asyncio.timeout(ANSWERS_S):
+            async with asyncio.timeout(FIRST_ANSWER_S) as quiet:
+                while True:
+                    await came.wait()
+                    came.clear()
+                    quiet.reschedule(asyncio.get_running_loop().time() + QUIET_S)
+    except TimeoutError:
+        pass  # The usual end: whoever had something to say has said it.
+    finally:
+        await subscription.unsubscribe()
+    return answers

@@ -1,0 +1,160 @@
+"""`baton index`: what every index knows, asked over the bus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+from uuid import uuid4
+
+import msgspec
+
+from baton import subjects
+from baton.blocks import hash_blocks, root_key
+from baton.bus import Bus, Delivery, NatsBus
+from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
+from baton.errors import InvalidRequest, Unavailable
+from baton.messages import Heartbeat, IndexedWorker, IndexQuery, IndexReport, pack_tokens
+
+HEARTBEATS_S: Final = 0.6
+"""Two of them: after this time every live worker is known."""
+MODEL_CHARS: Final = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """`prompt` or `tokens`: who holds this; neither: only what there is."""
+
+    prompt: str = ""
+    tokens: Sequence[int] = ()
+    model: str = ""
+    salt: str = ""
+    prefixes_max: int = 10
+
+
+def index(question: Question, *, nats_url: str, as_json: bool) -> str:
+    """Return what all indexes know, for a reader or as JSON. Raises BatonError, one sentence."""
+    reports, blocks = asyncio.run(_index(question, nats_url))
+    if not as_json:
+        return "\n".join(line for report in reports for line in draw(report, blocks))
+    return msgspec.json.format(msgspec.json.encode(reports), indent=2).decode()
+
+
+def parse_tokens(text: str) -> list[int]:
+    """Return token ids that are separated by commas. Raises InvalidRequest."""
+    try:
+        return [int(part) for part in text.split(",")] if text else []
+    except ValueError as error:
+        raise InvalidRequest(f"{text[:80]!r} is no list of token ids like 1,2,3") from error
+
+
+async def _index(question: Question, nats_url: str) -> tuple[list[IndexReport], int]:
+    bus = await NatsBus.connect(nats_url, name="baton-index", timeout_s=CONNECT_TIMEOUT_S)
+    try:
+        asker, model_digest, blocks = uuid4().hex, "", b""
+        if question.prompt or question.tokens:
+            worker = await _find_model(bus, question.model)
+            tokens = question.tokens or _encode(worker.model_path, question.prompt)
+            model_digest = worker.model_digest
+            blocks = hash_blocks(root_key(model_digest, salt=question.salt), pack_tokens(tokens), worker.block_tokens)
+            if not blocks:
+                raise InvalidRequest(f"{len(tokens)} tokens are less than a block of {worker.block_tokens}")
+        query = IndexQuery(asker=asker, prefixes_max=question.prefixes_max, model_digest=model_digest, blocks=blocks)
+        answer_to = subjects.index_answers(asker)
+        reports = await ask_all(bus, subjects.INDEX_QUERIES, query, answer_to, IndexReport)
+    finally:
+        await bus.close()
+    if not reports:
+        raise Unavailable("no index answered: does Baton run on this message bus?")
+    return sorted(reports, key=lambda report: (not report.writes, report.instance)), len(blocks) // 16
+
+
+async def _find_model(bus: Bus, name: str) -> Heartbeat:
+    """Return the word of a worker that serves the model. Raises InvalidRequest."""
+    heard: dict[str, Heartbeat] = {}
+
+    async def take(delivery: Delivery) -> None:
+        if isinstance(delivery.message, Heartbeat):
+            heard[delivery.message.model] = delivery.message
+
+    subscription = await bus.subscribe(subjects.HEARTBEAT, take)
+    await asyncio.sleep(HEARTBEATS_S)
+    await subscription.unsubscribe()
+    if not heard:
+        raise Unavailable("no worker is heard, so nobody says how a prompt is cut into blocks")
+    if name in heard or (not name and len(heard) == 1):
+        return heard[name or next(iter(heard))]
+    raise InvalidRequest(f"name one of the models that are served with --model: {', '.join(sorted(heard))}")
+
+
+def _encode(model_path: str, prompt: str) -> list[int]:
+    """Return the prompt's token ids. Raises InvalidRequest where the tokenizer is not here."""
+    file = Path(model_path) / "tokenizer.json"
+    if not file.is_file():
+        raise InvalidRequest(f"there is no {file} here to cut the prompt into tokens: give them with --tokens")
+    # Imported here, since only this needs it.
+    from tokenizers import Tokenizer
+
+    tokenizer = cast("Any", Tokenizer).from_file(str(file))
+    tokenizer.no_truncation()
+    return tokenizer.encode(prompt).ids
+
+
+# ---------------------------------------------------------------- for a reader
+
+
+def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
+    """Yield what one index said, `asked_blocks` of a prompt included, line by line."""
+    role = "writes to Redis" if report.writes else "does not write"
+    yield f"index {report.instance}: {role}; event {report.stream_sequence} of the stream was the last"
+    for model in report.models:
+        yield (
+            f"  model {model.model_digest[:MODEL_CHARS]}: {model.blocks} blocks in memory, {model.cold_blocks} cold; "
+            f"held {model.holdings} times; {model.nodes} nodes, {model.depth} blocks deep, {model.bytes / 1e6:.1f} MB"
+        )
+        yield from _table(
+            ("shared by workers", "blocks", "last block"),
+            [(str(each.workers), str(each.blocks), each.last.hex()) for each in model.prefixes],
+        )
+    header = ("worker", "generation", "blocks", "event", "state", "hits promised", "found")
+    yield from _table(header, [_row(worker) for worker in report.workers])
+    if report.left_out:
+        yield f"    and {report.left_out} workers more"
+    counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.counters.items() if count)
+    yield f"  counted since it started: {counted or 'nothing'}; {report.expected_blocks} blocks are expected"
+    if asked_blocks:
+        yield f"  of the prompt's {asked_blocks} blocks"
+        holds = report.held
+        will_hold = holds | report.coming
+        rows = [(worker, str(holds.get(worker, 0)), str(will_hold[worker])) for worker in sorted(will_hold)]
+        yield from _table(("worker", "holds", "will hold"), rows)
+
+
+def _row(worker: IndexedWorker) -> tuple[str, ...]:
+    if worker.resync != "no":
+        state = f"resync {worker.resync}"
+    elif worker.drifts:
+        state = f"differed {worker.drifts} times"
+    elif worker.agreed_sequence < 0:
+        state = "not compared yet"
+    else:
+        state = f"the same at event {worker.agreed_sequence}"
+    return (
+        worker.worker,
+        str(worker.generation),
+        str(worker.held.blocks),
+        str(worker.sequence),
+        state,
+        str(worker.predicted_tokens),
+        str(worker.cached_tokens),
+    )
+
+
+def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        yield "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

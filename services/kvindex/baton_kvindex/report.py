@@ -1,0 +1,70 @@
+"""What an index tells of itself, for `baton index`."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from itertools import islice
+from typing import Final
+
+from msgspec import structs
+
+from baton.messages import IndexedModel, IndexedPrefix, IndexedWorker, IndexQuery, IndexReport
+from baton_kvindex.follower import Follower
+from baton_kvindex.radix import RadixIndex
+
+WORKERS_MAX: Final = 2000
+"""About 400 kB: what one message carries everywhere."""
+PREFIXES_MAX: Final = 100
+
+
+async def make_report(follower: Follower, query: IndexQuery, *, instance: str, writes: bool) -> IndexReport:
+    """Answer a query; the trees are looked at on a thread. Raises MalformedMessage for a broken run of blocks."""
+    held = follower.match(query.model_digest, query.blocks)
+    coming = follower.coming(query.model_digest, query.blocks)
+    lives = follower.lives()
+    workers = tuple(
+        IndexedWorker(
+            worker=worker,
+            generation=known.generation,
+            model_digest=known.model_digest,
+            sequence=known.sequence,
+            held=follower.fingerprint(worker),
+            agreed_sequence=known.agreed_sequence,
+            resync=known.resync,
+            drifts=known.drifts,
+            predicted_tokens=known.audit.predicted_tokens,
+            cached_tokens=known.audit.cached_tokens,
+        )
+        for worker, known in islice(sorted(lives.items()), WORKERS_MAX)
+    )
+    report = IndexReport(
+        instance=instance,
+        writes=writes,
+        stream_sequence=follower.stream_sequence,
+        expected_blocks=follower.expected_blocks,
+        counters=asdict(follower.counters),
+        workers=workers,
+        left_out=max(0, len(lives) - WORKERS_MAX),
+        held=held,
+        coming={worker: count for worker, count in coming.items() if count > held.get(worker, 0)},
+    )
+    trees = {digest: tree for digest, tree in follower.models().items() if isinstance(tree, RadixIndex)}
+    top = max(0, min(query.prefixes_max, PREFIXES_MAX))
+    models = [await asyncio.to_thread(_describe, digest, tree, top) for digest, tree in sorted(trees.items())]
+    return structs.replace(report, models=tuple(models))
+
+
+def _describe(model_digest: str, tree: RadixIndex, prefixes_max: int) -> IndexedModel:
+    footprint, survey = tree.footprint(), tree.survey(prefixes_max)
+    return IndexedModel(
+        model_digest=model_digest,
+        blocks=footprint.blocks,
+        holdings=footprint.holdings,
+        bytes=footprint.bytes,
+        nodes=footprint.nodes,
+        depth=survey.depth,
+        prefixes=tuple(
+            IndexedPrefix(last=last, blocks=blocks, workers=workers) for last, blocks, workers in survey.prefixes
+        ),
+    )

@@ -1,0 +1,88 @@
+"""Two index processes beside real NATS and Redis, for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+from baton.bus import NatsBus
+from tests.cluster import Service
+from tests.index_actors import Worker, match, working, written
+from tests.servers import Server, start_nats, start_redis
+
+PREFIX = "baton:kvindex"
+WRITES = "this index writes"
+
+
+class Pair:
+    """Two index processes and one worker, which stores a block every few milliseconds."""
+
+    def __init__(self, folder: Path, nats: Server, redis: Server, bus: NatsBus, worker: Worker) -> None:
+        self.folder = folder
+        self.nats = nats
+        self.redis = redis
+        self.bus = bus
+        self.worker = worker
+        self.services: list[Service] = []
+
+    async def start(self, *flags: str) -> Service:
+        name = f"kvindex-{len(self.services)}"
+        command = [sys.executable, "-m", "baton_kvindex", "--nats-url", self.nats.url, "--redis-url", self.redis.url]
+        service = Service(name, [*command, *flags], self.folder / f"{name}.log", dict(os.environ))
+        self.services.append(service)
+        await service.start()
+        await until(lambda: said(service, "the index answers"))
+        return service
+
+    async def store_for_ever(self) -> None:
+        while True:
+            await self.worker.store(chr(0x4E00 + self.worker.sequence % 5000))
+            await asyncio.sleep(0.02)
+
+    async def until_written(self, condition: Callable[[dict[bytes, bytes]], bool]) -> None:
+        """Wait until what Redis has of the worker is as wanted."""
+        async with asyncio.timeout(15.0):
+            while True:
+                if condition(await written(self.redis.url, PREFIX, self.worker)):
+                    return
+                await asyncio.sleep(0.02)
+
+    async def assert_true(self) -> None:
+        """What both answer and what is written is what the worker holds."""
+        await self.until_written(lambda blocks: blocks == self.worker.held)
+        for _ in range(20):
+            held = await match(self.bus, next(iter(self.worker.held)))
+            assert held == {self.worker.name: 1}
+        assert self.worker.queries == 0, "nobody had to ask the worker"
+
+
+def said(service: Service, words: str) -> bool:
+    return words in service.log.read_text()
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 15.0) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def running_pair(folder: Path) -> AsyncGenerator[Pair]:
+    async with AsyncExitStack() as stack:
+        nats, redis = stack.enter_context(start_nats()), stack.enter_context(start_redis())
+        bus = await NatsBus.connect(nats.url, name="test")
+        stack.push_async_callback(bus.close)
+        worker = await stack.enter_async_context(working(bus))
+        pair = Pair(folder, nats, redis, bus, worker)
+        try:
+            yield pair
+        finally:
+            for service in pair.services:
+                print(f"--- {service.name}\n{service.tail(60)}")
+                await service.end()

@@ -1,0 +1,84 @@
+"""`baton index` against real processes: what it shows is what there is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from baton.cli.tiny_model import make_tiny_model
+from baton.messages import Role
+from tests.cluster import Cluster, running_cluster
+
+PROMPT = "All that is gold does not glitter, not all those who wander are lost. " * 12
+REQUESTS = 4
+
+
+async def baton_index(cluster: Cluster, *arguments: str) -> tuple[int, str]:
+    """Run the command as a user would, and return its status and all that it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.cli", "index", "--nats-url", cluster.nats_url, *arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ},
+    )
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode()
+
+
+async def first_report(cluster: Cluster, *arguments: str) -> dict[str, Any]:
+    status, out = await baton_index(cluster, "--json", *arguments)
+    assert status == 0, out
+    return json.loads(out)[0]
+
+
+@pytest.mark.timeout(120)
+async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "model")
+    async with running_cluster(tmp_path, model=tmp_path / "model") as cluster:
+        await cluster.start_control_plane()
+        await cluster.start_worker(Role.PREFILL, "p")
+        await cluster.start_worker(Role.DECODE, "d")
+        await cluster.wait_ready()
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
+            for _ in range(REQUESTS):
+                body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+                (await client.post("/v1/completions", json=body)).raise_for_status()
+                await asyncio.sleep(0.6)  # The blocks are stored, and two heartbeats have told of them.
+        report = await first_report(cluster, "--prompt", PROMPT)
+        (model,) = report["models"]
+        workers = {each["worker"]: each for each in report["workers"]}
+        assert workers.keys() == {"p", "d"}
+        for name, worker in workers.items():
+            assert worker["agreed_sequence"] == worker["sequence"] > 0, f"{name} agrees"
+            assert worker["held"]["blocks"] >= report["held"][name] > 4
+        assert model["depth"] == report["held"]["p"] <= model["blocks"]
+        assert model["prefixes"][0]["workers"] == 2
+        assert (report["counters"]["drifts"], report["counters"]["gaps"]) == (0, 0)
+        promised, found = workers["p"]["predicted_tokens"], workers["p"]["cached_tokens"]
+        assert promised == (REQUESTS - 1) * 32 * report["held"]["p"]
+        assert 0.9 * promised <= found <= promised
+        assert workers["d"].get("predicted_tokens", 0) == 0, "it computes no prompt"
+        other = await first_report(cluster, "--tokens", ",".join(map(str, range(5, 105))))
+        assert other.get("held", {}) == {}
+
+        status, text = await baton_index(cluster, "--prompt", PROMPT, "--top", "1")
+        assert status == 0
+        assert "writes to Redis" in text
+        assert f"the same at event {workers['p']['sequence']}" in text
+        assert f"of the prompt's {report['held']['p']} blocks" in text
+        for arguments, word in (
+            (("--prompt", "x", "--model", "other"), "--model"),
+            (("--tokens", "1,x"), "1,2,3"),
+            (("--tokens", "1,2"), "less than a block"),
+        ):
+            status, text = await baton_index(cluster, *arguments)
+            assert status != 0
+            assert word in text
+            assert "Traceback" not in text

@@ -1,0 +1,173 @@
+"""Seeded fault runs: whatever is killed or lost, both indexes and Redis end up with what the workers hold, soon."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from random import Random
+from uuid import uuid4
+
+import pytest
+
+from baton import subjects
+from baton.cli.asking import ask_all
+from baton.errors import BatonError
+from baton.messages import IndexQuery, IndexReport, KvEvents
+from tests.index_actors import Worker, working, written
+from tests.index_pair import PREFIX, WRITES, Pair, running_pair, said, until
+
+CONVERGED_S = 5.0
+PAUSE_S = 0.02
+PATHS = ["abcdefgh", "abcdxyz", "abq", "mnopq", "mnxy", "zyxwv"]
+
+
+class Chaos:
+    """A worker whose events are lost, doubled, delayed and reordered, and that restarts, as a seed says."""
+
+    def __init__(self, worker: Worker, seed: int) -> None:
+        self.worker = worker
+        self._random = Random(seed)
+        self._late: list[KvEvents] = []
+
+    async def run(self) -> None:
+        while True:
+            await self._step()
+            await asyncio.sleep(self._random.uniform(0, 2 * PAUSE_S))
+
+    async def _step(self) -> None:
+        random, worker = self._random, self.worker
+        path = random.choice(PATHS)
+        path = path[: random.randint(1, len(path))]
+        match random.choices(["store", "remove", "clear", "restart"], [60, 35, 2, 1])[0]:
+            case "store":
+                event = worker.stored(path)
+            case "remove":
+                held = list(worker.held)
+                event = worker.removed(b"".join(random.sample(held, min(len(held), 2))))
+            case "clear":
+                event = worker.cleared()
+            case _:
+                worker.restart()
+                return
+        match random.choices(["sent", "lost", "twice", "late"], [80, 5, 10, 5])[0]:
+            case "sent":
+                await self._send(event)
+                while self._late:
+                    await self._send(self._late.pop())
+            case "twice":
+                await self._send(event)
+                await self._send(event, uuid4().hex)
+            case "late":
+                self._late.append(event)
+            case _:
+                pass
+
+    async def _send(self, event: KvEvents, message_id: str = "") -> None:
+        # What cannot be sent is lost.
+        with suppress(BatonError):
+            async with asyncio.timeout(0.5):
+                await self.worker.send(event, message_id)
+
+
+class Faults:
+    """Each kills something and brings it back."""
+
+    def __init__(self, pair: Pair, random: Random) -> None:
+        self.pair = pair
+        self._random = random
+
+    def all(self) -> list[Callable[[], Coroutine[None, None, None]]]:
+        return [self.kill_writer, self.kill_reader, self.kill_redis, self.kill_nats, self.stop_an_index]
+
+    async def kill_writer(self) -> None:
+        await self._kill_index(writes=True)
+
+    async def kill_reader(self) -> None:
+        await self._kill_index(writes=False)
+
+    async def kill_redis(self) -> None:
+        self.pair.redis.kill()
+        await self._while_away()
+        self.pair.redis.start()
+
+    async def kill_nats(self) -> None:
+        self.pair.nats.kill()
+        await self._while_away()
+        self.pair.nats.start()
+
+    async def stop_an_index(self) -> None:
+        service = self._random.choice(self.pair.services)
+        service.signal(signal.SIGSTOP)
+        await self._while_away()
+        service.signal(signal.SIGCONT)
+
+    async def _kill_index(self, *, writes: bool) -> None:
+        # Who writes is told by its log, of which the newest word counts.
+        service = max(self.pair.services, key=lambda each: (each.log.read_text().rfind(WRITES) >= 0) is writes)
+        service.signal(signal.SIGKILL)
+        await self._while_away()
+        service.log.write_text("")
+        await service.start()
+        await until(lambda: said(service, "the index answers"))
+
+    async def _while_away(self) -> None:
+        await asyncio.sleep(self._random.uniform(0.1, 1.5))
+
+
+async def differences(pair: Pair, workers: list[Worker]) -> list[str]:
+    """Say where an index, or Redis, knows something else than the workers hold."""
+    asker = uuid4().hex
+    query = IndexQuery(asker=asker)
+    try:
+        reports = await ask_all(pair.bus, subjects.INDEX_QUERIES, query, subjects.index_answers(asker), IndexReport)
+    except BatonError as error:
+        return [f"the bus: {error}"]
+    found = [f"{len(reports)} indexes answered"] if len(reports) != len(pair.services) else []
+    truth = {worker.name: (worker.generation, worker.fingerprint()) for worker in workers}
+    for report in reports:
+        known = {each.worker: (each.generation, each.held) for each in report.workers}
+        found += [
+            f"{report.instance}: {known.get(name)} of {name} is {its}"
+            for name, its in truth.items()
+            if known.get(name) != its
+        ]
+    for worker in workers:
+        with suppress(KeyError):
+            if await written(pair.redis.url, PREFIX, worker) == worker.held:
+                continue
+        found.append(f"Redis has not what {worker.name} holds")
+    return found
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("seed", [20260917])
+async def test_the_index_equals_the_truth_soon_after_the_last_fault(tmp_path: Path, seed: int) -> None:
+    random = Random(seed)
+    async with AsyncExitStack() as stack:
+        pair = await stack.enter_async_context(running_pair(tmp_path))
+        workers = [pair.worker, *[await stack.enter_async_context(working(pair.bus)) for _ in range(2)]]
+        for _ in range(2):
+            await pair.start()
+        order = Faults(pair, random).all()
+        random.shuffle(order)
+        for worker in workers:
+            worker.page_blocks = 1000
+        tasks = [asyncio.create_task(Chaos(worker, random.randrange(1 << 30)).run()) for worker in workers]
+        for fault in order:
+            await asyncio.sleep(random.uniform(0.2, 1.0))
+            await fault()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        ended_s = time.monotonic()
+        while found := await differences(pair, workers):
+            took_s = time.monotonic() - ended_s
+            assert took_s < CONVERGED_S, f"seed {seed}, {[fault.__name__ for fault in order]}: {found}"
+        print(
+            f"equal {time.monotonic() - ended_s:.1f} s after the last fault, {[worker.sequence for worker in workers]}"
+        )
