@@ -41,6 +41,9 @@ class NativeAgent:
         native.secret = options.secret
         native.backends = list(options.backends)
         native.checksum = options.checksum
+        native.verbs_library = options.verbs_library
+        native.verbs_devices = options.verbs_devices
+        native.ucx_library = options.ucx_library
         native.lease_ttl_s = options.lease_ttl_s
         native.unclaimed_ttl_s = options.unclaimed_ttl_s
         native.wanted_timeout_s = options.wanted_timeout_s

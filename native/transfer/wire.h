@@ -111,7 +111,7 @@ struct Answer {  // sink → source
   static constexpr auto type = FrameType::answer;
   bool ok = false;
   Blob proof;
-  std::string why;  // Not, if so.
+  std::string why;  // Not; or, if so, what else there is to know of this way.
   auto fields() { return std::tie(ok, proof, why); }
 };
 struct Agreed {  // source → sink
