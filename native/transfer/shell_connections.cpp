@@ -62,7 +62,9 @@ void Agent::accept_offer(const AcceptBackend& action) {
 
 // Answers the source's offer, once there is a proof or there will be none.
 void Agent::answer(ConnectionId id, Connection& connection) {
-  const bool broken = connection.tried->advance() == DataPath::Turn::broken;
+  const DataPath::Turn turn = connection.tried->advance();
+  const bool broken = turn == DataPath::Turn::broken;
+  if (turn == DataPath::Turn::more) working_.push_back(id);
   std::optional<Blob> proof = broken ? std::nullopt : connection.tried->proof();
   if (!proof && !broken && now_s() < connection.answer_by_s) return;
   connection.answer_by_s = 0;

@@ -1,7 +1,7 @@
 // UCX, as far as it is used here: a library, a context with the pool registered once per agent, and for each connection
 // a worker of its own with one endpoint, if it is the sink's.
 //
-// A worker for each connection costs a millisecond when it is made, and makes its end a fence: once a worker is
+// A worker for each connection costs some milliseconds when it is made, and makes its end a fence: once a worker is
 // destroyed nothing of it is written any more. Since all its calls come from the agent's thread, none of them locks.
 #pragma once
 

@@ -13,6 +13,7 @@ from bus_world import World, memory_world, nats_world
 from fake_verbs import FakeVerbs, compile_fake_verbs
 from servers import Server, start_nats
 from transfer_rig import BLOCK_BYTES, OPTIONS, MakeNode, Node
+from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent
 from baton.transfer.memory import MemoryFabric
@@ -58,18 +59,27 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
     assert not fake_verbs_library.left_open()
 
 
+@pytest.fixture(params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "memory"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Name a backend and, of UCX, which of its transports it may use."""
+    return request.param
+
+
 @pytest.fixture
-def fabric(request: pytest.FixtureRequest, backend: str) -> dict[str, str]:
+def backend(way: str) -> str:
+    return way.split()[0]
+
+
+@pytest.fixture
+def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return the options that the backend needs here."""
-    if backend == "verbs":
+    if way == "verbs":
         fake: FakeVerbs = request.getfixturevalue("fake_verbs")
         return {"verbs_library": fake.library}
+    if way.startswith("ucx"):
+        monkeypatch.setenv("UCX_TLS", way.split()[-1])
+        return {"ucx_library": ucx_library()}
     return {}
-
-
-@pytest.fixture(params=["direct", "cma", "shm", "verbs", "tcp", "memory"])
-def backend(request: pytest.FixtureRequest) -> str:
-    return request.param
 
 
 @pytest.fixture

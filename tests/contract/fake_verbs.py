@@ -25,7 +25,7 @@ CONTROLS = (
     "shrink",
 )
 OPEN = ("contexts", "pds", "mrs", "channels", "cqs", "qps")
-COUNTS = (*OPEN, "operations", "gid_index")
+COUNTS = (*OPEN, "operations", "reads_0", "reads_1", "sink_gid")
 _WORD = struct.Struct("@i")
 
 
@@ -44,7 +44,12 @@ class FakeVerbs:
                 _WORD.pack_into(control, CONTROLS.index(name) * _WORD.size, value)
 
     def reset(self) -> None:
+        """Forget all faults and counts, but not what is open."""
         self.set(**dict.fromkeys(CONTROLS, 0))
+        if (path := self.tables / str(os.getpid())).exists():
+            with path.open("r+b") as file:
+                file.seek(_WORD.size * len(OPEN))
+                file.write(bytes(_WORD.size * (len(COUNTS) - len(OPEN))))
 
     def counts(self) -> dict[str, int]:
         """Return what this process has open, and how much the fake has done for it."""

@@ -52,13 +52,13 @@ struct Control {
   Word fail_post;    // The n-th post from now on is refused.
   Word fail_nth;     // The n-th operation from now on …
   Word fail_status;  // … completes with this.
-  Word shrink;       // Regions registered while it is set end after a page, for the peers.
+  Word shrink;       // Regions registered while it is set end after 64 KiB, for peers.
 };
 
 struct SharedMr {
   Word key;  // 0: none.
   std::int32_t access, pd;
-  std::uint64_t begin, bytes;
+  std::uint64_t begin, bytes, bytes_for_peers;
 };
 
 struct SharedQp {
@@ -70,7 +70,8 @@ struct SharedQp {
 
 struct Table {
   Word contexts, pds, mrs, channels, cqs, qps;
-  Word operations, gid_index;
+  Word operations, reads_0, reads_1;  // Carried out.
+  Word sink_gid;                      // Of the last queue pair that may have requests.
   Word pid;
   SharedMr mr[kMrs];
   SharedQp qp[kQps];
@@ -112,6 +113,16 @@ struct FakeQp : Qp {
 struct FakePd : Pd {
   int id = 0;
 };
+
+Device* device(int number) {
+  static Device devices[kDevices];
+  std::snprintf(devices[number].name, kNameBytes, "fake_%d", number);
+  return &devices[number];
+}
+
+int number_of(const Context* context) {
+  return context->device == device(0) ? 0 : 1;
+}
 
 [[noreturn]] void misused(const char* what) {
   std::fprintf(stderr, "fake_verbs: %s\n", what);
@@ -171,7 +182,6 @@ class Adapter {
     if (!std::exchange(cq.armed, false) || cq.channel == nullptr) return;
     auto& channel = *static_cast<FakeChannel*>(cq.channel);
     channel.events.push_back(&cq);
-    ++cq.unacknowledged;
     const std::uint64_t one = 1;
     if (::write(channel.fd, &one, sizeof one) != sizeof one) misused("a completion channel is full");
   }
@@ -227,6 +237,7 @@ class Adapter {
           const Work work = qp->work.front();
           qp->work.pop_front();
           ++own->operations;
+          ++(number_of(qp->context) == 0 ? own->reads_0 : own->reads_1);
           complete(*qp, work, carry_out(*qp, work));
           if (qp->state == kQpError) flush(*qp);
         }
@@ -235,9 +246,10 @@ class Adapter {
     }
   }
 
-  static bool inside(const SharedMr& mr, std::uint32_t key, std::uint64_t begin, std::uint64_t bytes) {
-    return static_cast<std::uint32_t>(mr.key.load()) == key && key != 0 && begin >= mr.begin && bytes <= mr.bytes &&
-           begin - mr.begin <= mr.bytes - bytes;
+  static bool inside(const SharedMr& mr, std::uint64_t end, std::uint32_t key, std::uint64_t begin,
+                     std::uint64_t bytes) {
+    return static_cast<std::uint32_t>(mr.key.load()) == key && key != 0 && begin >= mr.begin && bytes <= end &&
+           begin - mr.begin <= end - bytes;
   }
 
   int carry_out(FakeQp& qp, const Work& work) {
@@ -246,7 +258,7 @@ class Adapter {
     const SharedMr& local = own->mr[target.lkey % kMrs];
     const bool read = work.request.opcode == kRdmaRead;
     const bool writable = !read || (local.access & kLocalWrite) != 0;
-    if (!inside(local, target.lkey, target.addr, target.length) || !writable ||
+    if (!inside(local, local.bytes, target.lkey, target.addr, target.length) || !writable ||
         local.pd != static_cast<FakePd*>(qp.pd)->id) {
       return kLocalProtection;
     }
@@ -260,7 +272,7 @@ class Adapter {
     const int right = read ? kRemoteRead : kRemoteWrite;
     const std::uint32_t key = work.request.rdma.rkey;
     const SharedMr& remote = peer->mr[key % kMrs];
-    if (!inside(remote, key, work.request.rdma.remote_addr, target.length) || (remote.access & right) == 0 ||
+    if (!inside(remote, remote.bytes_for_peers, key, work.request.rdma.remote_addr, target.length) || (remote.access & right) == 0 ||
         (other.access & right) == 0 || remote.pd != other.pd) {
       return kRemoteAccess;
     }
@@ -317,16 +329,6 @@ int req_notify_cq(Cq* plain, int) {
   const std::lock_guard held(adapter().lock);
   static_cast<FakeCq*>(plain)->armed = true;
   return 0;
-}
-
-Device* device(int number) {
-  static Device devices[kDevices];
-  std::snprintf(devices[number].name, kNameBytes, "fake_%d", number);
-  return &devices[number];
-}
-
-int number_of(const Context* context) {
-  return context->device == device(0) ? 0 : 1;
 }
 
 // 0: RoCE v1; 1: v2, link-local; 2: empty; 3: v2, of an IPv4 address. The last four bytes are the process.
@@ -448,7 +450,8 @@ Mr* ibv_reg_mr(Pd* pd, void* address, std::size_t bytes, int access) {
   mr.access = access;
   mr.pd = static_cast<FakePd*>(pd)->id;
   mr.begin = reinterpret_cast<std::uint64_t>(address);
-  mr.bytes = adapter().control->shrink != 0 ? std::min<std::size_t>(bytes, 4096) : bytes;
+  mr.bytes = bytes;
+  mr.bytes_for_peers = adapter().control->shrink != 0 ? std::min<std::size_t>(bytes, 64 << 10) : bytes;
   mr.key = static_cast<std::int32_t>(key);
   ++own.mrs;
   return new Mr{.context = pd->context, .pd = pd, .addr = address, .length = bytes, .lkey = key, .rkey = key};
@@ -501,6 +504,7 @@ int ibv_get_cq_event(CompChannel* plain, Cq** cq, void**) {
   const std::lock_guard held(adapter().lock);
   *cq = channel->events.front();
   channel->events.pop_front();
+  ++static_cast<FakeCq*>(*cq)->unacknowledged;
   return 0;
 }
 
@@ -563,7 +567,7 @@ int ibv_modify_qp(Qp* plain, QpAttr* attr, int mask) {
     qp.peer_pid = global ? pid : adapter().pid_of(attr->ah_attr.dlid);
     qp.shared->peer = attr->dest_qp_num;
     qp.shared->first_packet_in = attr->rq_psn;
-    adapter().own->gid_index = attr->ah_attr.grh.sgid_index;
+    if (qp.cap.max_send_wr > 1) adapter().own->sink_gid = attr->ah_attr.grh.sgid_index;
   } else if (goes(kQpReadyToReceive, kQpReadyToSend,
                   kSetTimeout | kSetRetries | kSetReceiverRetries | kSetPsn | kSetReads)) {
     DeviceAttr limits;
