@@ -74,9 +74,10 @@ class NativeAgent:
         return events
 
     def _announce(self, event: TransferEvent) -> None:
-        """Say which way KV comes, once for each: the slow one is never taken silently."""
+        """Say which way KV comes, once for each: the slow one is never taken silently, nor by UCX."""
         self._announced.add(event.backend)
-        level = logging.WARNING if event.backend == SLOW_BACKEND and event.declined else logging.INFO
+        slow = event.backend == SLOW_BACKEND or f"{SLOW_BACKEND}/" in event.declined  # As UCX names what it takes.
+        level = logging.WARNING if slow and event.declined else logging.INFO
         _log.log(level, "KV comes over %s%s", event.backend, event.declined and f": {event.declined}")
 
     def set_pool(self, pool: Pool) -> None:

@@ -140,7 +140,7 @@ class TransferEvent:
     moving_s: float = 0.0
     backend: str = ""
     declined: str = ""
-    """Which preferred backends do not work between the two, and why; empty: `backend` is the first."""
+    """Which preferred backends do not work between the two, and why; and what `ucx` goes over, if it was taken."""
     restarts: int = 0
     """How often the pull began again because the source's generation rose."""
 

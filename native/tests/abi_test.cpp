@@ -9,7 +9,8 @@
 #if __has_include(<infiniband/verbs.h>)
 #include <infiniband/verbs.h>
 
-#define SAME(ours, theirs, member) static_assert(offsetof(baton::transfer::ibv::ours, member) == offsetof(theirs, member))
+#define SAME(ours, theirs, member) \
+  static_assert(offsetof(baton::transfer::ibv::ours, member) == offsetof(theirs, member))
 #define SAME_SIZE(ours, theirs) static_assert(sizeof(baton::transfer::ibv::ours) == sizeof(theirs))
 #define EQUAL(ours, theirs) static_assert(static_cast<int>(baton::transfer::ibv::ours) == static_cast<int>(theirs))
 
@@ -117,7 +118,8 @@ TEST(verbs_declarations_are_those_of_the_installed_library) {}
 #if __has_include(<ucp/api/ucp.h>)
 #include <ucp/api/ucp.h>
 
-#define SAME(ours, theirs, member) static_assert(offsetof(baton::transfer::ucx::ours, member) == offsetof(theirs, member))
+#define SAME(ours, theirs, member) \
+  static_assert(offsetof(baton::transfer::ucx::ours, member) == offsetof(theirs, member))
 #define EQUAL(ours, theirs) static_assert(static_cast<long>(baton::transfer::ucx::ours) == static_cast<long>(theirs))
 
 static_assert(sizeof(baton::transfer::ucx::Status) == sizeof(ucs_status_t));

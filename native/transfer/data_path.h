@@ -24,8 +24,8 @@ class Stream;
 class VerbsDevices;
 class UcxContext;
 
-// What backends keep for all connections of an agent, since the pool is registered with an adapter once. Made when it is
-// first needed; every connection goes before it does.
+// What backends keep for all connections of an agent, since the pool is registered with an adapter once. Made when it
+// is first needed; every connection goes before it does.
 struct Fabrics {
   std::shared_ptr<VerbsDevices> verbs;
   std::shared_ptr<UcxContext> ucx;

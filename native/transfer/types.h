@@ -54,7 +54,7 @@ struct Report {
   double waiting_s = 0;
   double moving_s = 0;
   std::string backend;
-  std::string declined;  // Why it is none of the backends that were preferred; empty if it is the first.
+  std::string declined;  // Why it is none of the backends that were preferred, and what else it says of itself.
   std::uint32_t restarts = 0;
 };
 

@@ -64,9 +64,8 @@ const std::vector<UcxMemory>& UcxContext::layers(const Pool& pool) {
 }
 
 UcxMemory::UcxMemory(const UcxContext& context, const void* begin, std::uint64_t bytes) : context_(context) {
-  const ucx::MemoryParams params{.field_mask = ucx::kSetAddress | ucx::kSetLength,
-                                 .address = const_cast<void*>(begin),
-                                 .length = bytes};
+  const ucx::MemoryParams params{
+      .field_mask = ucx::kSetAddress | ucx::kSetLength, .address = const_cast<void*>(begin), .length = bytes};
   context.check(context.calls.mem_map(context.context, &params, &memory_), "memory cannot be registered");
 }
 

@@ -104,7 +104,8 @@ void VerbsQueue::create(std::uint32_t reads) {
 void VerbsQueue::modify(ibv::QpAttr attr, int mask, const char* what) {
   // Some versions of the library return the error, some set it.
   const int error = device_.calls.modify_qp(qp_, &attr, mask);
-  if (error != 0) throw std::runtime_error(std::string("the queue pair ") + what + ": " + std::strerror(std::abs(error)));
+  if (error != 0)
+    throw std::runtime_error(std::string("the queue pair ") + what + ": " + std::strerror(std::abs(error)));
 }
 
 void VerbsQueue::connect(const VerbsAddress& peer) {
@@ -129,15 +130,15 @@ void VerbsQueue::connect(const VerbsAddress& peer) {
              ibv::kSetReadsServed | ibv::kSetReceiverTimer,
          "cannot receive from the peer's");
   const int reads = std::clamp(device_.limits.max_qp_init_rd_atom, 1, static_cast<int>(peer.reads_served));
-  modify({.qp_state = ibv::kQpReadyToSend,
-          .sq_psn = address_.first_packet,
-          .max_rd_atomic = static_cast<std::uint8_t>(reads),
-          .timeout = kTimeout,
-          .retry_cnt = kRetries,
-          .rnr_retry = kRetries},
-         ibv::kSetState | ibv::kSetTimeout | ibv::kSetRetries | ibv::kSetReceiverRetries | ibv::kSetPsn |
-             ibv::kSetReads,
-         "cannot send to the peer's");
+  modify(
+      {.qp_state = ibv::kQpReadyToSend,
+       .sq_psn = address_.first_packet,
+       .max_rd_atomic = static_cast<std::uint8_t>(reads),
+       .timeout = kTimeout,
+       .retry_cnt = kRetries,
+       .rnr_retry = kRetries},
+      ibv::kSetState | ibv::kSetTimeout | ibv::kSetRetries | ibv::kSetReceiverRetries | ibv::kSetPsn | ibv::kSetReads,
+      "cannot send to the peer's");
 }
 
 // Only the last read of a batch completes on its own when all goes well; reads of one queue pair end in order.

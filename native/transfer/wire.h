@@ -118,7 +118,7 @@ struct Agreed {  // source → sink
   static constexpr auto type = FrameType::agreed;
   std::string backend;
   bool checksum = true;
-  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons.
+  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons; and a note.
   auto fields() { return std::tie(backend, checksum, declined); }
 };
 

@@ -12,7 +12,7 @@ import pytest
 from bus_world import World, memory_world, nats_world
 from fake_verbs import FakeVerbs, compile_fake_verbs
 from servers import Server, start_nats
-from transfer_rig import BLOCK_BYTES, OPTIONS, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, OPTIONS, Fabric, MakeNode, Node
 from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent
@@ -71,7 +71,7 @@ def backend(way: str) -> str:
 
 
 @pytest.fixture
-def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> Fabric:
     """Return the options that the backend needs here."""
     if way == "verbs":
         fake: FakeVerbs = request.getfixturevalue("fake_verbs")
@@ -83,7 +83,7 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def make_node(backend: str, fabric: dict[str, str]) -> Iterator[MakeNode]:
+def make_node(backend: str, fabric: Fabric) -> Iterator[MakeNode]:
     """Make nodes whose transfer agents talk over one backend; close them afterwards."""
     nodes: list[Node] = []
     memory_fabric = MemoryFabric()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from transfer_rig import BLOCK_TOKENS, LAYERS, Node, wait_until
+from transfer_rig import BLOCK_TOKENS, LAYERS, Fabric, Node, wait_until
 
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
 
@@ -25,9 +25,7 @@ TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 class Peer:
     """`transfer_peer.py` as a child process."""
 
-    def __init__(
-        self, fabric: dict[str, str], backends: str, lease_ttl_s: float = 5.0, file_bytes_max: int = 0
-    ) -> None:
+    def __init__(self, fabric: Fabric, backends: str, lease_ttl_s: float = 5.0, file_bytes_max: int = 0) -> None:
         script = str(Path(__file__).with_name("transfer_peer.py"))
         self.process = subprocess.Popen(
             [sys.executable, script, backends, str(lease_ttl_s), str(file_bytes_max), json.dumps(fabric)],
@@ -75,7 +73,11 @@ class Peer:
         self._stdout.close()
 
 
-@pytest.fixture(params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp"])
+WAYS = ("direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
+every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma"])
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -84,7 +86,7 @@ StartPeer = Callable[..., Peer]
 
 
 @pytest.fixture
-def start_peer(fabric: dict[str, str]) -> Generator[StartPeer]:
+def start_peer(fabric: Fabric) -> Generator[StartPeer]:
     peers: list[Peer] = []
 
     def start(*arguments: object) -> Peer:
@@ -97,7 +99,7 @@ def start_peer(fabric: dict[str, str]) -> Generator[StartPeer]:
 
 
 @pytest.fixture
-def node(backend: str, fabric: dict[str, str]) -> Generator[Node]:
+def node(backend: str, fabric: Fabric) -> Generator[Node]:
     """Return an agent of this process that gives up soon."""
     options = AgentOptions(
         secret="shared",
@@ -120,6 +122,7 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("baton-*")}
 
 
+@every_way
 def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend: str) -> None:
     before = segments()
     peer = start_peer(backend)
@@ -133,6 +136,7 @@ def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend:
     assert segments() <= before, "the segment has no name any more, so a kill leaves nothing behind"
 
 
+@every_way
 def test_a_killed_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
     peer = start_peer(backend)
     peer.lease()
@@ -181,7 +185,7 @@ def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: s
 
 
 def test_a_source_that_was_given_up_is_told_when_it_is_back(
-    start_peer: StartPeer, backend: str, fabric: dict[str, str]
+    start_peer: StartPeer, backend: str, fabric: Fabric
 ) -> None:
     """Here the stopped process is the sink's view of the source; its lease ends sooner than its time would be up."""
     options = AgentOptions(secret="shared", backends=(backend, "tcp"), connect_timeout_s=0.3, **fabric)

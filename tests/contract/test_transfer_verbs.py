@@ -67,9 +67,7 @@ def test_a_read_that_fails_is_made_again_on_a_new_connection(
 
 
 @pytest.mark.parametrize("nth", [2, 9, 30])
-def test_a_read_that_is_refused_is_made_again_on_a_new_connection(
-    make: Make, fake_verbs: FakeVerbs, nth: int
-) -> None:
+def test_a_read_that_is_refused_is_made_again_on_a_new_connection(make: Make, fake_verbs: FakeVerbs, nth: int) -> None:
     fake_verbs.set(fail_post=nth)
     assert whole_pull(make).backend == "verbs"
 

@@ -272,8 +272,8 @@ class Adapter {
     const int right = read ? kRemoteRead : kRemoteWrite;
     const std::uint32_t key = work.request.rdma.rkey;
     const SharedMr& remote = peer->mr[key % kMrs];
-    if (!inside(remote, remote.bytes_for_peers, key, work.request.rdma.remote_addr, target.length) || (remote.access & right) == 0 ||
-        (other.access & right) == 0 || remote.pd != other.pd) {
+    if (!inside(remote, remote.bytes_for_peers, key, work.request.rdma.remote_addr, target.length) ||
+        (remote.access & right) == 0 || (other.access & right) == 0 || remote.pd != other.pd) {
       return kRemoteAccess;
     }
     const iovec here{reinterpret_cast<void*>(target.addr), target.length};
@@ -348,7 +348,7 @@ bool gid_at(std::uint32_t index, GidEntry& entry) {
 
 // A key or number that was not used before, whose remainder is the place of a free slot; 0: none is free.
 template <class Slot>
-std::uint32_t take_slot(Slot* slots, std::uint32_t count, Word Slot::*taken_by, std::uint32_t mask) {
+std::uint32_t take_slot(Slot* slots, std::uint32_t count, Word Slot::* taken_by, std::uint32_t mask) {
   static std::atomic<std::uint32_t> next = 1;
   for (std::uint32_t tries = 0; tries < count; ++tries) {
     const std::uint32_t number = next++ & mask;
