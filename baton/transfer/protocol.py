@@ -79,7 +79,7 @@ class AgentOptions:
     UCX, which has ways of its own; tcp.
     """
     verbs_library: str = "libibverbs.so.1"
-    """Looked for when a handshake gets to it, as `ucx_library` is; without it that backend is declined."""
+    """Loaded when the pool is set, as `ucx_library` is; without it that backend is declined."""
     verbs_devices: str = ""
     """Name, name:port or name:port:index of its GID, joined by commas, taken in turn; empty: all that are up."""
     ucx_library: str = "libucp.so.0"

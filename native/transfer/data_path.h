@@ -38,8 +38,7 @@ struct Site {
   const Pool& pool;
   std::uint64_t chunk_bytes_max = 0;
   std::vector<Event>& happened;
-  const FabricOptions& options;
-  Fabrics& fabrics;
+  const Fabrics& fabrics;
 };
 
 class DataPath {
@@ -114,6 +113,8 @@ struct Backend {
   // Both return null where this way does not work, and then say why.
   std::unique_ptr<DataPath> (*at_source)(const Site& site, std::string& why);
   std::unique_ptr<DataPath> (*at_sink)(const Site& site, const Blob& offer, std::string& why);
+  // What this backend keeps; takes as long as it takes to pin the pool's memory. Null: nothing.
+  void (*prepare)(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) = nullptr;
 };
 
 // One per file.

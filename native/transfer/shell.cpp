@@ -110,8 +110,11 @@ void Agent::wake() const {
 }
 
 void Agent::set_pool(Geometry geometry, Pool pool) {
-  const std::lock_guard lock(mutex_);
-  check_usable_locked();
+  {
+    const std::lock_guard lock(mutex_);
+    check_usable_locked();
+    core_.check_geometry(geometry);
+  }
   if (pool.stride_bytes < geometry.block_bytes) throw std::invalid_argument("blocks overlap: the stride is too small");
   pool.blocks = geometry.blocks;
   if (pool.region != nullptr) {
@@ -121,13 +124,23 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
       return layer >= begin && size <= pool.region->bytes() &&
              static_cast<std::uint64_t>(layer - begin) <= pool.region->bytes() - size;
     };
-    if (pool.blocks > 0 && !std::all_of(pool.layers.begin(), pool.layers.end(), fits)) {
+    if (!std::all_of(pool.layers.begin(), pool.layers.end(), fits)) {
       throw std::invalid_argument("a layer does not lie in the region");
     }
   }
+  // Not under the lock: it may take seconds.
+  Fabrics fabrics;
+  for (const std::string& name : core_.options().backends) {
+    if (const Backend* backend = find_backend(name); backend->prepare != nullptr) {
+      backend->prepare(core_.options().fabric, pool, fabrics);
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  check_usable_locked();
   core_.set_geometry(std::move(geometry));
   chunk_bytes_max_ = chunk_blocks(core_.geometry(), core_.options().limits) * core_.geometry().block_bytes;
   pool_ = std::move(pool);
+  fabrics_ = std::move(fabrics);
 }
 
 void Agent::command(Event event) {

@@ -115,14 +115,14 @@ class Agent {
   bool closed_ = false;
 
   std::atomic<bool> stopping_ = false;
-  Pool pool_;  // Written once, before any chunk can be asked for.
+  Pool pool_;  // Written once, before any chunk can be asked for, as are the fabrics.
+  Fabrics fabrics_;
   std::unordered_map<ConnectionId, Connection> connections_;
   std::vector<Event> happened_;
   std::vector<ConnectionId> dirty_;    // Have something to send.
   std::vector<ConnectionId> working_;  // May have chunks to copy.
   std::vector<ConnectionId> proving_;  // Of some the answer may be given meanwhile.
   std::vector<Fence> fences_;
-  Fabrics fabrics_;
   ConnectionId next_accepted_ = 1;
   double accept_again_s_ = 0;  // 0: newcomers are watched for.
   std::size_t reports_max_;

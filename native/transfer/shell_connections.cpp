@@ -23,7 +23,7 @@ constexpr double kFenceS = 0.5;    // What an adapter has begun to write ends wi
 // ---------------------------------------------------------------- backends
 
 Site Agent::site(ConnectionId id, Connection& connection) {
-  return {id, *connection.stream, pool_, chunk_bytes_max_, happened_, core_.options().fabric, fabrics_};
+  return {id, *connection.stream, pool_, chunk_bytes_max_, happened_, fabrics_};
 }
 
 void Agent::offer(const OfferBackend& action) {
@@ -91,6 +91,7 @@ void Agent::check(const CheckBackend& action) {
 void Agent::use(const UseBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
+  if (at->answer_by_s != 0) return drop(action.connection, kBrokenProtocol);  // It did not wait for the answer.
   std::string why;
   // The connection's own way needs no offer.
   if (action.backend == kTcp.name) at->tried = kTcp.at_sink(site(action.connection, *at), {}, why);

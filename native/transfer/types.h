@@ -92,7 +92,7 @@ struct Limits {
   double reconnect_s = 0.05;
 };
 
-// Of the libraries that are loaded at run time, where a handshake gets to their backends.
+// Of the libraries that are loaded at run time, when an agent that lists their backends gets its pool.
 struct FabricOptions {
   std::string verbs_library = "libibverbs.so.1";
   // Name, name:port or name:port:index of its GID, joined by commas: connections take them in turn. Empty: every

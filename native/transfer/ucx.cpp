@@ -5,6 +5,7 @@
 //    compares  ◀── Answer(token)
 //
 // Where a transport cannot read by itself, as TCP cannot, the source's worker answers for it: so both ends have one.
+#include <algorithm>
 #include <stdexcept>
 
 #include "transfer/one_sided.h"
@@ -17,10 +18,15 @@ namespace {
 constexpr std::size_t kReadsUnderWay = 256;
 constexpr std::size_t kOfferBytesMax = kFrameBytesMax - 256;
 
+void prepare(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) {
+  fabrics.ucx = std::make_shared<UcxContext>(options, pool);
+}
+
+// Throws std::runtime_error where there is none.
 UcxContext& context(const Site& site) {
-  auto& kept = site.fabrics.ucx;
-  if (kept == nullptr) kept = std::make_shared<UcxContext>(site.options);
-  return *kept;
+  if (site.fabrics.ucx == nullptr) throw std::runtime_error("it is none of this agent's backends");
+  site.fabrics.ucx->check_usable();
+  return *site.fabrics.ucx;
 }
 
 class UcxSource : public OneSidedSource {
@@ -31,7 +37,7 @@ class UcxSource : public OneSidedSource {
     writer.put(worker_.address());
     writer.put(reinterpret_cast<std::uint64_t>(proof_.data()));
     writer.put(proof_memory_.key());
-    for (const UcxMemory& layer : context(site).layers(site.pool)) writer.put(layer.key());
+    for (const UcxMemory& layer : context(site).layers()) writer.put(layer.key());
     RemotePool::of(site.pool).put(writer);
     if (offer_.size() > kOfferBytesMax) throw std::runtime_error("the keys of so many layers do not fit a frame");
   }
@@ -65,7 +71,7 @@ class UcxSink : public ReadingSink {
  public:
   UcxSink(const Site& site, RemotePool remote, const UcxOffer& offer)
       : ReadingSink(site, std::move(remote)),
-        layers_(context(site).layers(site.pool)),
+        layers_(context(site).layers()),
         proof_memory_(context(site), proof_.data(), proof_.size()),
         worker_(context(site)) {
     worker_.ended = [this](void* tag) {
@@ -129,7 +135,9 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& blob, std::strin
   reader.get(offer.keys.back());
   for (std::size_t layer = 0; layer < site.pool.layers.size(); ++layer) reader.get(offer.keys[layer]);
   auto remote = RemotePool::get(reader, site.pool);
-  if (!remote || !reader.finished()) {
+  // UCX takes addresses and keys without their lengths: it believes a peer that has proven the secret.
+  const bool whole = !offer.address.empty() && std::ranges::none_of(offer.keys, &Blob::empty);
+  if (!remote || !reader.finished() || !whole) {
     why = "the source's offer makes no sense";
     return nullptr;
   }
@@ -143,6 +151,6 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& blob, std::strin
 
 }  // namespace
 
-const Backend kUcx{"ucx", &at_source, &at_sink};
+const Backend kUcx{"ucx", &at_source, &at_sink, &prepare};
 
 }  // namespace baton::transfer

@@ -12,7 +12,19 @@ constexpr std::chrono::milliseconds kDrain(100);
 
 // ---------------------------------------------------------------- library, context, memory
 
-UcxContext::UcxContext(const FabricOptions& options) {
+UcxContext::UcxContext(const FabricOptions& options, const Pool& pool) {
+  try {
+    open(options, pool);
+  } catch (const std::runtime_error& error) {
+    why_ = error.what();
+  }
+}
+
+void UcxContext::check_usable() const {
+  if (!why_.empty()) throw std::runtime_error(why_);
+}
+
+void UcxContext::open(const FabricOptions& options, const Pool& pool) {
   load(options.ucx_library);
   unsigned major = 0, release = 0;
   calls.get_version(&major, &minor, &release);
@@ -22,6 +34,8 @@ UcxContext::UcxContext(const FabricOptions& options) {
   }
   const ucx::Params params{.field_mask = ucx::kSetFeatures, .features = ucx::kRemoteMemory | ucx::kWakeup};
   check(calls.init_version(ucx::kApiMajor, ucx::kApiMinor, &params, nullptr, &context), "UCX cannot be set up");
+  layers_.reserve(pool.layers.size());
+  for (const std::uint8_t* layer : pool.layers) layers_.emplace_back(*this, layer, pool.layer_bytes());
 }
 
 void UcxContext::load(const std::string& name) {
@@ -52,15 +66,6 @@ UcxContext::~UcxContext() {
 
 void UcxContext::check(ucx::Status status, const char* what) const {
   if (status != ucx::kOk) throw std::runtime_error(std::string(what) + ": " + text(status));
-}
-
-const std::vector<UcxMemory>& UcxContext::layers(const Pool& pool) {
-  if (layers_.empty()) {
-    std::vector<UcxMemory> all;  // All or none.
-    for (const std::uint8_t* layer : pool.layers) all.emplace_back(*this, layer, pool.layer_bytes());
-    layers_ = std::move(all);
-  }
-  return layers_;
 }
 
 UcxMemory::UcxMemory(const UcxContext& context, const void* begin, std::uint64_t bytes) : context_(context) {

@@ -19,17 +19,22 @@
 
 namespace baton::transfer {
 
-// Of one agent. All constructors here throw std::runtime_error.
+class UcxMemory;
+
+// Of one agent.
 class UcxContext {
  public:
-  explicit UcxContext(const FabricOptions& options);
+  // What is not to be had is said by `check_usable`.
+  UcxContext(const FabricOptions& options, const Pool& pool);
   ~UcxContext();
   UcxContext(const UcxContext&) = delete;
   UcxContext& operator=(const UcxContext&) = delete;
 
-  // The pool's layers; registered when they are first asked for.
-  [[nodiscard]] const std::vector<class UcxMemory>& layers(const Pool& pool);
+  // Both throw std::runtime_error.
+  void check_usable() const;
   void check(ucx::Status status, const char* what) const;
+  // Of the pool.
+  [[nodiscard]] const std::vector<UcxMemory>& layers() const { return layers_; }
   [[nodiscard]] std::string text(ucx::Status status) const { return calls.status_string(status); }
 
   ucx::Calls calls{};
@@ -37,13 +42,16 @@ class UcxContext {
   ucx::Context* context = nullptr;
 
  private:
+  void open(const FabricOptions& options, const Pool& pool);
   void load(const std::string& name);
 
-  std::vector<class UcxMemory> layers_;
+  std::vector<UcxMemory> layers_;
+  std::string why_;
 };
 
 class UcxMemory {
  public:
+  // Throws std::runtime_error.
   UcxMemory(const UcxContext& context, const void* begin, std::uint64_t bytes);
   UcxMemory(UcxMemory&& other) noexcept : context_(other.context_), memory_(std::exchange(other.memory_, nullptr)) {}
   UcxMemory& operator=(UcxMemory&&) = delete;
@@ -59,6 +67,7 @@ class UcxMemory {
 
 class UcxWorker {
  public:
+  // Throws std::runtime_error, as `address` and `connect` do.
   explicit UcxWorker(UcxContext& context);
   ~UcxWorker();
   UcxWorker(const UcxWorker&) = delete;

@@ -21,10 +21,14 @@ namespace {
 
 constexpr std::uint32_t kReadsUnderWay = 1024;
 
+void prepare(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) {
+  fabrics.verbs = std::make_shared<VerbsDevices>(options, pool);
+}
+
+// Throws std::runtime_error where there are none.
 VerbsDevices& devices(const Site& site) {
-  auto& kept = site.fabrics.verbs;
-  if (kept == nullptr) kept = std::make_shared<VerbsDevices>(site.options, site.pool);
-  return *kept;
+  if (site.fabrics.verbs == nullptr) throw std::runtime_error("it is none of this agent's backends");
+  return *site.fabrics.verbs;
 }
 
 class VerbsSource : public OneSidedSource {
@@ -179,6 +183,6 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& blob, std::strin
 
 }  // namespace
 
-const Backend kVerbs{"verbs", &at_source, &at_sink};
+const Backend kVerbs{"verbs", &at_source, &at_sink, &prepare};
 
 }  // namespace baton::transfer

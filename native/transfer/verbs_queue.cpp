@@ -129,7 +129,7 @@ void VerbsQueue::connect(const VerbsAddress& peer) {
          ibv::kSetState | ibv::kSetAddress | ibv::kSetMtu | ibv::kSetDestination | ibv::kSetReceiverPsn |
              ibv::kSetReadsServed | ibv::kSetReceiverTimer,
          "cannot receive from the peer's");
-  const int reads = std::clamp(device_.limits.max_qp_init_rd_atom, 1, static_cast<int>(peer.reads_served));
+  const int reads = std::max(1, std::min<int>(device_.limits.max_qp_init_rd_atom, peer.reads_served));
   modify(
       {.qp_state = ibv::kQpReadyToSend,
        .sq_psn = address_.first_packet,

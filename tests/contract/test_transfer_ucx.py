@@ -71,11 +71,7 @@ def test_a_library_that_is_another_is_not_taken(make: Make) -> None:
 
 
 def test_agents_that_share_no_transport_take_the_next_way(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = make()
-    warm = make()  # UCX reads its variables when an agent first needs it.
-    source.offer(KEY, SOURCE_BLOCKS)
-    pull(warm, source)
-    assert warm.wait_end(KEY).backend == "ucx"
+    source = make()  # UCX reads its variables when an agent takes its pool.
     monkeypatch.setenv("UCX_TLS", "posix,cma")
     sink = make()
     source.offer(KEY, SOURCE_BLOCKS)
@@ -86,7 +82,7 @@ def test_agents_that_share_no_transport_take_the_next_way(make: Make, monkeypatc
 
 @pytest.mark.parametrize("after_ms", [0.0, 2.0])
 def test_a_source_that_stops_under_a_read_writes_nothing_later(make: Make, after_ms: float) -> None:
-    sink = make(connect_timeout_s=1.5, stall_timeout_s=0.3)
+    sink = make(stall_timeout_s=0.3)
     peer = Peer({"ucx_library": ucx_library()}, "ucx")
     try:
         peer.lease(seed=1)

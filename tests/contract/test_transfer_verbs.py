@@ -86,8 +86,8 @@ def test_a_proof_that_does_not_come_leaves_the_next_way(make: Make, fake_verbs: 
 
 def test_reading_outside_of_what_the_source_offers_fails(make: Make, fake_verbs: FakeVerbs) -> None:
     """The source's adapter knows less of its pool than the source says: no read gets anything, and none hangs."""
-    source, sink = make(), make()
     fake_verbs.set(shrink=1)
+    source, sink = make(), make()
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source, budget_s=0.5)
     failed = sink.wait_end(KEY, 3.0)
