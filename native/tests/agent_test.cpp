@@ -26,11 +26,11 @@ Key key_of(std::uint32_t number) {
   return key;
 }
 
-// Of UCX there is what $UCX_LIBRARY names: tests/contract says where it may be had.
+// Of UCX there is what $BATON_UCX_LIBRARY names: tests/contract says where it may be had.
 Options options_of(const std::string& backend, Faults faults) {
   Options options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults};
   options.fabric.verbs_library = FAKE_VERBS;
-  if (const char* library = std::getenv("UCX_LIBRARY")) options.fabric.ucx_library = library;
+  if (const char* library = std::getenv("BATON_UCX_LIBRARY")) options.fabric.ucx_library = library;
   return options;
 }
 
@@ -192,7 +192,7 @@ struct FakeAdapters {
 const FakeAdapters kAdapters;
 
 bool has_ucx() {
-  return std::getenv("UCX_LIBRARY") != nullptr;
+  return std::getenv("BATON_UCX_LIBRARY") != nullptr;
 }
 
 }  // namespace

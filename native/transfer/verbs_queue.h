@@ -55,6 +55,7 @@ class VerbsQueue {
   // Adds batches that have ended, in the order of their beginning. False: see `why`.
   [[nodiscard]] bool poll(std::vector<Batch>& ended);
   [[nodiscard]] const std::string& why() const { return why_; }
+  [[nodiscard]] ibv::Qp* handle() const { return qp_; }
 
  private:
   void create(std::uint32_t reads);
