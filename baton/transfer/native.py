@@ -41,6 +41,9 @@ class NativeAgent:
         native.secret = options.secret
         native.backends = list(options.backends)
         native.checksum = options.checksum
+        native.verbs_library = options.verbs_library
+        native.verbs_devices = options.verbs_devices
+        native.ucx_library = options.ucx_library
         native.lease_ttl_s = options.lease_ttl_s
         native.unclaimed_ttl_s = options.unclaimed_ttl_s
         native.wanted_timeout_s = options.wanted_timeout_s
@@ -71,9 +74,10 @@ class NativeAgent:
         return events
 
     def _announce(self, event: TransferEvent) -> None:
-        """Say which way KV comes, once for each: the slow one is never taken silently."""
+        """Say which way KV comes, once for each: the slow one is never taken silently, nor by UCX."""
         self._announced.add(event.backend)
-        level = logging.WARNING if event.backend == SLOW_BACKEND and event.declined else logging.INFO
+        slow = event.backend == SLOW_BACKEND or f"{SLOW_BACKEND}/" in event.declined  # As UCX names what it takes.
+        level = logging.WARNING if slow and event.declined else logging.INFO
         _log.log(level, "KV comes over %s%s", event.backend, event.declined and f": {event.declined}")
 
     def set_pool(self, pool: Pool) -> None:

@@ -71,12 +71,19 @@ class AgentOptions:
     """0: any free port."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
-    backends: tuple[str, ...] = ("direct", "shm", "cma", "tcp")
+    backends: tuple[str, ...] = ("direct", "shm", "cma", "verbs", "ucx", "tcp")
     """In order of preference; the handshake takes the first that works between both processes.
 
     direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
-    memory through the kernel, which other processes of this user then may, too; tcp.
+    memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; ucx: by
+    UCX, which has ways of its own; tcp.
     """
+    verbs_library: str = "libibverbs.so.1"
+    """Loaded when the pool is set, as `ucx_library` is; without it that backend is declined."""
+    verbs_devices: str = ""
+    """Name, name:port or name:port:index of its GID, joined by commas, taken in turn; empty: all that are up."""
+    ucx_library: str = "libucp.so.0"
+    """UCX is configured by its own variables, such as UCX_TLS."""
     checksum: bool = True
     lease_ttl_s: float = 5.0
     """A lease dies this long after the last keep-alive of a sink that wants it."""
@@ -133,7 +140,7 @@ class TransferEvent:
     moving_s: float = 0.0
     backend: str = ""
     declined: str = ""
-    """Which preferred backends do not work between the two, and why; empty: `backend` is the first."""
+    """Which preferred backends do not work between the two, and why; and what `ucx` goes over, if it was taken."""
     restarts: int = 0
     """How often the pull began again because the source's generation rose."""
 

@@ -86,6 +86,9 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
     agent_backends: Annotated[tuple[str, ...], Meta(description="Ways to move KV, in order of preference.")] = (
         _AGENT.backends
     )
+    agent_verbs_devices: Annotated[
+        str, Meta(description="RDMA devices as name, name:port or name:port:gid, by commas; empty: all that are up.")
+    ] = _AGENT.verbs_devices
     lease_ttl_s: Annotated[Seconds, Meta(description="A lease ends this long after its decode worker's last sign.")] = (
         _AGENT.lease_ttl_s
     )
@@ -115,6 +118,7 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
             port=self.agent_port,
             secret=self.agent_secret,
             backends=self.agent_backends,
+            verbs_devices=self.agent_verbs_devices,
             lease_ttl_s=self.lease_ttl_s,
             unclaimed_ttl_s=self.unclaimed_ttl_s,
             wanted_timeout_s=self.wanted_timeout_s,

@@ -21,6 +21,15 @@ void bind_values(nb::module_& m) {
       .def_rw("secret", &Options::secret)
       .def_rw("backends", &Options::backends)
       .def_rw("checksum", &Options::checksum)
+      .def_prop_rw(
+          "verbs_library", [](const Options& o) { return o.fabric.verbs_library; },
+          [](Options& o, std::string value) { o.fabric.verbs_library = std::move(value); })
+      .def_prop_rw(
+          "verbs_devices", [](const Options& o) { return o.fabric.verbs_devices; },
+          [](Options& o, std::string value) { o.fabric.verbs_devices = std::move(value); })
+      .def_prop_rw(
+          "ucx_library", [](const Options& o) { return o.fabric.ucx_library; },
+          [](Options& o, std::string value) { o.fabric.ucx_library = std::move(value); })
       .def_rw("lease_ttl_s", &Options::lease_ttl_s)
       .def_rw("unclaimed_ttl_s", &Options::unclaimed_ttl_s)
       .def_rw("wanted_timeout_s", &Options::wanted_timeout_s)

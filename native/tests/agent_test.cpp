@@ -3,7 +3,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <map>
 #include <random>
 
@@ -24,10 +26,17 @@ Key key_of(std::uint32_t number) {
   return key;
 }
 
+// Of UCX there is what $BATON_UCX_LIBRARY names: tests/contract says where it may be had.
+Options options_of(const std::string& backend, Faults faults) {
+  Options options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults};
+  options.fabric.verbs_library = FAKE_VERBS;
+  if (const char* library = std::getenv("BATON_UCX_LIBRARY")) options.fabric.ucx_library = library;
+  return options;
+}
+
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
-      : region(Region::create(kLayers * kBlocks * kStrideBytes)),
-        agent(Options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults}, "127.0.0.1", 0) {
+      : region(Region::create(kLayers * kBlocks * kStrideBytes)), agent(options_of(backend, faults), "127.0.0.1", 0) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
@@ -169,6 +178,23 @@ void run_sudden_ends(const std::string& backend) {
   }
 }
 
+// The fake adapters meet in a folder.
+struct FakeAdapters {
+  FakeAdapters() {
+    char folder[] = "/tmp/fake-verbs-XXXXXX";
+    if (::mkdtemp(folder) == nullptr) throw std::runtime_error("no temporary folder");
+    path = folder;
+    ::setenv("FAKE_VERBS_DIR", folder, 1);
+  }
+  ~FakeAdapters() { std::filesystem::remove_all(path); }
+  std::filesystem::path path;
+};
+const FakeAdapters kAdapters;
+
+bool has_ucx() {
+  return std::getenv("BATON_UCX_LIBRARY") != nullptr;
+}
+
 }  // namespace
 
 TEST(traffic_over_direct) {
@@ -183,6 +209,12 @@ TEST(traffic_over_shared_memory) {
 TEST(traffic_over_tcp) {
   run_traffic("tcp");
 }
+TEST(traffic_over_verbs) {
+  run_traffic("verbs");
+}
+TEST(traffic_over_ucx) {
+  if (has_ucx()) run_traffic("ucx");
+}
 TEST(many_callers_over_direct) {
   run_many_at_once("direct");
 }
@@ -195,6 +227,12 @@ TEST(many_callers_over_shared_memory) {
 TEST(many_callers_over_tcp) {
   run_many_at_once("tcp");
 }
+TEST(many_callers_over_verbs) {
+  run_many_at_once("verbs");
+}
+TEST(many_callers_over_ucx) {
+  if (has_ucx()) run_many_at_once("ucx");
+}
 TEST(sudden_ends_over_direct) {
   run_sudden_ends("direct");
 }
@@ -206,4 +244,10 @@ TEST(sudden_ends_over_shared_memory) {
 }
 TEST(sudden_ends_over_tcp) {
   run_sudden_ends("tcp");
+}
+TEST(sudden_ends_over_verbs) {
+  run_sudden_ends("verbs");
+}
+TEST(sudden_ends_over_ucx) {
+  if (has_ucx()) run_sudden_ends("ucx");
 }

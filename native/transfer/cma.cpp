@@ -4,9 +4,9 @@
 // Debian and Ubuntu), which it does here, for every process of that user; or unless they do not see each other's
 // process ids, as in containers. The sink tries, and proves it by a token that it read.
 #include <sys/prctl.h>
-#include <sys/random.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -19,7 +19,6 @@ namespace baton::transfer {
 namespace {
 
 constexpr std::size_t kPiecesPerCall = 1024;  // IOV_MAX
-using Token = std::array<std::uint8_t, 32>;
 
 bool read_remote(int pid, std::span<const iovec> local, std::span<const iovec> remote) {
   while (!local.empty()) {
@@ -37,34 +36,27 @@ bool read_remote(int pid, std::span<const iovec> local, std::span<const iovec> r
 
 class CmaSource : public OneSidedSource {
  public:
-  explicit CmaSource(const Site& site) : OneSidedSource(site) {}
-  [[nodiscard]] bool make_token() {
-    return ::getrandom(token_.data(), token_.size(), 0) == static_cast<ssize_t>(token_.size());
-  }
+  using OneSidedSource::OneSidedSource;
 
   Blob offer() const override {
-    RemotePool own{.stride_bytes = site_.pool.stride_bytes, .blocks = site_.pool.blocks};
-    for (const std::uint8_t* layer : site_.pool.layers) own.layers.push_back(reinterpret_cast<std::uint64_t>(layer));
     Blob blob;
     Writer writer(blob);
     writer.put(static_cast<std::int32_t>(::getpid()));
     writer.put(reinterpret_cast<std::uint64_t>(token_.data()));
-    own.put(writer);
+    RemotePool::of(site_.pool).put(writer);
     return blob;
   }
-  bool check(const Blob& proof) override {
-    return proof.size() == token_.size() && std::equal(proof.begin(), proof.end(), token_.begin());
-  }
+  bool check(const Blob& proof) override { return std::ranges::equal(proof, token_); }
 
  private:
-  Token token_{};
+  Token token_ = make_token();
 };
 
 class CmaSink : public OneSidedSink {
  public:
   CmaSink(const Site& site, RemotePool remote, int pid, const Token& token)
       : OneSidedSink(site, std::move(remote)), pid_(pid), token_(token) {}
-  Blob proof() const override { return {token_.begin(), token_.end()}; }
+  std::optional<Blob> proof() const override { return Blob(token_.begin(), token_.end()); }
 
  protected:
   bool read(std::span<const iovec> local, std::span<const iovec> remote, std::uint32_t& crc) override {
@@ -85,12 +77,9 @@ void permit_reading() {
   if (scope == 1) ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
 }
 
-std::unique_ptr<DataPath> at_source(const Site& site, std::string& why) {
+std::unique_ptr<DataPath> at_source(const Site& site, std::string&) {
   permit_reading();
-  auto path = std::make_unique<CmaSource>(site);
-  if (path->make_token()) return path;
-  why = "there is no randomness";
-  return nullptr;
+  return std::make_unique<CmaSource>(site);
 }
 
 std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& offer, std::string& why) {

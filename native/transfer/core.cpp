@@ -19,7 +19,7 @@ Core::Core(Options options)
       source_(options_, geometry_, out_, stats_),
       sink_(options_, geometry_, out_, stats_) {}
 
-void Core::set_geometry(Geometry geometry) {
+void Core::check_geometry(const Geometry& geometry) const {
   if (geometry_.layers != 0) throw std::invalid_argument("the pool was set already");
   if (geometry.layers == 0 || geometry.layers >= kAllLayers)
     throw std::invalid_argument("a pool has 1 to 65534 layers");
@@ -29,6 +29,10 @@ void Core::set_geometry(Geometry geometry) {
     throw std::invalid_argument("one layer's block has 1 byte to 64 MiB");
   }
   if (geometry.fingerprint.size() > 1024) throw std::invalid_argument("a fingerprint has at most 1024 bytes");
+}
+
+void Core::set_geometry(Geometry geometry) {
+  check_geometry(geometry);
   geometry_ = std::move(geometry);
 }
 

@@ -17,7 +17,8 @@ class Core {
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
 
-  // Once, before leases and pulls. Throws std::invalid_argument.
+  // Once, before leases and pulls. Both throw std::invalid_argument.
+  void check_geometry(const Geometry& geometry) const;
   void set_geometry(Geometry geometry);
 
   // `now_s` never falls. A command with bad arguments throws std::invalid_argument; it must stand alone in its step.

@@ -11,6 +11,7 @@
 
 #include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 
@@ -20,6 +21,15 @@
 namespace baton::transfer {
 
 class Stream;
+class VerbsDevices;
+class UcxContext;
+
+// What backends keep for all connections of an agent, since the pool is registered with an adapter once. Made when it
+// is first needed; every connection goes before it does.
+struct Fabrics {
+  std::shared_ptr<VerbsDevices> verbs;
+  std::shared_ptr<UcxContext> ucx;
+};
 
 // What one end of a connection's data path may use.
 struct Site {
@@ -28,6 +38,7 @@ struct Site {
   const Pool& pool;
   std::uint64_t chunk_bytes_max = 0;
   std::vector<Event>& happened;
+  const Fabrics& fabrics;
 };
 
 class DataPath {
@@ -39,10 +50,16 @@ class DataPath {
   DataPath& operator=(const DataPath&) = delete;
   virtual ~DataPath() = default;
 
-  // Handshake. Source: what the sink needs to try this way. Sink: the proof that it works. Source: whether that is one.
+  // Handshake. Source: what the sink needs to try this way. Sink: the proof that it works; nothing: `advance` is still
+  // at it. Source: whether that is one, or whether there is more to say: then it is asked for one more offer, to
+  // which the sink is resumed.
   [[nodiscard]] virtual Blob offer() const { return {}; }
-  [[nodiscard]] virtual Blob proof() const { return {}; }
+  [[nodiscard]] virtual std::optional<Blob> proof() const { return Blob{}; }
   [[nodiscard]] virtual bool check(const Blob&) { return true; }
+  [[nodiscard]] virtual bool has_more_to_offer() const { return false; }
+  [[nodiscard]] virtual bool resume(const Blob&) { return false; }
+  // Sink, with its proof: what else its owner should know of this way.
+  [[nodiscard]] virtual std::string note() const { return {}; }
   virtual void use(bool checksum) = 0;
 
   // Source: let the sink have the chunk's blocks; ends in `Served` or `Granted`.
@@ -53,10 +70,16 @@ class DataPath {
   [[nodiscard]] virtual bool credit(std::int32_t) { return false; }
   // Sink: write the chunk into its blocks; ends in `Placed`.
   [[nodiscard]] virtual bool place(const Place& chunk) = 0;
-  // Sink: after this returns nothing of a pull's earlier `place` writes any more.
+  // Sink: after this returns nothing of a pull's earlier `place` begins to write. What an adapter has begun may go on,
+  // while `places` says so; nothing writes any more once the path is destroyed.
   virtual void stop_placing(PullId pull) = 0;
+  [[nodiscard]] virtual bool places(PullId) const { return false; }
   // Does the next piece of work. `more`: call again, with no need to wait for anything.
   [[nodiscard]] virtual Turn advance() { return Turn::idle; }
+  // Readable when `advance` has something to do; -1: never of itself.
+  [[nodiscard]] virtual int fd() const { return -1; }
+  // Of a path that is broken.
+  [[nodiscard]] virtual std::string why() const { return "the peer's memory cannot be read"; }
 };
 
 // A way whose chunks the progress thread copies itself, one per turn.
@@ -90,12 +113,16 @@ struct Backend {
   // Both return null where this way does not work, and then say why.
   std::unique_ptr<DataPath> (*at_source)(const Site& site, std::string& why);
   std::unique_ptr<DataPath> (*at_sink)(const Site& site, const Blob& offer, std::string& why);
+  // What this backend keeps; takes as long as it takes to pin the pool's memory. Null: nothing.
+  void (*prepare)(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) = nullptr;
 };
 
 // One per file.
 extern const Backend kDirect;
 extern const Backend kCma;
 extern const Backend kRing;
+extern const Backend kVerbs;
+extern const Backend kUcx;
 extern const Backend kTcp;
 
 // All of this build, the fastest first.

@@ -35,7 +35,7 @@ class DirectSink : public OneSidedSink {
  public:
   DirectSink(const Site& site, RemotePool remote, std::shared_ptr<Region> region)
       : OneSidedSink(site, std::move(remote)), region_(std::move(region)) {}
-  Blob proof() const override { return region_->token(); }
+  std::optional<Blob> proof() const override { return region_->token(); }
 
  protected:
   bool read(std::span<const iovec> local, std::span<const iovec> remote, std::uint32_t& crc) override {

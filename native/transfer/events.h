@@ -122,7 +122,7 @@ struct BackendAccepted {
   ConnectionId connection = 0;
   bool ok = false;
   Blob proof;
-  std::string why;
+  std::string why;  // Not, or, if so, what else there is to know of this way.
 };
 struct BackendChecked {
   ConnectionId connection = 0;
@@ -165,8 +165,8 @@ struct Credit {
   ConnectionId connection = 0;
   std::int32_t slot = 0;
 };
-// Write a chunk into blocks of the pool; answered by `Placed`, unless the connection closes, or the payload is inline
-// and the pull is stopped.
+// Write a chunk into blocks of the pool; answered by `Placed`, unless the connection closes, or the pull is stopped and
+// the chunk has no slot.
 struct Place {
   ConnectionId connection = 0;
   PullId pull = 0;

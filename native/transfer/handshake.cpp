@@ -138,6 +138,7 @@ Handshake::Outcome Handshake::on_frame(FrameType type, Bytes body, Outbox& out) 
       const auto frame = decode<frames::Answer>(body);
       if (side_ != Side::source || step_ != Step::backends || !frame) return Outcome::malformed;
       if (!frame->ok) return decline(frame->why, out);
+      note_ = frame->why;
       out.put(CheckBackend{connection_, backend_, frame->proof});
       return Outcome::going;
     }
@@ -235,7 +236,9 @@ void Handshake::on_accepted(const BackendAccepted& accepted, Outbox& out) {
 
 Handshake::Outcome Handshake::on_checked(bool ok, Outbox& out) {
   if (step_ != Step::backends) return Outcome::malformed;  // The sink answered twice.
-  return ok ? agree(out) : decline("the sink reached something else than was offered", out);
+  if (!ok) return decline("the sink reached something else than was offered", out);
+  if (!note_.empty()) declined_ += (declined_.empty() ? "" : "; ") + backend_ + ": " + note_;
+  return agree(out);
 }
 
 Handshake::Outcome Handshake::agree(Outbox& out) {

@@ -73,6 +73,7 @@ class Handshake {
   std::string backend_;
   bool checksum_ = true;
   std::string declined_;
+  std::string note_;  // Of the backend that is tried.
   double lease_ttl_s_ = 0;
   std::string detail_;
   Cause cause_ = Cause::none;

@@ -1,9 +1,27 @@
 #include "transfer/one_sided.h"
 
+#include <sys/random.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
 #include "hash/crc32c.h"
 #include "transfer/wire.h"
 
 namespace baton::transfer {
+
+Token make_token() {
+  Token token{};
+  if (::getrandom(token.data(), token.size(), 0) == static_cast<ssize_t>(token.size())) return token;
+  throw std::system_error(errno, std::generic_category(), "no randomness");
+}
+
+RemotePool RemotePool::of(const Pool& pool) {
+  RemotePool own{.stride_bytes = pool.stride_bytes, .blocks = pool.blocks};
+  for (const std::uint8_t* layer : pool.layers) own.layers.push_back(reinterpret_cast<std::uint64_t>(layer));
+  return own;
+}
 
 void RemotePool::put(Writer& writer) const {
   writer.put(stride_bytes);
@@ -39,32 +57,104 @@ void OneSidedSource::serve_now(const Serve& chunk) {
   site_.happened.push_back(Granted{site_.connection, chunk.pull, chunk.sequence, crc, std::move(where)});
 }
 
-bool OneSidedSink::place_now(const Place& chunk, std::uint32_t& crc) {
+bool Pieces::match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool) {
   if (chunk.where.size() != chunk.blocks.size() * sizeof(std::uint32_t)) return false;
-  local_pieces_.clear();
-  remote_pieces_.clear();
+  local.clear();
+  remote.clear();
   Reader reader(chunk.where);
   for (const std::uint32_t block : chunk.blocks) {
     std::uint32_t theirs = 0;
     reader.get(theirs);
-    if (theirs >= remote_.blocks) return false;
-    std::uint8_t* const to = site_.pool.layers[chunk.layer] + block * site_.pool.stride_bytes;
-    const std::uint64_t from = remote_.layers[chunk.layer] + theirs * remote_.stride_bytes;
+    if (theirs >= remote_pool.blocks) return false;
+    std::uint8_t* const to = pool.layers[chunk.layer] + block * pool.stride_bytes;
+    const std::uint64_t from = remote_pool.layers[chunk.layer] + theirs * remote_pool.stride_bytes;
     // Neighbours on both sides become one piece.
-    if (!local_pieces_.empty()) {
-      iovec& last = local_pieces_.back();
-      iovec& last_remote = remote_pieces_.back();
+    if (!local.empty()) {
+      iovec& last = local.back();
+      iovec& last_remote = remote.back();
       if (static_cast<std::uint8_t*>(last.iov_base) + last.iov_len == to &&
           reinterpret_cast<std::uint64_t>(last_remote.iov_base) + last_remote.iov_len == from) {
-        last.iov_len += site_.pool.block_bytes;
-        last_remote.iov_len += site_.pool.block_bytes;
+        last.iov_len += pool.block_bytes;
+        last_remote.iov_len += pool.block_bytes;
         continue;
       }
     }
-    local_pieces_.push_back({to, site_.pool.block_bytes});
-    remote_pieces_.push_back({reinterpret_cast<void*>(from), site_.pool.block_bytes});
+    local.push_back({to, pool.block_bytes});
+    remote.push_back({reinterpret_cast<void*>(from), pool.block_bytes});
   }
-  return read(local_pieces_, remote_pieces_, crc);
+  return true;
+}
+
+bool OneSidedSink::place_now(const Place& chunk, std::uint32_t& crc) {
+  return pieces_.match(chunk, site_.pool, remote_) && read(pieces_.local, pieces_.remote, crc);
+}
+
+// ---------------------------------------------------------------- reads that an adapter carries out
+
+bool ReadingSink::place(const Place& chunk) {
+  Read& read = waiting_.emplace_back(Read{.chunk = chunk});
+  read.self = std::prev(waiting_.end());
+  return read.pieces.match(chunk, site_.pool, remote_);
+}
+
+void ReadingSink::stop_placing(PullId pull) {
+  const auto of_pull = [&](const Read& read) { return read.chunk.pull == pull; };
+  std::erase_if(waiting_, of_pull);
+  std::erase_if(read_, of_pull);
+  for (auto at = reading_.begin(); at != reading_.end();) {
+    Read& read = *at++;
+    if (!of_pull(read)) continue;
+    read.stopped = true;
+    if (beginning_ == &read) beginning_ = nullptr;
+    settle(read);
+  }
+}
+
+bool ReadingSink::places(PullId pull) const {
+  return std::any_of(reading_.begin(), reading_.end(), [&](const Read& read) { return read.chunk.pull == pull; });
+}
+
+void ReadingSink::ended(Read& read, std::size_t pieces) {
+  read.ended += pieces;
+  settle(read);
+}
+
+// A read that is stopped needs to end only what it has begun.
+void ReadingSink::settle(Read& read) {
+  const bool whole = read.begun == read.pieces.local.size();
+  if (read.ended < read.begun || !(whole || read.stopped)) return;
+  if (read.stopped) {
+    reading_.erase(read.self);
+  } else {
+    read_.splice(read_.end(), reading_, read.self);
+  }
+}
+
+void ReadingSink::finish(const Read& read) {
+  std::uint32_t crc = 0;
+  if (checksum_) {
+    for (const iovec& piece : read.pieces.local) crc = crc32c(crc, piece.iov_base, piece.iov_len);
+  }
+  site_.happened.push_back(Placed{site_.connection, read.chunk.pull, read.chunk.sequence, -1, crc});
+}
+
+// Of what has been read, one chunk a turn is summed.
+DataPath::Turn ReadingSink::advance() {
+  if (!poll()) return Turn::broken;
+  while (beginning_ != nullptr || !waiting_.empty()) {
+    if (beginning_ == nullptr) {
+      beginning_ = &waiting_.front();
+      reading_.splice(reading_.end(), waiting_, beginning_->self);
+    }
+    if (!begin(*beginning_)) return Turn::broken;
+    if (beginning_->begun < beginning_->pieces.local.size()) break;
+    beginning_ = nullptr;
+  }
+  if (!read_.empty()) {
+    finish(read_.front());
+    read_.pop_front();
+  }
+  return read_.empty() && rest() ? Turn::idle : Turn::more;
 }
 
 }  // namespace baton::transfer

@@ -5,11 +5,33 @@
 // the sink says that it has read.
 #pragma once
 
+#include <algorithm>
+#include <array>
+#include <list>
 #include <optional>
 
 #include "transfer/data_path.h"
 
 namespace baton::transfer {
+
+// What a sink reads to prove that it can: random, of this connection only.
+using Token = std::array<std::uint8_t, 32>;
+[[nodiscard]] Token make_token();
+
+// What a sink reads through adapters to prove that it can: large enough that packets of full size must come through,
+// which networks drop that are set up only for small ones. The token is at its end.
+class ProofMemory {
+ public:
+  ProofMemory() : bytes_(16 << 10) {}
+  explicit ProofMemory(const Token& token) : ProofMemory() { std::ranges::copy(token, bytes_.end() - token.size()); }
+  [[nodiscard]] std::uint8_t* data() { return bytes_.data(); }
+  [[nodiscard]] const std::uint8_t* data() const { return bytes_.data(); }
+  [[nodiscard]] std::size_t size() const { return bytes_.size(); }
+  [[nodiscard]] Blob token() const { return {bytes_.end() - sizeof(Token), bytes_.end()}; }
+
+ private:
+  Blob bytes_;
+};
 
 // Where a source's blocks lie, in whatever address space the offer means.
 struct RemotePool {
@@ -20,6 +42,16 @@ struct RemotePool {
   void put(class Writer& writer) const;
   // Nothing where the offer does not fit this side's pool.
   [[nodiscard]] static std::optional<RemotePool> get(class Reader& reader, const Pool& pool);
+  // This side's pool, by its addresses.
+  [[nodiscard]] static RemotePool of(const Pool& pool);
+};
+
+// Pairs of what is to be written and what is to be read there, of equal lengths.
+struct Pieces {
+  std::vector<iovec> local;
+  std::vector<iovec> remote;
+  // False: the grant does not fit the chunk or the source's pool.
+  [[nodiscard]] bool match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool);
 };
 
 class OneSidedSource : public CopyingPath {
@@ -43,8 +75,52 @@ class OneSidedSink : public CopyingPath {
 
  private:
   RemotePool remote_;
-  std::vector<iovec> local_pieces_;
-  std::vector<iovec> remote_pieces_;
+  Pieces pieces_;
+};
+
+// A sink whose reads an adapter carries out, so that they end later, some of them after their pull.
+class ReadingSink : public DataPath {
+ public:
+  ReadingSink(const Site& site, RemotePool remote) : site_(site), remote_(std::move(remote)) {}
+  void use(bool checksum) override { checksum_ = checksum; }
+  void serve(const Serve&) override {}
+  void stop_serving(PullId) override {}
+  bool place(const Place& chunk) override;
+  void stop_placing(PullId pull) override;
+  bool places(PullId pull) const override;
+  Turn advance() override;
+
+ protected:
+  struct Read {
+    Place chunk;
+    Pieces pieces;
+    std::size_t begun = 0;  // Pieces.
+    std::size_t ended = 0;
+    bool stopped = false;
+    std::list<Read>::iterator self;
+  };
+
+  // Learns of pieces that have ended, and says so by `ended`. False: broken.
+  [[nodiscard]] virtual bool poll() = 0;
+  // Begins further pieces, as many as there is room for now; those that end at once call `ended`, too. False: broken.
+  [[nodiscard]] virtual bool begin(Read& read) = 0;
+  // Asks for notice of what ends next; false: something has, already.
+  [[nodiscard]] virtual bool rest() { return true; }
+  void ended(Read& read, std::size_t pieces);
+
+  Site site_;
+
+ private:
+  void settle(Read& read);
+  void finish(const Read& read);
+
+  RemotePool remote_;
+  bool checksum_ = true;
+  // Bounded by what the core asks for per pull.
+  std::list<Read> waiting_;
+  std::list<Read> reading_;
+  std::list<Read> read_;
+  Read* beginning_ = nullptr;  // The one of `reading_` of which not all pieces are begun.
 };
 
 }  // namespace baton::transfer

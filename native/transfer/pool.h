@@ -22,6 +22,9 @@ struct Pool {
   std::uint32_t blocks = 0;
   std::shared_ptr<Region> region;  // That all layers lie in; null where the memory is somebody else's.
 
+  // From a layer's first byte to its last.
+  [[nodiscard]] std::uint64_t layer_bytes() const { return (blocks - 1) * stride_bytes + block_bytes; }
+
   // The memory of some blocks of a layer, in order; neighbours become one piece.
   [[nodiscard]] std::vector<iovec> pieces(std::uint32_t layer, std::span<const std::uint32_t> indexes) const {
     std::vector<iovec> out;

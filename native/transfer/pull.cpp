@@ -412,7 +412,8 @@ void Sink::tick_pull(double now_s, Pull& pull) {
     const bool revoked = pull.revoked;
     return fail(pull, revoked ? Cause::revoked : Cause::deadline,
                 revoked ? "the source gave the lease up and did not open it again within the pull's budget"
-                        : "the pull's budget of " + seconds(pull.deadline_s - pull.started_s) + " is spent");
+                        : "the pull's budget of " + seconds(pull.deadline_s - pull.started_s) + " is spent" +
+                              (pull.lost.empty() ? "" : ", after its connection was lost: " + pull.lost));
   }
   out_.wake_at(pull.deadline_s);
   if (!pull.ever_opened) {

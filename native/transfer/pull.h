@@ -117,6 +117,7 @@ class Sink {
     std::uint32_t restarts = 0;
     std::string backend;
     std::string declined;
+    std::string lost;  // Why its connection was lost last, if it was.
     Cause cause = Cause::none;
     std::string detail;
   };

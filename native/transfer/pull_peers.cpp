@@ -82,6 +82,7 @@ void Sink::on_closed(double now_s, ConnectionId connection, const std::string& d
   for (auto& [id, pull] : pulls_) {
     if (pull.endpoint != peer->endpoint) continue;
     account(now_s, pull);
+    pull.lost = detail;
     // Nothing of that connection is written any more, so its chunks can be asked for anew.
     for (const auto& [sequence, chunk] : pull.in_flight) pull.again.push_back(chunk.run);
     pull.in_flight.clear();

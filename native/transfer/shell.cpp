@@ -15,6 +15,7 @@
 #include "transfer/endpoint.h"
 #include "transfer/region.h"
 #include "transfer/sockets.h"
+#include "transfer/verbs_device.h"
 
 namespace baton::transfer {
 namespace {
@@ -26,6 +27,7 @@ void check_backends(const Options& options) {
   for (const auto& name : options.backends) {
     if (find_backend(name) == nullptr) throw std::invalid_argument("there is no backend '" + name + "'");
   }
+  [[maybe_unused]] const auto choices = parse_verbs_devices(options.fabric.verbs_devices);
   if (options.secret.size() > kTextBytesMax) throw std::invalid_argument("the secret is too long");
 }
 
@@ -108,24 +110,37 @@ void Agent::wake() const {
 }
 
 void Agent::set_pool(Geometry geometry, Pool pool) {
-  const std::lock_guard lock(mutex_);
-  check_usable_locked();
+  {
+    const std::lock_guard lock(mutex_);
+    check_usable_locked();
+    core_.check_geometry(geometry);
+  }
   if (pool.stride_bytes < geometry.block_bytes) throw std::invalid_argument("blocks overlap: the stride is too small");
   pool.blocks = geometry.blocks;
   if (pool.region != nullptr) {
     const auto fits = [&](const std::uint8_t* layer) {
       const std::uint8_t* begin = pool.region->data();
-      const std::uint64_t size = (pool.blocks - 1) * pool.stride_bytes + geometry.block_bytes;
+      const std::uint64_t size = pool.layer_bytes();
       return layer >= begin && size <= pool.region->bytes() &&
              static_cast<std::uint64_t>(layer - begin) <= pool.region->bytes() - size;
     };
-    if (pool.blocks > 0 && !std::all_of(pool.layers.begin(), pool.layers.end(), fits)) {
+    if (!std::all_of(pool.layers.begin(), pool.layers.end(), fits)) {
       throw std::invalid_argument("a layer does not lie in the region");
     }
   }
+  // Not under the lock: it may take seconds.
+  Fabrics fabrics;
+  for (const std::string& name : core_.options().backends) {
+    if (const Backend* backend = find_backend(name); backend->prepare != nullptr) {
+      backend->prepare(core_.options().fabric, pool, fabrics);
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  check_usable_locked();
   core_.set_geometry(std::move(geometry));
   chunk_bytes_max_ = chunk_blocks(core_.geometry(), core_.options().limits) * core_.geometry().block_bytes;
   pool_ = std::move(pool);
+  fabrics_ = std::move(fabrics);
 }
 
 void Agent::command(Event event) {
@@ -193,6 +208,7 @@ void Agent::run() {
     [[maybe_unused]] const auto written = ::write(notify_fd_, &one, sizeof one);
   }
   connections_.clear();
+  fabrics_ = {};
 }
 
 void Agent::run_until_stopped() {
@@ -206,7 +222,7 @@ void Agent::run_until_stopped() {
       const bool unsent = std::any_of(connections_.begin(), connections_.end(),
                                       [](const auto& entry) { return entry.second.stream->wants_write(); });
       const bool busy = unsent || stats().pulls > 0 || !happened_.empty();
-      if (!busy || now_s() >= stop_s) return;
+      if (!busy || now_s() >= stop_s) return end_placing();
     }
     epoll_event ready[64];
     const int count = ::epoll_wait(epoll_fd_, ready, 64, more ? 0 : timeout_ms());
@@ -221,7 +237,9 @@ int Agent::timeout_ms() {
   const std::lock_guard lock(mutex_);
   if (!actions_.empty() || !happened_.empty()) return 0;
   if (stopping_) return 10;
-  const double wake_s = accept_again_s_ == 0 ? core_.wake_s() : std::min(core_.wake_s(), accept_again_s_);
+  double wake_s = accept_again_s_ == 0 ? core_.wake_s() : std::min(core_.wake_s(), accept_again_s_);
+  for (const Fence& fence : fences_) wake_s = std::min(wake_s, fence.until_s);
+  for (const ConnectionId id : proving_) wake_s = std::min(wake_s, connections_.at(id).answer_by_s);
   const double left_s = wake_s - now_s();
   if (left_s <= 0) return 0;
   return left_s > 3600 ? -1 : static_cast<int>(std::ceil(left_s * 1000));
@@ -299,19 +317,10 @@ void Agent::carry_out(Action& action) {
                  [&](const Discard& a) {
                    if (Connection* at = find(a.connection)) at->stream->discard();
                  },
-                 [&](const StopPlacing& a) {
-                   for (auto& [id, connection] : connections_) {
-                     if (connection.path != nullptr) connection.path->stop_placing(a.pull);
-                   }
-                   happened_.push_back(PlacingStopped{a.pull});
-                 },
+                 [&](const StopPlacing& a) { stop_placing(a.pull); },
                  [&](const OfferBackend& a) { offer(a); },
                  [&](const AcceptBackend& a) { accept_offer(a); },
-                 [&](const CheckBackend& a) {
-                   Connection* at = find(a.connection);
-                   if (at == nullptr || at->tried == nullptr) return;
-                   happened_.push_back(BackendChecked{a.connection, at->tried->check(a.proof)});
-                 },
+                 [&](const CheckBackend& a) { check(a); },
                  [&](const UseBackend& a) { use(a); },
                  [](const Report&) {},  // Taken out when the core gave it.
              },

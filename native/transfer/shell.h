@@ -44,14 +44,24 @@ class Agent {
   struct Connection {
     std::unique_ptr<Stream> stream;
     std::unique_ptr<DataPath> tried;  // Between offer and agreement.
+    const Backend* tried_backend = nullptr;
+    double answer_by_s = 0;  // Sink, while its proof is awaited.
     std::unique_ptr<DataPath> path;
     bool connecting = false;
     std::uint32_t watched = 0;
   };
 
-  // What epoll says of the agent's own descriptors; every other token is a connection's id.
+  // A stopped pull whose last writes an adapter still carries out.
+  struct Fence {
+    PullId pull = 0;
+    double until_s = 0;  // Then the connections that write are closed, which ends them.
+  };
+
+  // What epoll says of the agent's own descriptors; every other token is a connection's id, with a bit of its own for
+  // the descriptor of its data path.
   static constexpr std::uint64_t kListenToken = ~std::uint64_t{0};
   static constexpr std::uint64_t kWakeToken = kListenToken - 1;
+  static constexpr std::uint64_t kPathBit = std::uint64_t{1} << 63;
   static constexpr double kAcceptPauseS = 0.1;
   static constexpr const char* kBrokenProtocol = "the peer broke the protocol";
 
@@ -71,7 +81,13 @@ class Agent {
   [[nodiscard]] Site site(ConnectionId id, Connection& connection);
   void offer(const OfferBackend& action);
   void accept_offer(const AcceptBackend& action);
+  void answer(ConnectionId id, Connection& connection);
+  void check(const CheckBackend& action);
   void use(const UseBackend& action);
+  void watch_path(ConnectionId id, const DataPath& path);
+  void stop_placing(PullId pull);
+  void lift_fences();
+  void end_placing();
   [[nodiscard]] bool advance_all();
   void on_ready(std::uint64_t token, std::uint32_t events);
   void accept_all();
@@ -99,11 +115,14 @@ class Agent {
   bool closed_ = false;
 
   std::atomic<bool> stopping_ = false;
-  Pool pool_;  // Written once, before any chunk can be asked for.
+  Pool pool_;  // Written once, before any chunk can be asked for, as are the fabrics.
+  Fabrics fabrics_;
   std::unordered_map<ConnectionId, Connection> connections_;
   std::vector<Event> happened_;
   std::vector<ConnectionId> dirty_;    // Have something to send.
   std::vector<ConnectionId> working_;  // May have chunks to copy.
+  std::vector<ConnectionId> proving_;  // Of some the answer may be given meanwhile.
+  std::vector<Fence> fences_;
   ConnectionId next_accepted_ = 1;
   double accept_again_s_ = 0;  // 0: newcomers are watched for.
   std::size_t reports_max_;

@@ -15,13 +15,15 @@ namespace baton::transfer {
 namespace {
 
 constexpr int kReadsPerTurn = 16;  // Then other connections get their turn.
+constexpr double kProofS = 0.5;    // A backend that takes longer to prove itself is not taken.
+constexpr double kFenceS = 0.5;    // What an adapter has begun to write ends within this, or with its connection.
 
 }  // namespace
 
 // ---------------------------------------------------------------- backends
 
 Site Agent::site(ConnectionId id, Connection& connection) {
-  return {id, *connection.stream, pool_, chunk_bytes_max_, happened_};
+  return {id, *connection.stream, pool_, chunk_bytes_max_, happened_, fabrics_};
 }
 
 void Agent::offer(const OfferBackend& action) {
@@ -30,22 +32,66 @@ void Agent::offer(const OfferBackend& action) {
   std::string why;
   at->tried = find_backend(action.backend)->at_source(site(action.connection, *at), why);
   const bool ok = at->tried != nullptr;
+  if (ok) watch_path(action.connection, *at->tried);
   happened_.push_back(BackendOffered{action.connection, ok, ok ? at->tried->offer() : Blob{}, std::move(why)});
 }
 
 void Agent::accept_offer(const AcceptBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
+  if (at->answer_by_s != 0) return drop(action.connection, kBrokenProtocol);
   std::string why = "the sink has no such backend";
   const Backend* backend = find_backend(action.backend);
-  at->tried = backend == nullptr ? nullptr : backend->at_sink(site(action.connection, *at), action.offer, why);
-  const bool ok = at->tried != nullptr;
-  happened_.push_back(BackendAccepted{action.connection, ok, ok ? at->tried->proof() : Blob{}, std::move(why)});
+  const bool again = at->tried != nullptr && at->tried_backend == backend;
+  if (!again) {
+    at->tried = backend == nullptr ? nullptr : backend->at_sink(site(action.connection, *at), action.offer, why);
+    at->tried_backend = backend;
+    if (at->tried != nullptr) watch_path(action.connection, *at->tried);
+  } else if (!at->tried->resume(action.offer)) {
+    why = at->tried->why();
+    at->tried = nullptr;
+  }
+  if (at->tried == nullptr) {
+    happened_.push_back(BackendAccepted{action.connection, false, {}, std::move(why)});
+    return;
+  }
+  at->answer_by_s = now_s() + kProofS;
+  proving_.push_back(action.connection);
+  working_.push_back(action.connection);
+}
+
+// Answers the source's offer, once there is a proof or there will be none.
+void Agent::answer(ConnectionId id, Connection& connection) {
+  const DataPath::Turn turn = connection.tried->advance();
+  const bool broken = turn == DataPath::Turn::broken;
+  if (turn == DataPath::Turn::more) working_.push_back(id);
+  std::optional<Blob> proof = broken ? std::nullopt : connection.tried->proof();
+  if (!proof && !broken && now_s() < connection.answer_by_s) return;
+  connection.answer_by_s = 0;
+  std::erase(proving_, id);
+  if (proof) {
+    happened_.push_back(BackendAccepted{id, true, std::move(*proof), connection.tried->note()});
+  } else {
+    happened_.push_back(BackendAccepted{id, false, {}, broken ? connection.tried->why() : "its proof takes too long"});
+    connection.tried = nullptr;
+  }
+}
+
+void Agent::check(const CheckBackend& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr || at->tried == nullptr) return;
+  const bool good = at->tried->check(action.proof);
+  if (good && at->tried->has_more_to_offer()) {
+    happened_.push_back(BackendOffered{action.connection, true, at->tried->offer(), {}});
+  } else {
+    happened_.push_back(BackendChecked{action.connection, good});
+  }
 }
 
 void Agent::use(const UseBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
+  if (at->answer_by_s != 0) return drop(action.connection, kBrokenProtocol);  // It did not wait for the answer.
   std::string why;
   // The connection's own way needs no offer.
   if (action.backend == kTcp.name) at->tried = kTcp.at_sink(site(action.connection, *at), {}, why);
@@ -54,23 +100,71 @@ void Agent::use(const UseBackend& action) {
   at->path->use(action.checksum);
 }
 
+// The descriptor leaves epoll when the path closes it.
+void Agent::watch_path(ConnectionId id, const DataPath& path) {
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = id | kPathBit}};
+  if (path.fd() >= 0 && ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, path.fd(), &event) != 0) {
+    throw std::system_error(errno, std::generic_category(), "epoll_ctl");
+  }
+}
+
 // One chunk per connection; whether there are more.
 bool Agent::advance_all() {
   std::vector<ConnectionId> working = std::exchange(working_, {});
+  if (!proving_.empty()) working.insert(working.end(), proving_.begin(), proving_.end());
   std::sort(working.begin(), working.end());
   working.erase(std::unique(working.begin(), working.end()), working.end());
   for (const ConnectionId id : working) {
     Connection* at = find(id);
-    if (at == nullptr || at->path == nullptr) continue;
-    const DataPath::Turn turn = at->path->advance();
+    if (at == nullptr) continue;
+    if (at->answer_by_s != 0) {
+      answer(id, *at);
+      continue;
+    }
+    DataPath* path = at->path != nullptr ? at->path.get() : at->tried.get();
+    if (path == nullptr) continue;
+    const DataPath::Turn turn = path->advance();
     if (turn == DataPath::Turn::broken) {
-      drop(id, "the peer's memory cannot be read");
+      const std::string why = path->why();
+      drop(id, why);
     } else if (turn == DataPath::Turn::more) {
       working_.push_back(id);
     }
   }
+  lift_fences();
   carry_out_all();
   return !working_.empty();
+}
+
+// ---------------------------------------------------------------- the end of a pull's writes
+
+void Agent::stop_placing(PullId pull) {
+  for (auto& [id, connection] : connections_) {
+    if (connection.path != nullptr) connection.path->stop_placing(pull);
+  }
+  fences_.push_back({pull, now_s() + kFenceS});
+  lift_fences();
+}
+
+void Agent::lift_fences() {
+  const double now = fences_.empty() ? 0 : now_s();
+  std::erase_if(fences_, [&](const Fence& fence) {
+    std::vector<ConnectionId> writing;
+    for (const auto& [id, connection] : connections_) {
+      if (connection.path != nullptr && connection.path->places(fence.pull)) writing.push_back(id);
+    }
+    if (!writing.empty() && now < fence.until_s) return false;
+    for (const ConnectionId id : writing) drop(id, "the adapter did not end what a stopped pull had begun");
+    happened_.push_back(PlacingStopped{fence.pull});
+    return true;
+  });
+}
+
+// At the end: with the connections everything ends that still writes.
+void Agent::end_placing() {
+  connections_.clear();
+  lift_fences();
+  carry_out_all();
 }
 
 // ---------------------------------------------------------------- connections
@@ -99,7 +193,9 @@ void Agent::watch(ConnectionId id, Connection& connection, std::uint32_t events)
 }
 
 void Agent::drop(ConnectionId id, std::string why) {
-  if (connections_.erase(id) > 0) happened_.push_back(Closed{id, std::move(why)});
+  if (connections_.erase(id) == 0) return;
+  std::erase(proving_, id);
+  happened_.push_back(Closed{id, std::move(why)});
 }
 
 void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
@@ -109,6 +205,7 @@ void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
     [[maybe_unused]] const auto taken = ::read(wake_fd_, &count, sizeof count);
     return;
   }
+  if ((token & kPathBit) != 0) return working_.push_back(token & ~kPathBit);
   Connection* at = find(token);
   if (at == nullptr) return;
   if (at->connecting) return finish_connect(token, *at);

@@ -164,7 +164,7 @@ class RingPath : public CopyingPath {
     for (auto slot = static_cast<std::int32_t>(segment_->slots()); slot-- > 0;) free_.push_back(slot);
   }
   Blob offer() const override { return segment_->offer(); }
-  Blob proof() const override { return segment_->token(); }
+  std::optional<Blob> proof() const override { return segment_->token(); }
   bool check(const Blob& proof) override {
     // Both have it open now; without its name nobody else can, and nothing outlives the two.
     segment_->unlink();

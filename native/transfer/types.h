@@ -54,7 +54,7 @@ struct Report {
   double waiting_s = 0;
   double moving_s = 0;
   std::string backend;
-  std::string declined;  // Why it is none of the backends that were preferred; empty if it is the first.
+  std::string declined;  // Why it is none of the backends that were preferred, and what else it says of itself.
   std::uint32_t restarts = 0;
 };
 
@@ -92,9 +92,19 @@ struct Limits {
   double reconnect_s = 0.05;
 };
 
+// Of the libraries that are loaded at run time, when an agent that lists their backends gets its pool.
+struct FabricOptions {
+  std::string verbs_library = "libibverbs.so.1";
+  // Name, name:port or name:port:index of its GID, joined by commas: connections take them in turn. Empty: every
+  // device with an active port, with the GID that suits it.
+  std::string verbs_devices;
+  std::string ucx_library = "libucp.so.0";  // Configured by its own variables, such as UCX_TLS.
+};
+
 struct Options {
   std::string secret;
-  std::vector<std::string> backends = {"direct", "shm", "cma", "tcp"};
+  std::vector<std::string> backends = {"direct", "shm", "cma", "verbs", "ucx", "tcp"};
+  FabricOptions fabric;
   bool checksum = true;
   double lease_ttl_s = 5;
   double unclaimed_ttl_s = 30;

@@ -111,14 +111,14 @@ struct Answer {  // sink → source
   static constexpr auto type = FrameType::answer;
   bool ok = false;
   Blob proof;
-  std::string why;  // Not, if so.
+  std::string why;  // Not; or, if so, what else there is to know of this way.
   auto fields() { return std::tie(ok, proof, why); }
 };
 struct Agreed {  // source → sink
   static constexpr auto type = FrameType::agreed;
   std::string backend;
   bool checksum = true;
-  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons.
+  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons; and a note.
   auto fields() { return std::tie(backend, checksum, declined); }
 };
 

@@ -10,8 +10,10 @@ from dataclasses import replace
 
 import pytest
 from bus_world import World, memory_world, nats_world
+from fake_verbs import FakeVerbs, compile_fake_verbs
 from servers import Server, start_nats
-from transfer_rig import BLOCK_BYTES, OPTIONS, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, OPTIONS, Fabric, MakeNode, Node
+from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent
 from baton.transfer.memory import MemoryFabric
@@ -44,20 +46,55 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     assert not leftover, f"tasks are left after close: {leftover}"
 
 
-@pytest.fixture(params=["direct", "cma", "shm", "tcp", "memory"])
-def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
+@pytest.fixture(scope="session")
+def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
+    return compile_fake_verbs(tmp_path_factory.mktemp("verbs"))
+
+
+@pytest.fixture
+def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
+    """Lend the fake RDMA adapters; afterwards nothing of them may be in use."""
+    fake_verbs_library.reset()
+    yield fake_verbs_library
+    assert not fake_verbs_library.left_open()
+
+
+@pytest.fixture(params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "memory"])
+def way(request: pytest.FixtureRequest) -> str:
+    """Name a backend and, of UCX, which of its transports it may use."""
+    return request.param
+
+
+@pytest.fixture
+def backend(way: str) -> str:
+    return way.split()[0]
+
+
+@pytest.fixture
+def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    """Return the options that the backend needs here."""
+    if way == "verbs":
+        fake: FakeVerbs = request.getfixturevalue("fake_verbs")
+        return {"verbs_library": fake.library}
+    if way.startswith("ucx"):
+        monkeypatch.setenv("UCX_TLS", way.split()[-1])
+        return {"ucx_library": ucx_library()}
+    return {}
+
+
+@pytest.fixture
+def make_node(backend: str, fabric: Fabric) -> Iterator[MakeNode]:
     """Make nodes whose transfer agents talk over one backend; close them afterwards."""
     nodes: list[Node] = []
-    fabric = MemoryFabric()
+    memory_fabric = MemoryFabric()
 
     def make(*, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, **changes: object) -> Node:
-        options = replace(OPTIONS, **changes)  # pyright: ignore[reportArgumentType]
-        if request.param == "memory":
-            agent = fabric.agent(options)
+        options = replace(OPTIONS, **{**fabric, **changes})  # pyright: ignore[reportArgumentType]
+        if backend == "memory":
+            agent = memory_fabric.agent(options)
         else:
-            agent = NativeAgent(replace(options, backends=(request.param,)))
-        shared = request.param == "direct"
-        nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=shared))
+            agent = NativeAgent(replace(options, backends=(backend,)))
+        nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=backend == "direct"))
         return nodes[-1]
 
     yield make

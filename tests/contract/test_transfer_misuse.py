@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import socket
@@ -10,7 +11,8 @@ import time
 from collections.abc import Generator
 
 import pytest
-from transfer_rig import BLOCK_TOKENS, BLOCKS, LAYERS, Node, wait_until
+from baton_native import core
+from transfer_rig import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, LAYERS, Node, wait_until
 
 from baton.errors import ConfigurationError, TransferFailed
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
@@ -177,6 +179,46 @@ def test_strangers_are_sent_away(node: Node, other: Node, noise: bytes) -> None:
     node.offer(KEY, [0, 1, 2, 3])
     other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
     assert other.wait_end(KEY).kind == EventKind.PULL_DONE
+
+
+def test_a_source_that_agrees_before_it_is_answered(node: Node, other: Node) -> None:
+    options = core.Options()
+    options.incarnation = 7
+    options.entropy = bytes(32)
+    options.backends = ["cma", "tcp"]
+    source = core.Core(options)
+    source.set_geometry("model", LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_TOKENS)
+    token = ctypes.create_string_buffer(32)
+    offer = struct.pack("<iQQII", os.getpid(), ctypes.addressof(token), BLOCK_BYTES, BLOCKS, LAYERS) + bytes(8 * LAYERS)
+    agreed = b"\x08" + struct.pack("<H3sBH", 3, b"tcp", 1, 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"127.0.0.1:{server.getsockname()[1]}/{7:016x}"
+        node.agent.pull(KEY, endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+        server.settimeout(2.0)
+        connection, _ = server.accept()
+    offered = False
+    with connection:
+        connection.settimeout(2.0)
+        events: list[core.Event] = [core.Accepted(1)]
+        while events:
+            for action in source.step(0.0, events):
+                if isinstance(action, core.Send):
+                    connection.sendall(action.frame)
+                elif isinstance(action, core.OfferBackend):
+                    (send,) = source.step(0.0, [core.BackendOffered(1, True, offer, "")])
+                    assert isinstance(send, core.Send)
+                    connection.sendall(send.frame + struct.pack("<I", len(agreed)) + agreed)
+                    offered = True
+            header = b"" if offered else connection.recv(4, socket.MSG_WAITALL)
+            length = struct.unpack("<I", header)[0] if header else 0
+            events = [core.FrameArrived(1, connection.recv(length, socket.MSG_WAITALL))] if length else []
+        assert offered
+        assert connection.recv(4096) == b"", "the sink goes away"
+    node.agent.cancel_pull(KEY)
+    assert node.wait_end(KEY).cause == Cause.CANCELLED
+    other.offer(KEY, [0, 1, 2, 3])
+    node.agent.pull(KEY, other.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
+    assert node.wait_end(KEY).kind == EventKind.PULL_DONE
 
 
 def test_an_agent_sleeps_while_nothing_happens(node: Node, other: Node) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
-from transfer_rig import BLOCK_TOKENS, LAYERS, Node, wait_until
+from transfer_rig import BLOCK_TOKENS, LAYERS, Fabric, Node, wait_until
 
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
 
@@ -24,10 +25,10 @@ TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 class Peer:
     """`transfer_peer.py` as a child process."""
 
-    def __init__(self, backends: str, lease_ttl_s: float = 5.0, file_bytes_max: int = 0) -> None:
+    def __init__(self, fabric: Fabric, backends: str, lease_ttl_s: float = 5.0, file_bytes_max: int = 0) -> None:
         script = str(Path(__file__).with_name("transfer_peer.py"))
         self.process = subprocess.Popen(
-            [sys.executable, script, backends, str(lease_ttl_s), str(file_bytes_max)],
+            [sys.executable, script, backends, str(lease_ttl_s), str(file_bytes_max), json.dumps(fabric)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -72,8 +73,12 @@ class Peer:
         self._stdout.close()
 
 
-@pytest.fixture(params=["direct", "cma", "shm", "tcp"])
-def backend(request: pytest.FixtureRequest) -> str:
+WAYS = ("direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
+every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma"])
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
@@ -81,11 +86,11 @@ StartPeer = Callable[..., Peer]
 
 
 @pytest.fixture
-def start_peer() -> Generator[StartPeer]:
+def start_peer(fabric: Fabric) -> Generator[StartPeer]:
     peers: list[Peer] = []
 
     def start(*arguments: object) -> Peer:
-        peers.append(Peer(*arguments))  # pyright: ignore[reportArgumentType]
+        peers.append(Peer(fabric, *arguments))  # pyright: ignore[reportArgumentType]
         return peers[-1]
 
     yield start
@@ -94,10 +99,15 @@ def start_peer() -> Generator[StartPeer]:
 
 
 @pytest.fixture
-def node(backend: str) -> Generator[Node]:
+def node(backend: str, fabric: Fabric) -> Generator[Node]:
     """Return an agent of this process that gives up soon."""
     options = AgentOptions(
-        secret="shared", backends=(backend, "tcp"), lease_ttl_s=0.6, connect_timeout_s=0.5, stall_timeout_s=1.0
+        secret="shared",
+        backends=(backend, "tcp"),
+        lease_ttl_s=0.6,
+        connect_timeout_s=0.5,
+        stall_timeout_s=1.0,
+        **fabric,
     )
     node = Node(NativeAgent(options), shared=backend == "direct")
     yield node
@@ -112,6 +122,7 @@ def segments() -> set[str]:
     return {path.name for path in Path("/dev/shm").glob("baton-*")}
 
 
+@every_way
 def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend: str) -> None:
     before = segments()
     peer = start_peer(backend)
@@ -125,6 +136,7 @@ def test_a_pull_from_another_process(node: Node, start_peer: StartPeer, backend:
     assert segments() <= before, "the segment has no name any more, so a kill leaves nothing behind"
 
 
+@every_way
 def test_a_killed_source_is_noticed(node: Node, start_peer: StartPeer, backend: str) -> None:
     peer = start_peer(backend)
     peer.lease()
@@ -172,9 +184,12 @@ def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: s
     assert node.holds(SINK_BLOCKS, seed=2)
 
 
-def test_a_source_that_was_given_up_is_told_when_it_is_back(start_peer: StartPeer, backend: str) -> None:
+def test_a_source_that_was_given_up_is_told_when_it_is_back(
+    start_peer: StartPeer, backend: str, fabric: Fabric
+) -> None:
     """Here the stopped process is the sink's view of the source; its lease ends sooner than its time would be up."""
-    sink = Node(NativeAgent(AgentOptions(secret="shared", backends=(backend, "tcp"), connect_timeout_s=0.3)))
+    options = AgentOptions(secret="shared", backends=(backend, "tcp"), connect_timeout_s=0.3, **fabric)
+    sink = Node(NativeAgent(options))
     peer = start_peer(backend, 30.0)
     peer.lease()
     peer.signal(signal.SIGSTOP)
@@ -216,6 +231,7 @@ def test_a_sink_that_wakes_after_its_lease_is_gone(node: Node, start_peer: Start
     assert node.holds(SINK_BLOCKS, seed=4)
 
 
+@pytest.mark.parametrize("way", ["tcp"])
 def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCaptureFixture) -> None:
     sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("direct", "shm", "tcp"))))
     peer = start_peer("direct,shm,tcp", 5.0, 1 << 20)  # Without files as large as a region or a ring.
@@ -231,6 +247,7 @@ def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCa
     assert said == [f"KV comes over tcp: {done.declined}"]
 
 
+@pytest.mark.parametrize("way", ["tcp"])
 def test_without_any_common_backend_the_pull_is_refused(start_peer: StartPeer) -> None:
     sink = Node(NativeAgent(AgentOptions(secret="shared", backends=("shm",))))
     peer = start_peer("tcp")

@@ -1,10 +1,12 @@
 """An agent in a process of its own, told what to do line by line; it says its endpoint first.
 
-Arguments: backends (comma-separated), lease TTL in seconds, most bytes of a file it may write (0: no limit).
+Arguments: backends (comma-separated), lease TTL in seconds, most bytes of a file it may write (0: no limit), further
+options of the agent as JSON.
 """
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 from collections.abc import Callable
@@ -14,10 +16,12 @@ from transfer_rig import BLOCK_TOKENS, Node
 from baton.transfer import AgentOptions, NativeAgent
 
 
-def main(backends: str, lease_ttl_s: str, file_bytes_max: str) -> None:
+def main(backends: str, lease_ttl_s: str, file_bytes_max: str, fabric: str) -> None:
     if int(file_bytes_max):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes_max), int(file_bytes_max)))
-    options = AgentOptions(secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s))
+    options = AgentOptions(
+        secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s), **json.loads(fabric)
+    )
     node = Node(NativeAgent(options), shared=options.backends == ("direct",))
     agent = node.agent
 

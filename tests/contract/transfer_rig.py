@@ -6,6 +6,7 @@ import ctypes
 import select
 import time
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
 from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key, share_memory
 
@@ -23,6 +24,13 @@ OPTIONS = AgentOptions(secret="shared", lease_ttl_s=3.0, unclaimed_ttl_s=5.0)
 SOURCE_BLOCKS = list(range(3, 15))
 SINK_BLOCKS = list(range(30, 42))
 TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
+
+
+class Fabric(TypedDict, total=False):
+    """Options of an agent that tell it where the tests' libraries are."""
+
+    verbs_library: str
+    ucx_library: str
 
 
 class Node:

@@ -60,7 +60,7 @@ def test_digests_see_names_contents_and_borders() -> None:
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
 def test_locks_name_versions_and_hashes_but_no_address(lock: Path) -> None:
     requirements = lock.read_text().replace("\\\n", " ").splitlines()
-    assert len(requirements) >= 10
+    assert requirements
     for requirement in requirements:
         assert "==" in requirement.split(";")[0]
         assert "--hash=sha256:" in requirement

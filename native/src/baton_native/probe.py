@@ -15,7 +15,7 @@ from baton_native import Agent, Report
 from baton_native.bench import SourceProcess
 from baton_native.bench_source import Memory, Shape, make_agent
 
-BACKENDS = ("direct", "shm", "cma", "tcp")
+BACKENDS = ("direct", "shm", "cma", "verbs", "ucx", "tcp")
 SMALL = Shape("probe", 2, 16, 64 << 10)
 MANY = Shape("many", 1, 15_000, 4 << 10)
 WAIT_S = 10.0
@@ -56,7 +56,8 @@ def main() -> None:
                 agent.close()
                 works = report.kind == "pull_done"
                 if shape is SMALL:
-                    sys.stdout.write(f"{backend:<8}{'works' if works else report.detail}\n")
+                    sys.stdout.write(f"{backend:<8}{'works' if works else report.detail.rpartition(f'{backend}: ')[2]}")
+                    sys.stdout.write(f" ({report.declined})\n" if works and report.declined else "\n")
                 elif works:
                     sys.stdout.write(
                         f"{backend:<8}{shape.blocks} scattered blocks asked for in {asked_s * 1e3:.1f} ms\n"

@@ -1,0 +1,618 @@
+// A libibverbs.so.1 for hosts without RDMA: reliable connections whose READs and WRITEs the kernel copies between
+// processes of this host (process_vm_readv), carried out by a thread that stands for the adapter.
+//
+// It is as strict as an adapter: the order and the masks of state changes, packet numbers, keys, bounds, rights,
+// protection domains, the sizes of queues, completion events that must be acknowledged; a queue pair that errs flushes
+// what it has, and nothing is written once it is destroyed. What a caller would only notice by a hang aborts.
+//
+// $FAKE_VERBS_DIR holds a file `control` of 32-bit words that tests may set at any time (see Control), and one table
+// for each process, named after its id, that begins with counts of what the process has open (see Table).
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "transfer/verbs_abi.h"
+
+using namespace baton::transfer::ibv;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Word = std::atomic<std::int32_t>;
+
+constexpr int kDevices = 2, kMrs = 4096, kQps = 1024;
+constexpr int kRemoteOperation = 11, kRdmaWrite = 0;
+
+struct Control {
+  Word devices_missing;
+  Word ports_down;   // A bit for each device.
+  Word infiniband;   // Instead of Ethernet.
+  Word delay_ms;     // Of each operation; its bytes move at the end of it.
+  Word hold;         // Operations do not begin while it is set.
+  Word fail_post;    // The n-th post from now on is refused.
+  Word fail_nth;     // The n-th operation from now on …
+  Word fail_status;  // … completes with this.
+  Word shrink;       // Regions registered while it is set end after 64 KiB, for peers.
+};
+
+struct SharedMr {
+  Word key;  // 0: none.
+  std::int32_t access, pd;
+  std::uint64_t begin, bytes, bytes_for_peers;
+};
+
+struct SharedQp {
+  Word number;  // 0: none.
+  Word state;
+  std::uint32_t peer, first_packet_in;
+  std::int32_t access, pd;
+};
+
+struct Table {
+  Word contexts, pds, mrs, channels, cqs, qps;
+  Word operations, reads_0, reads_1;  // Carried out.
+  Word sink_gid;                      // Of the last queue pair that may have requests.
+  Word pid;
+  SharedMr mr[kMrs];
+  SharedQp qp[kQps];
+};
+
+struct Work {
+  SendWr request;
+  Sge target;
+  Clock::time_point due;
+};
+
+struct FakeChannel : CompChannel {
+  std::deque<Cq*> events;
+};
+
+struct FakeQp;
+struct Completion {
+  Wc wc;
+  FakeQp* qp;
+  std::uint32_t retires;  // Requests whose places in the queue are free once this was polled.
+};
+
+struct FakeCq : Cq {
+  std::deque<Completion> completions;
+  bool armed = false;
+  unsigned unacknowledged = 0;
+};
+
+struct FakeQp : Qp {
+  SharedQp* shared = nullptr;
+  QpCap cap{};
+  std::deque<Work> work;
+  std::uint32_t used = 0, unretired = 0;
+  int peer_pid = 0;
+  std::uint32_t first_packet_out = 0;
+  int reads_max = 0;
+};
+
+struct FakePd : Pd {
+  int id = 0;
+};
+
+Device* device(int number) {
+  static Device devices[kDevices];
+  std::snprintf(devices[number].name, kNameBytes, "fake_%d", number);
+  return &devices[number];
+}
+
+int number_of(const Context* context) {
+  return context->device == device(0) ? 0 : 1;
+}
+
+[[noreturn]] void misused(const char* what) {
+  std::fprintf(stderr, "fake_verbs: %s\n", what);
+  std::abort();
+}
+
+template <class T>
+T* map_file(const std::string& path, int flags) {
+  const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
+  if (fd < 0) return nullptr;
+  void* at = (flags & O_CREAT) == 0 || ::ftruncate(fd, sizeof(T)) == 0
+                 ? ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+                 : MAP_FAILED;
+  ::close(fd);
+  return at == MAP_FAILED ? nullptr : static_cast<T*>(at);
+}
+
+// The adapter of this process. One lock: whoever holds it sees no operation half done.
+class Adapter {
+ public:
+  static Adapter& get() {
+    static Adapter* adapter = new Adapter;  // Never destroyed: agents may live as long as the process.
+    return *adapter;
+  }
+
+  std::mutex lock;
+  std::condition_variable changed;
+  Control* control;
+  Table* own;
+  std::set<FakeQp*> queues;
+  std::thread thread;
+
+  void open() {
+    if (own->contexts++ > 0) return;
+    stopping_ = false;
+    thread = std::thread(&Adapter::run, this);
+  }
+  void close() {
+    {
+      const std::lock_guard held(lock);
+      if (--own->contexts > 0) return;
+      stopping_ = true;
+    }
+    changed.notify_all();
+    thread.join();
+  }
+
+  void complete(FakeQp& qp, const Work& work, int status) {
+    ++qp.unretired;
+    const bool read = work.request.opcode == kRdmaRead;
+    if (status != kSuccess) fail(qp);
+    if (status == kSuccess && (work.request.send_flags & kSignaled) == 0) return;
+    auto& cq = *static_cast<FakeCq*>(qp.send_cq);
+    if (cq.completions.size() >= static_cast<std::size_t>(cq.cqe)) misused("a completion queue overflows");
+    Wc wc{.wr_id = work.request.wr_id, .status = status, .opcode = read ? 2 : 1, .qp_num = qp.qp_num};
+    cq.completions.push_back({wc, &qp, std::exchange(qp.unretired, 0)});
+    if (!std::exchange(cq.armed, false) || cq.channel == nullptr) return;
+    auto& channel = *static_cast<FakeChannel*>(cq.channel);
+    channel.events.push_back(&cq);
+    const std::uint64_t one = 1;
+    if (::write(channel.fd, &one, sizeof one) != sizeof one) misused("a completion channel is full");
+  }
+  void fail(FakeQp& qp) {
+    qp.state = kQpError;
+    qp.shared->state = kQpError;
+  }
+  void flush(FakeQp& qp) {
+    while (!qp.work.empty()) {
+      const Work work = qp.work.front();
+      qp.work.pop_front();
+      complete(qp, work, kFlushed);
+    }
+  }
+  Table* table(int pid) {
+    if (pid == ::getpid()) return own;
+    Table*& known = tables_[pid];
+    if (known == nullptr) known = map_file<Table>(folder_ + "/" + std::to_string(pid), 0);
+    return known;
+  }
+  // Who has this local identifier on the simulated Infiniband.
+  int pid_of(std::uint16_t lid) {
+    for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
+      const int pid = std::atoi(entry.path().filename().c_str());
+      if (pid > 0 && static_cast<std::uint16_t>(pid) == lid && ::kill(pid, 0) == 0) return pid;
+    }
+    return 0;
+  }
+
+ private:
+  Adapter() {
+    const char* folder = std::getenv("FAKE_VERBS_DIR");
+    if (folder == nullptr) misused("FAKE_VERBS_DIR is not set");
+    folder_ = folder;
+    control = map_file<Control>(folder_ + "/control", O_CREAT);
+    own = map_file<Table>(folder_ + "/" + std::to_string(::getpid()), O_CREAT);
+    if (control == nullptr || own == nullptr) misused("FAKE_VERBS_DIR cannot be used");
+    own->pid = ::getpid();
+    ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
+  }
+
+  void run() {
+    std::unique_lock held(lock);
+    while (!stopping_) {
+      auto wake = Clock::now() + std::chrono::milliseconds(control->hold != 0 ? 5 : 1000);
+      for (FakeQp* qp : queues) {
+        if (qp->state == kQpError) flush(*qp);
+        while (!qp->work.empty() && qp->state == kQpReadyToSend && control->hold == 0) {
+          if (qp->work.front().due > Clock::now()) {
+            wake = std::min(wake, qp->work.front().due);
+            break;
+          }
+          const Work work = qp->work.front();
+          qp->work.pop_front();
+          ++own->operations;
+          ++(number_of(qp->context) == 0 ? own->reads_0 : own->reads_1);
+          complete(*qp, work, carry_out(*qp, work));
+          if (qp->state == kQpError) flush(*qp);
+        }
+      }
+      changed.wait_until(held, wake);
+    }
+  }
+
+  static bool inside(const SharedMr& mr, std::uint64_t end, std::uint32_t key, std::uint64_t begin,
+                     std::uint64_t bytes) {
+    return static_cast<std::uint32_t>(mr.key.load()) == key && key != 0 && begin >= mr.begin && bytes <= end &&
+           begin - mr.begin <= end - bytes;
+  }
+
+  int carry_out(FakeQp& qp, const Work& work) {
+    if (control->fail_nth > 0 && --control->fail_nth == 0) return control->fail_status;
+    const Sge& target = work.target;
+    const SharedMr& local = own->mr[target.lkey % kMrs];
+    const bool read = work.request.opcode == kRdmaRead;
+    const bool writable = !read || (local.access & kLocalWrite) != 0;
+    if (!inside(local, local.bytes, target.lkey, target.addr, target.length) || !writable ||
+        local.pd != static_cast<FakePd*>(qp.pd)->id) {
+      return kLocalProtection;
+    }
+    Table* peer = table(qp.peer_pid);
+    if (peer == nullptr || ::kill(qp.peer_pid, 0) != 0) return kRetriesExceeded;
+    const SharedQp& other = peer->qp[qp.shared->peer % kQps];
+    const bool connected = static_cast<std::uint32_t>(other.number.load()) == qp.shared->peer &&
+                           (other.state == kQpReadyToReceive || other.state == kQpReadyToSend) &&
+                           other.peer == qp.qp_num && other.first_packet_in == qp.first_packet_out;
+    if (!connected || (read && qp.reads_max == 0)) return kRetriesExceeded;
+    const int right = read ? kRemoteRead : kRemoteWrite;
+    const std::uint32_t key = work.request.rdma.rkey;
+    const SharedMr& remote = peer->mr[key % kMrs];
+    if (!inside(remote, remote.bytes_for_peers, key, work.request.rdma.remote_addr, target.length) ||
+        (remote.access & right) == 0 || (other.access & right) == 0 || remote.pd != other.pd) {
+      return kRemoteAccess;
+    }
+    const iovec here{reinterpret_cast<void*>(target.addr), target.length};
+    const iovec there{reinterpret_cast<void*>(work.request.rdma.remote_addr), target.length};
+    const auto copy = read ? ::process_vm_readv : ::process_vm_writev;
+    if (copy(qp.peer_pid, &here, 1, &there, 1, 0) == static_cast<ssize_t>(target.length)) return kSuccess;
+    return errno == ESRCH ? kRetriesExceeded : kRemoteOperation;
+  }
+
+  std::string folder_;
+  std::map<int, Table*> tables_;
+  bool stopping_ = false;
+};
+
+Adapter& adapter() {
+  return Adapter::get();
+}
+
+// ---------------------------------------------------------------- calls through the device's table
+
+int post_send(Qp* plain, SendWr* request, SendWr** refused) {
+  auto& qp = *static_cast<FakeQp*>(plain);
+  const std::lock_guard held(adapter().lock);
+  Control& control = *adapter().control;
+  for (; request != nullptr; request = request->next) {
+    *refused = request;
+    if (qp.state != kQpReadyToSend && qp.state != kQpError) return EINVAL;
+    if (control.fail_post > 0 && --control.fail_post == 0) return ENOMEM;
+    if (qp.used >= qp.cap.max_send_wr || request->num_sge != 1) return ENOMEM;
+    if (request->opcode != kRdmaRead && request->opcode != kRdmaWrite) return EINVAL;
+    ++qp.used;
+    const auto delay = std::chrono::milliseconds(control.delay_ms);
+    qp.work.push_back({*request, request->sg_list[0], Clock::now() + delay});
+  }
+  adapter().changed.notify_all();
+  return 0;
+}
+
+int poll_cq(Cq* plain, int entries, Wc* wc) {
+  auto& cq = *static_cast<FakeCq*>(plain);
+  const std::lock_guard held(adapter().lock);
+  int count = 0;
+  while (count < entries && !cq.completions.empty()) {
+    const Completion& completion = cq.completions.front();
+    completion.qp->used -= completion.retires;
+    wc[count++] = completion.wc;
+    cq.completions.pop_front();
+  }
+  return count;
+}
+
+int req_notify_cq(Cq* plain, int) {
+  const std::lock_guard held(adapter().lock);
+  static_cast<FakeCq*>(plain)->armed = true;
+  return 0;
+}
+
+// 0: RoCE v1; 1: v2, link-local; 2: empty; 3: v2, of an IPv4 address. The last four bytes are the process.
+bool gid_at(std::uint32_t index, GidEntry& entry) {
+  if (index > 3 || index == 2) return false;
+  entry = {.gid_index = index, .port_num = 1, .gid_type = index == 0 ? kGidRoceV1 : kGidRoceV2};
+  if (index == 3) {
+    entry.gid.raw[10] = entry.gid.raw[11] = 0xFF;
+  } else {
+    entry.gid.raw[0] = 0xFE;
+    entry.gid.raw[1] = 0x80;
+  }
+  const std::int32_t pid = ::getpid();
+  std::memcpy(entry.gid.raw + 12, &pid, sizeof pid);
+  return true;
+}
+
+// A key or number that was not used before, whose remainder is the place of a free slot; 0: none is free.
+template <class Slot>
+std::uint32_t take_slot(Slot* slots, std::uint32_t count, Word Slot::* taken_by, std::uint32_t mask) {
+  static std::atomic<std::uint32_t> next = 1;
+  for (std::uint32_t tries = 0; tries < count; ++tries) {
+    const std::uint32_t number = next++ & mask;
+    if (number != 0 && slots[number % count].*taken_by == 0) return number;
+  }
+  return 0;
+}
+
+}  // namespace
+
+// ---------------------------------------------------------------- exported calls
+
+extern "C" {
+
+Device** ibv_get_device_list(int* count) {
+  auto** list = static_cast<Device**>(std::calloc(kDevices + 1, sizeof(Device*)));
+  *count = kDevices - adapter().control->devices_missing;
+  for (int i = 0; i < *count; ++i) list[i] = device(i);
+  return list;
+}
+
+void ibv_free_device_list(Device** list) {
+  std::free(list);
+}
+
+Context* ibv_open_device(Device* opened) {
+  adapter().open();
+  auto* context = new Context{};
+  context->device = opened;
+  context->ops.poll_cq = poll_cq;
+  context->ops.req_notify_cq = req_notify_cq;
+  context->ops.post_send = post_send;
+  return context;
+}
+
+int ibv_close_device(Context* context) {
+  delete context;
+  adapter().close();
+  return 0;
+}
+
+int ibv_query_device(Context* context, DeviceAttr* attr) {
+  const bool first = number_of(context) == 0;  // The second is a poor one.
+  *attr = {.max_qp_wr = first ? 4096 : 8,
+           .max_cqe = 1 << 16,
+           .max_qp_rd_atom = first ? 16 : 1,
+           .max_qp_init_rd_atom = first ? 16 : 1,
+           .phys_port_cnt = 1};
+  return 0;
+}
+
+int ibv_query_port(Context* context, std::uint8_t port, PortAttr* attr) {
+  if (port != 1) return EINVAL;
+  const Control& control = *adapter().control;
+  const bool infiniband = control.infiniband != 0;
+  const bool down = (control.ports_down >> number_of(context) & 1) != 0;
+  *attr = {.state = down ? 1 : static_cast<int>(kPortActive),
+           .max_mtu = 5,
+           .active_mtu = number_of(context) == 0 ? 5 : 3,
+           .gid_tbl_len = 4,
+           .max_msg_sz = 1U << 30,
+           .lid = static_cast<std::uint16_t>(infiniband ? ::getpid() : 0),
+           .link_layer = infiniband ? kLinkInfiniband : kLinkEthernet};
+  return 0;
+}
+
+int ibv_query_gid(Context*, std::uint8_t, int index, Gid* gid) {
+  GidEntry entry;
+  if (!gid_at(static_cast<std::uint32_t>(index), entry)) return -1;
+  *gid = entry.gid;
+  return 0;
+}
+
+int _ibv_query_gid_ex(Context*, std::uint32_t, std::uint32_t index, GidEntry* entry, std::uint32_t, std::size_t) {
+  return gid_at(index, *entry) ? 0 : ENODATA;
+}
+
+Pd* ibv_alloc_pd(Context* context) {
+  static std::atomic<int> ids = 0;
+  auto* pd = new FakePd;
+  pd->context = context;
+  pd->id = ++ids;
+  ++adapter().own->pds;
+  return pd;
+}
+
+int ibv_dealloc_pd(Pd* pd) {
+  delete static_cast<FakePd*>(pd);
+  --adapter().own->pds;
+  return 0;
+}
+
+Mr* ibv_reg_mr(Pd* pd, void* address, std::size_t bytes, int access) {
+  const std::lock_guard held(adapter().lock);
+  Table& own = *adapter().own;
+  const auto key = take_slot(own.mr, kMrs, &SharedMr::key, 0x7FFFFFFF);
+  if (key == 0) return errno = ENOMEM, nullptr;
+  SharedMr& mr = own.mr[key % kMrs];
+  mr.access = access;
+  mr.pd = static_cast<FakePd*>(pd)->id;
+  mr.begin = reinterpret_cast<std::uint64_t>(address);
+  mr.bytes = bytes;
+  mr.bytes_for_peers = adapter().control->shrink != 0 ? std::min<std::size_t>(bytes, 64 << 10) : bytes;
+  mr.key = static_cast<std::int32_t>(key);
+  ++own.mrs;
+  return new Mr{.context = pd->context, .pd = pd, .addr = address, .length = bytes, .lkey = key, .rkey = key};
+}
+
+int ibv_dereg_mr(Mr* mr) {
+  const std::lock_guard held(adapter().lock);
+  adapter().own->mr[mr->lkey % kMrs].key = 0;
+  --adapter().own->mrs;
+  delete mr;
+  return 0;
+}
+
+CompChannel* ibv_create_comp_channel(Context* context) {
+  auto* channel = new FakeChannel;
+  channel->context = context;
+  channel->fd = ::eventfd(0, EFD_CLOEXEC | EFD_SEMAPHORE);
+  ++adapter().own->channels;
+  return channel;
+}
+
+int ibv_destroy_comp_channel(CompChannel* channel) {
+  ::close(channel->fd);
+  delete static_cast<FakeChannel*>(channel);
+  --adapter().own->channels;
+  return 0;
+}
+
+Cq* ibv_create_cq(Context* context, int entries, void*, CompChannel* channel, int) {
+  auto* cq = new FakeCq;
+  cq->context = context;
+  cq->channel = channel;
+  cq->cqe = entries;
+  ++adapter().own->cqs;
+  return cq;
+}
+
+int ibv_destroy_cq(Cq* plain) {
+  auto* cq = static_cast<FakeCq*>(plain);
+  if (cq->unacknowledged > 0) misused("a completion queue is destroyed with events that were not acknowledged");
+  delete cq;
+  --adapter().own->cqs;
+  return 0;
+}
+
+int ibv_get_cq_event(CompChannel* plain, Cq** cq, void**) {
+  auto* channel = static_cast<FakeChannel*>(plain);
+  std::uint64_t one = 0;
+  if (::read(channel->fd, &one, sizeof one) != sizeof one) return -1;
+  const std::lock_guard held(adapter().lock);
+  *cq = channel->events.front();
+  channel->events.pop_front();
+  ++static_cast<FakeCq*>(*cq)->unacknowledged;
+  return 0;
+}
+
+void ibv_ack_cq_events(Cq* cq, unsigned events) {
+  const std::lock_guard held(adapter().lock);
+  if (static_cast<FakeCq*>(cq)->unacknowledged < events) misused("more events are acknowledged than there were");
+  static_cast<FakeCq*>(cq)->unacknowledged -= events;
+}
+
+Qp* ibv_create_qp(Pd* pd, QpInitAttr* attr) {
+  const std::lock_guard held(adapter().lock);
+  Table& own = *adapter().own;
+  DeviceAttr limits;
+  ibv_query_device(pd->context, &limits);
+  const auto number = take_slot(own.qp, kQps, &SharedQp::number, 0xFFFFFF);
+  if (number == 0) return errno = ENOMEM, nullptr;
+  if (attr->cap.max_send_wr > static_cast<std::uint32_t>(limits.max_qp_wr) || attr->qp_type != kQpReliable) {
+    return errno = EINVAL, nullptr;
+  }
+  auto* qp = new FakeQp;
+  qp->context = pd->context;
+  qp->pd = pd;
+  qp->send_cq = attr->send_cq;
+  qp->recv_cq = attr->recv_cq;
+  qp->cap = attr->cap;
+  qp->qp_num = number;
+  qp->state = kQpReset;
+  qp->shared = &own.qp[number % kQps];
+  qp->shared->state = kQpReset;
+  qp->shared->pd = static_cast<FakePd*>(pd)->id;
+  qp->shared->number = static_cast<std::int32_t>(number);
+  ++own.qps;
+  adapter().queues.insert(qp);
+  return qp;
+}
+
+int ibv_modify_qp(Qp* plain, QpAttr* attr, int mask) {
+  auto& qp = *static_cast<FakeQp*>(plain);
+  const std::lock_guard held(adapter().lock);
+  const auto goes = [&](QpState from, QpState to, int needed) {
+    return qp.state == from && attr->qp_state == to && mask == (needed | kSetState);
+  };
+  if (attr->qp_state == kQpError && mask == kSetState) {
+    adapter().fail(qp);
+    adapter().flush(qp);
+    return 0;
+  }
+  if (goes(kQpReset, kQpInit, kSetPkey | kSetPort | kSetAccess)) {
+    qp.shared->access = static_cast<int>(attr->qp_access_flags);
+  } else if (goes(kQpInit, kQpReadyToReceive,
+                  kSetAddress | kSetMtu | kSetDestination | kSetReceiverPsn | kSetReadsServed | kSetReceiverTimer)) {
+    PortAttr port;
+    ibv_query_port(qp.context, attr->ah_attr.port_num, &port);
+    const bool global = attr->ah_attr.is_global != 0;
+    if (attr->path_mtu > port.active_mtu || attr->path_mtu < 1 || global != (port.link_layer == kLinkEthernet)) {
+      return EINVAL;
+    }
+    std::int32_t pid = 0;
+    std::memcpy(&pid, attr->ah_attr.grh.dgid.raw + 12, sizeof pid);
+    qp.peer_pid = global ? pid : adapter().pid_of(attr->ah_attr.dlid);
+    qp.shared->peer = attr->dest_qp_num;
+    qp.shared->first_packet_in = attr->rq_psn;
+    if (qp.cap.max_send_wr > 1) adapter().own->sink_gid = attr->ah_attr.grh.sgid_index;
+  } else if (goes(kQpReadyToReceive, kQpReadyToSend,
+                  kSetTimeout | kSetRetries | kSetReceiverRetries | kSetPsn | kSetReads)) {
+    DeviceAttr limits;
+    ibv_query_device(qp.context, &limits);
+    if (attr->max_rd_atomic > limits.max_qp_init_rd_atom) return EINVAL;
+    qp.first_packet_out = attr->sq_psn;
+    qp.reads_max = attr->max_rd_atomic;
+  } else {
+    return EINVAL;
+  }
+  qp.state = attr->qp_state;
+  qp.shared->state = attr->qp_state;
+  return 0;
+}
+
+int ibv_destroy_qp(Qp* plain) {
+  auto* qp = static_cast<FakeQp*>(plain);
+  const std::lock_guard held(adapter().lock);
+  adapter().queues.erase(qp);
+  std::erase_if(static_cast<FakeCq*>(qp->send_cq)->completions, [&](const Completion& c) { return c.qp == qp; });
+  qp->shared->number = 0;
+  --adapter().own->qps;
+  delete qp;
+  return 0;
+}
+
+const char* ibv_wc_status_str(int status) {
+  switch (status) {
+    case kSuccess:
+      return "success";
+    case kLocalProtection:
+      return "local protection error";
+    case kFlushed:
+      return "Work Request Flushed Error";
+    case kRemoteAccess:
+      return "remote access error";
+    case kRetriesExceeded:
+      return "transport retry counter exceeded";
+    default:
+      return "remote operation error";
+  }
+}
+
+int ibv_fork_init() {
+  return 0;
+}
+
+}  // extern "C"
