@@ -27,7 +27,7 @@ Key key_of(std::uint32_t number) {
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
       : region(Region::create(kLayers * kBlocks * kStrideBytes)),
-        agent(Options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults}, "127.0.0.1", 0) {
+        agent(Options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults}, {"127.0.0.1:0"}) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);

@@ -7,11 +7,12 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from bus_world import World, memory_world, nats_world
 from servers import Server, start_nats
-from transfer_rig import BLOCK_BYTES, OPTIONS, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, OPTIONS, RAILS, MakeNode, Node
 
 from baton.transfer import NativeAgent
 from baton.transfer.memory import MemoryFabric
@@ -44,7 +45,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     assert not leftover, f"tasks are left after close: {leftover}"
 
 
-@pytest.fixture(params=["direct", "cma", "shm", "tcp", "memory"])
+@pytest.fixture(params=["direct", "cma", "shm", "tcp", "tcp lanes", "memory"])
 def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
     """Make nodes whose transfer agents talk over one backend; close them afterwards."""
     nodes: list[Node] = []
@@ -55,7 +56,9 @@ def make_node(request: pytest.FixtureRequest) -> Iterator[MakeNode]:
         if request.param == "memory":
             agent = fabric.agent(options)
         else:
-            agent = NativeAgent(replace(options, backends=(request.param,)))
+            backend, *lanes = request.param.split()
+            striped: dict[str, Any] = {"rails": RAILS, "streams": 2, "lane_bytes": 1} if lanes else {}
+            agent = NativeAgent(replace(options, backends=(backend,), **striped))
         shared = request.param == "direct"
         nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=shared))
         return nodes[-1]
