@@ -357,6 +357,16 @@ PULL_WAITING: Final = _counter(
     "Time in which pulls waited for prefill to compute, with nothing to move.",
     "backend",
 )
+PULL_FALLBACKS: Final = _counter(
+    "baton_pull_fallbacks_total",
+    ("decode",),
+    "Pulls that came by another way than the preferred; the agent's log says once which way, and why.",
+)
+LANES_RETIRED: Final = _counter(
+    "baton_transfer_lanes_retired_total",
+    ("decode",),
+    "Connections to a source that were lost, or given up because they hung while others got on.",
+)
 AGENT_OPEN: Final = _gauge(
     "baton_agent_transfers",
     PREFILL_DECODE,

@@ -17,6 +17,7 @@ from baton.transfer.protocol import (
     EventKind,
     Faults,
     Pool,
+    RailShare,
     SharedMemory,
     TransferEvent,
 )
@@ -40,6 +41,8 @@ class NativeAgent:
         native = baton_native.Options()
         native.secret = options.secret
         native.backends = list(options.backends)
+        native.streams = _natural("streams", options.streams)
+        native.lane_bytes = _natural("lane_bytes", options.lane_bytes)
         native.checksum = options.checksum
         native.verbs_library = options.verbs_library
         native.verbs_devices = options.verbs_devices
@@ -55,7 +58,7 @@ class NativeAgent:
         if not 0 <= options.port <= 65535:
             raise ValueError(f"{options.port} is no port")
         try:
-            self._agent = baton_native.Agent(native, options.host, options.port)
+            self._agent = baton_native.Agent(native, options.rails or (_address(options.host, options.port),))
         except RuntimeError as failure:
             raise ConfigurationError(f"the transfer agent does not start: {failure}") from failure
         self.endpoint = self._agent.endpoint
@@ -142,7 +145,13 @@ class NativeAgent:
             leases_expired=stats.leases_expired,
             leases_revoked=stats.leases_revoked,
             checksum_failures=stats.checksum_failures,
+            fallbacks=stats.fallbacks,
+            lanes_retired=stats.lanes_retired,
         )
+
+    def rails(self) -> tuple[RailShare, ...]:
+        """Return what each rail of each source has carried for this sink since the start."""
+        return _rails(self._agent.stats().rails)
 
     def set_faults(self, faults: Faults) -> None:
         with _typed_failure():
@@ -180,6 +189,10 @@ def _region(pool: Pool) -> baton_native.Region | None:
     raise ValueError("the pool's region was not made by share_memory")
 
 
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _natural(name: str, value: int) -> int:
     if not 0 <= value < 1 << 32:
         raise ValueError(f"{name} must be from 0 to 2**32 - 1, not {value}")
@@ -204,4 +217,18 @@ def _event(report: baton_native.Report) -> TransferEvent:
         backend=report.backend,
         declined=report.declined,
         restarts=report.restarts,
+        rails=_rails(report.rails),
+    )
+
+
+def _rails(shares: Sequence[baton_native.RailShare]) -> tuple[RailShare, ...]:
+    return tuple(
+        RailShare(
+            rail=share.rail,
+            bytes=share.bytes,
+            chunks=share.chunks,
+            retired=share.retired,
+            bytes_per_s=share.bytes_per_s,
+        )
+        for share in shares
     )

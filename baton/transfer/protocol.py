@@ -69,6 +69,16 @@ class AgentOptions:
     host: str = "127.0.0.1"
     port: int = 0
     """0: any free port."""
+    rails: tuple[str, ...] = ()
+    """The addresses to listen on in place of `host` and `port`, each "host:port[@label][~distance]".
+
+    A pull is spread over the nearest rails (distance 0 to 255, default 0) that work; farther ones step in when those
+    are lost. A rail with a label is reached from the sink's own rail of that label, if it has one.
+    """
+    streams: int = 1
+    """Connections to each rail of a source that large pulls are spread over; by tcp only."""
+    lane_bytes: int = 4 << 20
+    """A pull gets one more connection, up to all, for each of these bytes."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
     backends: tuple[str, ...] = ("direct", "shm", "cma", "verbs", "ucx", "tcp")
@@ -96,6 +106,20 @@ class AgentOptions:
     """A pull fails when an open lease makes no progress (no new ready tokens, no bytes, no keep-alive
     answer) for this long."""
     faults: Faults = Faults()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RailShare:
+    """What one rail of a source carried for a sink: in one pull, or since the agent's start."""
+
+    rail: str
+    """Its label, or its address."""
+    bytes: int
+    chunks: int
+    retired: int
+    """Connections that were lost, or given up because they hung."""
+    bytes_per_s: float
+    """As last measured on one connection; 0: not yet."""
 
 
 class EventKind(StrEnum):
@@ -143,6 +167,8 @@ class TransferEvent:
     """Which preferred backends do not work between the two, and why; and what `ucx` goes over, if it was taken."""
     restarts: int = 0
     """How often the pull began again because the source's generation rose."""
+    rails: tuple[RailShare, ...] = ()
+    """What carried the pull's bytes, those of a given-up generation too; empty where an agent has no rails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +189,10 @@ class AgentStats:
     leases_expired: int
     leases_revoked: int
     checksum_failures: int
+    fallbacks: int = 0
+    """Pulls that came by another backend than the first of the list, since that one does not work between the two."""
+    lanes_retired: int = 0
+    """Connections to sources that were lost, or given up because they hung."""
 
 
 class TransferAgent(Protocol):

@@ -25,7 +25,7 @@ class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
     """What arrived in that time, of later layers too."""
     backend: str
     rail: str
-    """What carried them: the source's endpoint, as there is one connection between two ranks."""
+    """What carried them: a rail's name; of several, each with its bytes; the source's endpoint, where none is known."""
 
 
 class PullWatch:
@@ -52,6 +52,7 @@ class PullWatch:
         if marks[-1:] != self._marks[-1:]:
             marks.append(self._marks[-1])
         layer, moved_bytes, waiting_s, at_s = 0, 0, 0.0, self._began_s
+        carried: dict[str, int] = {}
         for mark in marks:
             ended_s = self.ended_s(mark)
             groups.append(
@@ -64,8 +65,16 @@ class PullWatch:
                     # A pull that began again counts its bytes anew.
                     moved_bytes=max(0, mark.bytes - moved_bytes),
                     backend=mark.backend,
-                    rail=self._rail,
+                    rail=_rails(mark, carried) or self._rail,
                 )
             )
             layer, moved_bytes, waiting_s, at_s = mark.layers, mark.bytes, mark.waiting_s, ended_s
+            carried = {share.rail: share.bytes for share in mark.rails}
         return tuple(groups)
+
+
+def _rails(mark: TransferEvent, before: dict[str, int]) -> str:
+    """Return which rails carried bytes that `before` does not have."""
+    moved = {share.rail: share.bytes - before.get(share.rail, 0) for share in mark.rails}
+    used = {rail: moved_bytes for rail, moved_bytes in moved.items() if moved_bytes}
+    return next(iter(used)) if len(used) == 1 else ", ".join(f"{rail}: {size}" for rail, size in used.items())

@@ -97,3 +97,5 @@ def _transfers(transfers: TransferFigures) -> Iterator[Reading]:
     yield Reading(catalogue.LEASES_LOST, agents.leases_expired, ("expired",))
     yield Reading(catalogue.LEASES_LOST, agents.leases_revoked, ("revoked",))
     yield Reading(catalogue.CHECKSUM_FAILURES, agents.checksum_failures)
+    yield Reading(catalogue.PULL_FALLBACKS, agents.fallbacks)
+    yield Reading(catalogue.LANES_RETIRED, agents.lanes_retired)

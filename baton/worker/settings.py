@@ -82,6 +82,16 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
         str, Meta(description="Address on which the transfer agent listens; auto: the one that this host's name has.")
     ] = "127.0.0.1"
     agent_port: Annotated[int, Meta(ge=0, le=65535, description="Its port; 0: any free one.")] = 0
+    agent_rails: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Addresses to listen on in place of the host and the port, host:port[@label][~distance]; "
+            "KV is pulled over all that are nearest."
+        ),
+    ] = ()
+    agent_streams: Annotated[
+        int, Meta(ge=1, le=16, description="Connections to each address of a source that large pulls use.")
+    ] = _AGENT.streams
     agent_secret: Annotated[str, Meta(description="Shared by all agents; better given by environment or file.")] = ""
     agent_backends: Annotated[tuple[str, ...], Meta(description="Ways to move KV, in order of preference.")] = (
         _AGENT.backends
@@ -116,6 +126,8 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
         return AgentOptions(
             host=socket.gethostname() if self.agent_host == "auto" else self.agent_host,
             port=self.agent_port,
+            rails=self.agent_rails,
+            streams=self.agent_streams,
             secret=self.agent_secret,
             backends=self.agent_backends,
             verbs_devices=self.agent_verbs_devices,

@@ -43,10 +43,10 @@ void bind_agent(nb::module_& m) {
   nb::class_<Agent>(m, "Agent")
       .def(
           "__init__",
-          [](Agent* self, const Options& options, const std::string& host, std::uint16_t port) {
-            new (self) Agent(options, host, port);
+          [](Agent* self, const Options& options, const std::vector<std::string>& listen) {
+            new (self) Agent(options, listen);
           },
-          "options"_a, "host"_a, "port"_a, Unlocked())
+          "options"_a, "listen"_a, Unlocked())
       .def_prop_ro("endpoint", &Agent::endpoint)
       .def("fileno", &Agent::fileno)
       .def("poll", &Agent::poll, Unlocked())

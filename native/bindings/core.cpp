@@ -20,6 +20,9 @@ void bind_values(nb::module_& m) {
       .def(nb::init<>())
       .def_rw("secret", &Options::secret)
       .def_rw("backends", &Options::backends)
+      .def_rw("striped", &Options::striped)
+      .def_rw("streams", &Options::streams)
+      .def_rw("lane_bytes", &Options::lane_bytes)
       .def_rw("checksum", &Options::checksum)
       .def_prop_rw(
           "verbs_library", [](const Options& o) { return o.fabric.verbs_library; },
@@ -52,6 +55,12 @@ void bind_values(nb::module_& m) {
       .def_prop_rw(
           "chunk_bytes", [](const Options& o) { return o.limits.chunk_bytes; },
           [](Options& o, std::uint32_t value) { o.limits.chunk_bytes = value; });
+  nb::class_<RailShare>(m, "RailShare")
+      .def_ro("rail", &RailShare::rail)
+      .def_ro("bytes", &RailShare::bytes)
+      .def_ro("chunks", &RailShare::chunks)
+      .def_ro("retired", &RailShare::retired)
+      .def_ro("bytes_per_s", &RailShare::bytes_per_s);
   nb::class_<Report>(m, "Report")
       .def_prop_ro("kind", [](const Report& r) { return name_of(r.kind); })
       .def_ro("key", &Report::key)
@@ -64,7 +73,8 @@ void bind_values(nb::module_& m) {
       .def_ro("moving_s", &Report::moving_s)
       .def_ro("backend", &Report::backend)
       .def_ro("declined", &Report::declined)
-      .def_ro("restarts", &Report::restarts);
+      .def_ro("restarts", &Report::restarts)
+      .def_ro("rails", &Report::rails);
   nb::class_<Stats>(m, "Stats")
       .def_ro("leases", &Stats::leases)
       .def_ro("leased_blocks", &Stats::leased_blocks)
@@ -79,7 +89,10 @@ void bind_values(nb::module_& m) {
       .def_ro("leases_expired", &Stats::leases_expired)
       .def_ro("leases_revoked", &Stats::leases_revoked)
       .def_ro("checksum_failures", &Stats::checksum_failures)
-      .def_ro("protocol_errors", &Stats::protocol_errors);
+      .def_ro("protocol_errors", &Stats::protocol_errors)
+      .def_ro("fallbacks", &Stats::fallbacks)
+      .def_ro("lanes_retired", &Stats::lanes_retired)
+      .def_ro("rails", &Stats::rails);
 }
 
 void bind_commands(nb::module_& m) {
@@ -132,7 +145,8 @@ void bind_happenings(nb::module_& m) {
 }
 
 void bind_actions(nb::module_& m) {
-  nb::class_<Connect>(m, "Connect").def_ro("connection", &Connect::connection).def_ro("address", &Connect::address);
+  nb::class_<Connect>(m, "Connect").def_ro("connection", &Connect::connection).def_ro("address", &Connect::address)
+      .def_ro("label", &Connect::label);
   nb::class_<Close>(m, "Close").def_ro("connection", &Close::connection).def_ro("detail", &Close::detail);
   nb::class_<Send>(m, "Send").def_ro("connection", &Send::connection).def_ro("frame", &Send::frame);
   nb::class_<Serve>(m, "Serve")

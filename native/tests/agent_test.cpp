@@ -36,7 +36,7 @@ Options options_of(const std::string& backend, Faults faults) {
 
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
-      : region(Region::create(kLayers * kBlocks * kStrideBytes)), agent(options_of(backend, faults), "127.0.0.1", 0) {
+      : region(Region::create(kLayers * kBlocks * kStrideBytes)), agent(options_of(backend, faults), {"127.0.0.1:0"}) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);

@@ -38,11 +38,21 @@ TEST(short_long_and_impossible_frames_are_refused) {
 }
 
 TEST(endpoints_are_parsed_strictly) {
-  const auto good = parse_endpoint(format_endpoint({"127.0.0.1:80", 0xABC}));
-  CHECK(good && good->address == "127.0.0.1:80" && good->incarnation == 0xABC);
+  const auto good = parse_endpoint(format_endpoint({{{"127.0.0.1:80"}}, 0xABC}));
+  CHECK(good && good->rails.at(0).address == "127.0.0.1:80" && good->incarnation == 0xABC);
+  const std::string several = "h:1@mlx5_0,[::1]:2~3,g:4@b~5/0000000000000001";
+  const auto rails = parse_endpoint(several);
+  CHECK(rails && rails->rails.size() == 3 && format_endpoint(*rails) == several);
+  CHECK(rails && rails->rails[0].label == "mlx5_0" && rails->rails[1].distance == 3 && rails->rails[2].label == "b");
+  std::string too_many = "h:1";
+  for (std::size_t more = 0; more < kRailsMax; ++more) too_many += ",h:1";
+  CHECK(!parse_endpoint(too_many + "/0000000000000001"));
+  CHECK(parse_rail("h:0", true) && !parse_rail("h:0", false));
   CHECK(parse_endpoint("[::1]:80/0000000000000001"));
   for (const char* bad : {"", "/", ":1/0000000000000001", "h:0/0000000000000001", "h:99999/0000000000000001", "h:1/1",
-                          "h:1/000000000000000g", "h/0000000000000001", "h:1"}) {
+                          "h:1/000000000000000g", "h:1,/0000000000000001", "h:1@/0000000000000001",
+                          "h:1@a b/0000000000000001", "h:1~256/0000000000000001", "h:1~/0000000000000001",
+                          "h:1~2@a/0000000000000001", "h/0000000000000001", "h:1"}) {
     CHECK(!parse_endpoint(bad));
   }
 }

@@ -75,6 +75,7 @@ void Core::on(double now_s, const Event& event) {
                    if (found == connections_.end()) return;
                    const Handshake& handshake = found->second.handshake;
                    const bool expected = handshake.agreed() && handshake.side() == Handshake::Side::sink;
+                   sink_.hear(now_s, e.connection);
                    if (!expected || !sink_.on_data(now_s, e)) drop_broken(e.connection);
                  },
                  [&](const Served& e) {
@@ -170,6 +171,7 @@ bool Core::on_source_frame(double now_s, ConnectionId connection, FrameType type
 }
 
 bool Core::on_sink_frame(double now_s, ConnectionId connection, FrameType type, Bytes body) {
+  sink_.hear(now_s, connection);
   switch (type) {
     case FrameType::opened: {
       const auto frame = decode<frames::Opened>(body);
@@ -217,7 +219,7 @@ void Core::settle(double now_s, ConnectionId connection, Handshake::Outcome outc
       if (sink) sink_.on_agreed(now_s, connection, handshake);
       return;
     case Handshake::Outcome::refused:
-      if (sink) sink_.on_refused(connection, handshake.cause(), handshake.detail());
+      if (sink) sink_.on_refused(now_s, connection, handshake.cause(), handshake.detail());
       return drop(connection, handshake.detail());
     case Handshake::Outcome::malformed:
       return drop_broken(connection);
@@ -260,6 +262,7 @@ void Core::tick(double now_s) {
 Stats Core::stats() const {
   Stats stats = stats_;
   stats.pulls = sink_.pulls();
+  stats.rails = sink_.rails();
   stats.parked = source_.parked();
   stats.connections = connections_.size();
   return stats;

@@ -113,6 +113,8 @@ struct Backend {
   // Both return null where this way does not work, and then say why.
   std::unique_ptr<DataPath> (*at_source)(const Site& site, std::string& why);
   std::unique_ptr<DataPath> (*at_sink)(const Site& site, const Blob& offer, std::string& why);
+  // Whether several connections move more than one. Not where one core of this host copies anyway.
+  bool striped = false;
   // What this backend keeps; takes as long as it takes to pin the pool's memory. Null: nothing.
   void (*prepare)(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) = nullptr;
 };

@@ -1,18 +1,32 @@
-// How an agent is named to others: "host:port/incarnation". Opaque outside this folder.
+// How an agent is named to others: its rails and its life, "host:port[@label][~distance],.../incarnation". Opaque
+// outside this folder.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 namespace baton::transfer {
 
+inline constexpr std::size_t kRailsMax = 16;
+
+// One address of an agent.
+struct Rail {
+  std::string address;         // host:port
+  std::string label;           // Of letters, digits, '_', '.' and '-'; may be empty.
+  std::uint32_t distance = 0;  // The nearest rails that work carry all; farther ones step in when those are lost.
+  [[nodiscard]] const std::string& name() const { return label.empty() ? address : label; }
+};
+
 struct Endpoint {
-  std::string address;  // host:port
+  std::vector<Rail> rails;
   std::uint64_t incarnation = 0;
 };
 
-[[nodiscard]] std::string format_endpoint(const Endpoint& endpoint);
+// Both give nothing for text that is none; port 0 is for listening only.
+[[nodiscard]] std::optional<Rail> parse_rail(const std::string& text, bool listening);
 [[nodiscard]] std::optional<Endpoint> parse_endpoint(const std::string& text);
+[[nodiscard]] std::string format_endpoint(const Endpoint& endpoint);
 
 }  // namespace baton::transfer

@@ -138,6 +138,7 @@ using Event = std::variant<OpenLease, ExtendLease, PostReady, CompleteLease, Rev
 struct Connect {
   ConnectionId connection = 0;
   std::string address;  // host:port
+  std::string label;    // Leave from the own rail of this label, if there is one.
 };
 struct Close {
   ConnectionId connection = 0;

@@ -146,7 +146,7 @@ void Source::revoke(double now_s, const RevokeLease& command) {
   lease.complete_tokens.reset();
   for (const ReaderId& id : lease.readers) {
     stop_serving(id);
-    out_.send(id.first, frames::Revoked{id.second, lease.generation});
+    if (!readers_.at(id).ask.data_only) out_.send(id.first, frames::Revoked{id.second, lease.generation});
   }
 }
 
@@ -165,7 +165,8 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
   const ReaderId id{connection, ask.pull};
   const std::uint64_t last = std::uint64_t{ask.first_block} + ask.blocks;
   const std::uint64_t needed = (std::uint64_t{ask.tokens} + geometry_.block_tokens - 1) / geometry_.block_tokens;
-  if (readers_.contains(id) || ask.blocks == 0 || last != needed) return false;
+  if (ask.blocks == 0 || last != needed) return false;
+  if (const auto reader = readers_.find(id); reader != readers_.end()) return promote(now_s, id, reader->second, ask);
   if (const auto ended = ended_.find(ask.key); ended != ended_.end()) {
     const EndedLease& lease = ended->second;
     const Cause cause = lease.cause == Cause::none ? Cause::expired : lease.cause;
@@ -174,6 +175,10 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
   }
   const auto found = leases_.find(ask.key);
   const bool parks = found == leases_.end();
+  if (parks && ask.data_only) {
+    out_.send(connection, frames::Ended{ask.pull, Cause::expired, "the lease is gone"});
+    return true;
+  }
   if (parks ? parked_.size() >= options_.limits.parked
             : found->second.readers.size() >= options_.limits.readers_per_lease) {
     out_.send(connection, frames::Ended{ask.pull, Cause::refused, "the source holds too many asks"});
@@ -192,8 +197,24 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
   return true;
 }
 
+// The connection on which the sink was told has died: it wants to be told here.
+bool Source::promote(double now_s, const ReaderId& id, Reader& reader, const frames::Ask& ask) {
+  const auto found = leases_.find(ask.key);
+  const bool same = reader.ask.key == ask.key && reader.ask.first_block == ask.first_block &&
+                    reader.ask.blocks == ask.blocks && reader.ask.tokens == ask.tokens;
+  if (!same || !reader.ask.data_only || ask.data_only || found == leases_.end()) return false;
+  reader.ask.data_only = false;
+  claim(now_s, found->second);
+  if (found->second.open) {
+    attach(id, found->second);
+  } else {
+    out_.send(id.first, frames::Revoked{id.second, found->second.generation});
+  }
+  return true;
+}
+
 void Source::attach(const ReaderId& id, Lease& lease) {
-  if (refuse_if_short(lease, id)) return;
+  if (refuse_if_short(lease, id) || readers_.at(id).ask.data_only) return;
   out_.send(id.first, frames::Opened{id.second, lease.generation});
   const auto [least, most] = std::minmax_element(lease.ready_tokens.begin(), lease.ready_tokens.end());
   if (*most == 0) return;
@@ -205,6 +226,7 @@ void Source::attach(const ReaderId& id, Lease& lease) {
 }
 
 void Source::tell_ready(const Lease& lease, const ReaderId& id, std::uint16_t layer, std::uint32_t tokens) {
+  if (readers_.at(id).ask.data_only) return;
   out_.send(id.first, frames::Ready{id.second, lease.generation, layer, tokens});
 }
 

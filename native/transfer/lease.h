@@ -83,6 +83,7 @@ class Source {
   using Leases = std::unordered_map<Key, Lease, KeyHash>;
 
   Lease* current(const Key& key, std::uint64_t generation);
+  [[nodiscard]] bool promote(double now_s, const ReaderId& id, Reader& reader, const frames::Ask& ask);
   void attach(const ReaderId& id, Lease& lease);
   void tell_ready(const Lease& lease, const ReaderId& id, std::uint16_t layer, std::uint32_t tokens);
   bool refuse_if_short(Lease& lease, const ReaderId& id);

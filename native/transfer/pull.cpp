@@ -74,7 +74,7 @@ void Sink::pull(double now_s, const StartPull& command) {
   ++peer.pulls;
   by_key_[pull.key] = pull.id;
   Pull& kept = pulls_.emplace(pull.id, std::move(pull)).first->second;
-  if (peer.ready) ask(now_s, kept, peer.connection);
+  if (peer.control != 0) ask(now_s, kept, peer.control, false);
   tick_pull(now_s, kept);  // Sets its alarms.
 }
 
@@ -93,16 +93,21 @@ void Sink::shut_down() {
 
 // ---------------------------------------------------------------- what sources say
 
-void Sink::ask(double now_s, Pull& pull, ConnectionId connection) {
-  pull.keep_alive_s = pull.progress_s = now_s;
+void Sink::ask(double now_s, Pull& pull, ConnectionId connection, bool data_only) {
   const Peer& peer = peers_.at(pull.endpoint);
-  pull.backend = peer.backend;
-  pull.declined = peer.declined;
+  pull.shares.try_emplace(connection);
+  if (!data_only) {
+    const Lane& lane = peer.lanes.at(connection);
+    pull.keep_alive_s = pull.progress_s = now_s;
+    pull.backend = lane.backend;
+    pull.declined = lane.declined;
+  }
   out_.send(connection, frames::Ask{.pull = pull.id,
                                     .key = pull.key,
                                     .first_block = pull.first_block,
                                     .blocks = static_cast<std::uint32_t>(pull.blocks.size()),
-                                    .tokens = pull.tokens});
+                                    .tokens = pull.tokens,
+                                    .data_only = data_only});
   out_.wake_at(now_s + keep_alive_interval_s(peer));
 }
 
@@ -129,6 +134,10 @@ bool Sink::on_opened(double now_s, ConnectionId connection, const frames::Opened
     pull->reopened = true;
   } else {
     pull->state = State::pulling;
+    Peer& peer = peers_.at(pull->endpoint);
+    const std::uint64_t bytes = pull->blocks.size() * geometry_.layers * geometry_.block_bytes;
+    peer.lanes_wanted = std::max<std::size_t>(peer.lanes_wanted, bytes / std::max<std::uint64_t>(1, options_.lane_bytes));
+    widen(now_s, peer);
     request_more(now_s, *pull);
   }
   return true;
@@ -225,31 +234,44 @@ std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) const {
 
 void Sink::request_more(double now_s, Pull& pull) {
   if (pull.stopping || pull.revoked || pull.generation == 0 || pull.state == State::fencing) return;
-  const Peer& peer = peers_.at(pull.endpoint);
-  if (!peer.ready) return;
+  Peer& peer = peers_.at(pull.endpoint);
+  if (peer.control == 0) return;
   account(now_s, pull);
-  const std::uint32_t most = chunk_blocks(geometry_, options_.limits);
-  while (pull.in_flight.size() < options_.limits.chunks_in_flight && !pull.again.empty()) {
+  while (Lane* lane = next_lane(peer, pull)) {
+    const auto run = next_run(pull);
+    if (!run) return;
+    request(now_s, pull, *lane, *run);
+  }
+}
+
+std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
+  if (!pull.again.empty()) {
     const Run run = pull.again.back();
     pull.again.pop_back();
-    request(pull, peer.connection, run);
+    return run;
   }
   // Lower layers first: the engine that waits reads them first.
   for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
     const std::uint32_t ready = ready_blocks(pull, layer);
     std::uint32_t& next = pull.requested[layer];
-    while (next < ready && pull.in_flight.size() < options_.limits.chunks_in_flight) {
-      const std::uint32_t blocks = std::min(most, ready - next);
-      request(pull, peer.connection, {layer, next, blocks});
-      next += blocks;
-    }
+    if (next >= ready) continue;
+    const Run run{layer, next, std::min(chunk_blocks(geometry_, options_.limits), ready - next)};
+    next += run.blocks;
+    return run;
   }
+  return std::nullopt;
 }
 
-void Sink::request(Pull& pull, ConnectionId connection, const Run& run) {
+void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
+  if (!pull.shares.contains(lane.connection)) ask(now_s, pull, lane.connection, true);
+  Share& share = pull.shares.at(lane.connection);
+  const std::uint64_t bytes = run.blocks * geometry_.block_bytes;
+  ++share.in_flight;
+  share.asked_bytes += bytes;
+  lane.ask_for(now_s, bytes);
   const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
-  pull.in_flight[sequence] = Chunk{.run = run, .connection = connection};
-  out_.send(connection, frames::Request{.pull = pull.id,
+  pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
+  out_.send(lane.connection, frames::Request{.pull = pull.id,
                                         .generation = pull.generation,
                                         .sequence = sequence,
                                         .layer = run.layer,
@@ -285,11 +307,15 @@ void Sink::on_placed(double now_s, const Placed& placed) {
 // A chunk counts once its bytes lie in place and its trailer says that they were good when they were read.
 void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
   account(now_s, pull);
-  const Peer& peer = peers_.at(pull.endpoint);
+  Peer& peer = peers_.at(pull.endpoint);
   const Chunk chunk = pull.in_flight.at(sequence);
+  Lane& lane = peer.lanes.at(chunk.connection);
+  const std::uint64_t bytes = chunk.run.blocks * geometry_.block_bytes;
   pull.in_flight.erase(sequence);
+  --pull.shares.at(chunk.connection).in_flight;
+  lane.finish(now_s, bytes);
   if (chunk.trailer_generation != pull.generation) return restart(pull);
-  if (peer.checksum && chunk.placed_crc != chunk.trailer_crc) {
+  if (lane.checksum && chunk.placed_crc != chunk.trailer_crc) {
     ++stats_.checksum_failures;
     return fail(pull, Cause::checksum,
                 "layer " + std::to_string(chunk.run.layer) + " arrived with another checksum than it was sent with");
@@ -297,7 +323,13 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
   pull.verified[chunk.run.layer] += chunk.run.blocks;
   pull.blocks_verified += chunk.run.blocks;
   stats_.pulled_blocks += chunk.run.blocks;
-  stats_.pulled_bytes += chunk.run.blocks * geometry_.block_bytes;
+  stats_.pulled_bytes += bytes;
+  const std::string& rail = peer.rails[lane.rail].name();
+  for (RailShare* carried : {&of_rail(pull.rails, rail), &of_rail(rails_, rail)}) {
+    carried->bytes += bytes;
+    ++carried->chunks;
+    carried->bytes_per_s = lane.bytes_per_s;
+  }
   report_progress(pull);
   if (pull.blocks_verified == std::uint64_t{pull.blocks.size()} * geometry_.layers) return finish(now_s, pull);
   request_more(now_s, pull);
@@ -319,6 +351,8 @@ void Sink::account(double now_s, Pull& pull) {
 }
 
 Report Sink::report_of(const Pull& pull, ReportKind kind) const {
+  std::vector<RailShare> rails;
+  for (const auto& [name, carried] : pull.rails) rails.push_back(carried);
   return {.kind = kind,
           .key = pull.key,
           .cause = pull.cause,
@@ -330,7 +364,8 @@ Report Sink::report_of(const Pull& pull, ReportKind kind) const {
           .moving_s = pull.moving_s,
           .backend = pull.backend,
           .declined = pull.declined,
-          .restarts = pull.restarts};
+          .restarts = pull.restarts,
+          .rails = std::move(rails)};
 }
 
 // ---------------------------------------------------------------- ends and restarts
@@ -338,11 +373,13 @@ Report Sink::report_of(const Pull& pull, ReportKind kind) const {
 void Sink::finish(double now_s, Pull& pull) {
   account(now_s, pull);
   ++stats_.pulls_done;
+  if (!pull.declined.empty()) ++stats_.fallbacks;
   send_release(peers_.at(pull.endpoint), pull.key, Cause::none);
   out_.put(report_of(pull, ReportKind::pull_done));
   Peer& peer = peers_.at(pull.endpoint);
   --peer.pulls;
   peer.idle_since_s = now_s;
+  if (peer.pulls == 0) peer.lanes_wanted = 1;
   erase(pull.id);
 }
 
@@ -351,8 +388,16 @@ void Sink::forget_progress(Pull& pull) {
   pull.requested.assign(geometry_.layers, 0);
   pull.verified.assign(geometry_.layers, 0);
   pull.again.clear();
-  pull.in_flight.clear();
+  forget_requests(pull);
   pull.blocks_verified = 0;
+}
+
+void Sink::forget_requests(Pull& pull) {
+  for (const auto& [sequence, chunk] : pull.in_flight) {
+    --pull.shares.at(chunk.connection).in_flight;
+    peers_.at(pull.endpoint).lanes.at(chunk.connection).let_go(chunk.run.blocks * geometry_.block_bytes);
+  }
+  pull.in_flight.clear();
 }
 
 // The source's blocks changed under the read: everything is discarded and asked for again, once nothing of the old
@@ -372,7 +417,7 @@ void Sink::fail(Pull& pull, Cause cause, std::string detail, bool held) {
   pull.cause = cause;
   pull.detail = std::move(detail);
   pull.state = State::fencing;
-  pull.in_flight.clear();
+  forget_requests(pull);
   Peer& peer = peers_.at(pull.endpoint);
   --peer.pulls;  // A fencing pull needs its source no more; the peer may be forgotten before the fence is up.
   if (held) send_release(peer, pull.key, cause);
@@ -407,7 +452,7 @@ void Sink::erase(PullId id) {
 
 void Sink::tick_pull(double now_s, Pull& pull) {
   if (pull.state == State::fencing) return;
-  const Peer& peer = peers_.at(pull.endpoint);
+  Peer& peer = peers_.at(pull.endpoint);
   if (now_s >= pull.deadline_s) {
     const bool revoked = pull.revoked;
     return fail(pull, revoked ? Cause::revoked : Cause::deadline,
@@ -423,18 +468,22 @@ void Sink::tick_pull(double now_s, Pull& pull) {
                   "the source did not open the lease within " + seconds(options_.wanted_timeout_s));
     }
     out_.wake_at(give_up_s);
-  } else if (peer.ready) {
+  } else if (peer.control != 0) {
     const double give_up_s = pull.progress_s + options_.stall_timeout_s;
     if (now_s >= give_up_s) {
       return fail(pull, Cause::stalled, "nothing came from the source for " + seconds(options_.stall_timeout_s));
     }
     out_.wake_at(give_up_s);
   }
-  if (!peer.ready) return;
+  if (peer.control == 0) return;
   const double interval_s = keep_alive_interval_s(peer);
   if (now_s >= pull.keep_alive_s + interval_s) {
     pull.keep_alive_s = now_s;
-    out_.send(peer.connection, frames::KeepAlive{pull.id});
+    // On all its lanes, so that one that hangs is noticed before it is needed.
+    for (const auto& [connection, share] : pull.shares) {
+      out_.send(connection, frames::KeepAlive{pull.id});
+      peer.lanes.at(connection).expect_answer(now_s);
+    }
   }
   out_.wake_at(pull.keep_alive_s + interval_s);
 }

@@ -8,8 +8,11 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
+#include "transfer/endpoint.h"
+#include "transfer/lane.h"
 #include "transfer/outbox.h"
 
 namespace baton::transfer {
@@ -29,9 +32,11 @@ class Sink {
   // Connections to sources.
   [[nodiscard]] std::uint64_t expected_incarnation(ConnectionId connection) const;
   void on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
-  void on_refused(ConnectionId connection, Cause cause, const std::string& detail);
+  void on_refused(double now_s, ConnectionId connection, Cause cause, const std::string& detail);
   void on_closed(double now_s, ConnectionId connection, const std::string& detail);
 
+  // Before every frame of a source: its connection lives.
+  void hear(double now_s, ConnectionId connection);
   // Frames of sources. False: the peer broke the protocol.
   [[nodiscard]] bool on_opened(double now_s, ConnectionId connection, const frames::Opened& frame);
   [[nodiscard]] bool on_ready(double now_s, ConnectionId connection, const frames::Ready& frame);
@@ -47,6 +52,7 @@ class Sink {
   void tick(double now_s);
 
   [[nodiscard]] std::uint64_t pulls() const { return pulls_.size(); }
+  [[nodiscard]] std::vector<RailShare> rails() const;
 
  private:
   enum class State : std::uint8_t { wanted, pulling, verifying, fencing };
@@ -68,19 +74,25 @@ class Sink {
     std::uint32_t trailer_crc = 0;
     std::uint64_t trailer_generation = 0;
   };
+  struct SourceRail : Rail {
+    double retry_s = 0;  // Left alone until then, while others work.
+  };
+  // What a pull has to do with a lane.
+  struct Share {
+    std::uint32_t in_flight = 0;
+    std::uint64_t asked_bytes = 0;
+  };
   struct Peer {
     std::string endpoint;
-    std::string address;
+    std::vector<SourceRail> rails;  // The nearest first.
     std::uint64_t incarnation = 0;
-    ConnectionId connection = 0;  // 0: none now.
-    bool ready = false;
-    bool checksum = true;
-    std::string backend;
-    std::string declined;
+    std::map<ConnectionId, Lane> lanes;
+    ConnectionId control = 0;  // The lane on which pulls are asked for and told of; 0: none is ready.
+    std::size_t lanes_wanted = 1;
     double lease_ttl_s = 0;
     bool lingering = false;  // Only kept to deliver releases.
-    double give_up_s = 0;    // While not ready.
-    double retry_s = 0;      // While without a connection.
+    double give_up_s = 0;    // While no lane is ready.
+    double retry_s = 0;      // As long: when one more rail is tried.
     double idle_since_s = 0;
     std::string lost_detail;
     std::size_t pulls = 0;                 // Not counting those that fence.
@@ -103,6 +115,8 @@ class Sink {
     std::vector<std::uint32_t> requested;      // Per layer, blocks from the first on.
     std::vector<std::uint32_t> verified;       // Per layer, a count of blocks.
     std::vector<Run> again;                    // Lost with a connection; asked for first.
+    std::map<ConnectionId, Share> shares;      // Of the lanes on which the source knows this pull.
+    std::map<std::string, RailShare> rails;
     std::map<std::uint32_t, Chunk> in_flight;  // By sequence.
     std::uint32_t next_sequence = 0;
     std::uint32_t layers_reported = 0;
@@ -126,17 +140,29 @@ class Sink {
   Peer* peer_on(ConnectionId connection);
   Pull* pull_on(ConnectionId connection, PullId id);
   Chunk* chunk_on(ConnectionId connection, Pull* pull, std::uint32_t sequence);
-  void connect(Peer& peer);
-  void ask(double now_s, Pull& pull, ConnectionId connection);
+  void ask(double now_s, Pull& pull, ConnectionId connection, bool data_only);
+  void connect(double now_s, Peer& peer, std::size_t rail);
+  void reach(double now_s, Peer& peer);
+  void lead(double now_s, Peer& peer, ConnectionId connection);
+  void follow(double now_s, Peer& peer, const std::string& detail);
+  void forget(Peer& peer);
+  [[nodiscard]] std::size_t lanes_on(const Peer& peer, std::size_t rail) const;
+  void widen(double now_s, Peer& peer);
+  [[nodiscard]] Lane* next_lane(Peer& peer, const Pull& pull);
+  void check_lanes(double now_s, Peer& peer);
+  void note_lost(double now_s, Peer& peer, const Lane& lane);
+  [[nodiscard]] RailShare& of_rail(std::map<std::string, RailShare>& rails, const std::string& name) const;
   [[nodiscard]] std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer) const;
   void request_more(double now_s, Pull& pull);
-  void request(Pull& pull, ConnectionId connection, const Run& run);
+  [[nodiscard]] std::optional<Run> next_run(Pull& pull) const;
+  void request(double now_s, Pull& pull, Lane& lane, const Run& run);
   void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where = {});
   void judge(double now_s, Pull& pull, std::uint32_t sequence);
   void report_progress(Pull& pull);
   void finish(double now_s, Pull& pull);
   void restart(Pull& pull);
   void forget_progress(Pull& pull);
+  void forget_requests(Pull& pull);
   // `held`: as far as this side knows, the source still holds the lease for this pull.
   void fail(Pull& pull, Cause cause, std::string detail, bool held = true);
   void fail_all(const std::string& endpoint, Cause cause, const std::string& detail);
@@ -156,6 +182,7 @@ class Sink {
   std::unordered_map<Key, PullId, KeyHash> by_key_;
   std::map<std::string, Peer> peers_;
   std::unordered_map<ConnectionId, std::string> endpoints_;
+  std::map<std::string, RailShare> rails_;
   PullId next_pull_ = 1;
   ConnectionId next_connection_ = 2;
 };

@@ -1,8 +1,8 @@
-// The sink's connections to sources: one per endpoint, made when a pull or a release needs it, tried again for
-// `connect_timeout_s` when it is lost, closed when nothing has needed it for a while.
+// The sink's sources: one per endpoint, connected when a pull or a release needs it, tried again for
+// `connect_timeout_s` when the last connection is lost, closed when nothing has needed it for a while.
+#include <algorithm>
 #include <stdexcept>
 
-#include "transfer/endpoint.h"
 #include "transfer/handshake.h"
 #include "transfer/pull.h"
 
@@ -15,21 +15,36 @@ Sink::Peer& Sink::peer_of(double now_s, const std::string& endpoint) {
   if (peers_.size() >= options_.limits.peers) throw std::invalid_argument("too many sources are in use");
   Peer& peer = peers_[endpoint];
   peer.endpoint = endpoint;
-  peer.address = parsed->address;
+  for (const Rail& rail : parsed->rails) peer.rails.push_back({rail});
+  const auto nearer = [](const Rail& a, const Rail& b) { return a.distance < b.distance; };
+  std::stable_sort(peer.rails.begin(), peer.rails.end(), nearer);
   peer.incarnation = parsed->incarnation;
   peer.give_up_s = now_s + options_.connect_timeout_s;
   peer.lost_detail = "no answer from the source";
-  connect(peer);
+  reach(now_s, peer);
   out_.wake_at(peer.give_up_s);
   return peer;
 }
 
-void Sink::connect(Peer& peer) {
-  peer.connection = next_connection_;
+void Sink::connect(double now_s, Peer& peer, std::size_t rail) {
+  const ConnectionId connection = next_connection_;
   next_connection_ += 2;
-  peer.ready = false;
-  endpoints_[peer.connection] = peer.endpoint;
-  out_.put(Connect{peer.connection, peer.address});
+  peer.lanes[connection] = Lane{.connection = connection, .rail = rail, .heard_s = now_s};
+  endpoints_[connection] = peer.endpoint;
+  out_.put(Connect{connection, peer.rails[rail].address, peer.rails[rail].label});
+}
+
+// While no lane is ready: tries one more rail, the nearest of those that were not lost lately, or else any. A rail
+// that swallows what it is sent costs a quarter of the patience, not all of it.
+void Sink::reach(double now_s, Peer& peer) {
+  peer.retry_s = now_s + options_.connect_timeout_s / 4;
+  out_.wake_at(peer.retry_s);
+  const SourceRail* next = nullptr;
+  for (const SourceRail& rail : peer.rails) {
+    if (rail.retry_s == Lane::kNever || lanes_on(peer, &rail - peer.rails.data()) > 0) continue;
+    if (next == nullptr || std::max(rail.retry_s, now_s) < std::max(next->retry_s, now_s)) next = &rail;
+  }
+  if (next != nullptr) connect(now_s, peer, next - peer.rails.data());
 }
 
 Sink::Peer* Sink::peer_on(ConnectionId connection) {
@@ -45,27 +60,60 @@ std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
 void Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
   Peer* peer = peer_on(connection);
   if (peer == nullptr) return;
-  peer->ready = true;
-  peer->lingering = false;
-  peer->backend = handshake.backend();
-  peer->checksum = handshake.checksum();
-  peer->declined = handshake.declined();
+  Lane& lane = peer->lanes.at(connection);
+  lane.agreed = true;
+  lane.backend = handshake.backend();
+  lane.checksum = handshake.checksum();
+  lane.declined = handshake.declined();
+  lane.hear(now_s);
+  peer->rails[lane.rail].retry_s = 0;
   peer->lease_ttl_s = handshake.lease_ttl_s();
-  peer->idle_since_s = now_s;
-  for (const frames::Release& release : std::exchange(peer->releases, {})) out_.send(connection, release);
+  if (peer->control == 0) return lead(now_s, *peer, connection);
   for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == peer->endpoint && pull.state != State::fencing) ask(now_s, pull, connection);
+    if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
+  }
+}
+
+// From now on this is the lane on which the source is asked, and tells.
+void Sink::lead(double now_s, Peer& peer, ConnectionId connection) {
+  peer.control = connection;
+  peer.lingering = false;
+  peer.idle_since_s = now_s;
+  for (const frames::Release& release : std::exchange(peer.releases, {})) out_.send(connection, release);
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint == peer.endpoint && pull.state != State::fencing) ask(now_s, pull, connection, false);
   }
   out_.wake_at(now_s + options_.limits.idle_s);
 }
 
-void Sink::on_refused(ConnectionId connection, Cause cause, const std::string& detail) {
+// The lane that led is lost: another leads, or the peer is sought again.
+void Sink::follow(double now_s, Peer& peer, const std::string& detail) {
+  const bool had_one = std::exchange(peer.control, 0) != 0;
+  const Lane* next = nullptr;
+  for (const auto& [connection, lane] : peer.lanes) {
+    if (lane.ready() && (next == nullptr || lane.rail < next->rail)) next = &lane;
+  }
+  if (next != nullptr) return lead(now_s, peer, next->connection);
+  if (had_one) peer.give_up_s = now_s + options_.connect_timeout_s;
+  peer.lost_detail = detail;
+  peer.retry_s = now_s + options_.limits.reconnect_s;
+  out_.wake_at(std::min(peer.retry_s, peer.give_up_s));
+}
+
+void Sink::on_refused(double now_s, ConnectionId connection, Cause cause, const std::string& detail) {
   Peer* peer = peer_on(connection);
   if (peer == nullptr) return;
+  const auto refused = peer->lanes.extract(connection);
   endpoints_.erase(connection);
+  // Who answered on one rail may be somebody else; only when no rail is left, that was the source's answer.
+  peer->rails[refused.mapped().rail].retry_s = Lane::kNever;
+  const auto open = [](const SourceRail& rail) { return rail.retry_s != Lane::kNever; };
+  if (peer->control != 0) return;
+  if (std::any_of(peer->rails.begin(), peer->rails.end(), open)) return reach(now_s, *peer);
   const std::string endpoint = peer->endpoint;
   peer->releases.clear();
   fail_all(endpoint, cause, detail);
+  forget(*peer);
   peers_.erase(endpoint);
 }
 
@@ -73,20 +121,27 @@ void Sink::on_closed(double now_s, ConnectionId connection, const std::string& d
   Peer* peer = peer_on(connection);
   if (peer == nullptr) return;
   endpoints_.erase(connection);
-  if (peer->ready) peer->give_up_s = now_s + options_.connect_timeout_s;
-  peer->ready = false;
-  peer->connection = 0;
-  peer->lost_detail = detail;
-  peer->retry_s = now_s + options_.limits.reconnect_s;
-  out_.wake_at(std::min(peer->retry_s, peer->give_up_s));
   for (auto& [id, pull] : pulls_) {
     if (pull.endpoint != peer->endpoint) continue;
     account(now_s, pull);
     pull.lost = detail;
     // Nothing of that connection is written any more, so its chunks can be asked for anew.
-    for (const auto& [sequence, chunk] : pull.in_flight) pull.again.push_back(chunk.run);
-    pull.in_flight.clear();
+    for (auto chunk = pull.in_flight.begin(); chunk != pull.in_flight.end();) {
+      const auto next = std::next(chunk);
+      if (chunk->second.connection == connection) {
+        pull.again.push_back(chunk->second.run);
+        pull.in_flight.erase(chunk);
+      }
+      chunk = next;
+    }
     if (pull.state == State::verifying) pull.state = State::pulling;
+  }
+  const auto lost = peer->lanes.extract(connection);
+  note_lost(now_s, *peer, lost.mapped());
+  for (auto& [id, pull] : pulls_) pull.shares.erase(connection);
+  if (peer->control == connection || peer->control == 0) follow(now_s, *peer, detail);
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
   }
 }
 
@@ -97,10 +152,17 @@ void Sink::fail_all(const std::string& endpoint, Cause cause, const std::string&
 }
 
 void Sink::send_release(Peer& peer, const Key& key, Cause cause) {
-  if (peer.ready) {
-    out_.send(peer.connection, frames::Release{key, cause});
+  if (peer.control != 0) {
+    out_.send(peer.control, frames::Release{key, cause});
   } else if (peer.releases.size() < options_.limits.pulls) {
     peer.releases.push_back({key, cause});
+  }
+}
+
+void Sink::forget(Peer& peer) {
+  for (const auto& [connection, lane] : peer.lanes) {
+    endpoints_.erase(connection);
+    out_.put(Close{connection, "not needed any more"});
   }
 }
 
@@ -108,32 +170,33 @@ void Sink::tick_peers(double now_s) {
   for (auto at = peers_.begin(); at != peers_.end();) {
     Peer& peer = at->second;
     const bool wanted = peer.pulls > 0 || !peer.releases.empty();
-    bool forget = false;
-    if (peer.ready) {
-      forget = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;
-      if (!wanted && !forget) out_.wake_at(peer.idle_since_s + options_.limits.idle_s);
+    bool forgotten = false;
+    if (peer.control != 0) {
+      forgotten = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;
+      if (!wanted && !forgotten) out_.wake_at(peer.idle_since_s + options_.limits.idle_s);
+      check_lanes(now_s, peer);
+      if (wanted) widen(now_s, peer);
     } else if (!wanted) {
-      forget = true;
+      forgotten = true;
     } else if (now_s >= peer.give_up_s) {
       // The source may still hold leases for this side: it is told for as long as they would live anyway.
-      forget = peer.lingering;
+      forgotten = peer.lingering;
       peer.lingering = true;
       peer.give_up_s = now_s + (peer.lease_ttl_s > 0 ? peer.lease_ttl_s : options_.lease_ttl_s);
       out_.wake_at(peer.give_up_s);
-      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + peer.address + ": " + peer.lost_detail);
+      const std::string& address = peer.rails.front().address;
+      const std::string others = peer.rails.size() == 1 ? "" : " and its other rails";
+      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + address + others + ": " + peer.lost_detail);
     } else {
       out_.wake_at(peer.give_up_s);
-      if (peer.connection == 0 && now_s >= peer.retry_s) connect(peer);
-      if (peer.connection == 0) out_.wake_at(peer.retry_s);
+      if (now_s >= peer.retry_s) reach(now_s, peer);
+      out_.wake_at(peer.retry_s);
     }
-    if (!forget) {
+    if (!forgotten) {
       ++at;
       continue;
     }
-    if (peer.connection != 0) {
-      endpoints_.erase(peer.connection);
-      out_.put(Close{peer.connection, "not needed any more"});
-    }
+    forget(peer);
     at = peers_.erase(at);
   }
 }

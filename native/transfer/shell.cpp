@@ -12,7 +12,6 @@
 #include <stdexcept>
 #include <system_error>
 
-#include "transfer/endpoint.h"
 #include "transfer/region.h"
 #include "transfer/sockets.h"
 #include "transfer/verbs_device.h"
@@ -40,29 +39,33 @@ Options with_entropy(Options options) {
     }
   };
   fill(options.entropy.data(), options.entropy.size());
+  for (const Backend* backend : backends()) {
+    if (backend->striped) options.striped.emplace_back(backend->name);
+  }
   while (options.incarnation == 0) fill(&options.incarnation, sizeof options.incarnation);
   return options;
 }
 
 }  // namespace
 
-Agent::Agent(Options options, const std::string& host, std::uint16_t port)
+Agent::Agent(Options options, const std::vector<std::string>& listen)
     : core_(options = with_entropy(std::move(options))), reports_max_(options.limits.reports) {
-  const Listening listening = listen_on(host, port);
-  listen_fd_ = listening.fd;
-  endpoint_ = format_endpoint({listening.address, options.incarnation});
+  try {
+    listen_on_all(listen);
+  } catch (...) {
+    close_all();
+    throw;
+  }
+  endpoint_ = format_endpoint({rails_, options.incarnation});
   epoll_fd_ = ::epoll_create1(EPOLL_CLOEXEC);
   wake_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   notify_fd_ = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  const auto watch_own = [this](int fd, std::uint64_t token) {
-    epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
-    return ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) == 0;
-  };
-  const bool made = epoll_fd_ >= 0 && wake_fd_ >= 0 && notify_fd_ >= 0 && watch_own(listen_fd_, kListenToken) &&
-                    watch_own(wake_fd_, kWakeToken);
+  const auto watch_listener = [this](int fd) { return watch_own(fd, kListenToken); };
+  const bool made = epoll_fd_ >= 0 && wake_fd_ >= 0 && notify_fd_ >= 0 && watch_own(wake_fd_, kWakeToken) &&
+                    std::all_of(listen_fds_.begin(), listen_fds_.end(), watch_listener);
   if (!made) {
     const int error = errno;
-    for (const int fd : {listen_fd_, epoll_fd_, wake_fd_, notify_fd_}) ::close(fd);
+    close_all();
     throw std::system_error(error, std::generic_category(), "cannot set the agent up");
   }
   thread_ = std::thread(&Agent::run, this);
@@ -70,7 +73,33 @@ Agent::Agent(Options options, const std::string& host, std::uint16_t port)
 
 Agent::~Agent() {
   close();
-  for (const int fd : {epoll_fd_, wake_fd_, notify_fd_}) ::close(fd);
+  close_all();
+}
+
+void Agent::listen_on_all(const std::vector<std::string>& listen) {
+  if (listen.empty() || listen.size() > kRailsMax) {
+    throw std::invalid_argument("an agent listens on 1 to " + std::to_string(kRailsMax) + " addresses");
+  }
+  for (const std::string& text : listen) {
+    auto rail = parse_rail(text, true);
+    if (!rail) throw std::invalid_argument("'" + text + "' is not an address: host:port[@label][~distance]");
+    const Listening listening = listen_on(rail->address);
+    listen_fds_.push_back(listening.fd);
+    rail->address = listening.address;
+    rails_.push_back(std::move(*rail));
+  }
+}
+
+void Agent::close_all() {
+  for (const int fd : std::exchange(listen_fds_, {})) ::close(fd);
+  for (const int fd : {epoll_fd_, wake_fd_, notify_fd_}) {
+    if (fd >= 0) ::close(fd);
+  }
+}
+
+bool Agent::watch_own(int fd, std::uint64_t token) const {
+  epoll_event event{.events = EPOLLIN, .data = {.u64 = token}};
+  return ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, fd, &event) == 0;
 }
 
 double Agent::now_s() {
@@ -193,7 +222,7 @@ void Agent::close() {
   stopping_ = true;
   wake();
   thread_.join();
-  ::close(std::exchange(listen_fd_, -1));  // The port may be another agent's from here on.
+  for (const int fd : std::exchange(listen_fds_, {})) ::close(fd);  // Their ports may be another agent's from here on.
 }
 
 // ---------------------------------------------------------------- the progress thread

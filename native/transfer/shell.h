@@ -15,6 +15,7 @@
 
 #include "transfer/core.h"
 #include "transfer/data_path.h"
+#include "transfer/endpoint.h"
 #include "transfer/tcp.h"
 
 namespace baton::transfer {
@@ -22,7 +23,8 @@ namespace baton::transfer {
 class Agent {
  public:
   // Throws std::invalid_argument (host, port, backends) or std::system_error.
-  Agent(Options options, const std::string& host, std::uint16_t port);
+  // `listen`: one rail or several, "host:port[@label][~distance]"; port 0: any that is free.
+  Agent(Options options, const std::vector<std::string>& listen);
   ~Agent();
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
@@ -65,6 +67,9 @@ class Agent {
   static constexpr double kAcceptPauseS = 0.1;
   static constexpr const char* kBrokenProtocol = "the peer broke the protocol";
 
+  void listen_on_all(const std::vector<std::string>& listen);
+  void close_all();
+  bool watch_own(int fd, std::uint64_t token) const;
   static double now_s();
   void step(std::span<const Event> events);
   void step_locked(std::span<const Event> events);
@@ -91,6 +96,7 @@ class Agent {
   [[nodiscard]] bool advance_all();
   void on_ready(std::uint64_t token, std::uint32_t events);
   void accept_all();
+  void accept_all(int listener);
   void pause_accepting();
   void resume_accepting();
   void finish_connect(ConnectionId id, Connection& connection);
@@ -102,7 +108,8 @@ class Agent {
 
   std::uint64_t chunk_bytes_max_ = 0;
   std::string endpoint_;
-  int listen_fd_ = -1;
+  std::vector<Rail> rails_;
+  std::vector<int> listen_fds_;
   int epoll_fd_ = -1;
   int wake_fd_ = -1;
   int notify_fd_ = -1;

@@ -170,7 +170,10 @@ void Agent::end_placing() {
 // ---------------------------------------------------------------- connections
 
 void Agent::connect(const Connect& action) {
-  const int fd = begin_connect(action.address);
+  const auto own = std::find_if(rails_.begin(), rails_.end(), [&](const Rail& rail) {
+    return !rail.label.empty() && rail.label == action.label;
+  });
+  const int fd = begin_connect(action.address, own == rails_.end() ? "" : own->address);
   if (fd < 0) {
     happened_.push_back(Closed{action.connection, std::strerror(errno)});
     return;
@@ -216,8 +219,12 @@ void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
 }
 
 void Agent::accept_all() {
+  for (const int listener : listen_fds_) accept_all(listener);
+}
+
+void Agent::accept_all(int listener) {
   while (true) {
-    const int fd = ::accept4(listen_fd_, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
+    const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       const bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
       return short_of ? pause_accepting() : void();  // Else none is left, or it is gone again.
@@ -234,15 +241,15 @@ void Agent::accept_all() {
 
 // Without a free descriptor whoever waits cannot be accepted, and epoll would say so without end.
 void Agent::pause_accepting() {
-  ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listen_fd_, nullptr);
+  for (const int listener : listen_fds_) ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listener, nullptr);
   accept_again_s_ = now_s() + kAcceptPauseS;
 }
 
 void Agent::resume_accepting() {
   if (accept_again_s_ == 0 || now_s() < accept_again_s_) return;
-  epoll_event event{.events = EPOLLIN, .data = {.u64 = kListenToken}};
-  const bool watched = ::epoll_ctl(epoll_fd_, EPOLL_CTL_ADD, listen_fd_, &event) == 0;
-  accept_again_s_ = watched ? 0 : now_s() + kAcceptPauseS;
+  const auto watched = [this](int fd) { return watch_own(fd, kListenToken) || errno == EEXIST; };
+  const bool all = std::all_of(listen_fds_.begin(), listen_fds_.end(), watched);
+  accept_again_s_ = all ? 0 : now_s() + kAcceptPauseS;
 }
 
 void Agent::finish_connect(ConnectionId id, Connection& connection) {

@@ -18,6 +18,18 @@ namespace {
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
+struct HostPort {
+  std::string host;
+  std::string port;
+};
+
+HostPort split(const std::string& address) {
+  const auto colon = address.rfind(':');
+  std::string host = address.substr(0, colon);
+  if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+  return {host, address.substr(colon + 1)};
+}
+
 Addresses resolve(const std::string& host, const std::string& port, int flags) {
   addrinfo hints{};
   hints.ai_socktype = SOCK_STREAM;
@@ -46,8 +58,9 @@ bool unspecified(const addrinfo& found) {
 
 }  // namespace
 
-Listening listen_on(const std::string& host, std::uint16_t port) {
-  const Addresses found = resolve(host, std::to_string(port), AI_PASSIVE);
+Listening listen_on(const std::string& address) {
+  const auto [host, port] = split(address);
+  const Addresses found = resolve(host, port, AI_PASSIVE);
   if (!found) throw std::invalid_argument("the host '" + host + "' has no address");
   // The address goes into the endpoint that others connect to, so it must mean this host to them.
   if (unspecified(*found)) throw std::invalid_argument("name an address of this host that others reach, not " + host);
@@ -61,7 +74,7 @@ Listening listen_on(const std::string& host, std::uint16_t port) {
   const int on = 1;
   ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on);
   if (::bind(fd, found->ai_addr, found->ai_addrlen) != 0 || ::listen(fd, 256) != 0) {
-    fail("cannot listen on " + host + " port " + std::to_string(port));
+    fail("cannot listen on " + address);
   }
   sockaddr_storage bound{};
   socklen_t size = sizeof bound;
@@ -69,19 +82,19 @@ Listening listen_on(const std::string& host, std::uint16_t port) {
   return {fd, numeric(bound, size)};
 }
 
-int begin_connect(const std::string& address) {
-  const auto colon = address.rfind(':');
-  std::string host = address.substr(0, colon);
-  if (host.size() > 2 && host.front() == '[') host = host.substr(1, host.size() - 2);
+int begin_connect(const std::string& address, const std::string& from) {
   // Numeric only: the progress thread must never wait for a name server.
-  const Addresses found = resolve(host, address.substr(colon + 1), AI_NUMERICHOST);
+  const auto [host, port] = split(address);
+  const Addresses found = resolve(host, port, AI_NUMERICHOST);
   if (!found) {
     errno = EADDRNOTAVAIL;
     return -1;
   }
   const int fd = ::socket(found->ai_family, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
   if (fd < 0) return -1;
-  if (::connect(fd, found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS) {
+  const Addresses own = resolve(split(from).host, "0", AI_NUMERICHOST);
+  const bool bound = from.empty() || (own && ::bind(fd, own->ai_addr, own->ai_addrlen) == 0);
+  if (!bound || (::connect(fd, found->ai_addr, found->ai_addrlen) != 0 && errno != EINPROGRESS)) {
     const int error = errno;
     ::close(fd);
     errno = error;

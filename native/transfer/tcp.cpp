@@ -282,6 +282,7 @@ const Backend kTcp{
     [](const Site& site, std::string&) -> std::unique_ptr<DataPath> { return std::make_unique<InlinePath>(site); },
     [](const Site& site, const Blob&, std::string&) -> std::unique_ptr<DataPath> {
       return std::make_unique<InlinePath>(site);
-    }};
+    },
+    true};
 
 }  // namespace baton::transfer

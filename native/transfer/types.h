@@ -42,6 +42,15 @@ inline constexpr std::uint8_t kCauses = 9;
 
 enum class ReportKind : std::uint8_t { pull_progress, pull_done, pull_failed, lease_released, lease_ended };
 
+// What one rail carried: of one pull, or, in the statistics, of all.
+struct RailShare {
+  std::string rail;  // The label that the source gave it, or its address.
+  std::uint64_t bytes = 0;
+  std::uint64_t chunks = 0;
+  std::uint64_t retired = 0;  // Connections that were lost or hung.
+  double bytes_per_s = 0;     // As last measured on one connection; 0: not yet.
+};
+
 // What the agent tells its owner; see baton.transfer.TransferEvent.
 struct Report {
   ReportKind kind{};
@@ -56,6 +65,7 @@ struct Report {
   std::string backend;
   std::string declined;  // Why it is none of the backends that were preferred, and what else it says of itself.
   std::uint32_t restarts = 0;
+  std::vector<RailShare> rails;
 };
 
 // What both ends must agree on before bytes move.
@@ -78,7 +88,7 @@ struct Limits {
   std::size_t leases = 65536;
   std::size_t pulls = 65536;
   std::size_t parked = 4096;
-  std::size_t readers_per_lease = 8;
+  std::size_t readers_per_lease = 64;  // One for each connection that a pull uses.
   std::size_t peers = 1024;
   std::size_t connections = 2048;
   std::size_t ended = 4096;  // Keys remembered after their lease ended.
@@ -86,10 +96,14 @@ struct Limits {
   std::size_t reports = 262144;
   std::uint32_t chunk_bytes = 1 << 20;  // A chunk is at least one block, whatever this says.
   std::uint32_t chunk_blocks = 1024;    // So that a grant fits a frame.
-  std::uint32_t chunks_in_flight = 16;  // Per pull, asked for by the sink.
+  std::uint32_t chunks_in_flight = 16;  // Per pull, asked for by the sink, all its lanes together.
+  std::uint32_t chunks_per_lane = 4;    // At least, however many lanes share a pull.
+  std::size_t lanes = 16;               // Per source.
+  std::size_t rails = 1024;             // That statistics are kept of.
   std::uint32_t chunks_served = 64;     // Per pull, accepted by the source.
   double idle_s = 60;                   // A connection without pulls is closed after this.
   double reconnect_s = 0.05;
+  double rail_retry_s = 5;  // A rail that was lost is left alone for this long while others work.
 };
 
 // Of the libraries that are loaded at run time, when an agent that lists their backends gets its pool.
@@ -105,6 +119,9 @@ struct Options {
   std::string secret;
   std::vector<std::string> backends = {"direct", "shm", "cma", "verbs", "ucx", "tcp"};
   FabricOptions fabric;
+  std::vector<std::string> striped;  // The backends with which several lanes are faster than one.
+  std::uint32_t streams = 1;         // Lanes per rail.
+  std::uint64_t lane_bytes = 4 << 20;  // A pull gets one more lane for each of these bytes.
   bool checksum = true;
   double lease_ttl_s = 5;
   double unclaimed_ttl_s = 30;
@@ -132,6 +149,9 @@ struct Stats {
   std::uint64_t leases_revoked = 0;
   std::uint64_t checksum_failures = 0;
   std::uint64_t protocol_errors = 0;  // Connections dropped because of what a peer sent.
+  std::uint64_t fallbacks = 0;        // Pulls that did not come by the way that was preferred.
+  std::uint64_t lanes_retired = 0;    // Connections to sources that were lost or hung.
+  std::vector<RailShare> rails;       // Of sources, that this sink has used.
 };
 
 // How many blocks one chunk has at most. Both ends compute it from what they agreed on.

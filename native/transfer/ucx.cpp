@@ -151,6 +151,6 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& blob, std::strin
 
 }  // namespace
 
-const Backend kUcx{"ucx", &at_source, &at_sink, &prepare};
+const Backend kUcx{"ucx", &at_source, &at_sink, false, &prepare};
 
 }  // namespace baton::transfer

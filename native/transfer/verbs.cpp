@@ -183,6 +183,6 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& blob, std::strin
 
 }  // namespace
 
-const Backend kVerbs{"verbs", &at_source, &at_sink, &prepare};
+const Backend kVerbs{"verbs", &at_source, &at_sink, true, &prepare};
 
 }  // namespace baton::transfer

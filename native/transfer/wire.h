@@ -22,7 +22,7 @@
 namespace baton::transfer {
 
 inline constexpr std::uint32_t kMagic = 0x4E544142;  // "BATN"
-inline constexpr std::uint16_t kVersion = 2;
+inline constexpr std::uint16_t kVersion = 3;
 inline constexpr std::size_t kLengthBytes = 4;
 inline constexpr std::size_t kFrameBytesMax = 16 << 10;
 inline constexpr std::size_t kTextBytesMax = 4 << 10;
@@ -130,7 +130,8 @@ struct Ask {  // sink → source
   std::uint32_t first_block = 0;  // Counted in the lease, not in a pool.
   std::uint32_t blocks = 0;
   std::uint32_t tokens = 0;
-  auto fields() { return std::tie(pull, key, first_block, blocks, tokens); }
+  bool data_only = false;  // Only requests come on this connection: what the sink is told, it is told on another.
+  auto fields() { return std::tie(pull, key, first_block, blocks, tokens, data_only); }
 };
 struct Opened {  // source → sink
   static constexpr auto type = FrameType::opened;

@@ -7,12 +7,13 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from bus_world import World, memory_world, nats_world
 from fake_verbs import FakeVerbs, compile_fake_verbs
 from servers import Server, start_nats
-from transfer_rig import BLOCK_BYTES, OPTIONS, Fabric, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, OPTIONS, RAILS, Fabric, MakeNode, Node
 from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent
@@ -59,7 +60,7 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
     assert not fake_verbs_library.left_open()
 
 
-@pytest.fixture(params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "memory"])
+@pytest.fixture(params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "tcp lanes", "memory"])
 def way(request: pytest.FixtureRequest) -> str:
     """Name a backend and, of UCX, which of its transports it may use."""
     return request.param
@@ -79,6 +80,8 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
     if way.startswith("ucx"):
         monkeypatch.setenv("UCX_TLS", way.split()[-1])
         return {"ucx_library": ucx_library()}
+    if way == "tcp lanes":
+        return {"rails": RAILS, "streams": 2, "lane_bytes": 1}
     return {}
 
 

@@ -21,16 +21,20 @@ WAIT_S = 8.0
 
 KEY = lease_key("request", 0)
 OPTIONS = AgentOptions(secret="shared", lease_ttl_s=3.0, unclaimed_ttl_s=5.0)
+RAILS = tuple(f"127.0.0.{number}:0" for number in range(2, 6))
 SOURCE_BLOCKS = list(range(3, 15))
 SINK_BLOCKS = list(range(30, 42))
 TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 
 
 class Fabric(TypedDict, total=False):
-    """Options of an agent that tell it where the tests' libraries are."""
+    """What an agent needs to take one way in these tests."""
 
     verbs_library: str
     ucx_library: str
+    rails: Sequence[str]
+    streams: int
+    lane_bytes: int
 
 
 class Node:

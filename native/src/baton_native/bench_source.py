@@ -86,7 +86,7 @@ def make_agent(backend: str, checksum: bool) -> Agent:
     options = Options()
     options.backends = [backend]
     options.checksum = checksum
-    return Agent(options, "127.0.0.1", 0)
+    return Agent(options, ("127.0.0.1:0",))
 
 
 def pin(core: int) -> None:

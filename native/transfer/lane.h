@@ -1,0 +1,66 @@
+// One of a sink's connections to a source. Several share the chunks of its pulls where that is faster: one for each
+// stream of each rail.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "transfer/types.h"
+
+namespace baton::transfer {
+
+struct Lane {
+  static constexpr double kNever = std::numeric_limits<double>::infinity();
+  static constexpr double kMeasureS = 1e-3;
+  static constexpr double kNewest = 0.2;  // Share of the newest measurement.
+
+  ConnectionId connection = 0;
+  std::size_t rail = 0;  // Of the source's.
+  bool agreed = false;   // The handshake is through.
+  bool closing = false;  // Given up; `Closed` is awaited.
+  std::string backend;
+  std::string declined;
+  bool checksum = true;
+  std::uint32_t in_flight = 0;  // Chunks of all pulls.
+  std::uint64_t in_flight_bytes = 0;
+  double bytes_per_s = 0;        // 0: not measured yet.
+  double measured_from_s = 0;    // What the next measurement is taken over.
+  std::uint64_t measured_bytes = 0;
+  double heard_s = 0;            // When the source last said something here, or it was asked to connect.
+  double owed_since_s = kNever;  // Since when it has owed an answer.
+  double suspected_s = kNever;   // Since when it seems to hang.
+
+  [[nodiscard]] bool ready() const { return agreed && !closing; }
+  void expect_answer(double now_s) { owed_since_s = std::min(owed_since_s, now_s); }
+  void hear(double now_s) {
+    heard_s = now_s;
+    owed_since_s = in_flight > 0 ? now_s : kNever;
+    suspected_s = kNever;
+  }
+  void ask_for(double now_s, std::uint64_t bytes) {
+    if (in_flight++ == 0) measured_from(now_s);
+    in_flight_bytes += bytes;
+    expect_answer(now_s);
+  }
+  // A chunk that is not waited for any more.
+  void let_go(std::uint64_t bytes) {
+    in_flight_bytes -= bytes;
+    if (--in_flight == 0) owed_since_s = kNever;
+  }
+  void finish(double now_s, std::uint64_t bytes) {
+    let_go(bytes);
+    measured_bytes += bytes;
+    const double duration_s = now_s - measured_from_s;
+    if (duration_s < kMeasureS) return;
+    const double sample = static_cast<double>(measured_bytes) / duration_s;
+    bytes_per_s = bytes_per_s == 0 ? sample : bytes_per_s + kNewest * (sample - bytes_per_s);
+    measured_from(now_s);
+  }
+  void measured_from(double now_s) {
+    measured_from_s = now_s;
+    measured_bytes = 0;
+  }
+};
+
+}  // namespace baton::transfer

@@ -1,0 +1,148 @@
+// How a pull's chunks are spread over the lanes to its source: which lanes there are, which one gets the next chunk,
+// and which is given up.
+#include <algorithm>
+
+#include "transfer/pull.h"
+
+namespace baton::transfer {
+namespace {
+
+constexpr double kClearlySlower = 2;  // Lanes whose measured speeds differ by less share evenly.
+constexpr double kSuspicionS = 0.1;   // What had arrived when this side was slow is read in this time.
+
+}  // namespace
+
+std::size_t Sink::lanes_on(const Peer& peer, std::size_t rail) const {
+  const auto on_it = [&](const auto& entry) { return entry.second.rail == rail; };
+  return static_cast<std::size_t>(std::count_if(peer.lanes.begin(), peer.lanes.end(), on_it));
+}
+
+// Opens the lanes that are wanted and not there, on the nearest rails that work: first one on each, then the next.
+void Sink::widen(double now_s, Peer& peer) {
+  if (peer.control == 0) return;
+  const auto& striped = options_.striped;
+  if (std::find(striped.begin(), striped.end(), peer.lanes.at(peer.control).backend) == striped.end()) return;
+  const std::size_t wanted = std::min(peer.lanes_wanted, options_.limits.lanes);
+  std::uint32_t nearest = ~0u;
+  for (const SourceRail& rail : peer.rails) {
+    if (rail.retry_s <= now_s) nearest = std::min(nearest, rail.distance);
+  }
+  for (std::uint32_t stream = 0; stream < options_.streams; ++stream) {
+    for (std::size_t at = 0; at < peer.rails.size() && peer.lanes.size() < wanted; ++at) {
+      const SourceRail& rail = peer.rails[at];
+      if (rail.retry_s > now_s) {
+        out_.wake_at(rail.retry_s);
+      } else if (rail.distance == nearest && lanes_on(peer, at) <= stream) {
+        connect(now_s, peer, at);
+      }
+    }
+  }
+}
+
+// The lane for a pull's next chunk, among the nearest: of those that would be done with it soon, the one that was
+// asked for the least, so that equal lanes carry equal bytes. Null: all have enough to do.
+Lane* Sink::next_lane(Peer& peer, const Pull& pull) {
+  std::size_t nearest = peer.rails.size();
+  double fastest = 0;
+  for (const auto& [connection, lane] : peer.lanes) {
+    if (!lane.ready()) continue;
+    nearest = std::min(nearest, lane.rail);
+    fastest = std::max(fastest, lane.bytes_per_s);
+  }
+  if (nearest == peer.rails.size()) return nullptr;
+  const auto usable = [&](const Lane& lane) {
+    return lane.ready() && peer.rails[lane.rail].distance == peer.rails[nearest].distance;
+  };
+  const auto bytes = chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
+  const auto done_in_s = [&](const Lane& lane) {
+    const double bytes_per_s = lane.bytes_per_s > 0 ? lane.bytes_per_s : std::max(fastest, 1.0);
+    return static_cast<double>(lane.in_flight_bytes + bytes) / bytes_per_s;
+  };
+  double soonest_s = Lane::kNever;
+  for (const auto& [connection, lane] : peer.lanes) {
+    if (usable(lane)) soonest_s = std::min(soonest_s, done_in_s(lane));
+  }
+  // Lanes that are being opened count: their part of the pull is left for them.
+  const auto lanes = static_cast<std::uint32_t>(peer.lanes.size());
+  const std::uint32_t window = lanes == 1 ? options_.limits.chunks_in_flight
+                                          : std::max(options_.limits.chunks_per_lane,
+                                                     options_.limits.chunks_in_flight / lanes);
+  Lane* best = nullptr;
+  Share least;
+  for (auto& [connection, lane] : peer.lanes) {
+    if (!usable(lane) || done_in_s(lane) > kClearlySlower * soonest_s) continue;
+    const auto known = pull.shares.find(connection);
+    const Share share = known == pull.shares.end() ? Share{} : known->second;
+    if (share.in_flight >= window || (best != nullptr && share.asked_bytes >= least.asked_bytes)) continue;
+    best = &lane;
+    least = share;
+  }
+  return best;
+}
+
+void Sink::hear(double now_s, ConnectionId connection) {
+  Peer* peer = peer_on(connection);
+  if (peer == nullptr) return;
+  if (const auto lane = peer->lanes.find(connection); lane != peer->lanes.end()) lane->second.hear(now_s);
+}
+
+// A lane that owes an answer while another got one is given up. Its chunks are asked for anew once it is closed, so
+// that nothing of it can be written over theirs. A source that is silent on all lanes is not the lanes' fault.
+void Sink::check_lanes(double now_s, Peer& peer) {
+  if (peer.lanes.size() == 1) return;
+  const double patience_s = std::max(options_.stall_timeout_s / 5, 2 * keep_alive_interval_s(peer));
+  for (auto& [connection, lane] : peer.lanes) {
+    if (lane.closing) continue;
+    if (!lane.agreed && now_s >= lane.heard_s + options_.connect_timeout_s) {
+      lane.closing = true;
+      out_.put(Close{connection, "no answer"});
+    }
+    if (!lane.agreed) {
+      out_.wake_at(lane.heard_s + options_.connect_timeout_s);
+      continue;
+    }
+    if (lane.owed_since_s == Lane::kNever) continue;
+    const double due_s = lane.owed_since_s + patience_s;
+    const auto answered = [&](const auto& entry) { return entry.second.ready() && entry.second.heard_s >= due_s; };
+    if (now_s < due_s) {
+      out_.wake_at(due_s);
+    } else if (std::none_of(peer.lanes.begin(), peer.lanes.end(), answered)) {
+      out_.wake_at(now_s + patience_s);
+    } else if (lane.suspected_s == Lane::kNever || now_s < lane.suspected_s + kSuspicionS) {
+      lane.suspected_s = std::min(lane.suspected_s, now_s);
+      out_.wake_at(lane.suspected_s + kSuspicionS);
+    } else {
+      lane.closing = true;
+      out_.put(Close{connection, "nothing came on it while others got on"});
+      if (peer.control == connection) follow(now_s, peer, "the connection hung");
+    }
+  }
+}
+
+void Sink::note_lost(double now_s, Peer& peer, const Lane& lane) {
+  SourceRail& rail = peer.rails[lane.rail];
+  if (rail.retry_s != Lane::kNever) rail.retry_s = now_s + options_.limits.rail_retry_s;
+  if (!lane.agreed) return;
+  ++stats_.lanes_retired;
+  ++of_rail(rails_, rail.name()).retired;
+  for (auto& [id, pull] : pulls_) {
+    if (pull.shares.contains(lane.connection)) ++of_rail(pull.rails, rail.name()).retired;
+  }
+}
+
+// ---------------------------------------------------------------- statistics
+
+RailShare& Sink::of_rail(std::map<std::string, RailShare>& rails, const std::string& name) const {
+  // Sources come and go; beyond a bound the newcomers are counted together.
+  const bool full = rails.size() >= options_.limits.rails && !rails.contains(name);
+  const std::string& kept = full ? "others" : name;
+  return rails.try_emplace(kept, RailShare{.rail = kept}).first->second;
+}
+
+std::vector<RailShare> Sink::rails() const {
+  std::vector<RailShare> all;
+  for (const auto& [name, rail] : rails_) all.push_back(rail);
+  return all;
+}
+
+}  // namespace baton::transfer
