@@ -257,6 +257,8 @@ Stats Core::stats() const {
   Stats stats = stats_;
   stats.pulls = sink_.pulls();
   stats.parked = source_.parked();
+  stats.readers = source_.readers();
+  stats.peers = sink_.peers();
   stats.connections = connections_.size();
   return stats;
 }

@@ -47,6 +47,7 @@ class Sink {
   void tick(double now_s);
 
   [[nodiscard]] std::uint64_t pulls() const { return pulls_.size(); }
+  [[nodiscard]] std::uint64_t peers() const { return peers_.size(); }
 
  private:
   enum class State : std::uint8_t { wanted, pulling, verifying, fencing };
@@ -115,6 +116,7 @@ class Sink {
     double waiting_s = 0;
     double moving_s = 0;
     std::uint32_t restarts = 0;
+    std::uint64_t rereads = 0;
     std::string backend;
     std::string declined;
     Cause cause = Cause::none;
