@@ -174,8 +174,8 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
   }
   const auto found = leases_.find(ask.key);
   const bool parks = found == leases_.end();
-  if (parks ? parked_.size() >= options_.limits.parked
-            : found->second.readers.size() >= options_.limits.readers_per_lease) {
+  const std::size_t beside = parks ? parked_.count(ask.key) : found->second.readers.size();
+  if (beside >= options_.limits.readers_per_lease || (parks && parked_.size() >= options_.limits.parked)) {
     out_.send(connection, frames::Ended{ask.pull, Cause::refused, "the source holds too many asks"});
     return true;
   }

@@ -64,6 +64,7 @@ struct End {
   bool checksum = true;
 
   std::deque<Message> arriving;
+  Blob last_request;
   std::shared_ptr<Transit> announced;  // Frames behind an inline payload wait for it.
   bool discarding = false;
   std::vector<Writing> writing;

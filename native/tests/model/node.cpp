@@ -25,14 +25,32 @@ Node::Node(World& in, std::uint32_t as, Options with)
 // ---------------------------------------------------------------- steps of the core, checked
 
 void Node::step(std::span<const Event> events) {
+  for (const Event& event : events) hear(event);
+  std::vector<Key> over;
   for (Action& action : core.step(world.now_s, events)) {
     if (const auto* report = std::get_if<Report>(&action)) {
       on_report(*report);
+      if (report->kind >= ReportKind::lease_released) over.push_back(report->key);
     } else {
       check_action(action);
       actions_.push_back(std::move(action));
     }
   }
+  for (const Event& event : events) {
+    const auto* closed = std::get_if<Closed>(&event);
+    if (closed == nullptr) continue;
+    forget(closed->connection);
+    known_.erase(closed->connection);
+    closing_.erase(closed->connection);
+  }
+  // A parked ask is forgotten without a word when its sink is silent.
+  std::erase_if(asks_, [&](const auto& entry) {
+    const auto book = leases.find(entry.second.ask.key);
+    const bool parked =
+        book == leases.end() || (!book->second.live && std::count(over.begin(), over.end(), book->first) == 0);
+    return parked && world.now_s >= entry.second.heard_s + options.lease_ttl_s;
+  });
+  for (const Key& key : over) check_told(key, "a lease's end was not told to a sink");
   require(core.wake_s() > world.now_s, "the core wants to be woken at once, again and again");
   check_limits();
 }
@@ -44,13 +62,92 @@ void Node::tick() {
 void Node::check_action(const Action& action) {
   if (const auto* serve = std::get_if<Serve>(&action)) check_serve(*serve);
   if (const auto* place = std::get_if<Place>(&action)) check_place(*place);
+  if (const auto* send = std::get_if<Send>(&action)) check_send(*send);
+  if (const auto* close = std::get_if<Close>(&action)) {
+    forget(close->connection);
+    closing_.insert(close->connection);
+  }
   if (const auto* stop = std::get_if<StopPlacing>(&action)) {
     require(stopping_.insert(stop->pull).second, "a fence was asked for while one is going up");
   }
 }
 
-void Node::check_serve(const Serve& chunk) const {
+// ---------------------------------------------------------------- what sinks said, and what they are owed
+
+void Node::hear(const Event& event) {
+  if (const auto* accepted = std::get_if<Accepted>(&event)) known_.insert(accepted->connection);
+  if (const auto* connected = std::get_if<Connected>(&event)) known_.insert(connected->connection);
+  if (const auto* frame = std::get_if<FrameArrived>(&event)) hear_frame(frame->connection, frame->frame);
+}
+
+void Node::hear_frame(ConnectionId connection, const Blob& frame) {
+  if (frame.empty() || connection % 2 == 0 || !known_.contains(connection) || closing_.contains(connection)) return;
+  const auto type = static_cast<FrameType>(frame.front());
+  const Bytes body = Bytes(frame).subspan(1);
+  if (const auto ask = decode<frames::Ask>(body); type == FrameType::ask && ask) {
+    asks_.try_emplace({connection, ask->pull}, Asked{*ask, world.now_s});
+    heard_last_s_ = world.now_s;
+  } else if (const auto alive = decode<frames::KeepAlive>(body); type == FrameType::keep_alive && alive) {
+    heard_last_s_ = world.now_s;
+    if (const auto at = asks_.find({connection, alive->pull}); at != asks_.end()) {
+      heard_s_[at->second.ask.key] = at->second.heard_s = world.now_s;
+    }
+  } else if (const auto release = decode<frames::Release>(body); type == FrameType::release && release) {
+    const auto book = leases.find(release->key);
+    if (book != leases.end() && book->second.live) return;
+    std::erase_if(asks_,
+                  [&](const auto& entry) { return entry.second.ask.key == release->key; });  // Those were parked.
+  }
+}
+
+void Node::forget(ConnectionId connection) {
+  std::erase_if(asks_, [&](const auto& entry) { return entry.first.first == connection; });
+  std::erase_if(served_, [&](const auto& entry) { return entry.first.first.first == connection; });
+}
+
+void Node::check_told(const Key& key, const char* what) const {
+  for (const auto& [id, asked] : asks_) require(asked.ask.key != key, what);
+}
+
+// A trailer that names a generation says: nothing else was in these blocks from the first byte read to the last.
+void Node::check_send(const Send& send) {
+  require(known_.contains(send.connection), "something was sent on a connection that is gone");
+  const auto type = static_cast<FrameType>(send.frame[kLengthBytes]);
+  const Bytes body = Bytes(send.frame).subspan(kLengthBytes + 1);
+  if (type == FrameType::ended) {
+    const auto ended = decode<frames::Ended>(body);
+    const ReaderId reader{send.connection, ended->pull};
+    asks_.erase(reader);
+    std::erase_if(served_, [&](const auto& entry) { return entry.first.first == reader; });
+  } else if (type == FrameType::revoked) {
+    told_.insert({send.connection, decode<frames::Revoked>(body)->pull});
+  } else if (type == FrameType::chunk_end) {
+    const auto end = decode<frames::ChunkEnd>(body);
+    const auto chunk = served_.find({{send.connection, end->pull}, end->sequence});
+    const Chunk was = chunk == served_.end() ? Chunk{} : chunk->second;
+    if (chunk != served_.end()) served_.erase(chunk);
+    if (end->generation == 0) return;
+    const auto lease = was.life == 0 ? leases.end() : leases.find(world.key_of_life(was.life));
+    require(lease != leases.end() && lease->second.open && lease->second.life == was.life &&
+                was.generation == end->generation,
+            "a trailer vouches for blocks that were given back");
+  }
+}
+
+void Node::check_serve(const Serve& chunk) {
   require(!chunk.blocks.empty() && chunk.layer < kLayers, "a chunk of nothing was served");
+  require(chunk.blocks.size() * kBlockBytes <= options.limits.chunk_bytes, "a chunk of too many blocks was served");
+  const ReaderId reader{chunk.connection, chunk.pull};
+  const auto asked = asks_.find(reader);
+  require(asked != asks_.end(), "a chunk was served that belongs to no ask");
+  std::uint32_t outstanding = 0;
+  for (const auto& [at, kept] : served_) outstanding += at.first == reader;
+  require(outstanding < options.limits.chunks_served, "more chunks of a pull are being served than the limits allow");
+  const LeaseBook& of = leases.at(asked->second.ask.key);
+  const bool fresh = served_.try_emplace({reader, chunk.sequence}, Chunk{of.life, of.generation}).second;
+  const auto end = ends.find(chunk.connection);
+  require(fresh || end == ends.end() || world.distrusts(number, end->second->peer_node),
+          "a sequence number was served twice at a time");
   for (const std::uint32_t index : chunk.blocks) {
     const Block& block = memory->at(index);
     const auto book = leases.find(block.key);
@@ -58,7 +155,12 @@ void Node::check_serve(const Serve& chunk) const {
             "a block was served that no lease holds");
     const auto& lease = book->second;
     const auto position = std::find(lease.blocks.begin(), lease.blocks.end(), index) - lease.blocks.begin();
-    require(lease.ready[chunk.layer] > position * kBlockTokens, "a block was served beyond the watermark");
+    require(
+        lease.ready[chunk.layer] >= std::min<std::uint64_t>((position + 1) * kBlockTokens, asked->second.ask.tokens),
+        "a block was served beyond the watermark");
+    require(lease.key == asked->second.ask.key && position >= asked->second.ask.first_block &&
+                position < asked->second.ask.first_block + asked->second.ask.blocks,
+            "a block was served that was not asked for");
   }
 }
 
@@ -79,7 +181,9 @@ void Node::check_limits() const {
   require(stats.leases <= limits.leases && stats.pulls <= limits.pulls && stats.parked <= limits.parked,
           "more leases, pulls or parked asks than the limits allow");
   require(stats.peers <= limits.peers, "more peers than the limits allow");
-  require(stats.readers <= limits.leases * limits.readers_per_lease + limits.parked, "more readers than can be");
+  require(stats.readers <= stats.leases * limits.readers_per_lease + stats.parked, "more readers than can be");
+  require(stats.parked == 0 || world.now_s <= heard_last_s_ + options.lease_ttl_s,
+          "an ask is parked though its sink is silent");
   require(stats.connections <= limits.connections + limits.peers, "more connections than the limits allow");
   for (const auto& [id, end] : ends) {
     require(end->serving.size() <= limits.chunks_served * (limits.leases * limits.readers_per_lease),
@@ -98,6 +202,11 @@ void Node::on_report(const Report& report) {
     require(lease.live, "a lease ended twice");
     lease.live = lease.open = false;
     memory->give_back(lease.blocks);
+    const auto heard = heard_s_.find(report.key);
+    require(report.cause != Cause::expired || heard == heard_s_.end() ||
+                world.now_s >= heard->second + options.lease_ttl_s - 1e-6,
+            "a lease expired though its sink wanted it");
+    std::erase_if(served_, [&](const auto& entry) { return world.key_of_life(entry.second.life) == report.key; });
     return;
   }
   const auto found = pulls.find(report.key);
@@ -198,6 +307,7 @@ bool Node::open(const Key& key, std::uint32_t tokens, double unclaimed_ttl_s) {
   lease.completed = false;
   lease.ready = {};
   lease.life = world.begin_life(key);
+  heard_s_.erase(key);
   if (!command(OpenLease{key, unclaimed_ttl_s})) {
     lease = before;
     return false;
@@ -245,7 +355,13 @@ void Node::complete(LeaseBook& lease, std::uint32_t tokens) {
 void Node::revoke(LeaseBook& lease) {
   lease.open = false;
   memory->give_back(lease.blocks);
+  told_.clear();
   require(command(RevokeLease{lease.key, false}), "a revocation was refused");
+  for (const auto& [id, asked] : asks_) {
+    require(asked.ask.key != lease.key || told_.contains(id), "a revocation was not told to a sink");
+  }
+  // Chunks that were not begun are forgotten, and may be asked for again.
+  std::erase_if(served_, [&](const auto& entry) { return world.key_of_life(entry.second.life) == lease.key; });
 }
 
 bool Node::pull(PullBook book, const std::string& of, double budget_s, Random& random) {
@@ -415,6 +531,8 @@ bool Node::deliver(Random& random) {
     const Message message = std::move(end->arriving.front());
     end->arriving.pop_front();
     if (const auto* frame = std::get_if<Blob>(&message)) {
+      if (!frame->empty() && frame->front() == static_cast<std::uint8_t>(FrameType::request))
+        end->last_request = *frame;
       happened(FrameArrived{end->id, *frame});
     } else if (const auto* transit = std::get_if<std::shared_ptr<Transit>>(&message)) {
       end->announced = *transit;

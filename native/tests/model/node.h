@@ -9,6 +9,7 @@
 
 #include "tests/model/link.h"
 #include "transfer/core.h"
+#include "transfer/wire.h"
 
 namespace baton::model {
 
@@ -81,7 +82,13 @@ class Node {
   void on_pull_end(const Report& report);
   void check_content(const PullBook& pull) const;
   void check_action(const Action& action);
-  void check_serve(const Serve& chunk) const;
+  void check_serve(const Serve& chunk);
+  void check_send(const Send& send);
+  void hear(const Event& event);
+  void hear_frame(ConnectionId connection, const Blob& frame);
+  void forget(ConnectionId connection);
+  // Every sink that reads a lease has been told what became of it.
+  void check_told(const Key& key, const char* what) const;
   void check_place(const Place& chunk);
   void check_limits() const;
   void place(const std::shared_ptr<End>& end, const Place& chunk);
@@ -98,6 +105,24 @@ class Node {
   std::set<PullId> stopping_;  // Between `StopPlacing` and the core's learning that it is done.
   std::vector<PullId> stops_;  // Those that have been carried out and not answered.
   std::map<PullId, Key> keys_of_pulls_;
+
+  // What the source was told and has promised, read off its frames.
+  using ReaderId = std::pair<ConnectionId, PullId>;
+  struct Chunk {
+    std::uint32_t life = 0;
+    std::uint64_t generation = 0;
+  };
+  struct Asked {
+    frames::Ask ask;
+    double heard_s = 0;
+  };
+  std::map<ReaderId, Asked> asks_;  // That have not been ended.
+  std::map<std::pair<ReaderId, std::uint32_t>, Chunk> served_;
+  std::map<Key, double> heard_s_;  // When a sink last said that it wants this lease.
+  double heard_last_s_ = -1e9;
+  std::set<ConnectionId> known_;  // To the core.
+  std::set<ConnectionId> closing_;
+  std::set<ReaderId> told_;  // Of the last revocation.
   ConnectionId accepted_ = static_cast<ConnectionId>(-1);
 };
 

@@ -32,6 +32,7 @@ const std::vector<World::Operation>& World::operations() {
       {"long", 0.4, &World::wait_long},
       {"cut", 3, &World::cut, &World::disturbs_},
       {"separate", 1.5, &World::separate, &World::disturbs_},
+      {"overtake", 15, &World::overtake},
       {"silence", 1, &World::silence, &World::disturbs_},
       {"kill and restart", 0.7, &World::kill, &World::disturbs_},
       {"shut down", 0.3, &World::shut_down, &World::disturbs_},
@@ -212,6 +213,26 @@ void World::cut(Random& random) {
   if (end != nullptr) nodes_[end->node]->drop(end, "cut", random.chance(0.5));
 }
 
+// Where chunks travel beside the frames about their lease, a trailer may come before what happened to the lease sooner.
+void World::overtake(Random& random) {
+  const auto type_of = [](const Message& message) {
+    const auto* frame = std::get_if<Blob>(&message);
+    return frame == nullptr || frame->empty() ? 0 : frame->front();
+  };
+  for (const auto& node : nodes_) {
+    for (const auto& [id, end] : node->ends) {
+      for (std::size_t i = 0; i + 1 < end->arriving.size(); ++i) {
+        const auto first = static_cast<FrameType>(type_of(end->arriving[i]));
+        const auto next = static_cast<FrameType>(type_of(end->arriving[i + 1]));
+        if (first != FrameType::revoked && first != FrameType::ended) continue;
+        if (next != FrameType::chunk_end || random.chance(0.2)) continue;
+        std::swap(end->arriving[i], end->arriving[i + 1]);
+        ++seen_["a trailer overtook a revocation"];
+      }
+    }
+  }
+}
+
 void World::separate(Random& random) {
   reachable_ = !reachable_ || random.chance(0.3);
 }
@@ -247,6 +268,7 @@ void World::lie(Random& random) {
   const auto end = any_end(random);
   if (end == nullptr) return;
   distrusted_.insert(std::minmax(end->node, end->peer_node));
+  if (!end->last_request.empty() && random.chance(0.4)) return ask_for_too_much(end, random);
   if (end->arriving.empty() || random.chance(0.4)) return say_anything(end, random);
   Message& message = end->arriving[random.below(end->arriving.size())];
   if (auto* transit = std::get_if<std::shared_ptr<Transit>>(&message)) {
@@ -260,6 +282,20 @@ void World::lie(Random& random) {
       byte = random.chance(0.5) ? static_cast<std::uint8_t>(byte + random.below(5) - 2)
                                 : static_cast<std::uint8_t>(random.next());
     }
+  }
+}
+
+// What a sink just asked for, but for a little more, or some time else, or once more.
+void World::ask_for_too_much(const std::shared_ptr<End>& end, Random& random) {
+  auto request = decode<frames::Request>(Bytes(end->last_request).subspan(1));
+  for (std::uint32_t times = random.chance(0.2) ? 12 : 1; times > 0; --times) {
+    if (random.chance(0.8)) request->sequence += 1000;
+    if (random.chance(0.5)) request->layer = random.below(kLayers);
+    if (random.chance(0.5)) request->first_block = random.below(10);
+    if (random.chance(0.5)) request->blocks = 1 + random.below(5);
+    Blob bytes = encode(*request);
+    bytes.erase(bytes.begin(), bytes.begin() + kLengthBytes);
+    end->arriving.push_back(std::move(bytes));
   }
 }
 

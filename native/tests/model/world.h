@@ -83,12 +83,14 @@ class World {
   void wait_for_an_alarm(Random& random);
   void wait_long(Random& random);
   void cut(Random& random);
+  void overtake(Random& random);
   void separate(Random& random);
   void silence(Random& random);
   void kill(Random& random);
   void shut_down(Random& random);
   void lie(Random& random);
   void say_anything(const std::shared_ptr<End>& end, Random& random);
+  void ask_for_too_much(const std::shared_ptr<End>& end, Random& random);
 
   Seen& seen_;
   std::function<void(const std::string&)> trace_;
