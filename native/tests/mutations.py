@@ -4,6 +4,8 @@
 its text no longer occurs exactly once in the file it names, so the list cannot rot.
 """
 
+# The texts are lines as they stand in the sources, and this is a program that prints.
+# ruff: noqa: E501, T201
 from __future__ import annotations
 
 import argparse
@@ -323,8 +325,8 @@ MUTATIONS = [
     Mutation(
         "a stalled source is waited for",
         "transfer/pull.cpp",
-        "    if (now_s >= give_up_s) {\n      return fail(pull, Cause::stalled, \"nothing came",
-        "    if (false) {\n      return fail(pull, Cause::stalled, \"nothing came",
+        '    if (now_s >= give_up_s) {\n      return fail(pull, Cause::stalled, "nothing came',
+        '    if (false) {\n      return fail(pull, Cause::stalled, "nothing came',
     ),
     Mutation(
         "a done pull does not release its lease",
@@ -347,7 +349,7 @@ MUTATIONS = [
     Mutation(
         "an unreachable source is tried for ever",
         "transfer/pull_peers.cpp",
-        "      fail_all(peer.endpoint, Cause::unreachable, \"cannot reach \" + peer.address + \": \" + peer.lost_detail);\n",
+        '      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + peer.address + ": " + peer.lost_detail);\n',
         "",
     ),
     # Handshake and core.
@@ -368,8 +370,8 @@ MUTATIONS = [
     Mutation(
         "a proof of one side is good for the other",
         "transfer/handshake.cpp",
-        "      .add(view(of == Side::sink ? \"sink\" : \"source\"))\n",
-        "      .add(view(of == Side::sink ? \"sink\" : \"sink\"))\n",
+        '      .add(view(of == Side::sink ? "sink" : "source"))\n',
+        '      .add(view(of == Side::sink ? "sink" : "sink"))\n',
         "strangers",
     ),
     Mutation(
