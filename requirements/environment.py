@@ -143,7 +143,7 @@ class Environment:
         """Compile `native/` once per source state; every environment gets the same wheel."""
         native = ROOT / "native"
         files = [path for path in native.rglob("*") if path.is_file()]
-        sources = sorted(path for path in files if path.relative_to(native).parts[0] not in ("build", "tests"))
+        sources = sorted(path for path in files if path.relative_to(native).parts[0] not in ("build", "fuzz", "tests"))
         digest = digest_of(*sources, sys.version, self.environ.get("CXX", ""))
         if self.stamps.holds("native", digest):
             return

@@ -232,9 +232,9 @@ void Core::drop_broken(ConnectionId connection) {
 }
 
 // The shell answers with `Closed`; until then frames of this connection are ignored, since it is unknown here.
-void Core::drop(ConnectionId connection, const std::string& why) {
+void Core::drop(ConnectionId connection, std::string why) {
   connections_.erase(connection);
-  out_.put(Close{connection, why});
+  out_.put(Close{connection, std::move(why)});
 }
 
 void Core::on_closed(double now_s, const Closed& closed) {
@@ -264,6 +264,8 @@ Stats Core::stats() const {
   stats.pulls = sink_.pulls();
   stats.rails = sink_.rails();
   stats.parked = source_.parked();
+  stats.readers = source_.readers();
+  stats.peers = sink_.peers();
   stats.connections = connections_.size();
   return stats;
 }

@@ -45,7 +45,7 @@ class Core {
   [[nodiscard]] bool on_sink_frame(double now_s, ConnectionId connection, FrameType type, Bytes body);
   void on_closed(double now_s, const Closed& closed);
   void settle(double now_s, ConnectionId connection, Handshake::Outcome outcome);
-  void drop(ConnectionId connection, const std::string& why);
+  void drop(ConnectionId connection, std::string why);  // By value: the reason may lie in what is dropped.
   void drop_broken(ConnectionId connection);
   void tick(double now_s);
   void open_connection(double now_s, ConnectionId connection, Handshake::Side side);

@@ -179,8 +179,8 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
     out_.send(connection, frames::Ended{ask.pull, Cause::expired, "the lease is gone"});
     return true;
   }
-  if (parks ? parked_.size() >= options_.limits.parked
-            : found->second.readers.size() >= options_.limits.readers_per_lease) {
+  const std::size_t beside = parks ? parked_.count(ask.key) : found->second.readers.size();
+  if (beside >= options_.limits.readers_per_lease || (parks && parked_.size() >= options_.limits.parked)) {
     out_.send(connection, frames::Ended{ask.pull, Cause::refused, "the source holds too many asks"});
     return true;
   }

@@ -41,6 +41,7 @@ class Source {
 
   [[nodiscard]] std::uint64_t generation(const Key& key) const;
   [[nodiscard]] std::uint64_t parked() const { return parked_.size(); }
+  [[nodiscard]] std::uint64_t readers() const { return readers_.size(); }
 
  private:
   using ReaderId = std::pair<ConnectionId, PullId>;

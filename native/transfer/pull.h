@@ -53,6 +53,7 @@ class Sink {
 
   [[nodiscard]] std::uint64_t pulls() const { return pulls_.size(); }
   [[nodiscard]] std::vector<RailShare> rails() const;
+  [[nodiscard]] std::uint64_t peers() const { return peers_.size(); }
 
  private:
   enum class State : std::uint8_t { wanted, pulling, verifying, fencing };
@@ -129,6 +130,7 @@ class Sink {
     double waiting_s = 0;
     double moving_s = 0;
     std::uint32_t restarts = 0;
+    std::uint64_t rereads = 0;
     std::string backend;
     std::string declined;
     std::string lost;  // Why its connection was lost last, if it was.

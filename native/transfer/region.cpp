@@ -43,7 +43,7 @@ std::shared_ptr<Region> Region::create(std::uint64_t bytes) {
 
 std::shared_ptr<Region> Region::open(int pid, int fd, std::uint64_t bytes) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
-  const int own_fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  const int own_fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
   if (own_fd < 0) return nullptr;
   std::shared_ptr<Region> region(new Region(own_fd, bytes));
   struct stat status{};

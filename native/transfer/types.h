@@ -139,6 +139,8 @@ struct Stats {
   std::uint64_t leased_blocks = 0;
   std::uint64_t pulls = 0;
   std::uint64_t parked = 0;
+  std::uint64_t readers = 0;  // Of this agent's leases, and those that are parked.
+  std::uint64_t peers = 0;    // That this agent pulls from.
   std::uint64_t connections = 0;
   std::uint64_t pulled_bytes = 0;
   std::uint64_t pulled_blocks = 0;

@@ -1,0 +1,20 @@
+// Texts of peers: endpoints, and layouts as they travel in fingerprints.
+#include "fuzz/input.h"
+#include "layout/layout.h"
+#include "transfer/endpoint.h"
+
+using namespace baton;
+
+int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  const std::string text(reinterpret_cast<const char*>(data), size);
+  if (const auto endpoint = transfer::parse_endpoint(text)) {
+    const auto again = transfer::parse_endpoint(transfer::format_endpoint(*endpoint));
+    fuzz::require(again && again->address == endpoint->address && again->incarnation == endpoint->incarnation);
+  }
+  try {
+    const layout::Layout got = layout::parse(text);
+    fuzz::require(layout::to_string(layout::parse(layout::to_string(got))) == layout::to_string(got));
+  } catch (const layout::Invalid&) {
+  }
+  return 0;
+}

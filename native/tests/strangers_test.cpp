@@ -1,0 +1,183 @@
+// The handshake against peers that do not know the secret, know it and lie, or repeat what others said. The world of
+// tests/model is one of agents that have met; this is about who gets in.
+#include "tests/check.h"
+#include "tests/proof.h"
+#include "transfer/core.h"
+
+using namespace baton::transfer;
+using baton::Digest;
+using baton::tests::proof;
+
+namespace {
+
+constexpr ConnectionId kAtSource = 1, kAtSink = 2;
+constexpr std::uint64_t kIncarnation = 7;
+
+Options options_of(std::uint8_t number, std::vector<std::string> backends = {"tcp"}) {
+  Options options;
+  options.secret = "shared";
+  options.backends = std::move(backends);
+  options.incarnation = number;
+  options.entropy[0] = number;
+  options.limits.connections = 3;
+  return options;
+}
+
+// One core, and the last frames it sent.
+struct Met {
+  Core core;
+  std::vector<Blob> said;
+  bool closed = false;
+  bool used = false;  // Chunks may travel.
+
+  explicit Met(const Options& options) : core(options) { core.set_geometry({"model", 2, 8, 64, 4}); }
+  void step(double now_s, const Event& event) {
+    for (const Action& action : core.step(now_s, {&event, 1})) {
+      if (const auto* send = std::get_if<Send>(&action)) {
+        said.emplace_back(send->frame.begin() + kLengthBytes, send->frame.end());
+      }
+      closed = closed || std::holds_alternative<Close>(action);
+      used = used || std::holds_alternative<UseBackend>(action);
+    }
+  }
+  template <class Frame>
+  void hear(ConnectionId connection, Frame frame) {
+    Blob bytes = encode(std::move(frame));
+    step(0, FrameArrived{connection, Blob(bytes.begin() + kLengthBytes, bytes.end())});
+  }
+  template <class Frame>
+  Frame last() const {
+    CHECK(!said.empty() && said.back()[0] == static_cast<std::uint8_t>(Frame::type));
+    const auto frame = decode<Frame>(baton::Bytes(said.back()).subspan(1));
+    CHECK(frame);
+    return *frame;
+  }
+};
+
+struct MetSource : Met {
+  Digest nonce{};
+  explicit MetSource(const Options& options = options_of(1)) : Met(options) {
+    step(0, Accepted{kAtSource});
+    hear(kAtSource, frames::Hello{.nonce = sink_nonce()});
+    nonce = last<frames::Challenge>().nonce;
+  }
+  static Digest sink_nonce() { return {9, 9}; }
+};
+
+struct MetSink : Met {
+  Digest nonce{};
+  explicit MetSink(const Options& options = options_of(2)) : Met(options) {
+    step(0, StartPull{Key{1}, "10.0.0.1:80/0000000000000007", 0, 4, {0}, 5});
+    step(0, Connected{kAtSink});
+    nonce = last<frames::Hello>().nonce;
+    hear(kAtSink, frames::Challenge{.nonce = source_nonce()});
+    (void)last<frames::Identify>();
+  }
+  static Digest source_nonce() { return {8, 8}; }
+};
+
+frames::Identity identity(std::uint64_t incarnation = kIncarnation) {
+  return {.incarnation = incarnation,
+          .fingerprint = "model",
+          .layers = 2,
+          .block_bytes = 64,
+          .block_tokens = 4,
+          .chunk_blocks = 1024,
+          .backends = "tcp",
+          .checksum = true,
+          .lease_ttl_ms = 5000};
+}
+
+void welcome(MetSink& sink, const frames::Identity& who) {
+  sink.hear(kAtSink, frames::Welcome{who, proof("source", sink.nonce, MetSink::source_nonce(), who)});
+}
+
+}  // namespace
+
+TEST(strangers_are_not_served) {
+  const auto knock = [](const frames::Identity& claimed, const Digest& shown) {
+    MetSource source;
+    source.hear(kAtSource, frames::Identify{claimed, shown});
+    CHECK(source.closed && !source.used && source.core.stats().connections == 0);
+    (void)source.last<frames::Refuse>();
+  };
+  const Digest nonce = MetSource().nonce;
+  knock(identity(), Digest{});
+  knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(), "guessed"));
+  knock(identity(), proof("source", MetSource::sink_nonce(), nonce, identity()));   // One's own proof, sent back.
+  knock(identity(), proof("sink", MetSource::sink_nonce(), Digest{}, identity()));  // Heard in another handshake.
+  knock(identity(), proof("sink", Digest{}, nonce, identity()));                    // Not for this Hello.
+  knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(8)));    // Of another identity.
+  frames::Identity other = identity();
+  other.block_bytes = 128;
+  knock(other, proof("sink", MetSource::sink_nonce(), nonce, other));
+  other = identity();
+  other.backends = "shm";
+  knock(other, proof("sink", MetSource::sink_nonce(), nonce, other));
+}
+
+TEST(friends_among_strangers_are_served) {
+  MetSource source;
+  source.hear(kAtSource,
+              frames::Identify{identity(), proof("sink", MetSource::sink_nonce(), source.nonce, identity())});
+  CHECK(!source.closed && source.used);
+  const auto agreed = source.last<frames::Agreed>();
+  CHECK(agreed.backend == "tcp" && agreed.checksum);
+
+  MetSink sink;
+  welcome(sink, identity());
+  CHECK(!sink.closed && !sink.used);
+  sink.hear(kAtSink, frames::Agreed{"tcp", true, ""});
+  CHECK(!sink.closed && sink.used);
+  (void)sink.last<frames::Ask>();
+}
+
+TEST(strangers_are_not_pulled_from) {
+  const auto meet = [](const frames::Identity& claimed, const Digest& shown) {
+    MetSink sink;
+    sink.hear(kAtSink, frames::Welcome{claimed, shown});
+    CHECK(sink.closed && !sink.used && sink.core.stats().connections == 0);
+  };
+  const Digest nonce = MetSink().nonce;
+  meet(identity(), Digest{});
+  meet(identity(), proof("source", nonce, MetSink::source_nonce(), identity(), "guessed"));
+  meet(identity(), proof("sink", nonce, MetSink::source_nonce(), identity()));
+  meet(identity(), proof("source", Digest{}, MetSink::source_nonce(), identity()));
+  meet(identity(), proof("source", nonce, MetSink::source_nonce(), identity(9)));
+  meet(identity(9), proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another life of the source.
+}
+
+TEST(strangers_among_friends_cannot_weaken_what_was_agreed) {
+  const auto agree = [](const frames::Agreed& agreed) {
+    MetSink sink;
+    welcome(sink, identity());
+    sink.hear(kAtSink, agreed);
+    CHECK(sink.closed && !sink.used && sink.core.stats().protocol_errors == 1);
+  };
+  agree({"tcp", false, ""});
+  agree({"shm", true, ""});
+}
+
+TEST(strangers_say_nothing_else_first) {
+  const auto knock = [](auto frame) {
+    MetSource source;
+    source.hear(kAtSource, frame);
+    CHECK(source.closed && source.core.stats().parked == 0 && source.core.stats().protocol_errors == 1);
+  };
+  knock(frames::Ask{.pull = 1, .key = Key{1}, .blocks = 1, .tokens = 4});
+  knock(frames::Release{Key{1}, Cause::none});
+  knock(frames::KeepAlive{1});
+  knock(frames::Hello{});
+  knock(frames::Answer{true, {}, {}});
+}
+
+TEST(strangers_do_not_stay_and_do_not_crowd) {
+  MetSource source;
+  for (const ConnectionId connection : {3u, 5u}) source.step(0, Accepted{connection});
+  CHECK(!source.closed && source.core.stats().connections == 3);
+  source.step(0, Accepted{7});
+  CHECK(source.closed && source.core.stats().connections == 3);
+  CHECK(source.core.wake_s() <= 10);
+  source.step(10, SetFaults{});
+  CHECK(source.core.stats().connections == 0);
+}
