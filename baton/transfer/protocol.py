@@ -86,7 +86,7 @@ class AgentOptions:
 
     direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
     memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; ucx: by
-    UCX, which has ways of its own; tcp.
+    UCX, which has ways of its own, and which believes every peer that reaches it; tcp.
     """
     verbs_library: str = "libibverbs.so.1"
     """Loaded when the pool is set, as `ucx_library` is; without it that backend is declined."""

@@ -61,12 +61,17 @@ class FakeVerbs:
         return {name: count for name, count in self.counts().items() if name in OPEN and count}
 
 
+def compiler() -> list[str]:
+    """Return the command of the C++ compiler; skip the test where there is none."""
+    command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+    if command is None:
+        pytest.skip("there is no C++ compiler")
+    return command.split()
+
+
 def compile_fake_verbs(folder: Path) -> FakeVerbs:
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler for the fake libibverbs")
     fake = FakeVerbs(folder)
-    command = [*compiler.split(), "-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(SOURCE), "-o", fake.library]
-    subprocess.run([*command, "-lpthread"], check=True)
+    arguments = ["-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(SOURCE), "-o", fake.library, "-lpthread"]
+    subprocess.run([*compiler(), *arguments], check=True)
     os.environ["FAKE_VERBS_DIR"] = str(fake.tables)  # Read when the library is first used, and by child processes.
     return fake

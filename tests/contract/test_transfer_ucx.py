@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from fake_verbs import NATIVE, compiler
 from test_transfer_processes import Peer
 from transfer_rig import KEY, OPTIONS, SINK_BLOCKS, SOURCE_BLOCKS, TOKENS, Node, pull
 from ucx_library import ucx_library
@@ -41,6 +44,15 @@ def whole_pull(make: Make, **of_sink: object) -> TransferEvent:
     assert done.kind == EventKind.PULL_DONE
     assert sink.holds(SINK_BLOCKS, seed=3) and sink.gaps_are_untouched()
     return done
+
+
+def test_our_declarations_are_those_of_the_library() -> None:
+    """Sizes, offsets and values are compared when `abi_test.cpp` is compiled with the original header."""
+    headers = Path(ucx_library()).parents[1] / "include"
+    if not (headers / "ucp").is_dir():
+        pytest.skip("UCX is installed without its headers")
+    arguments = ["-std=c++20", "-fsyntax-only", "-w", f"-I{NATIVE}", f"-I{headers}"]
+    subprocess.run([*compiler(), *arguments, str(NATIVE / "tests" / "abi_test.cpp")], check=True)
 
 
 def test_tcp_is_never_taken_silently(make: Make, caplog: pytest.LogCaptureFixture) -> None:
