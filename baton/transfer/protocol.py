@@ -81,12 +81,12 @@ class AgentOptions:
     """A pull gets one more connection, up to all, for each of these bytes."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
-    backends: tuple[str, ...] = ("direct", "shm", "cma", "verbs", "ucx", "tcp")
+    backends: tuple[str, ...] = ("direct", "shm", "cma", "verbs", "tcp")
     """In order of preference; the handshake takes the first that works between both processes.
 
     direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
-    memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; ucx: by
-    UCX, which has ways of its own, and which believes every peer that reaches it; tcp.
+    memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; tcp.
+    Only where it is named: ucx, by UCX, which has ways of its own and believes every peer that reaches it.
     """
     verbs_library: str = "libibverbs.so.1"
     """Loaded when the pool is set, as `ucx_library` is; without it that backend is declined."""

@@ -117,7 +117,7 @@ struct FabricOptions {
 
 struct Options {
   std::string secret;
-  std::vector<std::string> backends = {"direct", "shm", "cma", "verbs", "ucx", "tcp"};
+  std::vector<std::string> backends = {"direct", "shm", "cma", "verbs", "tcp"};
   FabricOptions fabric;
   std::vector<std::string> striped;  // The backends with which several lanes are faster than one.
   std::uint32_t streams = 1;         // Lanes per rail.
