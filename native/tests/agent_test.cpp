@@ -18,6 +18,8 @@ namespace {
 constexpr std::uint32_t kLayers = 3, kBlocks = 64, kBlockTokens = 16;
 constexpr std::uint64_t kBlockBytes = 20000, kStrideBytes = 20480;
 
+const std::string kLanes = "lanes";  // Four connections over tcp.
+
 Key key_of(std::uint32_t number) {
   Key key{};
   std::memcpy(key.data(), &number, sizeof number);
@@ -27,10 +29,21 @@ Key key_of(std::uint32_t number) {
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
       : region(Region::create(kLayers * kBlocks * kStrideBytes)),
-        agent(Options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults}, {"127.0.0.1:0"}) {
+        agent(options(backend, faults), backend == kLanes ? std::vector<std::string>{"127.0.0.2:0", "127.0.0.3:0"}
+                                                          : std::vector<std::string>{"127.0.0.1:0"}) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
+  }
+  static Options options(const std::string& backend, Faults faults) {
+    Options options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults};
+    options.limits.chunk_bytes = kBlockBytes;
+    if (backend == kLanes) {
+      options.backends = {"tcp"};
+      options.streams = 2;
+      options.lane_bytes = 1;
+    }
+    return options;
   }
   std::uint8_t* at(std::uint32_t layer, std::uint32_t block) {
     return region->data() + (layer * kBlocks + block) * kStrideBytes;
@@ -183,6 +196,9 @@ TEST(traffic_over_shared_memory) {
 TEST(traffic_over_tcp) {
   run_traffic("tcp");
 }
+TEST(traffic_over_lanes) {
+  run_traffic(kLanes);
+}
 TEST(many_callers_over_direct) {
   run_many_at_once("direct");
 }
@@ -195,6 +211,9 @@ TEST(many_callers_over_shared_memory) {
 TEST(many_callers_over_tcp) {
   run_many_at_once("tcp");
 }
+TEST(many_callers_over_lanes) {
+  run_many_at_once(kLanes);
+}
 TEST(sudden_ends_over_direct) {
   run_sudden_ends("direct");
 }
@@ -206,4 +225,7 @@ TEST(sudden_ends_over_shared_memory) {
 }
 TEST(sudden_ends_over_tcp) {
   run_sudden_ends("tcp");
+}
+TEST(sudden_ends_over_lanes) {
+  run_sudden_ends(kLanes);
 }
