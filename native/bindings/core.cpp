@@ -145,7 +145,9 @@ void bind_happenings(nb::module_& m) {
 }
 
 void bind_actions(nb::module_& m) {
-  nb::class_<Connect>(m, "Connect").def_ro("connection", &Connect::connection).def_ro("address", &Connect::address)
+  nb::class_<Connect>(m, "Connect")
+      .def_ro("connection", &Connect::connection)
+      .def_ro("address", &Connect::address)
       .def_ro("label", &Connect::label);
   nb::class_<Close>(m, "Close").def_ro("connection", &Close::connection).def_ro("detail", &Close::detail);
   nb::class_<Send>(m, "Send").def_ro("connection", &Send::connection).def_ro("frame", &Send::frame);

@@ -20,6 +20,8 @@ namespace {
 constexpr std::uint32_t kLayers = 3, kBlocks = 64, kBlockTokens = 16;
 constexpr std::uint64_t kBlockBytes = 20000, kStrideBytes = 20480;
 
+const std::string kLanes = "lanes";  // Four connections over tcp.
+
 Key key_of(std::uint32_t number) {
   Key key{};
   std::memcpy(key.data(), &number, sizeof number);
@@ -29,6 +31,12 @@ Key key_of(std::uint32_t number) {
 // Of UCX there is what $BATON_UCX_LIBRARY names: tests/contract says where it may be had.
 Options options_of(const std::string& backend, Faults faults) {
   Options options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults};
+  options.limits.chunk_bytes = kBlockBytes;
+  if (backend == kLanes) {
+    options.backends = {"tcp"};
+    options.streams = 2;
+    options.lane_bytes = 1;
+  }
   options.fabric.verbs_library = FAKE_VERBS;
   if (const char* library = std::getenv("BATON_UCX_LIBRARY")) options.fabric.ucx_library = library;
   return options;
@@ -36,7 +44,9 @@ Options options_of(const std::string& backend, Faults faults) {
 
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
-      : region(Region::create(kLayers * kBlocks * kStrideBytes)), agent(options_of(backend, faults), {"127.0.0.1:0"}) {
+      : region(Region::create(kLayers * kBlocks * kStrideBytes)),
+        agent(options_of(backend, faults), backend == kLanes ? std::vector<std::string>{"127.0.0.2:0", "127.0.0.3:0"}
+                                                             : std::vector<std::string>{"127.0.0.1:0"}) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
@@ -215,6 +225,9 @@ TEST(traffic_over_verbs) {
 TEST(traffic_over_ucx) {
   if (has_ucx()) run_traffic("ucx");
 }
+TEST(traffic_over_lanes) {
+  run_traffic(kLanes);
+}
 TEST(many_callers_over_direct) {
   run_many_at_once("direct");
 }
@@ -233,6 +246,9 @@ TEST(many_callers_over_verbs) {
 TEST(many_callers_over_ucx) {
   if (has_ucx()) run_many_at_once("ucx");
 }
+TEST(many_callers_over_lanes) {
+  run_many_at_once(kLanes);
+}
 TEST(sudden_ends_over_direct) {
   run_sudden_ends("direct");
 }
@@ -250,4 +266,7 @@ TEST(sudden_ends_over_verbs) {
 }
 TEST(sudden_ends_over_ucx) {
   if (has_ucx()) run_sudden_ends("ucx");
+}
+TEST(sudden_ends_over_lanes) {
+  run_sudden_ends(kLanes);
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "transfer/types.h"
 
@@ -12,8 +13,8 @@ namespace baton::transfer {
 
 struct Lane {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
-  static constexpr double kMeasureS = 1e-3;
-  static constexpr double kNewest = 0.2;  // Share of the newest measurement.
+  static constexpr double kMeasureS = 10e-3;  // Busy, for one measurement.
+  static constexpr double kNewest = 0.2;      // Share of the newest measurement.
 
   ConnectionId connection = 0;
   std::size_t rail = 0;  // Of the source's.
@@ -24,9 +25,11 @@ struct Lane {
   bool checksum = true;
   std::uint32_t in_flight = 0;  // Chunks of all pulls.
   std::uint64_t in_flight_bytes = 0;
-  double bytes_per_s = 0;        // 0: not measured yet.
-  double measured_from_s = 0;    // What the next measurement is taken over.
-  std::uint64_t measured_bytes = 0;
+  std::uint64_t asked_bytes = 0;
+  double bytes_per_s = 0;  // 0: not measured yet.
+  double busy_from_s = 0;
+  double busy_s = 0;  // Since the last measurement, as the bytes.
+  std::uint64_t busy_bytes = 0;
   double heard_s = 0;            // When the source last said something here, or it was asked to connect.
   double owed_since_s = kNever;  // Since when it has owed an answer.
   double suspected_s = kNever;   // Since when it seems to hang.
@@ -39,8 +42,9 @@ struct Lane {
     suspected_s = kNever;
   }
   void ask_for(double now_s, std::uint64_t bytes) {
-    if (in_flight++ == 0) measured_from(now_s);
+    if (in_flight++ == 0) busy_from_s = now_s;
     in_flight_bytes += bytes;
+    asked_bytes += bytes;
     expect_answer(now_s);
   }
   // A chunk that is not waited for any more.
@@ -50,16 +54,11 @@ struct Lane {
   }
   void finish(double now_s, std::uint64_t bytes) {
     let_go(bytes);
-    measured_bytes += bytes;
-    const double duration_s = now_s - measured_from_s;
-    if (duration_s < kMeasureS) return;
-    const double sample = static_cast<double>(measured_bytes) / duration_s;
+    busy_s += now_s - std::exchange(busy_from_s, now_s);
+    busy_bytes += bytes;
+    if (busy_s < kMeasureS) return;
+    const double sample = static_cast<double>(std::exchange(busy_bytes, 0)) / std::exchange(busy_s, 0);
     bytes_per_s = bytes_per_s == 0 ? sample : bytes_per_s + kNewest * (sample - bytes_per_s);
-    measured_from(now_s);
-  }
-  void measured_from(double now_s) {
-    measured_from_s = now_s;
-    measured_bytes = 0;
   }
 };
 

@@ -136,7 +136,8 @@ bool Sink::on_opened(double now_s, ConnectionId connection, const frames::Opened
     pull->state = State::pulling;
     Peer& peer = peers_.at(pull->endpoint);
     const std::uint64_t bytes = pull->blocks.size() * geometry_.layers * geometry_.block_bytes;
-    peer.lanes_wanted = std::max<std::size_t>(peer.lanes_wanted, bytes / std::max<std::uint64_t>(1, options_.lane_bytes));
+    peer.lanes_wanted =
+        std::max<std::size_t>(peer.lanes_wanted, bytes / std::max<std::uint64_t>(1, options_.lane_bytes));
     widen(now_s, peer);
     request_more(now_s, *pull);
   }
@@ -224,61 +225,6 @@ bool Sink::on_chunk_end(double now_s, ConnectionId connection, const frames::Chu
 
 // ---------------------------------------------------------------- moving
 
-std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) const {
-  const std::uint32_t tokens = pull.ready_tokens[layer];
-  const auto all = static_cast<std::uint32_t>(pull.blocks.size());
-  if (tokens >= pull.tokens) return all;
-  const std::uint32_t whole = tokens / geometry_.block_tokens;
-  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, all);
-}
-
-void Sink::request_more(double now_s, Pull& pull) {
-  if (pull.stopping || pull.revoked || pull.generation == 0 || pull.state == State::fencing) return;
-  Peer& peer = peers_.at(pull.endpoint);
-  if (peer.control == 0) return;
-  account(now_s, pull);
-  while (Lane* lane = next_lane(peer, pull)) {
-    const auto run = next_run(pull);
-    if (!run) return;
-    request(now_s, pull, *lane, *run);
-  }
-}
-
-std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
-  if (!pull.again.empty()) {
-    const Run run = pull.again.back();
-    pull.again.pop_back();
-    return run;
-  }
-  // Lower layers first: the engine that waits reads them first.
-  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
-    const std::uint32_t ready = ready_blocks(pull, layer);
-    std::uint32_t& next = pull.requested[layer];
-    if (next >= ready) continue;
-    const Run run{layer, next, std::min(chunk_blocks(geometry_, options_.limits), ready - next)};
-    next += run.blocks;
-    return run;
-  }
-  return std::nullopt;
-}
-
-void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
-  if (!pull.shares.contains(lane.connection)) ask(now_s, pull, lane.connection, true);
-  Share& share = pull.shares.at(lane.connection);
-  const std::uint64_t bytes = run.blocks * geometry_.block_bytes;
-  ++share.in_flight;
-  share.asked_bytes += bytes;
-  lane.ask_for(now_s, bytes);
-  const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
-  pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
-  out_.send(lane.connection, frames::Request{.pull = pull.id,
-                                        .generation = pull.generation,
-                                        .sequence = sequence,
-                                        .layer = run.layer,
-                                        .first_block = pull.first_block + run.first,
-                                        .blocks = run.blocks});
-}
-
 void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where) {
   chunk.placing = true;
   const auto first = pull.blocks.begin() + chunk.run.first;
@@ -312,7 +258,9 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
   Lane& lane = peer.lanes.at(chunk.connection);
   const std::uint64_t bytes = chunk.run.blocks * geometry_.block_bytes;
   pull.in_flight.erase(sequence);
-  --pull.shares.at(chunk.connection).in_flight;
+  Share& share = pull.shares.at(chunk.connection);
+  --share.in_flight;
+  share.in_flight_bytes -= bytes;
   lane.finish(now_s, bytes);
   if (chunk.trailer_generation != pull.generation) return restart(pull);
   if (lane.checksum && chunk.placed_crc != chunk.trailer_crc) {
@@ -403,7 +351,9 @@ void Sink::forget_progress(Pull& pull) {
 
 void Sink::forget_requests(Pull& pull) {
   for (const auto& [sequence, chunk] : pull.in_flight) {
-    --pull.shares.at(chunk.connection).in_flight;
+    Share& share = pull.shares.at(chunk.connection);
+    share.in_flight = 0;
+    share.in_flight_bytes = 0;
     peers_.at(pull.endpoint).lanes.at(chunk.connection).let_go(chunk.run.blocks * geometry_.block_bytes);
   }
   pull.in_flight.clear();
@@ -495,6 +445,7 @@ void Sink::tick_pull(double now_s, Pull& pull) {
     }
   }
   out_.wake_at(pull.keep_alive_s + interval_s);
+  request_more(now_s, pull);  // Lanes may have waited for another that is late.
 }
 
 void Sink::tick(double now_s) {

@@ -81,6 +81,7 @@ class Sink {
   // What a pull has to do with a lane.
   struct Share {
     std::uint32_t in_flight = 0;
+    std::uint64_t in_flight_bytes = 0;
     std::uint64_t asked_bytes = 0;
   };
   struct Peer {
@@ -112,11 +113,11 @@ class Sink {
     bool revoked = false;   // The source gave a generation up and has not opened the next.
     bool ever_opened = false;
     std::uint64_t generation = 0;
-    std::vector<std::uint32_t> ready_tokens;   // Per layer, as the source posts.
-    std::vector<std::uint32_t> requested;      // Per layer, blocks from the first on.
-    std::vector<std::uint32_t> verified;       // Per layer, a count of blocks.
-    std::vector<Run> again;                    // Lost with a connection; asked for first.
-    std::map<ConnectionId, Share> shares;      // Of the lanes on which the source knows this pull.
+    std::vector<std::uint32_t> ready_tokens;  // Per layer, as the source posts.
+    std::vector<std::uint32_t> requested;     // Per layer, blocks from the first on.
+    std::vector<std::uint32_t> verified;      // Per layer, a count of blocks.
+    std::vector<Run> again;                   // Lost with a connection; asked for first.
+    std::map<ConnectionId, Share> shares;     // Of the lanes on which the source knows this pull.
     std::map<std::string, RailShare> rails;
     std::map<std::uint32_t, Chunk> in_flight;  // By sequence.
     std::uint32_t next_sequence = 0;
@@ -150,7 +151,7 @@ class Sink {
   void forget(Peer& peer);
   [[nodiscard]] std::size_t lanes_on(const Peer& peer, std::size_t rail) const;
   void widen(double now_s, Peer& peer);
-  [[nodiscard]] Lane* next_lane(Peer& peer, const Pull& pull);
+  [[nodiscard]] Lane* next_lane(double now_s, Peer& peer, const Pull& pull);
   void check_lanes(double now_s, Peer& peer);
   void note_lost(double now_s, Peer& peer, const Lane& lane);
   [[nodiscard]] RailShare& of_rail(std::map<std::string, RailShare>& rails, const std::string& name) const;

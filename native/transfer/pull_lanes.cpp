@@ -1,14 +1,18 @@
 // How a pull's chunks are spread over the lanes to its source: which lanes there are, which one gets the next chunk,
 // and which is given up.
 #include <algorithm>
+#include <tuple>
 
 #include "transfer/pull.h"
 
 namespace baton::transfer {
 namespace {
 
-constexpr double kClearlySlower = 2;  // Lanes whose measured speeds differ by less share evenly.
-constexpr double kSuspicionS = 0.1;   // What had arrived when this side was slow is read in this time.
+// Speeds measured on one thread are rough: lanes that differ by less than this share evenly, as their windows allow.
+constexpr double kClearlySlower = 4;
+constexpr double kAboutEqual = 1.5;
+constexpr double kLagS = 0.02;       // A lane that was silent for longer holds no other back.
+constexpr double kSuspicionS = 0.1;  // What had arrived when this side was slow is read in this time.
 
 }  // namespace
 
@@ -41,7 +45,7 @@ void Sink::widen(double now_s, Peer& peer) {
 
 // The lane for a pull's next chunk, among the nearest: of those that would be done with it soon, the one that was
 // asked for the least, so that equal lanes carry equal bytes. Null: all have enough to do.
-Lane* Sink::next_lane(Peer& peer, const Pull& pull) {
+Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   std::size_t nearest = peer.rails.size();
   double fastest = 0;
   for (const auto& [connection, lane] : peer.lanes) {
@@ -63,21 +67,93 @@ Lane* Sink::next_lane(Peer& peer, const Pull& pull) {
     if (usable(lane)) soonest_s = std::min(soonest_s, done_in_s(lane));
   }
   // Lanes that are being opened count: their part of the pull is left for them.
-  const auto lanes = static_cast<std::uint32_t>(peer.lanes.size());
-  const std::uint32_t window = lanes == 1 ? options_.limits.chunks_in_flight
-                                          : std::max(options_.limits.chunks_per_lane,
-                                                     options_.limits.chunks_in_flight / lanes);
+  const bool shared = peer.lanes.size() > 1;
+  const auto full = [&](const Share& share) {
+    return share.in_flight >= options_.limits.chunks_in_flight ||
+           (shared && share.in_flight >= 2 && share.in_flight_bytes >= options_.limits.lane_window_bytes);
+  };
+  const auto less = [](const Share& a, const Lane& of_a, const Share& b, const Lane& of_b) {
+    return std::tie(a.asked_bytes, of_a.asked_bytes) < std::tie(b.asked_bytes, of_b.asked_bytes);
+  };
   Lane* best = nullptr;
   Share least;
   for (auto& [connection, lane] : peer.lanes) {
     if (!usable(lane) || done_in_s(lane) > kClearlySlower * soonest_s) continue;
     const auto known = pull.shares.find(connection);
     const Share share = known == pull.shares.end() ? Share{} : known->second;
-    if (share.in_flight >= window || (best != nullptr && share.asked_bytes >= least.asked_bytes)) continue;
+    if (full(share) || (best != nullptr && !less(share, lane, least, *best))) continue;
     best = &lane;
     least = share;
   }
+  if (best == nullptr) return nullptr;
+  // Without this, whichever lane happens to be read first is sooner done and asked again: it waits for its equals.
+  for (const auto& [connection, lane] : peer.lanes) {
+    const auto known = pull.shares.find(connection);
+    const bool equal = usable(lane) && (lane.bytes_per_s == 0 || best->bytes_per_s <= kAboutEqual * lane.bytes_per_s);
+    const bool gets_on = lane.in_flight > 0 && now_s < lane.owed_since_s + kLagS;
+    const std::uint64_t asked_bytes = known == pull.shares.end() ? 0 : known->second.asked_bytes;
+    if (equal && gets_on && least.asked_bytes >= asked_bytes + 2 * bytes) {
+      out_.wake_at(now_s + kLagS);
+      return nullptr;
+    }
+  }
   return best;
+}
+
+std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) const {
+  const std::uint32_t tokens = pull.ready_tokens[layer];
+  const auto all = static_cast<std::uint32_t>(pull.blocks.size());
+  if (tokens >= pull.tokens) return all;
+  const std::uint32_t whole = tokens / geometry_.block_tokens;
+  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, all);
+}
+
+void Sink::request_more(double now_s, Pull& pull) {
+  if (pull.stopping || pull.revoked || pull.generation == 0 || pull.state == State::fencing) return;
+  Peer& peer = peers_.at(pull.endpoint);
+  if (peer.control == 0) return;
+  account(now_s, pull);
+  while (Lane* lane = next_lane(now_s, peer, pull)) {
+    const auto run = next_run(pull);
+    if (!run) return;
+    request(now_s, pull, *lane, *run);
+  }
+}
+
+std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
+  if (!pull.again.empty()) {
+    const Run run = pull.again.back();
+    pull.again.pop_back();
+    return run;
+  }
+  // Lower layers first: the engine that waits reads them first.
+  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
+    const std::uint32_t ready = ready_blocks(pull, layer);
+    std::uint32_t& next = pull.requested[layer];
+    if (next >= ready) continue;
+    const Run run{layer, next, std::min(chunk_blocks(geometry_, options_.limits), ready - next)};
+    next += run.blocks;
+    return run;
+  }
+  return std::nullopt;
+}
+
+void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
+  if (!pull.shares.contains(lane.connection)) ask(now_s, pull, lane.connection, true);
+  Share& share = pull.shares.at(lane.connection);
+  const std::uint64_t bytes = run.blocks * geometry_.block_bytes;
+  ++share.in_flight;
+  share.in_flight_bytes += bytes;
+  share.asked_bytes += bytes;
+  lane.ask_for(now_s, bytes);
+  const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
+  pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
+  out_.send(lane.connection, frames::Request{.pull = pull.id,
+                                             .generation = pull.generation,
+                                             .sequence = sequence,
+                                             .layer = run.layer,
+                                             .first_block = pull.first_block + run.first,
+                                             .blocks = run.blocks});
 }
 
 void Sink::hear(double now_s, ConnectionId connection) {

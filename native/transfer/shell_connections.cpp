@@ -170,9 +170,8 @@ void Agent::end_placing() {
 // ---------------------------------------------------------------- connections
 
 void Agent::connect(const Connect& action) {
-  const auto own = std::find_if(rails_.begin(), rails_.end(), [&](const Rail& rail) {
-    return !rail.label.empty() && rail.label == action.label;
-  });
+  const auto own = std::find_if(rails_.begin(), rails_.end(),
+                                [&](const Rail& rail) { return !rail.label.empty() && rail.label == action.label; });
   const int fd = begin_connect(action.address, own == rails_.end() ? "" : own->address);
   if (fd < 0) {
     happened_.push_back(Closed{action.connection, std::strerror(errno)});

@@ -94,14 +94,14 @@ struct Limits {
   std::size_t ended = 4096;  // Keys remembered after their lease ended.
   double ended_ttl_s = 60;
   std::size_t reports = 262144;
-  std::uint32_t chunk_bytes = 1 << 20;  // A chunk is at least one block, whatever this says.
-  std::uint32_t chunk_blocks = 1024;    // So that a grant fits a frame.
-  std::uint32_t chunks_in_flight = 16;  // Per pull, asked for by the sink, all its lanes together.
-  std::uint32_t chunks_per_lane = 4;    // At least, however many lanes share a pull.
-  std::size_t lanes = 16;               // Per source.
-  std::size_t rails = 1024;             // That statistics are kept of.
-  std::uint32_t chunks_served = 64;     // Per pull, accepted by the source.
-  double idle_s = 60;                   // A connection without pulls is closed after this.
+  std::uint32_t chunk_bytes = 1 << 20;        // A chunk is at least one block, whatever this says.
+  std::uint32_t chunk_blocks = 1024;          // So that a grant fits a frame.
+  std::uint32_t chunks_in_flight = 16;        // Per pull and lane, asked for by the sink.
+  std::uint64_t lane_window_bytes = 2 << 20;  // The same, where several lanes share a pull; two chunks are allowed.
+  std::size_t lanes = 16;                     // Per source.
+  std::size_t rails = 1024;                   // That statistics are kept of.
+  std::uint32_t chunks_served = 64;           // Per pull, accepted by the source.
+  double idle_s = 60;                         // A connection without pulls is closed after this.
   double reconnect_s = 0.05;
   double rail_retry_s = 5;  // A rail that was lost is left alone for this long while others work.
 };
@@ -119,8 +119,8 @@ struct Options {
   std::string secret;
   std::vector<std::string> backends = {"direct", "shm", "cma", "verbs", "tcp"};
   FabricOptions fabric;
-  std::vector<std::string> striped;  // The backends with which several lanes are faster than one.
-  std::uint32_t streams = 1;         // Lanes per rail.
+  std::vector<std::string> striped;    // The backends with which several lanes are faster than one.
+  std::uint32_t streams = 1;           // Lanes per rail.
   std::uint64_t lane_bytes = 4 << 20;  // A pull gets one more lane for each of these bytes.
   bool checksum = true;
   double lease_ttl_s = 5;

@@ -48,8 +48,11 @@ class Request:
     pulled: bool = False
 
 
-def make_options() -> core.Options:
+def make_options(streams: int = 1) -> core.Options:
     options = core.Options()
+    options.striped = BACKENDS
+    options.streams = streams
+    options.lane_bytes = 1
     options.secret = "shared"
     return options
 
@@ -59,7 +62,8 @@ class Schedule:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.world = World([make_options(), make_options()], backend=self.random.choice(BACKENDS))
+        streams = 1 if seed % 2 else 3
+        self.world = World([make_options(), make_options(streams)], backend=self.random.choice(BACKENDS))
         self.source, self.sink = self.world.nodes
         self.corrupts = self.random.random() < 0.1
         self.source.step(core.SetFaults(self.random.choice([0.0, 0.0, 0.05]), 9 if self.corrupts else 0))
@@ -174,6 +178,14 @@ class Schedule:
         if ends := self.world.ends():
             self.world.cut(self.random.choice(ends))
 
+    def hang(self, _: Request) -> None:
+        """Let one of several connections hang for a while: what it still brings comes late."""
+        ends = self.world.ends()
+        if hanging := [end for end in ends if end.hangs]:
+            hanging[0].hangs = False
+        elif len(ends) > 2:
+            self.random.choice(ends).hangs = True
+
     def separate(self, _: Request) -> None:
         self.world.reachable = not self.world.reachable
 
@@ -196,6 +208,7 @@ class Schedule:
             self.release: 0.3,
             self.give_up: 0.5,
             self.cut: 1,
+            self.hang: 0.5,
             self.separate: 0.4,
             self.wait_long: 0.2,
         }
@@ -209,6 +222,8 @@ class Schedule:
 
     def end(self) -> None:
         self.world.reachable = True
+        for end in self.world.ends():
+            end.hangs = False
         for _ in range(150):
             while self.world.advance_one(0):
                 pass
@@ -271,11 +286,13 @@ def test_the_schedules_reach_what_they_are_for() -> None:
         for report in schedule.sink.reports + schedule.source.reports:
             seen[f"{report.kind} {report.cause}"] += 1
             seen[f"{report.kind} restarted {report.backend}"] += report.restarts > 0
+            seen[f"{report.kind} retired"] += any(rail.retired for rail in report.rails)
     for outcome in [
         "pull_done none",
         "pull_done restarted direct",
         "pull_done restarted shm",
         "pull_done restarted tcp",
+        "pull_done retired",
         "pull_failed cancelled",
         "pull_failed checksum",
         "pull_failed deadline",

@@ -64,6 +64,8 @@ class End:
     slots: dict[int, list[Label]] = field(default_factory=dict[int, list[Label]])
     """Of the ring that this end serves from: what is in use."""
     backend: str = ""
+    hangs: bool = False
+    """Nothing arrives here, and nobody is told."""
 
     @property
     def blocked(self) -> bool:
@@ -83,7 +85,7 @@ class Node:
         options.chunks_served = CHUNKS
         self.core = core.Core(options)
         self.core.set_geometry("model", LAYERS, BLOCKS, BLOCK_BYTES, BLOCK_TOKENS)
-        self.endpoint = f"node:{number + 1}/{number + 1:016x}"
+        self.endpoint = f"node:{number + 1},node:{number + 1}@far~1/{number + 1:016x}"
         self.pool: list[list[Label]] = [[GARBAGE] * BLOCKS for _ in range(LAYERS)]
         self.ends: dict[int, End] = {}
         self.reports: list[core.Report] = []
@@ -228,7 +230,7 @@ class World:
     def advance_one(self, choice: int) -> bool:
         """Let one of the possible next things happen; return whether there was any."""
         moves: list[Callable[[], None]] = [self.take_from_queue] if self.queue else []
-        moves += [partial(self.deliver, end) for end in self.ends() if end.arriving and not end.blocked]
+        moves += [partial(self.deliver, end) for end in self.ends() if end.arriving and not (end.blocked or end.hangs)]
         moves += [
             partial(self.read_block, end) for end in self.ends() if end.reading and (end.read or self.has_slot(end))
         ]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from baton.transfer import EventKind, PullWatch, TransferEvent
+from baton.transfer import EventKind, PullWatch, RailShare, TransferEvent
 from baton.transfer.pull_watch import GROUPS_MAX
 
 
@@ -37,6 +39,16 @@ def test_each_group_has_its_own_share_of_time_and_bytes() -> None:
     assert (second.first_layer, second.layers, second.moved_bytes) == (2, 1, 10)
     assert (second.began_s, second.ended_s) == (first.ended_s, pytest.approx(100.9))
     assert second.waiting_s == pytest.approx(0.2)
+
+
+def test_each_group_names_the_rails_that_carried_it() -> None:
+    def share(rail: str, moved_bytes: int) -> RailShare:
+        return RailShare(rail=rail, bytes=moved_bytes, chunks=1, retired=0, bytes_per_s=1.0)
+
+    watch = PullWatch(0.0, "host:1")
+    watch.note(replace(progress(1, 0.0, 0.1, 30), rails=(share("a", 10), share("b", 20))))
+    watch.note(replace(progress(2, 0.0, 0.2, 50), rails=(share("a", 10), share("b", 40))))
+    assert [group.rail for group in watch.groups()] == ["a: 10, b: 20", "b"]
 
 
 @pytest.mark.parametrize("layers", [0, 1, 8, 9, 36, 126])
