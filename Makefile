@@ -9,10 +9,11 @@ ENGINE         = vllm
 DEVICE         = auto
 DISAGGREGATION = always
 ENGINE_OPTIONS =
+PROMPT         =
 API_KEY       ?=
 PYTHON         = python3
 
-export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID
+export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID PROMPT
 MAKEFLAGS += --no-print-directory
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -64,7 +65,7 @@ up: environment $(if $(filter vllm,$(ENGINE)),environment-$(VLLM_ENVIRONMENT))
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python
 
 index: environment
-	@.venv/bin/baton index --port "$$PORT" --prompt "$$PROMPT"
+	@.venv/bin/baton index --port "$$PORT" --prompt="$$PROMPT"
 
 trace: environment
 	@.venv/bin/baton trace --port "$$PORT" -- "$$ID"
