@@ -23,7 +23,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-index-restart bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -36,7 +36,7 @@ help:
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       index, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -89,6 +89,9 @@ test-engines: environment-vllm
 # PEER_PYTHON: an interpreter that has Dynamo, to be measured beside ours.
 bench-index: environment
 	.venv/bin/python -m benchmarks.index --peer-python "$(PEER_PYTHON)"
+
+bench-index-restart: environment
+	.venv/bin/python -m benchmarks.index_restart
 
 bench-interference bench-layout bench-overlap: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
