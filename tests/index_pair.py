@@ -1,4 +1,4 @@
-"""Two index processes beside real NATS and Redis, for tests."""
+"""The index beside real NATS and Redis, in this process or as two of its own, for tests."""
 
 from __future__ import annotations
 
@@ -8,8 +8,17 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import msgspec
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.service import IndexService
+from baton_kvindex.store import RedisStore
 
 from baton.bus import NatsBus
+from baton.clock import SystemClock
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing
 from tests.cluster import Service
 from tests.index_actors import Worker, match, working, written
 from tests.servers import Server, start_nats, start_redis
@@ -86,3 +95,29 @@ async def running_pair(folder: Path) -> AsyncGenerator[Pair]:
             for service in pair.services:
                 print(f"--- {service.name}\n{service.tail(60)}")
                 await service.end()
+
+
+@asynccontextmanager
+async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -> AsyncGenerator[IndexService]:
+    """The index on its own connection, until the block ends."""
+    plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
+    settings = msgspec.structs.replace(plain, **changes)
+    bus = await NatsBus.connect(nats_url, name="kvindex")
+    store = RedisStore(redis_url, prefix=prefix, timeout_s=settings.redis_timeout_s) if redis_url else None
+    service = IndexService(
+        bus=bus,
+        store=store,
+        clock=SystemClock(),
+        tracing=Tracing("kvindex"),
+        metrics=Metrics("kvindex"),
+        settings=settings,
+    )
+    stop = Stop()
+    running = asyncio.create_task(service.run(stop))
+    try:
+        yield service
+        assert not running.done(), running.exception()
+    finally:
+        stop.asked.set()
+        await running
+        await bus.close()

@@ -122,16 +122,17 @@ Survey Tree::survey(std::size_t top) const {
     const auto [number, blocks] = open.back();
     open.pop_back();
     const Node& node = nodes_[number];
+    const std::uint32_t workers = sets_[node.set].workers();
     bool goes_on = false;
     for (NodeNumber child = node.first_child; child != kNoNode; child = nodes_[child].next) {
       open.emplace_back(child, blocks + nodes_[child].length);
-      goes_on |= nodes_[child].set == node.set;
+      goes_on |= sets_[nodes_[child].set].workers() == workers;
     }
     if (node.set == kNobody) continue;
     survey.depth = std::max(survey.depth, blocks);
     if (goes_on) continue;
     // A heap whose first is the least of the best so far.
-    survey.top.push_back({arena_.id(node.end() - 1), blocks, sets_[node.set].workers()});
+    survey.top.push_back({arena_.id(node.end() - 1), blocks, workers});
     std::push_heap(survey.top.begin(), survey.top.end(), is_above);
     if (survey.top.size() <= top) continue;
     std::pop_heap(survey.top.begin(), survey.top.end(), is_above);

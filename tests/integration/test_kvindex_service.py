@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 from uuid import uuid4
 
-import msgspec
 import pytest
-from baton_kvindex.config import IndexSettings
-from baton_kvindex.service import IndexService
-from baton_kvindex.store import RedisStore
 
 from baton import subjects
 from baton.bus import NatsBus
-from baton.clock import SystemClock
 from baton.errors import ModelNotFound
 from baton.messages import (
     Context,
@@ -25,36 +18,9 @@ from baton.messages import (
     Match,
     Refused,
 )
-from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing
 from tests.index_actors import MODEL, Cache, chain, match, until_held, working, written
+from tests.index_pair import indexing
 from tests.servers import start_nats, start_redis
-
-
-@asynccontextmanager
-async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -> AsyncGenerator[IndexService]:
-    """The index on its own connection, until the block ends."""
-    plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
-    settings = msgspec.structs.replace(plain, **changes)
-    bus = await NatsBus.connect(nats_url, name="kvindex")
-    store = RedisStore(redis_url, prefix=prefix, timeout_s=settings.redis_timeout_s) if redis_url else None
-    service = IndexService(
-        bus=bus,
-        store=store,
-        clock=SystemClock(),
-        tracing=Tracing("kvindex"),
-        metrics=Metrics("kvindex"),
-        settings=settings,
-    )
-    stop = Stop()
-    running = asyncio.create_task(service.run(stop))
-    try:
-        yield service
-        assert not running.done(), running.exception()
-    finally:
-        stop.asked.set()
-        await running
-        await bus.close()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -21,40 +22,18 @@ from baton.messages import (
     BlocksStored,
     Context,
     Disaggregation,
-    Heartbeat,
     KvEvents,
     Place,
     Placement,
     Role,
-    WorkerAddress,
 )
+from tests.heartbeats import heartbeat
 from tests.servers import start_nats, start_redis
 
 # Python processes start slowly on a busy machine, and these tests start several.
 pytestmark = pytest.mark.timeout(60)
 
 BLOCKS = os.urandom(16 * 8)
-
-
-def heartbeat(worker: str, role: Role) -> Heartbeat:
-    return Heartbeat(
-        address=WorkerAddress(worker=worker, generation=1),
-        role=role,
-        model="tiny",
-        model_path="tiny",
-        model_digest="digest",
-        engine="simulated",
-        block_tokens=32,
-        context_tokens_max=4096,
-        running_max=1000,
-        kv_blocks_total=100_000,
-        engine_block_tokens=32,
-        prefill_tokens_per_s=1000.0,
-        decode_tokens_per_s=100.0,
-        transfer_bytes_per_s=1e9,
-        kv_bytes_per_token=1024,
-        events_sequence=1 if worker == "p2" else 0,
-    )
 
 
 @asynccontextmanager
@@ -100,7 +79,11 @@ class Plane:
 async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
     with start_nats() as nats, start_redis() as redis:
         bus = await NatsBus.connect(nats.url, name="test")
-        workers = [heartbeat(name, Role.PREFILL) for name in ("p1", "p2", "p3")] + [heartbeat("d1", Role.DECODE)]
+        roomy: dict[str, Any] = {"running_max": 1000, "kv_blocks_total": 100_000}
+        workers = [
+            *(heartbeat(name, Role.PREFILL, **roomy, events_sequence=int(name == "p2")) for name in ("p1", "p2", "p3")),
+            heartbeat("d1", Role.DECODE, **roomy),
+        ]
 
         async def beat() -> None:
             while True:
@@ -151,8 +134,9 @@ async def ask_until(bus: NatsBus, *, hints: bool, within_s: float = 15.0) -> Pla
 
 
 def cached(placement: Placement) -> dict[str, int]:
-    """Return what the scheduler knew of each prefill worker. Which one it took depends on what it placed before."""
-    return {candidate.prefill: candidate.cached_tokens for candidate in placement.candidates}
+    """Return what the scheduler knew to be held by each prefill worker. Which one it took depends on what it placed
+    before, and what is only expected there as well."""
+    return {each.prefill: each.cached_tokens - each.coming_tokens for each in placement.candidates}
 
 
 KNOWN = {"p1": 0, "p2": 256, "p3": 0}

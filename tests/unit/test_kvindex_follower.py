@@ -421,6 +421,8 @@ class LossyStream(RuleBasedStateMachine):
             self.follower.on_heartbeat(self.worker.heartbeat(), self.now_s)
             self.follower.on_tick(self.now_s)
             resync_due(self.follower, self.worker, self.now_s)
+            if self.follower.settled() and holdings(self.follower) == self.worker.held:
+                break
         assert holdings(self.follower) == self.worker.held
         assert self.follower.settled()
 

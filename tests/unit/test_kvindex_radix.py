@@ -10,7 +10,7 @@ from typing import Any
 import baton_native
 import pytest
 from baton_kvindex.index import IndexSize, Tier
-from baton_kvindex.radix import Branch, FlatIndex, RadixIndex
+from baton_kvindex.radix import Branch, FlatIndex, RadixIndex, Survey
 
 from baton.errors import MalformedMessage
 from tests.contract.index_world import block, chain, links
@@ -23,6 +23,31 @@ def index() -> RadixIndex:
 
 def split(blocks: bytes) -> list[bytes]:
     return [blocks[at : at + 16] for at in range(0, len(blocks), 16)]
+
+
+# ---------------------------------------------------------------- shape
+
+
+def test_a_survey_shows_the_depth_and_what_most_workers_hold(index: RadixIndex) -> None:
+    assert index.survey(10) == Survey(0, [])
+    for worker in "abc":
+        index.store(worker, b"", chain("system" + worker * 3))
+    index.store("d", b"", chain("sys"))
+    index.store("d", b"", chain("s"), Tier.HISTORY)
+    index.store("e", b"", chain("alone" * 3), Tier.HISTORY)
+    survey = index.survey(3)
+    assert survey.depth == 15
+    shared = [(block("sys"), 3, 4), (block("system"), 6, 3), (block("alone" * 3), 15, 1)]
+    assert survey.prefixes == shared, "by workers on either tier, then by length"
+    assert index.survey(0).prefixes == []
+    index.clear("e")
+    assert index.survey(1) == Survey(9, shared[:1])
+
+
+def test_a_survey_looks_behind_what_nobody_holds(index: RadixIndex) -> None:
+    index.store("a", b"", chain("abcd"))
+    index.remove("a", block("ab"))
+    assert index.survey(5) == Survey(4, [(block("abcd"), 4, 1), (block("a"), 1, 1)])
 
 
 # ---------------------------------------------------------------- branches

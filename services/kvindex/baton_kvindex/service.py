@@ -92,8 +92,8 @@ class IndexService:
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
             for subject, handler in (
-                (subjects.PLACED, self._on_placed),
-                (subjects.AUDITS, self._on_audited),
+                (subjects.PLACED, self._on_hint),
+                (subjects.AUDITS, self._on_hint),
                 (subjects.INDEX_QUERIES, self._on_query),
             ):
                 heard = await self._bus.subscribe(subject, handler)
@@ -174,15 +174,10 @@ class IndexService:
             coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
             await delivery.respond(Matched(held=held, coming=coming))
 
-    async def _on_placed(self, delivery: Delivery) -> None:
+    async def _on_hint(self, delivery: Delivery) -> None:
         match delivery.message:
             case Placed() as placed:
                 self.follower.on_placed(placed, self._clock.now_s())
-            case other:
-                raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
-
-    async def _on_audited(self, delivery: Delivery) -> None:
-        match delivery.message:
             case Audited() as audited:
                 self.follower.on_audited(audited)
             case other:

@@ -52,7 +52,8 @@ class Hints:
 
     held: Mapping[str, int] = field(default_factory=dict[str, int])
     coming: Mapping[str, int] = field(default_factory=dict[str, int])
-    """That it will hold once what was placed on it before is computed. The time for that is in its queue."""
+    """That it will hold once what was placed on it before is computed. The time for that is in its queue: at once where
+    this scheduler placed it, from the next heartbeat on where another one did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,98 @@
+"""How soon an index is back, and what batches are worth: `make bench-index-restart`. Real NATS and Redis.
+
+Restart: a tree of 100,000 blocks, held by 8 workers in prompts of 64 blocks with a quarter shared, is read from Redis
+and built. Inserts: events of one worker, with one block each and with 256, from JetStream through the index into Redis,
+all in this process, until the last one is written; the publisher waits for each to be stored, as in life.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+
+from baton_kvindex.durable import Batch, Journal, WorkerChange, WorkerState
+from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.index import ID_BYTES, Run
+from baton_kvindex.radix import RadixIndex
+from baton_kvindex.store import RedisStore
+
+from baton.bus import NatsBus
+from baton.messages import BlocksStored
+from benchmarks.report import Row, report
+from tests.index_actors import MODEL, working
+from tests.index_pair import indexing, until
+from tests.servers import start_nats, start_redis
+
+WORKERS, PROMPT_BLOCKS, SHARED_BLOCKS = 8, 64, 16
+TREE_BLOCKS = 100_000
+BATCH_BLOCKS = 256
+SINGLE_EVENTS, BATCH_EVENTS = 2000, 400
+ROUNDS = 5
+
+
+async def restart_s(redis_url: str) -> tuple[float, int, float]:
+    """Return the time to load the tree, its blocks, and Redis' bytes for each holding; the best of some rounds."""
+    store = RedisStore(redis_url, prefix="restart", timeout_s=10.0)
+    await store.claim(1)
+    before = await memory_bytes(store)
+    shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
+    prompts = (TREE_BLOCKS - SHARED_BLOCKS) // (PROMPT_BLOCKS - SHARED_BLOCKS) // WORKERS
+    state = WorkerState(generation=1, model_digest=MODEL, sequence=1)
+    for number in range(WORKERS):
+        own = [os.urandom(ID_BYTES * (PROMPT_BLOCKS - SHARED_BLOCKS)) for _ in range(prompts)]
+        runs = [Run(parent=b"", blocks=shared + blocks) for blocks in own]
+        change = WorkerChange(state=state, runs=runs, stored={}, removed=())
+        await store.write(Batch(1, {f"w{number}": change}), 1)
+    times: list[float] = []
+    follower = Follower(RadixIndex, FollowerOptions(), Journal(8192))
+    for _ in range(ROUNDS):
+        follower = Follower(RadixIndex, FollowerOptions(), Journal(8192))
+        began_s = time.perf_counter()
+        follower.restore(await store.load(), 0.0)
+        times.append(time.perf_counter() - began_s)
+    size = follower.size()
+    bytes_each = (await memory_bytes(store) - before) / size.holdings
+    await store.close()
+    return min(times), size.blocks, bytes_each
+
+
+async def memory_bytes(store: RedisStore) -> int:
+    info = await store._redis.info("memory")  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+    return int(info["used_memory"])
+
+
+async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, events: int) -> float:
+    """Return blocks per second from the first event to the last write."""
+    bus = await NatsBus.connect(nats_url, name="bench")
+    async with working(bus) as worker:
+        # Its heartbeats would count all blocks anew each time.
+        worker.silent = True
+        async with indexing(nats_url, redis_url, f"insert-{blocks}", dead_after_s=3600.0) as service:
+            began_s = time.perf_counter()
+            for _ in range(events):
+                await worker.send(worker.changed(BlocksStored(parent=b"", blocks=os.urandom(ID_BYTES * blocks))))
+            await until(
+                lambda: (state := service.follower.state_of(worker.name)) is not None and state.sequence == events
+            )
+        # It has ended, and before that written everything.
+        took_s = time.perf_counter() - began_s
+    await bus.close()
+    return blocks * events / took_s
+
+
+async def main() -> None:
+    with start_nats() as nats, start_redis() as redis:
+        load_s, blocks, bytes_each = await restart_s(redis.url)
+        single = await inserts_per_s(nats.url, redis.url, 1, SINGLE_EVENTS)
+        batch = await inserts_per_s(nats.url, redis.url, BATCH_BLOCKS, BATCH_EVENTS)
+    rows = [
+        Row(name=f"restart with {blocks} blocks", unit="s", ours=load_s),
+        Row(name="Redis memory for each block of a worker", unit="bytes", ours=bytes_each),
+        Row.against(f"inserts, {BATCH_BLOCKS} blocks to a message", "blocks/s", batch, single=single),
+    ]
+    report("index_restart", rows)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
