@@ -8,8 +8,9 @@ using namespace baton;
 int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   const std::string text(reinterpret_cast<const char*>(data), size);
   if (const auto endpoint = transfer::parse_endpoint(text)) {
-    const auto again = transfer::parse_endpoint(transfer::format_endpoint(*endpoint));
-    fuzz::require(again && again->address == endpoint->address && again->incarnation == endpoint->incarnation);
+    const std::string formatted = transfer::format_endpoint(*endpoint);
+    const auto again = transfer::parse_endpoint(formatted);
+    fuzz::require(again && transfer::format_endpoint(*again) == formatted && again->incarnation == endpoint->incarnation);
   }
   try {
     const layout::Layout got = layout::parse(text);

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from bus_world import World, memory_world, nats_world
@@ -60,7 +59,9 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
     assert not fake_verbs_library.left_open()
 
 
-@pytest.fixture(params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "tcp lanes", "memory"])
+@pytest.fixture(
+    params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "tcp lanes", "memory"]
+)
 def way(request: pytest.FixtureRequest) -> str:
     """Name a backend and, of UCX, which of its transports it may use."""
     return request.param

@@ -32,7 +32,7 @@ class Fabric(TypedDict, total=False):
 
     verbs_library: str
     ucx_library: str
-    rails: Sequence[str]
+    rails: tuple[str, ...]
     streams: int
     lane_bytes: int
 

@@ -17,7 +17,7 @@ Node::Node(World& in, std::uint32_t as, Options with)
     : world(in),
       number(as),
       options(std::move(with)),
-      endpoint(format_endpoint({"10.0.0.1:" + std::to_string(1000 + as), options.incarnation})),
+      endpoint(format_endpoint({{{"10.0.0.1:" + std::to_string(1000 + as)}}, options.incarnation})),
       core(options) {
   core.set_geometry({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens});
 }
