@@ -88,7 +88,7 @@ test-fast: environment
 	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX: its tests are skipped'
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
-	.venv/bin/python -m pytest -q -n 2 tests/unit tests/contract
+	.venv/bin/python -m pytest -q -n 3 tests/unit tests/contract
 	.venv/bin/python -m pytest -q -n 3 --dist loadgroup tests/integration
 
 FUZZED         = text stream core handshake offers

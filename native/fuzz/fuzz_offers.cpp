@@ -109,7 +109,8 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   Blob offer = changed(offering->offer(), input);
   if (backend->name != kRing.name) name_own_process(offer);
   const auto accepting = backend->at_sink(sink.site(), offer, why);
-  const bool proven = offering->check(changed(accepting != nullptr ? accepting->proof().value_or(Blob{}) : Blob(32), input));
+  const bool proven =
+      offering->check(changed(accepting != nullptr ? accepting->proof().value_or(Blob{}) : Blob(32), input));
   if (accepting != nullptr && input.byte() % 2 == 0) try_sink(*accepting, input, sink);
   if (proven && input.byte() % 2 == 0) try_source(*offering, input, source);
   return 0;

@@ -10,7 +10,8 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (const auto endpoint = transfer::parse_endpoint(text)) {
     const std::string formatted = transfer::format_endpoint(*endpoint);
     const auto again = transfer::parse_endpoint(formatted);
-    fuzz::require(again && transfer::format_endpoint(*again) == formatted && again->incarnation == endpoint->incarnation);
+    fuzz::require(again && transfer::format_endpoint(*again) == formatted &&
+                  again->incarnation == endpoint->incarnation);
   }
   try {
     const layout::Layout got = layout::parse(text);
