@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation(
         "a revocation is not told to the sinks",
         "transfer/lease.cpp",
-        "    out_.send(id.first, frames::Revoked{id.second, lease.generation});\n",
+        "    if (!readers_.at(id).ask.data_only) out_.send(id.first, frames::Revoked{id.second, lease.generation});\n",
         "",
     ),
     Mutation(
@@ -207,7 +207,7 @@ MUTATIONS = [
     Mutation(
         "the checksum is ignored",
         "transfer/pull.cpp",
-        "  if (peer.checksum && chunk.placed_crc != chunk.trailer_crc) {",
+        "  if (lane.checksum && chunk.placed_crc != chunk.trailer_crc) {",
         "  if (false) {",
     ),
     Mutation(
@@ -234,7 +234,7 @@ MUTATIONS = [
     Mutation(
         "a restart keeps the chunks in flight",
         "transfer/pull.cpp",
-        "  pull.again.clear();\n  pull.in_flight.clear();\n",
+        "  pull.again.clear();\n  forget_requests(pull);\n",
         "  pull.again.clear();\n",
     ),
     Mutation(
@@ -281,21 +281,21 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks before the pull's first are asked for",
-        "transfer/pull.cpp",
+        "transfer/pull_lanes.cpp",
         ".first_block = pull.first_block + run.first,",
         ".first_block = run.first,",
     ),
     Mutation(
         "what was lost with a connection is not asked for again",
         "transfer/pull_peers.cpp",
-        "    for (const auto& [sequence, chunk] : pull.in_flight) pull.again.push_back(chunk.run);\n",
+        "        pull.again.push_back(chunk->second.run);\n",
         "",
     ),
     Mutation(
         "chunks of a lost connection still count",
         "transfer/pull_peers.cpp",
-        "pull.again.push_back(chunk.run);\n    pull.in_flight.clear();\n",
-        "pull.again.push_back(chunk.run);\n",
+        "        pull.in_flight.erase(chunk);\n",
+        "",
     ),
     Mutation(
         "any connection may speak for a pull",
@@ -337,19 +337,19 @@ MUTATIONS = [
     Mutation(
         "no keep-alives are sent",
         "transfer/pull.cpp",
-        "    out_.send(peer.connection, frames::KeepAlive{pull.id});\n",
+        "      out_.send(connection, frames::KeepAlive{pull.id});\n",
         "",
     ),
     Mutation(
         "idle connections are kept",
         "transfer/pull_peers.cpp",
-        "      forget = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;\n",
+        "      forgotten = !wanted && now_s >= peer.idle_since_s + options_.limits.idle_s;\n",
         "",
     ),
     Mutation(
         "an unreachable source is tried for ever",
         "transfer/pull_peers.cpp",
-        '      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + peer.address + ": " + peer.lost_detail);\n',
+        '      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + address + others + ": " + peer.lost_detail);\n',
         "",
     ),
     # Handshake and core.
