@@ -169,12 +169,14 @@ void Sink::check_lanes(double now_s, Peer& peer) {
   const double patience_s = std::max(options_.stall_timeout_s / 5, 2 * keep_alive_interval_s(peer));
   for (auto& [connection, lane] : peer.lanes) {
     if (lane.closing) continue;
-    if (!lane.agreed && now_s >= lane.heard_s + options_.connect_timeout_s) {
-      lane.closing = true;
-      out_.put(Close{connection, "no answer"});
-    }
     if (!lane.agreed) {
-      out_.wake_at(lane.heard_s + options_.connect_timeout_s);
+      const double give_up_s = lane.heard_s + options_.connect_timeout_s;
+      if (now_s < give_up_s) {
+        out_.wake_at(give_up_s);
+      } else {
+        lane.closing = true;
+        out_.put(Close{connection, "no answer"});
+      }
       continue;
     }
     if (lane.owed_since_s == Lane::kNever) continue;

@@ -85,7 +85,8 @@ void Node::hear_frame(ConnectionId connection, const Blob& frame) {
   const auto type = static_cast<FrameType>(frame.front());
   const Bytes body = Bytes(frame).subspan(1);
   if (const auto ask = decode<frames::Ask>(body); type == FrameType::ask && ask) {
-    asks_.try_emplace({connection, ask->pull}, Asked{*ask, world.now_s});
+    // A sink whose connection died asks again, to be told here.
+    asks_.try_emplace({connection, ask->pull}, Asked{*ask, world.now_s}).first->second.ask = *ask;
     heard_last_s_ = world.now_s;
   } else if (const auto alive = decode<frames::KeepAlive>(body); type == FrameType::keep_alive && alive) {
     heard_last_s_ = world.now_s;
@@ -358,7 +359,8 @@ void Node::revoke(LeaseBook& lease) {
   told_.clear();
   require(command(RevokeLease{lease.key, false}), "a revocation was refused");
   for (const auto& [id, asked] : asks_) {
-    require(asked.ask.key != lease.key || told_.contains(id), "a revocation was not told to a sink");
+    const bool is_told = asked.ask.key != lease.key || asked.ask.data_only || told_.contains(id);
+    require(is_told, "a revocation was not told to a sink");
   }
   // Chunks that were not begun are forgotten, and may be asked for again.
   std::erase_if(served_, [&](const auto& entry) { return world.key_of_life(entry.second.life) == lease.key; });

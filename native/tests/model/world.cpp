@@ -36,6 +36,7 @@ World::World(std::uint64_t seed, Seen& seen, std::function<void(const std::strin
   lies_ = random.chance(0.2);
   corrupts_ = random.chance(0.1);
   checksum_ = corrupts_ || random.chance(0.7);
+  stripes_ = random.chance(0.3);
   for (std::uint32_t number = 0; number < kNodes; ++number) nodes_.push_back(make_node(number));
   if (corrupts_) nodes_[0]->command(SetFaults{{.corrupt_every = 7}});
   for (std::uint32_t i = 0; i < kRequests; ++i) requests_.push_back(make_request(random));
@@ -63,6 +64,13 @@ std::unique_ptr<Node> World::make_node(std::uint32_t number) {
   limits.chunks_in_flight = 4;
   limits.chunks_served = 8;
   limits.idle_s = 5;
+  if (stripes_) {
+    options.striped = options.backends;
+    options.streams = 2;
+    options.lane_bytes = 1;
+    limits.readers_per_lease = 4;
+    limits.connections = 16;
+  }
   return std::make_unique<Node>(*this, number, std::move(options));
 }
 

@@ -100,6 +100,7 @@ class World {
   bool disturbs_ = false;
   bool lies_ = false;
   bool checksum_ = true;
+  bool stripes_ = false;  // Pulls use two connections to their source.
   bool reachable_ = true;
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<Request> requests_;
