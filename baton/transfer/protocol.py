@@ -76,7 +76,7 @@ class AgentOptions:
     are lost. A rail with a label is reached from the sink's own rail of that label, if it has one.
     """
     streams: int = 1
-    """Connections to each rail of a source that large pulls are spread over; by tcp only."""
+    """Connections to each rail of a source that large pulls are spread over; by tcp and verbs only."""
     lane_bytes: int = 4 << 20
     """A pull gets one more connection, up to all, for each of these bytes."""
     secret: str = ""

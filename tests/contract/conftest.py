@@ -60,7 +60,18 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
 
 
 @pytest.fixture(
-    params=["direct", "cma", "shm", "verbs", "ucx over tcp", "ucx over posix,cma", "tcp", "tcp lanes", "memory"]
+    params=[
+        "direct",
+        "cma",
+        "shm",
+        "verbs",
+        "verbs lanes",
+        "ucx over tcp",
+        "ucx over posix,cma",
+        "tcp",
+        "tcp lanes",
+        "memory",
+    ]
 )
 def way(request: pytest.FixtureRequest) -> str:
     """Name a backend and, of UCX, which of its transports it may use."""
@@ -75,15 +86,14 @@ def backend(way: str) -> str:
 @pytest.fixture
 def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> Fabric:
     """Return the options that the backend needs here."""
-    if way == "verbs":
+    lanes: Fabric = {"rails": RAILS, "streams": 2, "lane_bytes": 1} if way.endswith("lanes") else {}
+    if way.startswith("verbs"):
         fake: FakeVerbs = request.getfixturevalue("fake_verbs")
-        return {"verbs_library": fake.library}
+        return {"verbs_library": fake.library, **lanes}
     if way.startswith("ucx"):
         monkeypatch.setenv("UCX_TLS", way.split()[-1])
         return {"ucx_library": ucx_library()}
-    if way == "tcp lanes":
-        return {"rails": RAILS, "streams": 2, "lane_bytes": 1}
-    return {}
+    return lanes
 
 
 @pytest.fixture
