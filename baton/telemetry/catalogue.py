@@ -359,12 +359,12 @@ PULL_WAITING: Final = _counter(
 )
 PULL_FALLBACKS: Final = _counter(
     "baton_pull_fallbacks_total",
-    ("decode",),
+    PREFILL_DECODE,
     "Pulls that came by another way than the preferred; the agent's log says once which way, and why.",
 )
 LANES_RETIRED: Final = _counter(
     "baton_transfer_lanes_retired_total",
-    ("decode",),
+    PREFILL_DECODE,
     "Connections to a source that were lost, or given up because they hung while others got on.",
 )
 AGENT_OPEN: Final = _gauge(

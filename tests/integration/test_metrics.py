@@ -112,7 +112,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
     async with running_cluster(folder, model=model) as cluster:
         await cluster.start_control_plane()
         await start_worker(cluster, Role.PREFILL, 0)
-        await start_worker(cluster, Role.PREFILL, 1, "--faults", '{"corrupt_every": 40}')
+        await start_worker(cluster, Role.PREFILL, 1, "--faults", '{"corrupt_every": 1}')
         for number in range(2):
             await start_worker(cluster, Role.DECODE, number)
         await cluster.wait_ready()
