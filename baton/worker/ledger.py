@@ -356,6 +356,10 @@ class Ledger:
     def heard(self, gateway: str, now_s: float) -> None:
         self._heard_s[gateway] = now_s
 
+    def excuse(self, deaf_s: float, now_s: float) -> None:
+        """Take it that no gateway could be heard for `deaf_s`."""
+        self._heard_s = {gateway: min(now_s, heard_s + deaf_s) for gateway, heard_s in self._heard_s.items()}
+
     def sweep(self, now_s: float) -> list[Stopped]:
         """Stop everything whose time is up; call it several times a second."""
         self._tombstones.purge(now_s)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.errors import (
     BatonError,
+    BusUnavailable,
     ClientGone,
     DeadlineExceeded,
     EngineFailed,
@@ -69,6 +70,16 @@ def test_a_scheduler_that_knows_no_worker_yet_is_asked_again() -> None:
     assert bench.wait(0.25) == [ev.SendPlace(0, (), ())]
     bench.wait(1.0)
     assert isinstance(bench.error, NoWorkers)
+
+
+def test_a_bus_that_is_away_for_a_moment_costs_no_request() -> None:
+    bench = Bench()
+    for _ in range(40):
+        bench.step(ev.PlaceRefused(0, BusUnavailable("gone")))
+        assert not bench.machine.ended
+        bench.wait(0.25)
+    assert len(bench.did_ever(ev.SendPlace)) == 40
+    assert isinstance(bench.error, BusUnavailable)
 
 
 def test_a_late_placement_counts() -> None:

@@ -234,11 +234,12 @@ def test_a_new_generation_a_goodbye_and_silence_drop_everything_at_once() -> Non
     assert follower.match(MODEL, chain("abc")) == {"w": 3}
 
 
-def test_a_pause_of_the_index_itself_costs_no_worker() -> None:
+def test_time_in_which_nobody_could_be_heard_costs_no_worker() -> None:
     follower, worker = make_follower(), Cache()
     follower.on_heartbeat(worker.heartbeat(), 0.0)
     follower.on_tick(0.0)
     follower.on_events(worker.stored("abc"), 0, 0.0)
+    follower.excuse(60.0, 60.0)
     follower.on_tick(60.0)
     assert follower.match(MODEL, chain("abc")) == {"w": 3}
     for tenths in range(1, 15):

@@ -38,7 +38,7 @@ def test_a_worker_is_dead_without_heartbeats_and_its_model_known_for_a_while(loa
     assert not loads.knows("tiny")
 
 
-def test_a_pause_of_the_scheduler_itself_costs_no_worker(loads: Loads) -> None:
+def test_time_in_which_nobody_could_be_heard_costs_no_worker(loads: Loads) -> None:
     loads.excuse(60.0, 60.0)
     assert len(loads.live(61.4)) == 1
     assert loads.live(61.6) == []

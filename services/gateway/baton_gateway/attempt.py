@@ -23,6 +23,7 @@ from typing import assert_never
 
 from baton.errors import (
     BatonError,
+    BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
@@ -87,6 +88,7 @@ class AttemptMachine:
         self._resend_at_s = inf
         self._move_again_at_s = -inf
         self._queue_until_s = inf
+        self._placing_since_s = inf
         self._attempt_start = 0
         self._awaited: set[str] = set()
         self._absences = 0
@@ -180,6 +182,7 @@ class AttemptMachine:
         """Begin to look for a placement: the first of several tries."""
         self.phase = Phase.PLACING
         self.placement = None
+        self._placing_since_s = now_s
         self._places_sent = 0
         self._refusal = None
         self._resend_at_s = inf
@@ -192,6 +195,11 @@ class AttemptMachine:
 
     def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
         return ev.SendPlace(attempt, (*{**self._failed, **self._busy}, *leaving), tuple(self._cut_pairs))
+
+    def _awaits_bus(self, now_s: float) -> bool:
+        """Whether the bus is away, and that not for long: a restart of it should cost no request."""
+        is_away = isinstance(self._refusal, BusUnavailable)
+        return is_away and now_s - self._placing_since_s < self._timers.admission_wait_s
 
     def _place_after(self, now_s: float, pause_s: float) -> None:
         """Place anew, but not at once: the workers left to try are those that have just failed."""
@@ -411,7 +419,7 @@ class AttemptMachine:
         if self.phase is Phase.QUEUED:
             self._fail_overloaded()
         elif self.phase is Phase.PLACING:
-            if self._places_sent > self._timers.place_resends_max:
+            if self._places_sent > self._timers.place_resends_max and not self._awaits_bus(now_s):
                 self._fail(self._refusal or Unavailable("no scheduler answered", retry_after_s=1.0))
             else:
                 self._send_place(now_s)

@@ -38,7 +38,10 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     worker_dead_s: Annotated[Seconds, Meta(description="A worker without heartbeat for this long is dead.")] = 1.5
 
     admission_wait_s: Annotated[
-        float, Meta(ge=0, description="How long a request waits for a free worker before the answer is 429.")
+        float,
+        Meta(
+            ge=0, description="How long a request waits for a free worker (then 429), or for the bus to return (503)."
+        ),
     ] = 10.0
     admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 1024
     requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond it the answer is 429.")] = 4096

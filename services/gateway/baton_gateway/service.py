@@ -13,6 +13,7 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
+from baton.hearing import Hearing
 from baton.messages import (
     Acknowledge,
     AttemptState,
@@ -46,8 +47,6 @@ log = logging.getLogger(__name__)
 
 BEAT_S: Final = 1.0
 EXPIRY_S: Final = 0.1
-STALL_S: Final = 0.5
-"""A pass of the event loop that took longer than this held up heartbeats as well."""
 READY_KEPT_S: Final = 1.0
 FAREWELL_S: Final = 1.0
 
@@ -248,13 +247,10 @@ class Gateway:
             await self.clock.sleep(BEAT_S)
 
     async def _expire(self) -> None:
-        before_s, lenient = self.clock.now_s(), False
+        hearing = Hearing(interval_s=EXPIRY_S)
         while True:
-            await self.clock.sleep(EXPIRY_S)
             now_s = self.clock.now_s()
-            # After a stall of our own, first let the heartbeats in that have piled up meanwhile; once.
-            lenient = now_s - before_s > STALL_S and not lenient
-            if not lenient:
-                for gone in self.workers.expire(now_s):
-                    self._note_gone(gone)
-            before_s = now_s
+            self.workers.excuse(hearing.deaf_s(now_s, connected=self.bus.connected), now_s)
+            for gone in self.workers.expire(now_s):
+                self._note_gone(gone)
+            await self.clock.sleep(EXPIRY_S)

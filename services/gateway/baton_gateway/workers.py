@@ -67,6 +67,11 @@ class WorkerTable:
         del self._rows[worker]
         return Gone(worker, generation, "left")
 
+    def excuse(self, deaf_s: float, now_s: float) -> None:
+        """Take it that nobody could be heard for `deaf_s`."""
+        for row in self._rows.values():
+            row.seen_at_s = min(now_s, row.seen_at_s + deaf_s)
+
     def expire(self, now_s: float) -> list[Gone]:
         """Forget and return the workers that were silent for too long."""
         dead = [worker for worker, row in self._rows.items() if now_s - row.seen_at_s > self._dead_after_s]

@@ -56,8 +56,6 @@ GONE_WORKERS_MAX = 4096
 class FollowerOptions:
     dead_after_s: float = 1.5
     """A worker without a heartbeat for this long is dead."""
-    pause_s: float = 0.5
-    """A tick that is this late means that this process itself was paused."""
     behind_s: float = 1.0
     """An event that a heartbeat named and that did not come for this long is lost."""
     resync_interval_s: float = 0.5
@@ -81,7 +79,6 @@ class Follower:
         self._workers: dict[str, Life] = {}
         self._gone: OrderedDict[str, int] = OrderedDict()
         """Worker → the generation that said Goodbye."""
-        self._ticked_s: float | None = None
         self.counters = Counters()
         self.stream_sequence = 0
         """The newest message of the stream that was handed in."""
@@ -223,15 +220,14 @@ class Follower:
         if known is not None:
             self._take(message, known)
 
+    def excuse(self, deaf_s: float, now_s: float) -> None:
+        """Take it that nobody could be heard for `deaf_s`."""
+        for known in self._workers.values():
+            known.heard_s = min(now_s, known.heard_s + deaf_s)
+            known.expected_since_s = min(now_s, known.expected_since_s + deaf_s)
+
     def on_tick(self, now_s: float) -> None:
         """Drop the dead, and find the workers whose events were lost at the tail. Called many times a second."""
-        gap_s = now_s - self._ticked_s if self._ticked_s is not None else 0.0
-        self._ticked_s = now_s
-        if gap_s > self._options.pause_s:
-            # This process stood still and could hear nobody: that time counts for no worker's silence.
-            for known in self._workers.values():
-                known.heard_s = min(now_s, known.heard_s + gap_s)
-                known.expected_since_s = min(now_s, known.expected_since_s + gap_s)
         for worker, known in list(self._workers.items()):
             if now_s - known.heard_s > self._options.dead_after_s:
                 self._drop(worker)

@@ -15,6 +15,7 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, BusUnavailable, MalformedMessage, Unavailable
+from baton.hearing import Hearing
 from baton.messages import (
     Audited,
     Goodbye,
@@ -223,9 +224,12 @@ class IndexService:
                 tasks.create_task(self._writer.run())
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
+        hearing = Hearing(interval_s=TICK_S)
         while True:
-            self.follower.on_tick(self._clock.now_s())
-            for address in self.follower.due_resyncs(self._clock.now_s()):
+            now_s = self._clock.now_s()
+            self.follower.excuse(hearing.deaf_s(now_s, connected=self._bus.connected), now_s)
+            self.follower.on_tick(now_s)
+            for address in self.follower.due_resyncs(now_s):
                 tasks.create_task(self._resync(address))
             await self._clock.sleep(TICK_S)
 

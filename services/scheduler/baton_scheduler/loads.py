@@ -119,10 +119,10 @@ class Loads:
             else:
                 known.soft.pop(request, None)
 
-    def excuse(self, paused_s: float, now_s: float) -> None:
-        """Take it that nobody could be heard for `paused_s`: this process itself stood still."""
+    def excuse(self, deaf_s: float, now_s: float) -> None:
+        """Take it that nobody could be heard for `deaf_s`."""
         for known in self._workers.values():
-            known.heard_s = min(now_s, known.heard_s + paused_s)
+            known.heard_s = min(now_s, known.heard_s + deaf_s)
 
     def live(self, now_s: float) -> list[WorkerLoad]:
         """Return the workers heard of lately, and forget those long dead."""

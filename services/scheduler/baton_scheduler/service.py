@@ -26,6 +26,7 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
+from baton.hearing import Hearing
 from baton.messages import (
     Context,
     ErrorReport,
@@ -50,8 +51,6 @@ logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 16
 TICK_S: Final = 0.1
-PAUSE_S: Final = 0.5
-"""A tick that is this late means that this process itself was paused."""
 
 
 class SchedulerService:
@@ -106,7 +105,7 @@ class SchedulerService:
                     self._placing += 1
                     tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
 
-                watch = tasks.create_task(self._watch_pauses())
+                listening = tasks.create_task(self._listen())
                 places = await self._bus.subscribe(subjects.PLACE, on_place, group=subjects.SCHEDULERS)
                 stack.push_async_callback(places.unsubscribe)
                 self._answers = stop.serving = True
@@ -115,7 +114,7 @@ class SchedulerService:
                 self._answers = False
                 await places.unsubscribe()
                 logger.info("draining: %d placements", self._placing)
-                watch.cancel()
+                listening.cancel()
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless a `Place` that came now would be looked at."""
@@ -136,16 +135,13 @@ class SchedulerService:
             soft = sum(load.soft_slots for load in live if load.role is role)
             yield Reading(catalogue.SOFT_PLACEMENTS, soft, (role,))
 
-    async def _watch_pauses(self) -> None:
-        """Notice when this process was stopped, before it takes every worker for dead."""
-        ticked_s = self._clock.now_s()
+    async def _listen(self) -> None:
+        """Notice when nobody could be heard, before every worker is taken for dead."""
+        hearing = Hearing(interval_s=TICK_S)
         while True:
-            await self._clock.sleep(TICK_S)
             now_s = self._clock.now_s()
-            if now_s - ticked_s > PAUSE_S:
-                logger.warning("stood still for %.1f s", now_s - ticked_s)
-                self._loads.excuse(now_s - ticked_s, now_s)
-            ticked_s = now_s
+            self._loads.excuse(hearing.deaf_s(now_s, connected=self._bus.connected), now_s)
+            await self._clock.sleep(TICK_S)
 
     def _on_answered(self, _task: asyncio.Task[None]) -> None:
         self._placing -= 1
