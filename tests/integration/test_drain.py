@@ -44,6 +44,7 @@ class Clients:
         self.gateway = gateway
         self.answers: dict[str, list[str]] = {prompt: [] for prompt in PROMPTS}
         self.gap_s_max = 0.0
+        self._asking = False
 
     async def ask(self, prompt: str, **changes: object) -> str:
         url = self._cluster.gateway_url(self.gateway)
@@ -64,28 +65,19 @@ class Clients:
         assert finish == ["length"]
         return "".join(text)
 
-    async def ask_for_ever(self, prompt: str) -> None:
-        while True:
+    async def ask_again_and_again(self, prompt: str) -> None:
+        while self._asking:
             self.answers[prompt].append(await self.ask(prompt))
 
     @asynccontextmanager
     async def asking(self) -> AsyncGenerator[None]:
         """Ask all the time; on the way out the last answers are awaited. Raises what a client sees."""
-        tasks = [asyncio.create_task(self.ask_for_ever(prompt)) for prompt in PROMPTS]
-        try:
+        self._asking = True
+        async with asyncio.TaskGroup() as group:
+            for prompt in PROMPTS:
+                group.create_task(self.ask_again_and_again(prompt))
             yield
-            counts = [len(answers) for answers in self.answers.values()]
-            async with asyncio.timeout(30.0):
-                while any(len(a) <= before for a, before in zip(self.answers.values(), counts, strict=True)):
-                    for task in tasks:
-                        if task.done():
-                            task.result()
-                    await asyncio.sleep(0.05)
-        finally:
-            for task in tasks:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in results), results
+            self._asking = False
 
 
 class Bystander:
