@@ -131,7 +131,9 @@ bench-index-restart: environment
 bench-interference bench-layout bench-overlap: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
 
+# BATON_NIXL_PYTHON, BATON_MOONCAKE_PYTHON: interpreters that have these peers; UCX is measured where it could be had.
 bench-transfer: environment
+	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX'
 	.venv/bin/python -m benchmarks.transfer
 
 bench-tracing: environment

@@ -1,13 +1,14 @@
-"""NIXL moving the blocks of `baton_native.bench`, for `benchmarks.transfer`. Runs in an environment that has NIXL.
+"""A peer's library moving the blocks of `baton_native.bench`, for `benchmarks.transfer`. Runs where that library is.
 
-    python nixl_blocks.py CORE_OF_SINK CORE_OF_SOURCE
+    python peer_blocks.py nixl|mooncake CORE_OF_SINK CORE_OF_SOURCE
 
 A line of JSON says the shape: layers, blocks, block_bytes, the order on both sides, and whether each layer is a
-transfer of its own. Each "run" after it reads everything once and answers with wall and CPU seconds.
+transfer of its own. Each "run" after it reads everything once and answers with three durations in seconds: until
+everything was asked for, until it was there, and of CPU time.
 """
 
-# NIXL is not among this project's packages.
-# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false
+# These libraries are not among this project's packages.
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
 
@@ -17,81 +18,151 @@ import os
 import sys
 import time
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
 import numpy
-from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore
 
-MEMORY = "DRAM"
-
-
-def make_agent(name: str, size: int) -> tuple[Any, Any]:
-    pool = numpy.full(size, 7 if name == "source" else 0, dtype=numpy.uint8)
-    agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
-    agent.register_memory([(pool.ctypes.data, size, 0, "")], MEMORY)
-    return agent, pool
+Pieces = Any
+"""Rows of (address, bytes, device), as NIXL wants them."""
 
 
-def be_source(core: int, size: int, line: Connection) -> None:
+class Library(Protocol):
+    def __init__(self, name: str, pool: Any) -> None:
+        """Let `pool` be read."""
+        ...
+
+    def address(self) -> Any:
+        """Return what a sink needs to reach this one."""
+        ...
+
+    def connect(self, address: Any) -> None: ...
+
+    def ask(self, local: Pieces, remote: Pieces) -> None:
+        """Begin to read."""
+        ...
+
+    def wait(self) -> None:
+        """Return when everything that was asked for is there."""
+        ...
+
+
+class Nixl:
+    MEMORY = "DRAM"
+
+    def __init__(self, name: str, pool: Any) -> None:
+        from nixl._api import nixl_agent, nixl_agent_config  # pyright: ignore
+
+        self._agent: Any = nixl_agent(name, nixl_agent_config(backends=["UCX"]))
+        self._agent.register_memory([(pool.ctypes.data, pool.nbytes, 0, "")], self.MEMORY)
+        self._handles: list[Any] = []
+
+    def address(self) -> Any:
+        return self._agent.get_agent_metadata()
+
+    def connect(self, address: Any) -> None:
+        self._agent.add_remote_agent(address)
+
+    def ask(self, local: Pieces, remote: Pieces) -> None:
+        lists = [self._agent.get_xfer_descs(pieces, self.MEMORY) for pieces in (local, remote)]
+        handle = self._agent.initialize_xfer("READ", *lists, "source")
+        self._agent.transfer(handle)
+        self._handles.append(handle)
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            while (state := self._agent.check_xfer_state(handle)) != "DONE":
+                if state != "PROC":
+                    raise RuntimeError(f"NIXL's transfer ended as {state}")
+            self._agent.release_xfer_handle(handle)
+        self._handles.clear()
+
+
+class Mooncake:
+    def __init__(self, name: str, pool: Any) -> None:
+        from mooncake.engine import TransferEngine  # pyright: ignore
+
+        del name
+        self._engine: Any = TransferEngine()
+        if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "tcp", ""):
+            raise RuntimeError("Mooncake does not start")
+        if self._engine.register_memory(pool.ctypes.data, pool.nbytes):
+            raise RuntimeError("Mooncake does not take the memory")
+        self._source = ""
+        self._batches: list[int] = []
+
+    def address(self) -> Any:
+        return f"127.0.0.1:{self._engine.get_rpc_port()}"
+
+    def connect(self, address: Any) -> None:
+        self._source = address
+
+    def ask(self, local: Pieces, remote: Pieces) -> None:
+        addresses = [pieces[:, 0].tolist() for pieces in (local, remote)]
+        batch = self._engine.batch_transfer_async_read(self._source, *addresses, local[:, 1].tolist())
+        if batch <= 0:
+            raise RuntimeError("Mooncake takes no transfer")
+        self._batches.append(batch)
+
+    def wait(self) -> None:
+        if self._engine.get_batch_transfer_status(self._batches):
+            raise RuntimeError("Mooncake's transfer failed")
+        self._batches.clear()
+
+
+LIBRARIES: dict[str, type[Library]] = {"nixl": Nixl, "mooncake": Mooncake}
+
+
+def be_source(library: str, core: int, size: int, line: Connection) -> None:
     os.sched_setaffinity(0, {core})
-    agent, pool = make_agent("source", size)
-    line.send((agent.get_agent_metadata(), pool.ctypes.data))
+    pool = numpy.full(size, 7, dtype=numpy.uint8)
+    source = LIBRARIES[library]("source", pool)
+    line.send((source.address(), pool.ctypes.data))
     while line.recv():
         line.send(time.process_time())
 
 
-def read_all(agent: Any, layers: list[tuple[Any, Any]]) -> None:
-    handles: list[Any] = []
-    for local, remote in layers:
-        local_list, remote_list = agent.get_xfer_descs(local, MEMORY), agent.get_xfer_descs(remote, MEMORY)
-        handle = agent.initialize_xfer("READ", local_list, remote_list, "source")
-        agent.transfer(handle)
-        handles.append(handle)
-    for handle in handles:
-        while (state := agent.check_xfer_state(handle)) != "DONE":
-            if state != "PROC":
-                raise RuntimeError(f"NIXL's transfer ended as {state}")
-        agent.release_xfer_handle(handle)
-
-
-def main(sink_core: int, source_core: int) -> None:
+def main(library: str, sink_core: int, source_core: int) -> None:
     os.sched_setaffinity(0, {sink_core})
-    # NIXL logs to standard output, which is for the answers.
+    # The libraries log to standard output, which is for the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     shape = json.loads(sys.stdin.readline())
     size = shape["layers"] * shape["blocks"] * shape["block_bytes"]
     context = multiprocessing.get_context("spawn")
     line, child_line = context.Pipe()
-    child = context.Process(target=be_source, args=(source_core, size, child_line), daemon=True)
+    child = context.Process(target=be_source, args=(library, source_core, size, child_line), daemon=True)
     child.start()
-    agent, pool = make_agent("sink", size)
-    metadata, source_address = line.recv()
-    agent.add_remote_agent(metadata)
+    pool = numpy.zeros(size, dtype=numpy.uint8)
+    sink = LIBRARIES[library]("sink", pool)
+    address, source_pool = line.recv()
+    sink.connect(address)
 
-    def pieces(address: int, layer: int, order: list[int]) -> Any:
-        rows = [(address + (layer * shape["blocks"] + block) * shape["block_bytes"]) for block in order]
+    def pieces(pool_address: int, layer: int, order: list[int]) -> Pieces:
+        rows = [(pool_address + (layer * shape["blocks"] + block) * shape["block_bytes"]) for block in order]
         return numpy.array([(row, shape["block_bytes"], 0) for row in rows], dtype=numpy.uint64)
 
     layers = [
-        (pieces(pool.ctypes.data, layer, shape["order"]), pieces(source_address, layer, shape["source_order"]))
+        (pieces(pool.ctypes.data, layer, shape["order"]), pieces(source_pool, layer, shape["source_order"]))
         for layer in range(shape["layers"])
     ]
     if not shape["layerwise"]:
         layers = [tuple(numpy.concatenate(side) for side in zip(*layers, strict=True))]
     for _ in sys.stdin:
         line.send(True)
-        began = time.perf_counter(), time.process_time() + line.recv()
-        read_all(agent, layers)  # pyright: ignore
-        wall_s = time.perf_counter() - began[0]
+        began_s, began_cpu_s = time.perf_counter(), time.process_time() + line.recv()
+        for layer in layers:
+            sink.ask(*layer)  # pyright: ignore
+        asked_s = time.perf_counter() - began_s
+        sink.wait()
+        wall_s = time.perf_counter() - began_s
         line.send(True)
-        cpu_s = time.process_time() + line.recv() - began[1]
+        cpu_s = time.process_time() + line.recv() - began_cpu_s
         if not (pool[:: shape["block_bytes"]] == 7).all():
-            raise RuntimeError("NIXL's transfer succeeded with wrong bytes")
+            raise RuntimeError("the transfer succeeded with wrong bytes")
         pool[:: shape["block_bytes"]] = 0
-        print(json.dumps([wall_s, cpu_s]), file=answers, flush=True)
+        print(json.dumps([asked_s, wall_s, cpu_s]), file=answers, flush=True)
     line.send(False)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], *map(int, sys.argv[2:]))

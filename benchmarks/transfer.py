@@ -1,7 +1,9 @@
-"""How fast KV moves between two processes of this host, beside the machine's limits and NIXL: `make bench-transfer`.
+"""How fast KV moves between two processes of this host, beside the machine's limits and peers: `make bench-transfer`.
 
-The measurements are those of `python -m baton_native.bench`. `BATON_PEER_PYTHON` names the interpreter of an
-environment with NIXL (`pip install --no-deps nixl nixl-cu12 numpy`); without it NIXL is left out. All take turns.
+The measurements are those of `python -m baton_native.bench`; all take turns. Peers are measured where they are:
+- NIXL and Mooncake with the interpreters that `BATON_NIXL_PYTHON` and `BATON_MOONCAKE_PYTHON` name
+  (`pip install --no-deps nixl nixl-cu12 numpy`, `pip install --no-deps mooncake-transfer-engine-non-cuda numpy`);
+- UCX, alone by its own tool and below our backend of that name, after `make environment-ucx`.
 """
 
 from __future__ import annotations
@@ -9,53 +11,86 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import socket
 import subprocess
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from baton_native.bench import LIMIT, PATHS, REPEATS, REQUEST, SHAPES, Peer, Samples, Shape, measure
+from baton_native.bench_source import UCX_LIBRARY
+from baton_native.bench_source import Path as Way
 
 from benchmarks.report import Row, report
 
-PEER_PYTHON = "BATON_PEER_PYTHON"
-MEMCPY = LIMIT + "memcpy"
-NIXL_SETTINGS: Mapping[str, Mapping[str, str]] = {"NIXL": {}, "NIXL over TCP": {"UCX_TLS": "tcp"}}
+TCP = {"UCX_TLS": "tcp"}
+TUNED = {"UCX_TLS": "posix,cma", "UCX_RNDV_SCHEME": "get_zcopy"}
+TUNED_TCP = TCP | {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+PEERS: tuple[tuple[str, str, Mapping[str, str]], ...] = (
+    ("NIXL", "nixl", {}),
+    ("NIXL over TCP", "nixl", TCP),
+    ("NIXL over tuned TCP", "nixl", TUNED_TCP),
+    ("Mooncake over TCP", "mooncake", {}),
+)
+UCX_ALONE: tuple[tuple[str, Mapping[str, str]], ...] = (
+    ("default", {}),
+    ("tuned", TUNED),
+    ("over TCP", TCP),
+    ("over tuned TCP", TUNED_TCP),
+)
+MANY = Shape("15,000 x 16 KiB", 1, 15_000, 16 << 10)
+UCX = Path(__file__).parent.parent / ".venv-ucx"
+START_S = 10.0
 
 
-@contextmanager
-def nixl_peers(
-    python: str, shape: Shape, order: Sequence[int], source_order: Sequence[int]
-) -> Generator[dict[str, Peer]]:
-    """Start NIXL's two processes for each of its settings; each peer reads everything once per call."""
-    cores = sorted(os.sched_getaffinity(os.getppid()))
-    described = {
-        "layers": shape.layers,
-        "blocks": shape.blocks,
-        "block_bytes": shape.block_bytes,
-        "order": list(order),
-        "source_order": list(source_order),
-        "layerwise": shape is REQUEST,
-    }
-    processes: dict[str, subprocess.Popen[str]] = {}
-    try:
-        for name, settings in NIXL_SETTINGS.items():
-            processes[name] = subprocess.Popen(
-                [python, str(Path(__file__).with_name("nixl_blocks.py")), str(cores[-1]), str(cores[0])],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                env={**os.environ, **settings, "PYTHONPATH": ""},
-            )
-            _ask(processes[name], described)
-        yield {name: _peer(process) for name, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.kill()
-            process.wait()
+@dataclass(frozen=True)
+class Peers:
+    """What stands beside ours, for `measure`."""
+
+    pythons: Mapping[str, str]
+    """By library; empty: it is not here."""
+    perftest: Path | None
+
+    @contextmanager
+    def start(self, shape: Shape, order: Sequence[int], source_order: Sequence[int]) -> Generator[dict[str, Peer]]:
+        """Start the peers' processes; each peer reads everything once per call."""
+        cores = sorted(os.sched_getaffinity(os.getppid()))
+        described = {
+            "layers": shape.layers,
+            "blocks": shape.blocks,
+            "block_bytes": shape.block_bytes,
+            "order": list(order),
+            "source_order": list(source_order),
+            "layerwise": shape is REQUEST,
+        }
+        processes: dict[str, subprocess.Popen[str]] = {}
+        try:
+            for name, library, settings in PEERS:
+                if not self.pythons[library]:
+                    continue
+                script = str(Path(__file__).with_name("peer_blocks.py"))
+                processes[name] = subprocess.Popen(
+                    [self.pythons[library], script, library, str(cores[-1]), str(cores[0])],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    text=True,
+                    env={**os.environ, **settings, "PYTHONPATH": ""},
+                )
+                _ask(processes[name], described)
+            peers = {name: _peer(name, process) for name, process in processes.items()}
+            if self.perftest is not None:
+                for name, settings in UCX_ALONE:
+                    peers[f"UCX alone, {name}"] = _ucx_alone(self.perftest, settings, shape, cores)
+            yield peers
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.wait()
 
 
 def _ask(process: subprocess.Popen[str], message: Any) -> None:
@@ -64,47 +99,108 @@ def _ask(process: subprocess.Popen[str], message: Any) -> None:
     process.stdin.flush()
 
 
-def _peer(process: subprocess.Popen[str]) -> Peer:
-    def run() -> tuple[float, float]:
+def _peer(name: str, process: subprocess.Popen[str]) -> Peer:
+    def run() -> tuple[float, float, float]:
         _ask(process, "run")
         assert process.stdout is not None
         answer = process.stdout.readline()
         if not answer:
-            raise RuntimeError("NIXL's process ended")
-        wall_s, cpu_s = json.loads(answer)
-        return wall_s, cpu_s
+            raise RuntimeError(f"the process of {name} ended")
+        asked_s, wall_s, cpu_s = json.loads(answer)
+        return asked_s, wall_s, cpu_s
 
     return run
 
 
-def rows_of(results: Mapping[str, Mapping[str, Samples]]) -> list[Row]:
-    """One row per shape and way of ours; beside it every limit and peer, memcpy the first of them."""
+def _ucx_alone(perftest: Path, settings: Mapping[str, str], shape: Shape, cores: Sequence[int]) -> Peer:
+    """One block after the other by UCX's own tool, always the same one: it stays in the cache, as no KV does."""
+
+    def run() -> tuple[float, float, float]:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        command = [str(perftest), "-p", port]
+        environment = {**os.environ, **settings, "LD_LIBRARY_PATH": str(perftest.parent.parent / "lib")}
+        server = subprocess.Popen(
+            [*command, "-c", str(cores[0])], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
+        )
+        count = shape.bytes // shape.block_bytes
+        command += ["-c", str(cores[-1]), "-t", "ucp_get", "-s", str(shape.block_bytes), "-n", str(count), "-w", "8"]
+        try:
+            until_s = time.monotonic() + START_S
+            while True:
+                client = subprocess.run(
+                    [*command, "127.0.0.1"], capture_output=True, text=True, check=False, env=environment
+                )
+                if final := re.search(r"^Final:\s+\S+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", client.stdout, re.MULTILINE):
+                    break
+                if time.monotonic() > until_s:
+                    raise RuntimeError(f"ucx_perftest fails: {client.stdout} {client.stderr}")
+                time.sleep(0.02)
+        finally:
+            server.kill()
+            server.wait()
+        return 0.0, shape.bytes / (float(final[1]) * (1 << 20)), 0.0
+
+    return run
+
+
+def limit_of(way: Way, shown: Mapping[str, float]) -> str:
+    """Return the name of what cannot be beaten by this way: its ratio is to that."""
+    plain_tcp = max((name for name in shown if name.startswith(LIMIT + "plain TCP")), key=lambda name: shown[name])
+    peer = next((name for name in shown if name == "NIXL"), LIMIT + "process_vm_readv")
+    return {"direct": LIMIT + "memcpy", "tcp": plain_tcp, "ucx": peer}.get(way.backend, LIMIT + "process_vm_readv")
+
+
+def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) -> list[Row]:
+    """One row per shape and way of ours; beside it every limit and peer, its own limit the first of them."""
     rows: list[Row] = []
     figures: dict[str, Callable[[Samples], float]] = {
         "GB/s": lambda samples: samples.gb_per_s,
         "CPU s/GB": lambda samples: samples.cpu_s_per_gb,
+        "ms to ask": lambda samples: samples.asked_ms,
     }
+    ours = [str(path) for path in paths]
     for shape, ways in results.items():
-        ours = [f"{backend}, {'checksum' if checksum else 'no checksum'}" for backend, checksum in PATHS]
+        speeds = {name: samples.gb_per_s for name, samples in ways.items()}
         for unit, figure in figures.items():
-            others = {name: figure(samples) for name, samples in ways.items() if name not in ours}
-            others = {MEMCPY: others[MEMCPY], **others}
-            rows += [Row.against(f"{shape}: {name}", unit, figure(ways[name]), **others) for name in ours]
+            if (unit == "ms to ask") != (shape == MANY.name):
+                continue
+            others = {name: value for name, samples in ways.items() if name not in ours and (value := figure(samples))}
+            for path in paths:
+                first = limit_of(path, speeds)
+                beside = {first: others[first], **others} if first in others else others
+                rows.append(Row.against(f"{shape}: {path}", unit, figure(ways[str(path)]), **beside))
+        if shape != MANY.name:
+            for path in paths:
+                if path.checksum:
+                    without = speeds[str(path._replace(checksum=False))]
+                    lost = 100 * (1 - speeds[str(path)] / without)
+                    rows.append(Row.against(f"{shape}: {path}: speed that the checksum costs", "%", lost))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer", description=__doc__)
     parser.add_argument("--repeats", type=int, default=REPEATS)
-    parser.add_argument("--peer-python", default=os.environ.get(PEER_PYTHON, ""), help=f"default: ${PEER_PYTHON}")
+    libraries = dict.fromkeys(library for _, library, _ in PEERS)
+    for library in libraries:
+        variable = f"BATON_{library.upper()}_PYTHON"
+        parser.add_argument(f"--{library}-python", default=os.environ.get(variable, ""), help=f"default: ${variable}")
     arguments = parser.parse_args()
-    python: str = arguments.peer_python
+    pythons = {library: getattr(arguments, f"{library}_python") for library in libraries}
+    ucx = next(UCX.glob("lib/python*/site-packages/libucx"), None)
+    paths = list(PATHS)
     notes = "Medians; both processes of each way on a core of their own. "
     notes += f"Load of the machine at the start: {os.getloadavg()[0]:.1f}."
-    if not python:
-        notes += f" NIXL was not measured: {PEER_PYTHON} names no interpreter that has it."
-    peers = partial(nixl_peers, python) if python else None
-    report("transfer", rows_of(measure(SHAPES, PATHS, arguments.repeats, peers)), notes=notes)
+    if ucx is not None:
+        os.environ[UCX_LIBRARY] = str(ucx / "lib/libucp.so.0")
+        paths += [Way("ucx", checksum=False), Way("ucx", checksum=True)]
+        notes += " UCX alone reads the same block again and again, which stays in the cache."
+    absent = [library for library, python in pythons.items() if not python] + ["ucx"] * (ucx is None)
+    if absent:
+        notes += f" Not here, so not measured: {', '.join(absent)}."
+    peers = Peers(pythons, ucx and ucx / "bin/ucx_perftest")
+    report("transfer", rows_of(measure((*SHAPES, MANY), paths, arguments.repeats, peers.start), paths), notes=notes)
 
 
 if __name__ == "__main__":

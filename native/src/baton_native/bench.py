@@ -10,7 +10,6 @@ that suffers from whatever else runs, the CPU time that both processes spent per
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import random
@@ -28,7 +27,7 @@ from typing import Any
 
 from baton_native import Agent
 from baton_native._core import copy_blocks, read_blocks
-from baton_native.bench_source import Memory, Shape, make_agent, pin
+from baton_native.bench_source import Memory, Path, Shape, make_agent, pin
 
 REQUEST = Shape("request", 32, 128, 64 << 10)
 SHAPES = (
@@ -37,8 +36,13 @@ SHAPES = (
     Shape("1 MiB", 8, 32, 1 << 20),
     REQUEST,
 )
-PATHS = tuple(itertools.product(("direct", "shm", "cma", "tcp"), (False, True)))
 STREAMS = (1, 4)
+PATHS = tuple(
+    Path(backend, checksum, streams)
+    for backend in ("direct", "shm", "cma", "tcp")
+    for streams in (STREAMS if backend == "tcp" else (1,))
+    for checksum in (False, True)
+)
 REPEATS = 7
 WAIT_S = 60.0
 LIMIT = "limit: "
@@ -49,8 +53,18 @@ class Samples:
     """What repeats of one measurement gave."""
 
     bytes: int
+    asked_s: list[float] = field(default_factory=list[float])
     wall_s: list[float] = field(default_factory=list[float])
     cpu_s: list[float] = field(default_factory=list[float])
+
+    def add(self, asked_s: float, wall_s: float, cpu_s: float) -> None:
+        self.asked_s.append(asked_s)
+        self.wall_s.append(wall_s)
+        self.cpu_s.append(cpu_s)
+
+    @property
+    def asked_ms(self) -> float:
+        return statistics.median(self.asked_s) * 1e3
 
     @property
     def gb_per_s(self) -> float:
@@ -61,8 +75,8 @@ class Samples:
         return statistics.median(self.cpu_s) / self.bytes * 1e9
 
 
-Peer = Callable[[], tuple[float, float]]
-"""Moves what one of our pulls moves; returns wall and CPU seconds."""
+Peer = Callable[[], tuple[float, float, float]]
+"""Moves what one of our pulls moves; returns seconds until it was asked for, until it was there, and of CPU time."""
 StartPeers = Callable[[Shape, Sequence[int], Sequence[int]], AbstractContextManager[dict[str, Peer]]]
 """For a shape, and the order of the blocks at sink and source."""
 Results = dict[str, dict[str, Samples]]
@@ -133,7 +147,7 @@ class RawStreams:
 class Bench:
     """Measures every path of one shape in turn."""
 
-    def __init__(self, source: SourceProcess, streams: RawStreams, shape: Shape, paths: Iterable[tuple[str, bool]]):
+    def __init__(self, source: SourceProcess, streams: RawStreams, shape: Shape, paths: Iterable[Path]):
         self.source = source
         self.shape = shape
         # A fixed order, so that runs can be compared; scattered, as blocks of a busy engine are.
@@ -151,7 +165,7 @@ class Bench:
         every = [layer * shape.blocks + block for layer in range(shape.layers) for block in self.order]
         theirs = [layer * shape.blocks + block for layer in range(shape.layers) for block in self.their_order]
         to, size = self.memory.address, shape.block_bytes
-        self.ways: dict[str, Callable[[], float]] = {
+        self.ways: dict[str, Callable[[], tuple[float, float]]] = {
             LIMIT + "memcpy": timed(lambda: copy_blocks(to, local.address, every, theirs, size)),
             LIMIT + "process_vm_readv": timed(
                 lambda: read_blocks(source.pid, to, prepared["address"], every, theirs, size)
@@ -161,15 +175,15 @@ class Bench:
             name = f"{LIMIT}plain TCP, {count} stream" + ("s" if count > 1 else "")
             self.ways[name] = timed(lambda count=count: streams.receive(self.memory, count))
         self.agents: list[Agent] = []
-        for number, (backend, checksum) in enumerate(paths):
-            agent = make_agent(backend, checksum)
+        for number, path in enumerate(paths):
+            agent = make_agent(path)
             self.memory.lend_to(agent)
             self.agents.append(agent)
-            name = f"{backend}, {'checksum' if checksum else 'no checksum'}"
             endpoint = prepared["endpoints"][number]
-            self.ways[name] = lambda number=number, endpoint=endpoint: self.pull(number, endpoint)
+            self.ways[str(path)] = lambda number=number, endpoint=endpoint: self.pull(number, endpoint)
 
-    def pull(self, number: int, endpoint: str) -> float:
+    def pull(self, number: int, endpoint: str) -> tuple[float, float]:
+        """Return the seconds until it was asked for, and until it was there."""
         key, agent = os.urandom(16), self.agents[number]
         layerwise = self.shape is REQUEST
         self.source.tell("open", path=number, key=key.hex(), ready=not layerwise)
@@ -177,29 +191,28 @@ class Bench:
         if layerwise:
             self.source.begin("post", path=number, key=key.hex())
         agent.pull(key, endpoint, 0, self.shape.tokens, self.order, WAIT_S)
+        asked_s = time.perf_counter() - began_s
         wait_done(agent)
         took_s = time.perf_counter() - began_s
         if layerwise:
             self.source.answer()
-        return took_s
+        return asked_s, took_s
 
     def run(self, repeats: int, peers: dict[str, Peer]) -> dict[str, Samples]:
         samples = {name: Samples(self.shape.bytes) for name in [*self.ways, *peers]}
         for repeat in range(repeats + 1):
             for name, way in self.ways.items():
                 began_s = time.process_time() + self.source.cpu_s()
-                wall_s = way()
+                took_s = way()
                 cpu_s = time.process_time() + self.source.cpu_s() - began_s
                 if not name.startswith(LIMIT):
                     self.memory.check(self.order)
                 if repeat > 0:  # The first touches memory and opens connections.
-                    samples[name].wall_s.append(wall_s)
-                    samples[name].cpu_s.append(cpu_s)
+                    samples[name].add(*took_s, cpu_s)
             for name, peer in peers.items():
-                wall_s, cpu_s = peer()
+                took = peer()
                 if repeat > 0:
-                    samples[name].wall_s.append(wall_s)
-                    samples[name].cpu_s.append(cpu_s)
+                    samples[name].add(*took)
         return samples
 
     def close(self) -> None:
@@ -207,11 +220,11 @@ class Bench:
             agent.close()
 
 
-def timed(action: Callable[[], None]) -> Callable[[], float]:
-    def run() -> float:
+def timed(action: Callable[[], None]) -> Callable[[], tuple[float, float]]:
+    def run() -> tuple[float, float]:
         began_s = time.perf_counter()
         action()
-        return time.perf_counter() - began_s
+        return 0.0, time.perf_counter() - began_s
 
     return run
 
@@ -228,7 +241,7 @@ def wait_done(agent: Agent) -> None:
 
 def measure(
     shapes: Iterable[Shape] = SHAPES,
-    paths: Iterable[tuple[str, bool]] = PATHS,
+    paths: Iterable[Path] = PATHS,
     repeats: int = REPEATS,
     start_peers: StartPeers | None = None,
 ) -> Results:
@@ -255,10 +268,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m baton_native.bench", description="Transfer speed on this machine")
     parser.add_argument("--repeats", type=int, default=REPEATS)
     parser.add_argument("--shape", action="append", choices=[shape.name for shape in SHAPES], help="all by default")
-    parser.add_argument("--backend", action="append", choices=sorted({backend for backend, _ in PATHS}))
+    parser.add_argument("--backend", action="append", choices=sorted({path.backend for path in PATHS}))
     arguments = parser.parse_args()
     shapes = [shape for shape in SHAPES if shape.name in (arguments.shape or [shape.name])]
-    paths = [path for path in PATHS if path[0] in (arguments.backend or [path[0]])]
+    paths = [path for path in PATHS if path.backend in (arguments.backend or [path.backend])]
     for name, ways in measure(shapes, paths, arguments.repeats).items():
         sys.stdout.write(f"{name:<28}{'GB/s':>8}{'CPU s/GB':>11}\n")
         for way, samples in ways.items():

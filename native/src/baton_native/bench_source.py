@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton_native import Agent, Options, Region
 
 BLOCK_TOKENS = 16
 STREAM_PIECE_BYTES = 1 << 20
 STAMP_BYTES = 8
+UCX_LIBRARY = "BATON_UCX_LIBRARY"
+"""The environment variable that names `libucp` where the loader does not find it."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +84,24 @@ class Memory:
         )
 
 
-def make_agent(backend: str, checksum: bool) -> Agent:
+class Path(NamedTuple):
+    """A way that blocks can come."""
+
+    backend: str
+    checksum: bool
+    streams: int = 1
+
+    def __str__(self) -> str:
+        streams = f", {self.streams} streams" if self.streams > 1 else ""
+        return f"{self.backend}{streams}, {'checksum' if self.checksum else 'no checksum'}"
+
+
+def make_agent(path: Path) -> Agent:
     options = Options()
-    options.backends = [backend]
-    options.checksum = checksum
+    options.backends = [path.backend]
+    options.checksum = path.checksum
+    options.streams = path.streams
+    options.ucx_library = os.environ.get(UCX_LIBRARY, options.ucx_library)
     return Agent(options, ("127.0.0.1:0",))
 
 
@@ -113,9 +129,10 @@ class Source:
         self.order = order
         self.memory.stamp(order)
         own_pool.stamp(order)
-        self.agents = [make_agent(*path) for path in paths]
-        for agent, (backend, _) in zip(self.agents, paths, strict=True):
-            (own_pool if backend == "direct" else self.memory).lend_to(agent)
+        ways = [Path(*path) for path in paths]
+        self.agents = [make_agent(way) for way in ways]
+        for agent, way in zip(self.agents, ways, strict=True):
+            (own_pool if way.backend == "direct" else self.memory).lend_to(agent)
         return {"address": self.memory.address, "endpoints": [agent.endpoint for agent in self.agents]}
 
     def open(self, path: int, key: str, ready: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import time
 
 from baton_native import Agent, Report
 from baton_native.bench import SourceProcess
-from baton_native.bench_source import Memory, Shape, make_agent
+from baton_native.bench_source import Memory, Path, Shape, make_agent
 
 BACKENDS = ("direct", "shm", "cma", "verbs", "ucx", "tcp")
 SMALL = Shape("probe", 2, 16, 64 << 10)
@@ -41,15 +41,15 @@ def main() -> None:
     source = SourceProcess(None)
     try:
         for shape in (SMALL, MANY):
-            paths = [(backend, True) for backend in BACKENDS]
+            paths = [Path(backend, True) for backend in BACKENDS]
             prepared = source.tell(
                 "prepare",
                 shape=[shape.name, shape.layers, shape.blocks, shape.block_bytes],
                 order=list(range(shape.blocks)),
                 paths=paths,
             )
-            for number, (backend, checksum) in enumerate(paths):
-                agent = make_agent(backend, checksum)
+            for number, path in enumerate(paths):
+                agent, backend = make_agent(path), path.backend
                 memory = Memory(shape)
                 memory.lend_to(agent)
                 report, asked_s = pull(agent, source, number, prepared["endpoints"][number], shape)
