@@ -152,7 +152,7 @@ def limit_of(way: Way, shown: Mapping[str, float]) -> str:
 
 
 def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) -> list[Row]:
-    """One row per shape and way of ours; beside it every limit and peer, its own limit the first of them."""
+    """One row per shape and way of ours; beside it limits and peers of its kind, what limits it the first of them."""
     rows: list[Row] = []
     figures: dict[str, Callable[[Samples], float]] = {
         "GB/s": lambda samples: samples.gb_per_s,
@@ -168,7 +168,8 @@ def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) 
             others = {name: value for name, samples in ways.items() if name not in ours and (value := figure(samples))}
             for path in paths:
                 first = limit_of(path, speeds)
-                beside = {first: others[first], **others} if first in others else others
+                alike = {name: value for name, value in others.items() if ("TCP" in name) == (path.backend == "tcp")}
+                beside = {first: others[first], **alike} if first in others else alike
                 rows.append(Row.against(f"{shape}: {path}", unit, figure(ways[str(path)]), **beside))
         if shape != MANY.name:
             for path in paths:

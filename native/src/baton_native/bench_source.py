@@ -101,6 +101,7 @@ def make_agent(path: Path) -> Agent:
     options.backends = [path.backend]
     options.checksum = path.checksum
     options.streams = path.streams
+    options.connect_timeout_s = 10.0  # A busy machine is no reason to measure nothing.
     options.ucx_library = os.environ.get(UCX_LIBRARY, options.ucx_library)
     return Agent(options, ("127.0.0.1:0",))
 
