@@ -49,7 +49,7 @@ async def restart_s(redis_url: str) -> tuple[float, int, float]:
     for _ in range(ROUNDS):
         follower = Follower(RadixIndex, FollowerOptions(), Journal(8192))
         began_s = time.perf_counter()
-        follower.restore(await store.load(), 0.0)
+        follower.restore(await store.load_all(), 0.0)
         times.append(time.perf_counter() - began_s)
     size = follower.size()
     bytes_each = (await memory_bytes(store) - before) / size.holdings

@@ -186,7 +186,7 @@ async def written(redis_url: str, prefix: str, worker: Worker) -> dict[bytes, by
     """Return what Redis has of a worker."""
     store = RedisStore(redis_url, prefix=prefix, timeout_s=1.0)
     try:
-        saved = await store.load()
+        saved = await store.load_all()
     finally:
         await store.close()
     return {block: parent for run in saved.workers[worker.name].runs for block, parent in link(run.parent, run.blocks)}
