@@ -48,10 +48,11 @@ class Elsewhere:
     async def drop(self, names: Sequence[bytes]) -> None:
         self._check()
         for name in names:
-            del self.branches[name]
+            self.branches.pop(name, None)
 
-    async def keep(self) -> None:
+    async def keep(self) -> bool:
         self._check()
+        return bool(self.branches)
 
     async def close(self) -> None:
         self.branches.clear()
@@ -370,3 +371,11 @@ async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(
     gone = cache.changed(BlocksRemoved(blocks=b"broken"))
     world.follower.on_events(gone, 99, 0.0)
     assert world.follower.counters.malformed == 1
+
+
+async def test_a_loss_is_seen_before_anybody_asks(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.store.branches.clear()
+    world.tell(cache, "meanwhile, something else is stored")
+    await world.freezer.make_room()
+    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)

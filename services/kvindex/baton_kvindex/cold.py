@@ -314,6 +314,8 @@ def _unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
     (blocks,) = _COUNT.unpack_from(packed)
     at = _COUNT.size
     shape = msgspec.msgpack.decode(memoryview(packed)[at + blocks * ID_BYTES :], type=_Shape)
+    if sum(length for _, length, _ in shape.rows) != blocks:
+        raise struct.error("the runs are not all of the blocks")
     branches: list[Branch] = []
     for parent, length, number in shape.rows:
         active, history = shape.holders[number]

@@ -146,6 +146,10 @@ class Follower:
     def has_unwritten(self) -> bool:
         return bool(self._journal)
 
+    def unwritten_workers(self) -> list[str]:
+        """Return the workers of which all is to be written."""
+        return self._journal.whole_workers()
+
     def take_batch(self) -> Batch:
         """Return what waits to be written; `give_back` it where it could not be. Raises Cold."""
         return self._journal.take(self.stream_sequence, self.state_of, self.dump)

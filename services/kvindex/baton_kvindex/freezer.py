@@ -74,13 +74,14 @@ class Freezer:
         if self._store is None:
             return
         try:
+            # Before anything is written, which would make what was lost look present.
+            if any(index.branches for index in self._indexes()) and not await self._store.keep():
+                self._give_up("Redis was emptied of what was cold")
             for index in self._indexes():
                 await self._drop_garbage(self._store, index)
             excess = sum(index.used_bytes for index in self._indexes()) - self._settings.memory_bytes_max
             if excess > 0:
                 await self._free(self._store, excess + int(self._settings.memory_bytes_max * SPARE))
-            if any(index.branches for index in self._indexes()):
-                await self._store.keep()
         except StoreUnavailable as error:
             self._on_failure(error)
         else:

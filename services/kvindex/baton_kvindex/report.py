@@ -52,12 +52,13 @@ async def make_report(
     )
     trees = {digest: tree for digest, tree in follower.models().items() if isinstance(tree, ColdIndex)}
     top = max(0, min(query.prefixes_max, PREFIXES_MAX))
-    models = [await asyncio.to_thread(_describe, digest, tree, top) for digest, tree in sorted(trees.items())]
+    models = [await _describe(digest, tree, top) for digest, tree in sorted(trees.items())]
     return structs.replace(report, models=tuple(models))
 
 
-def _describe(model_digest: str, tree: ColdIndex, prefixes_max: int) -> IndexedModel:
-    footprint, survey = tree.footprint(), tree.survey(prefixes_max)
+async def _describe(model_digest: str, tree: ColdIndex, prefixes_max: int) -> IndexedModel:
+    survey = await asyncio.to_thread(tree.survey, prefixes_max)
+    footprint = tree.footprint()
     return IndexedModel(
         model_digest=model_digest,
         blocks=footprint.blocks,

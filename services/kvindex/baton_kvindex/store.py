@@ -145,8 +145,8 @@ class ColdStore(Protocol):
 
     async def drop(self, names: Sequence[bytes]) -> None: ...
 
-    async def keep(self) -> None:
-        """Say that what is here is still needed."""
+    async def keep(self) -> bool:
+        """Say that what is here is still needed; return whether there is anything."""
         ...
 
     async def close(self) -> None:
@@ -301,8 +301,8 @@ class _RedisColdStore:
     async def drop(self, names: Sequence[bytes]) -> None:
         await self._answer(self._redis.eval(DROP, 1, self._key, *names))
 
-    async def keep(self) -> None:
-        await self._answer(self._redis.expire(self._key, COLD_S))
+    async def keep(self) -> bool:
+        return bool(await self._answer(self._redis.expire(self._key, COLD_S)))
 
     async def close(self) -> None:
         with suppress(StoreUnavailable):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from contextlib import suppress
+from functools import partial
 from typing import Final
 from uuid import uuid4
 
@@ -142,6 +143,8 @@ class Writer:
 
     async def _write_batch(self, fence: int) -> None:
         # A worker that is written as a whole comes back as a whole.
+        for worker in self._follower.unwritten_workers():
+            await self._freezer.until_here(partial(self._follower.dump, worker))
         batch = await self._freezer.until_here(self._follower.take_batch)
         written = False
         try:
