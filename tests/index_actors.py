@@ -148,9 +148,9 @@ class Worker(Cache):
 
 
 @asynccontextmanager
-async def working(bus: Bus) -> AsyncGenerator[Worker]:
+async def working(bus: Bus, kind: type[Worker] = Worker) -> AsyncGenerator[Worker]:
     """A worker with a name of its own, so that tests can share one server."""
-    worker = Worker(bus=bus, name=f"w-{uuid4().hex[:8]}")
+    worker = kind(bus=bus, name=f"w-{uuid4().hex[:8]}")
     subscription = await bus.subscribe(subjects.shadow(worker.name), worker.answer)
     beating = asyncio.create_task(worker.beat())
     try:

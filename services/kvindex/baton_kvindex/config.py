@@ -33,7 +33,7 @@ class IndexSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown
     ] = 0
     cold_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="Longest wait for what is cold of a prompt; then memory alone answers.")
-    ] = 0.1
+    ] = 0.03
     cold_patience_s: Annotated[
         Seconds,
         msgspec.Meta(description="Redis away for this long: what is cold is given up, its workers are read anew."),
