@@ -150,6 +150,7 @@ async def test_memory_is_bounded_and_a_scan_pushes_nothing_out_that_is_asked_for
             await world.freezer.make_room()
             world.index.tick()
             assert world.index.used_bytes < limit
+    assert world.index.used_bytes > limit / 2, "no more than must leaves"
     assert world.index.branches > 250
     assert world.index.footprint().bytes < 4_000_000, "a chunk of slots and of nodes, and the table"
     asked = world.store.asked
@@ -178,6 +179,29 @@ async def test_a_branch_that_changed_while_it_was_written_stays(world: World) ->
         await leaving
         assert world.index.branches == 0
         assert world.is_true(cache)
+    await world.freezer.make_room()
+    assert len(world.store.branches) == world.index.branches == 1, "nothing is left of what did not leave"
+
+
+def test_a_branch_that_left_again_while_it_was_looked_for_is_not_lost() -> None:
+    index = ColdIndex(stub_bytes=0)
+    index.store("a", b"", chain("abc"))
+
+    def freeze() -> dict[bytes, bytes]:
+        (leaving,) = index.pack(block("a"))
+        assert index.leave(leaving)
+        return {leaving.name: leaving.packed()}
+
+    found, frozen = freeze(), index.frozen
+    assert index.recall(found, block("a"), frozen)
+    index.remove("a", block("abc"))
+    newer = freeze()
+    assert index.recall(found, block("a") + block("ab"), frozen), "to be looked for anew"
+    with pytest.raises(Cold) as cold:
+        index.remove("a", block("ab"))
+    assert cold.value.blocks == block("ab")
+    assert index.recall(newer, block("ab"), index.frozen)
+    assert index.match(chain("abc")) == {"a": 2}
 
 
 async def test_a_match_beside_a_branch_that_leaves_is_right(world: World) -> None:
@@ -235,7 +259,7 @@ async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not(cold: t
     assert world.is_true(cache)
     assert world.follower.match(MODEL, prompt("later")) == {"w": 5}
     assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 2, "other": 2}
-    assert (world.follower.counters.resyncs, world.follower.counters.unknown_blocks) == (0, 0)
+    assert (world.follower.counters.gaps, world.follower.counters.unknown_blocks) == (0, 0)
 
 
 async def test_a_prompt_goes_on_behind_what_is_cold(cold: tuple[World, Cache]) -> None:
@@ -338,11 +362,28 @@ async def test_when_it_is_away_for_long_the_worker_is_read_anew(cold: tuple[Worl
     assert world.is_true(cache)
 
 
-@pytest.mark.parametrize("left", [0, 30, -3], ids=["lost", "half of it", "its end missing"])
-async def test_what_it_lost_or_damaged_is_read_anew(cold: tuple[World, Cache], left: int) -> None:
-    world, cache = cold
+def without_a_block(packed: bytes) -> bytes:
+    """Return a branch one of whose ids is missing, though all is said of who holds it."""
+    end = 4 + 16 * len(PATH)
+    return (len(PATH) - 1).to_bytes(4, "little") + packed[4 : end - 16] + packed[end:]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "half of it is there": lambda packed: packed[:30],
+    "its end is missing": lambda packed: packed[:-3],
+    "a block is missing": without_a_block,
+}
+
+
+@pytest.mark.parametrize("damage", ["lost", *DAMAGES])
+async def test_what_it_lost_or_damaged_is_read_anew(world: World, damage: str) -> None:
+    cache = Cache()
+    world.tell(cache, PATH)
     world.follower.on_heartbeat(cache.heartbeat(), 0.0)
-    world.store.branches = {name: packed[:left] for name, packed in world.store.branches.items() if left}
+    await world.freezer.make_room()
+    stored, world.store.branches = world.store.branches, {}
+    if damage != "lost":
+        world.store.branches = {name: DAMAGES[damage](packed) for name, packed in stored.items()}
     assert await world.freezer.match(MODEL, prompt(PATH)) == {}
     assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
     assert world.follower.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]

@@ -192,10 +192,7 @@ class ColdIndex(RadixIndex):
         rows = leaving.rows
         first = rows[0].blocks[:ID_BYTES]
         now = {row.blocks: row for row in self.dump_behind(first)}
-        ends = {row.blocks[-ID_BYTES:] for row in rows}
-        is_same = all(now.pop(row.blocks, None) == row for row in rows)
-        # What hangs behind and does not leave with it has been written as another branch, or has come since.
-        if not is_same or any(row.parent in ends for row in now.values()):
+        if any(now.get(row.blocks) != row for row in rows):
             return False
         parts: dict[frozenset[Holder], int] = {}
         for row in rows:

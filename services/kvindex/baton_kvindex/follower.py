@@ -408,7 +408,7 @@ class Follower:
         except Cold as cold:
             # What was applied of it is applied again, which does no harm.
             known.recall = cold
-            known.waiting.insert(0, message)
+            known.waiting.append(message)
             self._due_recalls.append((WorkerAddress(worker=message.worker, generation=message.generation), cold))
             return
         known.sequence = message.sequence
