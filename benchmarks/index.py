@@ -105,8 +105,8 @@ def notes(rounds: int, has_peer: bool, took_s: float) -> str:
     peer = "ratio: against Dynamo" if has_peer else "no PEER_PYTHON, so Dynamo was not measured"
     return (
         f"{peer}; runs of at most {BATCH_BLOCKS} blocks, caches of {CACHED_BLOCKS} blocks over all workers, medians of"
-        f" {rounds} interleaved rounds (large: {LARGE_ROUNDS} at most) in {took_s / 60:.0f} minutes; load of the machine"
-        f" {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
+        f" {rounds} interleaved rounds (large: {LARGE_ROUNDS} at most) in {took_s / 60:.0f} minutes; load of the"
+        f" machine {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
     )
 
 
