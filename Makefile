@@ -126,6 +126,7 @@ bench-index: environment
 	.venv/bin/python -m benchmarks.index --peer-python "$(PEER_PYTHON)"
 
 bench-index-restart: environment
+	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m benchmarks.index_restart
 
 bench-interference bench-layout bench-overlap: bench-%: environment-vllm

@@ -13,6 +13,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from benchmarks.index_events import BATCH_BLOCKS, CACHED_BLOCKS
@@ -100,24 +101,25 @@ def measure(workload: str, pythons: dict[str, str], rounds: int) -> list[Row]:
             each.close()
 
 
-def notes(rounds: int, has_peer: bool) -> str:
+def notes(rounds: int, has_peer: bool, took_s: float) -> str:
     peer = "ratio: against Dynamo" if has_peer else "no PEER_PYTHON, so Dynamo was not measured"
     return (
         f"{peer}; runs of at most {BATCH_BLOCKS} blocks, caches of {CACHED_BLOCKS} blocks over all workers, medians of"
-        f" {rounds} interleaved rounds (large: {LARGE_ROUNDS} at most); load of the machine {os.getloadavg()[1]:.1f}"
-        f" on {os.cpu_count()} cores"
+        f" {rounds} interleaved rounds (large: {LARGE_ROUNDS} at most) in {took_s / 60:.0f} minutes; load of the"
+        f" machine {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds of each workload (default 7)")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of each workload (default 5)")
     parser.add_argument("--workloads", nargs="+", default=WORKLOADS, help=f"of {' '.join(WORKLOADS)}, or other counts")
     parser.add_argument("--peer-python", default=os.environ.get("PEER_PYTHON", ""), help="an interpreter with Dynamo")
     arguments = parser.parse_args()
     pythons = {"dynamo": arguments.peer_python} if arguments.peer_python else {}
     pythons |= {"dictionary": sys.executable, "flat": sys.executable, "tree": sys.executable}
     rows: list[Row] = []
+    began_s = time.monotonic()
     try:
         for workload in arguments.workloads:
             print(f"{workload} …", file=sys.stderr)
@@ -125,7 +127,9 @@ def main() -> None:
     finally:
         # A run that is broken off says what it has.
         if rows:
-            report("index", rows, notes=notes(arguments.rounds, bool(arguments.peer_python)))
+            report(
+                "index", rows, notes=notes(arguments.rounds, bool(arguments.peer_python), time.monotonic() - began_s)
+            )
 
 
 if __name__ == "__main__":

@@ -148,9 +148,9 @@ class Worker(Cache):
 
 
 @asynccontextmanager
-async def working(bus: Bus) -> AsyncGenerator[Worker]:
+async def working(bus: Bus, kind: type[Worker] = Worker) -> AsyncGenerator[Worker]:
     """A worker with a name of its own, so that tests can share one server."""
-    worker = Worker(bus=bus, name=f"w-{uuid4().hex[:8]}")
+    worker = kind(bus=bus, name=f"w-{uuid4().hex[:8]}")
     subscription = await bus.subscribe(subjects.shadow(worker.name), worker.answer)
     beating = asyncio.create_task(worker.beat())
     try:
@@ -186,7 +186,7 @@ async def written(redis_url: str, prefix: str, worker: Worker) -> dict[bytes, by
     """Return what Redis has of a worker."""
     store = RedisStore(redis_url, prefix=prefix, timeout_s=1.0)
     try:
-        saved = await store.load()
+        saved = await store.load_all()
     finally:
         await store.close()
     return {block: parent for run in saved.workers[worker.name].runs for block, parent in link(run.parent, run.blocks)}

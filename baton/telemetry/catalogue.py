@@ -220,6 +220,13 @@ INDEX_BLOCKS: Final = _gauge(
     "baton_index_blocks", KVINDEX, "Distinct blocks that a worker holds; the one tier so far is `engine`.", "tier"
 )
 INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
+INDEX_COLD: Final = _gauge(
+    "baton_index_cold_blocks", KVINDEX, "Those of the distinct blocks for which memory has no room: they are in Redis."
+)
+INDEX_MEMORY: Final = _gauge("baton_index_memory_bytes", KVINDEX, "Memory that blocks take, bounded by a setting.")
+INDEX_RECALLS: Final = _counter(
+    "baton_index_recalls_total", KVINDEX, "Times that blocks were looked for among those in Redis."
+)
 INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
 INDEX_EXPECTED: Final = _gauge(
     "baton_index_expected_blocks", KVINDEX, "Blocks of prompts that were placed on workers and are not held there yet."
@@ -236,9 +243,10 @@ INDEX_DOUBTS: Final = _counter(
     "baton_index_doubts_total",
     KVINDEX,
     "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats, `drift`: its"
-    " fingerprint was another one though every event had come, or `audit`: half of its hits were lastingly missing.",
+    " fingerprint was another one though every event had come, `audit`: half of its hits were lastingly missing, or"
+    " `cold`: Redis lost what memory had no room for.",
     "cause",
-    known=("gap", "unknown_parent", "behind", "drift", "audit"),
+    known=("gap", "unknown_parent", "behind", "drift", "audit", "cold"),
 )
 INDEX_AUDIT_PREDICTED: Final = _counter(
     "baton_index_audit_predicted_tokens_total",

@@ -276,6 +276,16 @@ class NamedIndex {
     return fresh;
   }
 
+  nb::bytes unheld(const nb::bytes& blocks) {
+    const Ids ids = ids_in(blocks);
+    std::vector<Id> out;
+    {
+      nb::gil_scoped_release release;
+      out = index_.unheld(ids);
+    }
+    return to_bytes(out);
+  }
+
   nb::bytes idle(std::uint32_t ticks) {
     std::vector<Id> ids;
     {
@@ -283,6 +293,11 @@ class NamedIndex {
       ids = index_.idle(ticks);
     }
     return to_bytes(ids);
+  }
+
+  std::uint32_t age_of(std::size_t blocks) {
+    nb::gil_scoped_release release;
+    return index_.age_of(blocks);
   }
 
   // Returns the depth, and (last id, blocks, workers) of each of the `top` prefixes.
@@ -394,6 +409,8 @@ void bind_radix(nb::module_& m) {
       .def("dump_behind", &NamedIndex<Tree>::dump_behind, "block"_a)
       .def("add", &NamedIndex<Tree>::add, "branches"_a)
       .def("survey", &NamedIndex<Tree>::survey, "top"_a)
+      .def("unheld", &NamedIndex<Tree>::unheld, "blocks"_a)
       .def("idle", &NamedIndex<Tree>::idle, "ticks"_a)
+      .def("age_of", &NamedIndex<Tree>::age_of, "blocks"_a)
       .def("tick", &NamedIndex<Tree>::tick);
 }

@@ -121,8 +121,14 @@ class Index {
   std::vector<Branch> dump_behind(const Id& id) {
     return alone([&] { return core_.dump_behind(id); });
   }
+  std::vector<Id> unheld(Ids ids) {
+    return alone([&] { return core_.unheld(ids); });
+  }
   std::vector<Id> idle(std::uint32_t ticks) {
     return alone([&] { return core_.idle(ticks); });
+  }
+  std::uint32_t age_of(std::size_t blocks) {
+    return alone([&] { return core_.age_of(blocks); });
   }
   Survey survey(std::size_t top) {
     return alone([&] { return core_.survey(top); });

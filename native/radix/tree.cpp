@@ -47,7 +47,7 @@ Place Tree::place_of(const std::optional<Id>& parent) {
 
 std::size_t Tree::insert(Holder holder, Place& place, Ids ids) {
   Sum fresh;
-  touch_path(place);
+  renew_path(place);
   while (!ids.empty()) {
     const std::uint32_t slot = find(ids[0]);
     std::uint32_t done = 0;
@@ -95,7 +95,7 @@ std::uint32_t Tree::plant(Holder holder, Place& place, Ids ids) {
   }
   if (planted < room) arena_.give(first + planted, room - planted);
   node->length += planted;
-  node->used = now_.load(std::memory_order_relaxed);
+  renew(*node);
   held_blocks_ += planted;
   place = first + planted - 1;
   return planted;
@@ -107,7 +107,7 @@ std::uint32_t Tree::share(Holder holder, std::uint32_t slot, Ids ids, Sum& fresh
   Node& node = nodes_[number];
   const std::size_t most = std::min<std::size_t>(ids.size(), node.end() - slot);
   const auto count = static_cast<std::uint32_t>(common_ids(&arena_.id(slot), ids, most));
-  touch(node);
+  renew(node);
   if (!sets_[node.set].contains(holder)) {
     const SetNumber set = sets_.with(node.set, holder);
     const NodeNumber part = isolate(number, slot - node.first, count);
@@ -221,11 +221,10 @@ void Tree::touch(Node& node) const {
 }
 
 // A node is as fresh as the freshest behind it. So the way up ends at the first that is as fresh as can be.
-void Tree::touch_path(Place place) {
+void Tree::renew_path(Place place) {
   if (place == kAtRoot || place == kNowhere) return;
-  const std::uint32_t now = now_.load(std::memory_order_relaxed);
-  for (NodeNumber at = arena_.owner(place); at > kLost && nodes_[at].used != now; at = nodes_[at].parent) {
-    nodes_[at].used = now;
+  for (NodeNumber at = arena_.owner(place); at > kLost && nodes_[at].used < unasked(); at = nodes_[at].parent) {
+    renew(nodes_[at]);
   }
 }
 

@@ -31,6 +31,7 @@
 // A join undoes a split: a node with one child, the same holders, and slots that touch.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <optional>
 
@@ -75,8 +76,14 @@ class Tree {
   std::vector<Run> dump(Holder holder) const;
   // Returns the block, what is behind it, and who holds it, each run after its parent.
   std::vector<Branch> dump_behind(const Id& id) const;
-  // Returns the first blocks of the topmost nodes that were neither stored nor matched for so many ticks.
+  // Returns which of the ids nobody holds here.
+  std::vector<Id> unheld(Ids ids) const;
+  // Returns the first blocks of the topmost nodes that were not matched for so many ticks. What is stored begins as if
+  // it had not been matched for kUnaskedTicks: what was asked for once, and then stored, is idle before what was asked
+  // for again, so a scan pushes nothing out.
   std::vector<Id> idle(std::uint32_t ticks) const;
+  // Returns for how many ticks at least the `blocks` blocks that are idle for longest have been so.
+  std::uint32_t age_of(std::size_t blocks) const;
   // Looks at every node; `top` prefixes at most.
   Survey survey(std::size_t top) const;
   // Moves the clock of `idle`.
@@ -89,6 +96,7 @@ class Tree {
   static constexpr NodeNumber kRoot = 0, kLost = 1, kNoNode = 0;
   static constexpr std::uint32_t kEdgeBlocksMax = 4096;
   static constexpr int kFewChildren = 8;
+  static constexpr std::uint32_t kUnaskedTicks = 600;
 
   struct Node {
     std::uint32_t first = 0;
@@ -98,7 +106,7 @@ class Tree {
     NodeNumber first_child = kNoNode;
     NodeNumber before = kNoNode, next = kNoNode;                // Siblings.
     NodeNumber before_in_set = kNoNode, next_in_set = kNoNode;  // Nodes with the same holders.
-    std::uint32_t used = 0;                                     // The tick when it was last stored or matched.
+    std::uint32_t used = 0;                                     // The tick when it was last matched.
 
     std::uint32_t end() const { return first + length; }
   };
@@ -129,7 +137,10 @@ class Tree {
   void set_holders(NodeNumber number, SetNumber set);
   void release(Holder holder, NodeNumber number);
   void touch(Node& node) const;
-  void touch_path(Place place);
+  static std::uint32_t used_of(const Node& node);
+  std::uint32_t unasked() const { return now_.load(std::memory_order_relaxed) - kUnaskedTicks; }
+  void renew(Node& node) const { node.used = std::max(node.used, unasked()); }
+  void renew_path(Place place);
   std::optional<Id> parent_of(const Node& node) const;
   Run run_of(const Node& node, std::uint32_t from) const;
 
@@ -142,7 +153,7 @@ class Tree {
   Holdings holdings_;
   std::vector<NodeNumber> unheld_;  // Leaves that nobody holds, to be freed; empty between two changes.
   std::size_t held_blocks_ = 0;
-  std::atomic<std::uint32_t> now_{0};
+  std::atomic<std::uint32_t> now_{kUnaskedTicks};
 };
 
 }  // namespace baton::radix

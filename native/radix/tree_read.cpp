@@ -1,5 +1,6 @@
 // What the tree answers.
 #include <algorithm>
+#include <map>
 #include <utility>
 
 #include "radix/tree.h"
@@ -9,6 +10,15 @@ namespace baton::radix {
 bool Tree::holds(std::uint32_t worker, const Id& id) const {
   const std::uint32_t slot = find(id);
   return slot != kNone && sets_[nodes_[arena_.owner(slot)].set].contains(worker);
+}
+
+std::vector<Id> Tree::unheld(Ids ids) const {
+  std::vector<Id> out;
+  for (std::size_t at = 0; at < ids.size(); ++at) {
+    const std::uint32_t slot = find(ids[at]);
+    if (slot == kNone || nodes_[arena_.owner(slot)].set == kNobody) out.push_back(ids[at]);
+  }
+  return out;
 }
 
 // Walks the prompt node by node: an id is looked up where a node begins, and not even there if the prompt goes on in
@@ -91,6 +101,11 @@ std::vector<Branch> Tree::dump_behind(const Id& id) const {
   return branches;
 }
 
+// Matches beside this one may touch it.
+std::uint32_t Tree::used_of(const Node& node) {
+  return std::atomic_ref(const_cast<std::uint32_t&>(node.used)).load(std::memory_order_relaxed);
+}
+
 std::vector<Id> Tree::idle(std::uint32_t ticks) const {
   std::vector<Id> ids;
   const std::uint32_t now = now_.load(std::memory_order_relaxed);
@@ -100,9 +115,7 @@ std::vector<Id> Tree::idle(std::uint32_t ticks) const {
     open.pop_back();
     for (NodeNumber child = above.first_child; child != kNoNode; child = nodes_[child].next) {
       const Node& node = nodes_[child];
-      // Matches beside this one may touch it.
-      std::atomic_ref<std::uint32_t> used(const_cast<std::uint32_t&>(node.used));
-      if (now - used.load(std::memory_order_relaxed) >= ticks) {
+      if (now - used_of(node) >= ticks) {
         ids.push_back(arena_.id(node.first));
       } else {
         open.push_back(child);
@@ -110,6 +123,22 @@ std::vector<Id> Tree::idle(std::uint32_t ticks) const {
     }
   }
   return ids;
+}
+
+std::uint32_t Tree::age_of(std::size_t blocks) const {
+  std::map<std::uint32_t, std::size_t> by_used;
+  for (NodeNumber number = kLost + 1; number < nodes_.end(); ++number) {
+    const Node& node = nodes_[number];
+    if (node.length > 0) by_used[used_of(node)] += node.length;
+  }
+  const std::uint32_t now = now_.load(std::memory_order_relaxed);
+  std::uint32_t age = 0;
+  for (const auto& [used, length] : by_used) {
+    age = now - used;
+    if (length >= blocks) break;
+    blocks -= length;
+  }
+  return age;
 }
 
 Survey Tree::survey(std::size_t top) const {

@@ -10,7 +10,7 @@ Tree::NodeNumber Tree::new_node(std::uint32_t first, std::uint32_t length, SetNu
   Node& node = nodes_[number];
   node.first = first;
   node.length = length;
-  node.used = now_.load(std::memory_order_relaxed);
+  node.used = unasked();
   enter_set(number, set);
   return number;
 }

@@ -17,6 +17,7 @@ from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent
 from baton.transfer.memory import MemoryFabric
+from tests.contract.frozen_index import frozen_indexes
 
 _names = (f"t{number}" for number in itertools.count())
 
@@ -124,3 +125,10 @@ def source(make_node: MakeNode) -> Node:
 @pytest.fixture
 def sink(make_node: MakeNode) -> Node:
     return make_node()
+
+
+@pytest.fixture(scope="session")
+def freezing() -> Iterator[None]:
+    """Give indexes that keep everything in Redis one."""
+    with frozen_indexes():
+        yield

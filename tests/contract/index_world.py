@@ -10,8 +10,12 @@ from baton_kvindex.index import Run, link
 from baton_kvindex.radix import FlatIndex, RadixIndex
 from baton_kvindex.table import TableIndex
 
+from tests.contract.frozen_index import FrozenIndex
+
 Implementation = type[TableIndex] | type[FlatIndex] | type[RadixIndex]
-IMPLEMENTATIONS: list[Implementation] = [TableIndex, FlatIndex, RadixIndex]
+COUNTING: list[Implementation] = [TableIndex, FlatIndex, RadixIndex]
+"""What is cold has no copies: kvindex follows workers that count themselves."""
+IMPLEMENTATIONS: list[Implementation] = [*COUNTING, FrozenIndex]
 
 
 @cache

@@ -9,7 +9,9 @@ from baton_kvindex.index import RUN_BLOCKS_MAX, Index, IndexSize, Run, Tier, Unk
 
 from baton.errors import MalformedMessage
 from baton.messages import Fingerprint
-from tests.contract.index_world import IMPLEMENTATIONS, block, chain, copies, links
+from tests.contract.index_world import COUNTING, IMPLEMENTATIONS, block, chain, copies, links
+
+pytestmark = pytest.mark.usefixtures("freezing")
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -17,7 +19,7 @@ def index(request: pytest.FixtureRequest) -> Index:
     return request.param()
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=COUNTING)
 def counting(request: pytest.FixtureRequest) -> Index:
     return request.param(counts_copies=True)
 

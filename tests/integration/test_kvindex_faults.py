@@ -159,14 +159,20 @@ async def until_equal(pair: Pair, workers: list[Worker]) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("seed", [20260917])
-async def test_the_index_equals_the_truth_soon_after_the_last_fault(tmp_path: Path, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "flags"),
+    [(20260917, ()), (20261121, ("--memory-bytes-max", "1", "--cold-patience-s", "1"))],
+    ids=["in memory", "cold"],
+)
+async def test_the_index_equals_the_truth_soon_after_the_last_fault(
+    tmp_path: Path, seed: int, flags: tuple[str, ...]
+) -> None:
     random = Random(seed)
     async with AsyncExitStack() as stack:
         pair = await stack.enter_async_context(running_pair(tmp_path))
         workers = [pair.worker, *[await stack.enter_async_context(working(pair.bus)) for _ in range(2)]]
         for _ in range(2):
-            await pair.start()
+            await pair.start(*flags)
         order = Faults(pair, random).all()
         random.shuffle(order)
         for worker in workers:

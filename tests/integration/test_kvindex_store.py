@@ -54,7 +54,7 @@ async def raw(redis_url: str) -> AsyncIterator[redis.Redis]:
 
 
 async def test_an_empty_database_is_an_empty_index(store: RedisStore) -> None:
-    assert await store.load() == Saved()
+    assert await store.load_all() == Saved()
 
 
 async def test_what_was_written_is_loaded(store: RedisStore) -> None:
@@ -63,7 +63,7 @@ async def test_what_was_written_is_loaded(store: RedisStore) -> None:
     await store.write(Batch(3, {"a": changed(runs=[whole]), "b": changed(stored={long[0]: b""})}), 1)
     added = ids(1)[0]
     await store.write(Batch(4, {"a": changed(stored={added: long[-1]}, removed=(long[1],)), "b": None}), 1)
-    saved = await store.load()
+    saved = await store.load_all()
     assert saved.stream_sequence == 4
     assert saved.workers.keys() == {"a"}
     assert saved.workers["a"].state == STATE
@@ -77,7 +77,7 @@ async def test_a_rewrite_replaces_and_an_empty_one_clears(store: RedisStore) -> 
     await store.write(Batch(1, {"a": changed(stored={old: b""}), "b": changed(stored={old: b""})}), 1)
     empty: list[Run] = []
     await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=new)]), "b": changed(runs=empty)}), 1)
-    saved = await store.load()
+    saved = await store.load_all()
     assert links(saved, "a") == {new: b""}
     assert saved.workers["b"] == SavedWorker(STATE, [])
 
@@ -90,10 +90,10 @@ async def test_nothing_is_written_on_top_of_a_database_that_was_emptied(
     await raw.delete(f"{prefix}:state", f"{prefix}:workers", f"{prefix}:blocks:a")
     with pytest.raises(StoreEmptied):
         await store.write(Batch(2, {"a": changed(stored={second: first})}), 1)
-    assert await store.load() == Saved()
+    assert await store.load_all() == Saved()
     assert await store.claim(1) == {}
     await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=first + second)])}), 1)
-    assert links(await store.load(), "a") == {first: b"", second: first}
+    assert links(await store.load_all(), "a") == {first: b"", second: first}
 
 
 async def test_a_writer_that_was_replaced_writes_nothing_more(
@@ -113,7 +113,7 @@ async def test_a_writer_that_was_replaced_writes_nothing_more(
     with pytest.raises(StoreFenced):
         await store.claim(2)
     await other.write(Batch(2, {"a": changed(stored={second: first})}), 1 << 70)
-    saved = await other.load()
+    saved = await other.load_all()
     assert saved.stream_sequence == 2
     assert links(saved, "a") == {first: b"", second: first}
     await other.close()
@@ -137,9 +137,9 @@ async def test_a_claim_between_a_late_writers_look_and_its_write_refuses_it(
             await late
         except StoreUnavailable:
             refused += 1
-            assert links(await other.load(), "a") == {old: b""}
+            assert links(await other.load_all(), "a") == {old: b""}
         else:
-            assert links(await other.load(), "a") == dict(link(b"", run.blocks))
+            assert links(await other.load_all(), "a") == dict(link(b"", run.blocks))
     assert refused
     await other.close()
 
@@ -159,14 +159,14 @@ async def test_damage_costs_the_damaged_worker_only(store: RedisStore, raw: redi
     await store.write(Batch(9, dict.fromkeys(("good", "blocks", "state"), changed(stored={block: b""}))), 1)
     await raw.hset(f"{prefix}:blocks:blocks", "short", "x")
     await raw.hset(f"{prefix}:workers", "state", b"\xc1")
-    saved = await store.load()
+    saved = await store.load_all()
     assert saved.workers.keys() == {"good"}
     await raw.hset(f"{prefix}:state", "stream_sequence", "nonsense")
-    assert (await store.load()).stream_sequence == 0
+    assert (await store.load_all()).stream_sequence == 0
     await raw.delete(f"{prefix}:workers")
     await raw.set(f"{prefix}:workers", "of another type")
     with pytest.raises(StoreUnavailable):
-        await store.load()
+        await store.load_all()
 
 
 async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() -> None:
@@ -185,7 +185,7 @@ async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() 
         with pytest.raises(StoreUnavailable):
             await store.write(batch, 1)
         with pytest.raises(StoreUnavailable):
-            await store.load()
+            await store.load_all()
         server.start()
         await store.write(batch, 1)
         await store.close()

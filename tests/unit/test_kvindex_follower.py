@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from baton_kvindex.apply import EVENTS_BYTES_MAX
 from baton_kvindex.durable import Journal
-from baton_kvindex.follower import EVENTS_BYTES_MAX, Follower, FollowerOptions
+from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.index import IndexFull, Run, Tier, link, split_ids
 from baton_kvindex.radix import RadixIndex
 from baton_kvindex.table import TableIndex

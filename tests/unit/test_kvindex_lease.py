@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 
 import pytest
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
+from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerState
 from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.freezer import Freezer
 from baton_kvindex.lease import Lease
 from baton_kvindex.radix import RadixIndex
-from baton_kvindex.store import StoreFenced
+from baton_kvindex.store import ColdStore, StoreFenced
 from baton_kvindex.writer import Writer
 
 from baton.bus import Entry, MemoryBus, MemoryNetwork
@@ -105,8 +106,11 @@ class Written:
         self.states: dict[str, WorkerState] = {}
         self.batches: list[tuple[int, frozenset[str]]] = []
 
-    async def load(self) -> Saved:
-        return Saved()
+    async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
+        raise NotImplementedError
+
+    def cold(self, instance: str) -> ColdStore:
+        raise NotImplementedError
 
     async def claim(self, fence: int) -> Mapping[str, WorkerState]:
         if fence < self.fence:
@@ -133,7 +137,15 @@ class Peer:
     def __init__(self, network: MemoryNetwork, store: Written) -> None:
         self.line = Line(network)
         self.follower = Follower(RadixIndex, FollowerOptions(), Journal(100))
-        self.writer = Writer(bus=self.line, store=store, clock=network.clock, follower=self.follower, settings=SETTINGS)
+        freezer = Freezer(store=None, follower=self.follower, clock=network.clock, settings=SETTINGS)
+        self.writer = Writer(
+            bus=self.line,
+            store=store,
+            clock=network.clock,
+            follower=self.follower,
+            freezer=freezer,
+            settings=SETTINGS,
+        )
         self.task = asyncio.create_task(self.writer.run())
 
     async def end(self) -> None:

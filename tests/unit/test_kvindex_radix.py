@@ -89,18 +89,42 @@ def test_what_is_not_there_is_an_empty_branch(index: RadixIndex) -> None:
 # ---------------------------------------------------------------- recency
 
 
-def test_what_is_neither_stored_nor_matched_is_idle_from_its_top(index: RadixIndex) -> None:
-    index.store("a", b"", chain("abc"))
-    index.store("a", b"", chain("abxy"))
-    index.store("a", b"", chain("old"))
+def test_what_is_not_matched_is_idle_from_its_top(index: RadixIndex) -> None:
+    prompts = [chain(path) for path in ("abc", "abxy", "old")]
+    for prompt in prompts:
+        index.store("a", b"", prompt)
+        index.match(prompt)
     index.tick()
     index.tick()
     assert index.idle(3) == b""
     assert set(split(index.idle(2))) == {block("a"), block("o")}
     index.match(chain("abx"))
     assert set(split(index.idle(1))) == {block("abc"), block("o")}
-    index.store("a", block("abc"), block("abcd"))
-    assert split(index.idle(1)) == [block("o")]
+    assert [index.age_of(blocks) for blocks in (1, 4, 5, 100)] == [2, 2, 0, 0]
+
+
+def test_what_is_stored_and_not_asked_for_again_is_idle_first(index: RadixIndex) -> None:
+    index.store("a", b"", chain("shared"))
+    index.match(chain("shared"))
+    for _ in range(500):
+        index.tick()
+    index.store("a", b"", chain("once"))
+    index.store("b", b"", chain("once"))
+    index.store("a", block("once"), chain("once, in several parts")[64:])
+    assert split(index.idle(index.age_of(1))) == [block("o")]
+    # What hangs behind a prompt does not make it new either, and being asked for does.
+    index.store("a", block("shared"), chain("shared, and then")[96:])
+    assert set(split(index.idle(500))) == {block("o"), block("s")}
+    index.match(chain("once"))
+    assert set(split(index.idle(500))) == {block("once,"), block("s")}
+
+
+def test_blocks_that_nobody_holds_are_told(index: RadixIndex) -> None:
+    index.store("a", b"", chain("abcd"))
+    index.remove("a", block("ab"))
+    assert index.unheld(chain("abcx")) == block("ab") + block("abcx")
+    with pytest.raises(MalformedMessage):
+        index.unheld(b"short")
 
 
 # ---------------------------------------------------------------- size
@@ -175,6 +199,7 @@ def test_wrong_types_are_refused_and_change_nothing(index: RadixIndex, wrong: An
         lambda: index.remove("a", wrong),
         lambda: index.match(wrong),
         lambda: index.dump_behind(wrong),
+        lambda: index.unheld(wrong),
         lambda: index.add([Branch(b"", wrong, ["a"], [])]),
     ]
     if not isinstance(wrong, str):

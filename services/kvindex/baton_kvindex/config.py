@@ -25,6 +25,19 @@ class IndexSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown
     writer_ttl_s: Annotated[
         Seconds, msgspec.Meta(description="Of several indexes one writes; this long without a sign it is replaced.")
     ] = 1.0
+    memory_bytes_max: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, description="What blocks may take of this index's memory; idle ones beyond it move to Redis. 0: all."
+        ),
+    ] = 0
+    cold_timeout_s: Annotated[
+        Seconds, msgspec.Meta(description="Longest wait for what is cold of a prompt; then memory alone answers.")
+    ] = 0.03
+    cold_patience_s: Annotated[
+        Seconds,
+        msgspec.Meta(description="Redis away for this long: what is cold is given up, its workers are read anew."),
+    ] = 5.0
     unwritten_blocks_max: Annotated[
         Count, msgspec.Meta(description="Changes of one worker that wait to be written before all of it is rewritten.")
     ] = 8192

@@ -21,6 +21,8 @@ class Counters:
     """Workers that held something else than was held here of them, though every event had come."""
     shortfalls: int = 0
     """Workers whose hits were lastingly fewer than was promised of them."""
+    lost_cold: int = 0
+    """Workers of which something was cold that Redis does not have any more."""
     resyncs: int = 0
     oversized: int = 0
     """Messages that name more blocks than one may."""

@@ -80,6 +80,10 @@ class Journal:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
+    def whole_workers(self) -> list[str]:
+        """Return the workers of which all is to be written."""
+        return [worker for worker, waiting in self._waiting.items() if waiting.whole]
+
     def touch(self, worker: str, after: int) -> None:
         """Write the worker's state: it moves on from this event, perhaps without a change of blocks."""
         self._waiting.setdefault(worker, _Waiting(after))

@@ -13,6 +13,7 @@ changes: everything after the first page's sequence is applied again.
 Heartbeats carry a fingerprint of all that the worker holds after one of its events. It is compared once exactly that
 event was applied; where it differs, what is held here has drifted without a word, and the worker is read anew.
 A new generation, a Goodbye or silence drops what the worker held at once.
+Where an index keeps a part of what it knows elsewhere (`cold.py`), messages that need it wait until it is back.
 """
 
 from __future__ import annotations
@@ -25,9 +26,6 @@ from dataclasses import dataclass
 from baton.errors import MalformedMessage
 from baton.messages import (
     Audited,
-    BlocksCleared,
-    BlocksRemoved,
-    BlocksStored,
     Fingerprint,
     Heartbeat,
     KvEvents,
@@ -35,9 +33,11 @@ from baton.messages import (
     ShadowPage,
     WorkerAddress,
 )
+from baton_kvindex.apply import apply_events
+from baton_kvindex.cold import Cold, ColdIndex
 from baton_kvindex.counters import Counters
-from baton_kvindex.durable import Batch, Journal, Saved, WorkerState
-from baton_kvindex.index import ID_BYTES, Index, IndexFull, IndexSize, NewIndex, Run, UnknownParent, check_ids
+from baton_kvindex.durable import Batch, Journal, Saved, SavedWorker, WorkerState
+from baton_kvindex.index import Index, IndexFull, IndexSize, NewIndex, Run, check_ids
 from baton_kvindex.life import Life, Resync
 from baton_kvindex.speculation import Expectation, Speculation
 from baton_kvindex.trees import Trees
@@ -46,8 +46,6 @@ logger = logging.getLogger(__name__)
 
 DRIFT_DOUBLINGS_MAX = 6
 """Of the time between two resyncs of one worker, while they do not help."""
-EVENTS_BYTES_MAX = 1 << 20
-"""Ids of blocks in one message of events: four times what a worker puts into one."""
 GONE_WORKERS_MAX = 4096
 """How many workers that said Goodbye are remembered, so that their late events are not taken for a new life."""
 
@@ -79,6 +77,7 @@ class Follower:
         self._workers: dict[str, Life] = {}
         self._gone: OrderedDict[str, int] = OrderedDict()
         """Worker → the generation that said Goodbye."""
+        self._due_recalls: list[tuple[WorkerAddress, Cold]] = []
         self.counters = Counters()
         self.stream_sequence = 0
         """The newest message of the stream that was handed in."""
@@ -87,6 +86,14 @@ class Follower:
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         return self._trees.match(model_digest, blocks)
+
+    def behind(self, model_digest: str, blocks: bytes, held: Mapping[str, int]) -> Cold | None:
+        """Return what is cold of a prompt of which this is held in memory; None: nothing, as mostly."""
+        index = self._trees.models().get(model_digest)
+        if not isinstance(index, ColdIndex):
+            return None
+        wanted = index.behind(blocks, max(held.values(), default=0))
+        return Cold(index, wanted) if wanted else None
 
     def coming(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         """Return the leading blocks that workers will hold when what was placed on them is computed."""
@@ -136,8 +143,12 @@ class Follower:
     def has_unwritten(self) -> bool:
         return bool(self._journal)
 
+    def unwritten_workers(self) -> list[str]:
+        """Return the workers of which all is to be written."""
+        return self._journal.whole_workers()
+
     def take_batch(self) -> Batch:
-        """Return what waits to be written; `give_back` it where it could not be."""
+        """Return what waits to be written; `give_back` it where it could not be. Raises Cold."""
         return self._journal.take(self.stream_sequence, self.state_of, self.dump)
 
     def give_back(self, batch: Batch) -> None:
@@ -155,12 +166,22 @@ class Follower:
     # ------------------------------------------------------------ what comes in
 
     def restore(self, saved: Saved, now_s: float) -> None:
-        """Begin with what was written down. Each worker then has `dead_after_s` to show that it lives."""
-        self.stream_sequence = saved.stream_sequence
+        """Begin with what was written down."""
         for worker, entry in saved.workers.items():
-            state = entry.state
-            self._workers[worker] = Life(state.generation, state.model_digest, now_s, state.sequence)
-            self._trees.assign(worker, state.model_digest).load(worker, entry.runs)
+            self.restore_worker(worker, entry)
+        self.begin(saved.stream_sequence, now_s)
+
+    def restore_worker(self, worker: str, entry: SavedWorker) -> None:
+        """Know what was written down of a worker. Raises Cold."""
+        state = entry.state
+        self._trees.assign(worker, state.model_digest).load(worker, entry.runs)
+        self._workers[worker] = Life(state.generation, state.model_digest, 0.0, state.sequence)
+
+    def begin(self, stream_sequence: int, now_s: float) -> None:
+        """Go on after this event of the stream. Each worker then has `dead_after_s` to show that it lives."""
+        self.stream_sequence = stream_sequence
+        for known in self._workers.values():
+            known.heard_s = now_s
 
     def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
         address = heartbeat.address
@@ -231,6 +252,8 @@ class Follower:
         for worker, known in list(self._workers.items()):
             if now_s - known.heard_s > self._options.dead_after_s:
                 self._drop(worker)
+            elif known.recall is not None:
+                known.expected_since_s = now_s
             elif known.expected > known.sequence and now_s - known.expected_since_s > self._options.behind_s:
                 if known.resync is Resync.NO:
                     self.counters.behind += 1
@@ -252,7 +275,7 @@ class Follower:
         return due
 
     def on_pages(self, address: WorkerAddress, pages: Sequence[ShadowPage]) -> None:
-        """Replace all that a worker held by the pages of one query, and apply what came meanwhile."""
+        """Replace all that a worker held by the pages of one query, and apply what came meanwhile. Raises Cold."""
         known = self._running(address)
         if known is None:
             return
@@ -290,6 +313,31 @@ class Follower:
         if known is None or known.generation != address.generation or known.resync is not Resync.RUNNING:
             return None
         return known
+
+    # ------------------------------------------------------------ what is cold
+
+    def due_recalls(self) -> list[tuple[WorkerAddress, Cold]]:
+        """Return what must be fetched now. Each must end in `on_recalled`."""
+        due, self._due_recalls = self._due_recalls, []
+        return due
+
+    def on_recalled(self, address: WorkerAddress) -> None:
+        """Go on with a worker: what it needed is here, or was given up."""
+        known = self._workers.get(address.worker)
+        if known is not None and known.generation == address.generation:
+            known.recall = None
+            self._take_waiting(known)
+
+    def forget_cold(self) -> int:
+        """Give up all that is cold; return how many workers must be read anew for it."""
+        indexes = [index for index in self._trees.models().values() if isinstance(index, ColdIndex)]
+        workers = [worker for index in indexes for worker in index.forget_cold()]
+        for worker in workers:
+            known = self._workers[worker]
+            known.doubted = True
+            known.read_anew()
+        self.counters.lost_cold += len(workers)
+        return len(workers)
 
     # ------------------------------------------------------------ one worker
 
@@ -339,17 +387,26 @@ class Follower:
         if message.sequence <= known.sequence:
             self.counters.duplicates += 1
             return
+        if known.recall is not None:
+            self._put_aside(message, known)
+            return
         follows_on = message.sequence == known.sequence + 1 and not known.waiting and not known.doubted
         if known.resync is Resync.RUNNING or not follows_on:
             if known.resync is Resync.NO:
                 self.counters.gaps += 1
                 known.resync = Resync.NEEDED
-            if len(known.waiting) >= self._options.waiting_events_max:
-                # The gap that this leaves is seen after the resync, which is then repeated.
-                known.waiting.clear()
-            known.waiting.append(message)
+            self._put_aside(message, known)
             return
-        known.doubted = not self._apply(message)
+        try:
+            self._journal.touch(message.worker, message.sequence - 1)
+            index = self._trees.assign(message.worker, message.model_digest)
+            known.doubted = not apply_events(message, index, self._journal, self._speculation, self.counters)
+        except Cold as cold:
+            # What was applied of it is applied again, which does no harm.
+            known.recall = cold
+            known.waiting.append(message)
+            self._due_recalls.append((WorkerAddress(worker=message.worker, generation=message.generation), cold))
+            return
         known.sequence = message.sequence
         if known.doubted:
             known.resync = Resync.NEEDED
@@ -357,6 +414,12 @@ class Follower:
             # What a resync would have brought has come by itself.
             known.resync = Resync.NO
         self._compare(message.worker, known)
+
+    def _put_aside(self, message: KvEvents, known: Life) -> None:
+        if len(known.waiting) >= self._options.waiting_events_max:
+            # The gap that this leaves is seen after the resync, which is then repeated.
+            known.waiting.clear()
+        known.waiting.append(message)
 
     def _compare(self, worker: str, known: Life) -> None:
         """Compare what is held here with what the worker said, once both speak of the same event."""
@@ -377,40 +440,3 @@ class Follower:
         known.agreed_sequence = -1
         known.drifts += 1
         known.read_anew()
-
-    def _apply(self, message: KvEvents) -> bool:
-        """Apply one message's events; return whether all of them made sense."""
-        worker = message.worker
-        self._journal.touch(worker, message.sequence - 1)
-        index = self._trees.assign(worker, message.model_digest)
-        understood = True
-        events = message.events
-        if sum(len(event.blocks) for event in events if not isinstance(event, BlocksCleared)) > EVENTS_BYTES_MAX:
-            self.counters.oversized += 1
-            understood, events = False, ()
-        for event in events:
-            try:
-                match event:
-                    case BlocksStored(parent=parent, blocks=blocks):
-                        index.store(worker, parent, blocks)
-                        self._journal.store(worker, parent, blocks)
-                        self._speculation.on_stored(worker, blocks)
-                    case BlocksRemoved(blocks=blocks):
-                        self.counters.unknown_blocks += len(blocks) // ID_BYTES - index.remove(worker, blocks)
-                        self._journal.remove(worker, blocks)
-                        self._speculation.on_removed(worker, blocks)
-                    case BlocksCleared():
-                        index.clear(worker)
-                        self._speculation.drop(worker)
-                        self._journal.rewrite(worker)
-            except UnknownParent:
-                self.counters.unknown_parents += 1
-                understood = False
-            except MalformedMessage:
-                self.counters.malformed += 1
-                understood = False
-            except IndexFull:
-                self.counters.full += 1
-                understood = False
-        self.counters.applied += 1
-        return understood

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from baton.messages import Fingerprint, Heartbeat, KvEvents
 from baton_kvindex.audit import Audit
+from baton_kvindex.cold import Cold
 
 
 class Resync(enum.StrEnum):
@@ -35,6 +36,8 @@ class Life:
     doubted: bool = False
     """An event made no sense, so what is held is wrong somewhere: nothing more is applied before the resync."""
     waiting: list[KvEvents] = field(default_factory=list[KvEvents])
+    recall: Cold | None = None
+    """What the first of `waiting` needs, and is being fetched."""
     claimed: Fingerprint | None = None
     """What a heartbeat said that the worker holds after event `claimed_sequence`, which is still to be compared."""
     claimed_sequence: int = 0

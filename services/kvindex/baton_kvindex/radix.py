@@ -137,8 +137,20 @@ class RadixIndex(_NativeIndex):
         self._tree.tick()
 
     def idle(self, ticks: int) -> bytes:
-        """Return where the branches begin that were neither stored nor matched in the last `ticks`.
+        """Return where the branches begin that were not matched in the last `ticks`.
 
-        Only the topmost: whatever hangs behind one of them is idle as well.
+        Only the topmost: whatever hangs behind one of them is idle as well. What is stored begins as if it had not been
+        matched for 600 ticks, so what was asked for only once comes before what is asked for again.
         """
         return self._tree.idle(ticks)
+
+    def age_of(self, blocks: int) -> int:
+        """Return the ticks after which at least so many blocks are idle, or all of them."""
+        return self._tree.age_of(blocks)
+
+    def unheld(self, blocks: bytes) -> bytes:
+        """Return which of the blocks nobody holds. Raises MalformedMessage."""
+        try:
+            return self._tree.unheld(blocks)
+        except baton_native.MalformedRun as error:
+            raise MalformedMessage(str(error)) from None

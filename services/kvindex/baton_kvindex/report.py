@@ -10,17 +10,18 @@ from typing import Final
 from msgspec import structs
 
 from baton.messages import IndexedModel, IndexedPrefix, IndexedWorker, IndexQuery, IndexReport
+from baton_kvindex.cold import ColdIndex
 from baton_kvindex.follower import Follower
-from baton_kvindex.radix import RadixIndex
 
 WORKERS_MAX: Final = 2000
 """About 400 kB: what one message carries everywhere."""
 PREFIXES_MAX: Final = 100
 
 
-async def make_report(follower: Follower, query: IndexQuery, *, instance: str, writes: bool) -> IndexReport:
-    """Answer a query; the trees are looked at on a thread. Raises MalformedMessage for a broken run of blocks."""
-    held = follower.match(query.model_digest, query.blocks)
+async def make_report(
+    follower: Follower, query: IndexQuery, held: dict[str, int], *, instance: str, writes: bool
+) -> IndexReport:
+    """Answer a query, of whose blocks this is held; the trees are looked at on a thread."""
     coming = follower.coming(query.model_digest, query.blocks)
     lives = follower.lives()
     workers = tuple(
@@ -49,18 +50,20 @@ async def make_report(follower: Follower, query: IndexQuery, *, instance: str, w
         held=held,
         coming={worker: count for worker, count in coming.items() if count > held.get(worker, 0)},
     )
-    trees = {digest: tree for digest, tree in follower.models().items() if isinstance(tree, RadixIndex)}
+    trees = {digest: tree for digest, tree in follower.models().items() if isinstance(tree, ColdIndex)}
     top = max(0, min(query.prefixes_max, PREFIXES_MAX))
-    models = [await asyncio.to_thread(_describe, digest, tree, top) for digest, tree in sorted(trees.items())]
+    models = [await _describe(digest, tree, top) for digest, tree in sorted(trees.items())]
     return structs.replace(report, models=tuple(models))
 
 
-def _describe(model_digest: str, tree: RadixIndex, prefixes_max: int) -> IndexedModel:
-    footprint, survey = tree.footprint(), tree.survey(prefixes_max)
+async def _describe(model_digest: str, tree: ColdIndex, prefixes_max: int) -> IndexedModel:
+    survey = await asyncio.to_thread(tree.survey, prefixes_max)
+    footprint = tree.footprint()
     return IndexedModel(
         model_digest=model_digest,
         blocks=footprint.blocks,
-        holdings=footprint.holdings,
+        cold_blocks=tree.cold_blocks,
+        holdings=tree.size().holdings,
         bytes=footprint.bytes,
         nodes=footprint.nodes,
         depth=survey.depth,

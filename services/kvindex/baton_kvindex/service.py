@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
-from baton.errors import BatonError, BusUnavailable, MalformedMessage, Unavailable
+from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
 from baton.hearing import Hearing
 from baton.messages import (
     Audited,
@@ -32,11 +32,12 @@ from baton.messages import (
 )
 from baton.stop import Stop
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
+from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.durable import Journal, Saved
+from baton_kvindex.durable import Journal, SavedWorker
 from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import ID_BYTES
-from baton_kvindex.radix import RadixIndex
 from baton_kvindex.report import make_report
 from baton_kvindex.store import Store, StoreUnavailable
 from baton_kvindex.writer import Writer
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 TICK_S: Final = 0.05
 HEARTBEATS_S: Final = 0.5
 """Two heartbeats: after this time every live worker is known."""
+FETCHES_MAX: Final = 256
+"""Matches that wait for Redis; what comes on top is answered from memory."""
 PAGES_MAX: Final = 10_000
 """Of one resync, so that a worker whose cursor never ends cannot hold one for ever."""
 
@@ -74,8 +77,10 @@ class IndexService:
         self._writer: Writer | None = None
         self._metrics = metrics
         metrics.read(self._readings)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._fetching = 0
         self.follower = Follower(
-            RadixIndex,
+            ColdIndex,
             FollowerOptions(
                 dead_after_s=settings.dead_after_s,
                 behind_s=settings.behind_s,
@@ -83,13 +88,18 @@ class IndexService:
             ),
             Journal(settings.unwritten_blocks_max),
         )
+        if settings.memory_bytes_max and store is None:
+            raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
+        cold = store.cold(self._instance) if store is not None and settings.memory_bytes_max else None
+        self._freezer = Freezer(store=cold, follower=self.follower, clock=clock, settings=settings)
 
     async def run(self, stop: Stop) -> None:
         """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
         async with AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(self._store.close)
-            self.follower.restore(await self._load(), self._clock.now_s())
+            stack.push_async_callback(self._freezer.close)
+            await self._load()
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
             for subject, handler in (
@@ -104,6 +114,7 @@ class IndexService:
             )
             stack.push_async_callback(events.unsubscribe)
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 behind = tasks.create_task(self._work_behind())
                 await self._settle()
                 matches = await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES)
@@ -129,6 +140,10 @@ class IndexService:
         yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
         yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
         yield Reading(catalogue.INDEX_WORKERS, size.workers)
+        indexes = [index for index in follower.models().values() if isinstance(index, ColdIndex)]
+        yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
+        yield Reading(catalogue.INDEX_MEMORY, sum(index.used_bytes for index in indexes))
+        yield Reading(catalogue.INDEX_RECALLS, self._freezer.recalls)
         yield Reading(catalogue.INDEX_EXPECTED, follower.expected_blocks)
         yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)
         writes = self._writer is not None and self._writer.is_writing
@@ -152,6 +167,7 @@ class IndexService:
             ("behind", counters.behind),
             ("drift", counters.drifts),
             ("audit", counters.shortfalls),
+            ("cold", counters.lost_cold),
         ):
             yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
 
@@ -169,11 +185,34 @@ class IndexService:
         with self._tracing.span("match", parent=message.context.trace, kind=SpanKind.SERVER) as span:
             started_s = self._clock.now_s()
             held = self.follower.match(message.model_digest, message.blocks)
-            hoped = self.follower.coming(message.model_digest, message.blocks)
-            self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
             span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
-            coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
-            await delivery.respond(Matched(held=held, coming=coming))
+            if self.follower.behind(message.model_digest, message.blocks, held) is None or not self._may_fetch():
+                await self._respond(delivery, message, held)
+                self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
+                return
+        # Deliveries come one at a time, and this one waits for Redis.
+        assert self._tasks is not None
+        self._fetching += 1
+        self._tasks.create_task(self._match_cold(delivery, message))
+
+    def _may_fetch(self) -> bool:
+        return self._freezer.is_reachable and self._fetching < FETCHES_MAX
+
+    async def _match_cold(self, delivery: Delivery, message: Match) -> None:
+        try:
+            with self._tracing.span("match cold", parent=message.context.trace, kind=SpanKind.SERVER) as span:
+                held = await self._freezer.match(message.model_digest, message.blocks)
+                span.set({"baton.workers": len(held)})
+                await self._respond(delivery, message, held)
+        except BatonError as error:
+            logger.warning("an answer was lost: %s", error)
+        finally:
+            self._fetching -= 1
+
+    async def _respond(self, delivery: Delivery, message: Match, held: dict[str, int]) -> None:
+        hoped = self.follower.coming(message.model_digest, message.blocks)
+        coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
+        await delivery.respond(Matched(held=held, coming=coming))
 
     async def _on_hint(self, delivery: Delivery) -> None:
         match delivery.message:
@@ -189,7 +228,8 @@ class IndexService:
         if not isinstance(query, IndexQuery):
             raise MalformedMessage(f"{type(query).__name__} on {delivery.subject} is not for the index")
         writes = self._writer is not None and self._writer.is_writing
-        answer = await make_report(self.follower, query, instance=self._instance, writes=writes)
+        held = await self._freezer.match(query.model_digest, query.blocks)
+        answer = await make_report(self.follower, query, held, instance=self._instance, writes=writes)
         await self._bus.publish(subjects.index_answers(query.asker), answer)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
@@ -205,20 +245,28 @@ class IndexService:
         message = delivery.message
         if isinstance(message, KvEvents) and delivery.subject == subjects.kv_events(message.worker):
             self.follower.on_events(message, delivery.stream_sequence, self._clock.now_s())
+            self._start_recalls()
         else:
             self.follower.on_odd_message(delivery.stream_sequence)
+
+    def _start_recalls(self) -> None:
+        if self._tasks is not None:
+            for address, cold in self.follower.due_recalls():
+                self._tasks.create_task(self._freezer.recall(address, cold))
 
     # ------------------------------------------------------------ resync
 
     async def _work_behind(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch(tasks))
+            tasks.create_task(self._freezer.run())
             if self._store is not None:
                 self._writer = Writer(
                     bus=self._bus,
                     store=self._store,
                     clock=self._clock,
                     follower=self.follower,
+                    freezer=self._freezer,
                     settings=self._settings,
                 )
                 tasks.create_task(self._writer.run())
@@ -231,6 +279,7 @@ class IndexService:
             self.follower.on_tick(now_s)
             for address in self.follower.due_resyncs(now_s):
                 tasks.create_task(self._resync(address))
+            self._start_recalls()
             await self._clock.sleep(TICK_S)
 
     async def _resync(self, address: WorkerAddress) -> None:
@@ -241,7 +290,7 @@ class IndexService:
             logger.warning("resync of %s failed: %s", address.worker, error)
             self.follower.on_resync_failed(address)
         else:
-            self.follower.on_pages(address, pages)
+            await self._freezer.until_here(lambda: self.follower.on_pages(address, pages))
             blocks = sum(len(run.blocks) for page in pages for run in page.runs) // ID_BYTES
             logger.info("resynced %s: %d blocks in %d pages", address.worker, blocks, len(pages))
 
@@ -273,13 +322,16 @@ class IndexService:
 
     # ------------------------------------------------------------ durable form
 
-    async def _load(self) -> Saved:
-        if self._store is None:
-            return Saved()
-        try:
-            saved = await self._store.load()
-        except StoreUnavailable as error:
-            logger.warning("starting empty, workers will be queried: %s", error)
-            return Saved()
-        logger.info("loaded %d workers up to event %d of the stream", len(saved.workers), saved.stream_sequence)
-        return saved
+    async def _load(self) -> None:
+        stream_sequence = 0
+        if self._store is not None:
+            try:
+                stream_sequence = await self._store.load(self._take_saved)
+            except StoreUnavailable as error:
+                logger.warning("starting without what was written, workers will be queried: %s", error)
+        self.follower.begin(stream_sequence, self._clock.now_s())
+        logger.info("loaded %d workers up to event %d of the stream", len(self.follower.lives()), stream_sequence)
+
+    async def _take_saved(self, worker: str, saved: SavedWorker) -> None:
+        await self._freezer.until_here(lambda: self.follower.restore_worker(worker, saved))
+        await self._freezer.make_room()

@@ -4,6 +4,9 @@
     PREFIX:workers          hash    worker → WorkerState
     PREFIX:blocks:WORKER    hash    block → the block before it
     PREFIX:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
+    PREFIX:cold:INSTANCE    hash    name → a branch that one index has no room for; block → the name of its branch
+
+The last is that index's own, to nobody else of any use, and expires with it.
 
 A batch is one MULTI, so what is read is a state that the index once had. Each writer claims the database with its
 fence before it writes; a batch watches that fence, so Redis itself refuses the batch of a writer that another one
@@ -14,8 +17,9 @@ written on top of that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
-from itertools import islice
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain, islice
 from typing import Final, Protocol, TypeVar, cast
 
 import msgspec
@@ -27,8 +31,9 @@ from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 
 from baton.errors import BatonError, ConfigurationError
+from baton_kvindex.cold import Leaving
 from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState, runs_of
-from baton_kvindex.index import ID_BYTES, Run, link
+from baton_kvindex.index import ID_BYTES, Run, link, split_ids
 
 ASIDE_S: Final = 60
 """A worker that is not written on for this long is given up, and forgotten by Redis."""
@@ -42,6 +47,39 @@ redis.call('HSET', KEYS[1], 'fence', ARGV[1])
 return ARGV[1]
 """
 """Fences are decimal numbers of more digits than Lua's hold, so they are compared as text."""
+
+FIND: Final = """
+local found, seen = {}, {}
+for _, id in ipairs(ARGV) do
+  local name = redis.call('HGET', KEYS[1], id)
+  if name and not seen[name] then
+    seen[name] = true
+    local packed = redis.call('HGET', KEYS[1], name)
+    if packed then
+      found[#found + 1] = name
+      found[#found + 1] = packed
+    end
+  end
+end
+return found
+"""
+
+DROP: Final = """
+for _, name in ipairs(ARGV) do
+  local packed = redis.call('HGET', KEYS[1], name)
+  if packed then
+    redis.call('HDEL', KEYS[1], name)
+    for at = 5, struct.unpack('<I4', packed) * 16, 16 do
+      local id = string.sub(packed, at, at + 15)
+      if redis.call('HGET', KEYS[1], id) == name then redis.call('HDEL', KEYS[1], id) end
+    end
+  end
+end
+"""
+"""A packed branch begins with the number of its blocks and their ids; some may be in a later branch by now."""
+
+COLD_S: Final = 120
+"""Cold branches of an index that does not say for this long that it lives are forgotten."""
 
 Answer = TypeVar("Answer")
 
@@ -68,8 +106,11 @@ class StoreFenced(StoreUnavailable):
 
 
 class Store(Protocol):
-    async def load(self) -> Saved:
-        """Return what was written. Raises StoreUnavailable."""
+    async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
+        """Hand over each worker that was written, one at a time; return up to which event of the stream they are.
+
+        Raises StoreUnavailable.
+        """
         ...
 
     async def claim(self, fence: int) -> Mapping[str, WorkerState]:
@@ -86,7 +127,31 @@ class Store(Protocol):
         """
         ...
 
+    def cold(self, instance: str) -> ColdStore:
+        """Return the place for what one index has no room for."""
+        ...
+
     async def close(self) -> None: ...
+
+
+class ColdStore(Protocol):
+    """Where one index keeps what it has no room for. Each call but `close` raises StoreUnavailable."""
+
+    async def put(self, branches: Sequence[Leaving]) -> None: ...
+
+    async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
+        """Return, by their names, the branches that have one of the blocks."""
+        ...
+
+    async def drop(self, names: Sequence[bytes]) -> None: ...
+
+    async def keep(self) -> bool:
+        """Say that what is here is still needed; return whether there is anything."""
+        ...
+
+    async def close(self) -> None:
+        """Forget all, if that can be done."""
+        ...
 
 
 class RedisStore:
@@ -102,25 +167,34 @@ class RedisStore:
         except ValueError as error:
             raise ConfigurationError(f"redis_url is no address of Redis: {error}", param="redis_url") from error
         self._timeout_s = timeout_s
+        self._prefix = prefix
         self._state = f"{prefix}:state"
         self._workers = f"{prefix}:workers"
         self._blocks = f"{prefix}:blocks:"
         self._aside = f"{prefix}:aside:"
 
-    async def load(self) -> Saved:
+    async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
         try:
             # The sequences first: what comes later than them is applied again, which does no harm.
             written = await self._within_deadline(self._redis.hget(self._state, "stream_sequence"))
             states = await self._within_deadline(self._redis.hgetall(self._workers))
-            workers: dict[str, SavedWorker] = {}
             for name, packed in cast("dict[bytes, bytes]", states).items():
                 worker = name.decode(errors="replace")
                 entry = _saved_worker(packed, await self._read_blocks(worker))
                 if entry is not None:
-                    workers[worker] = entry
+                    await take(worker, entry)
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be read: {str(error) or 'no answer in time'}") from error
-        return Saved(int(written) if written is not None and written.isdigit() else 0, workers)
+        return int(written) if written is not None and written.isdigit() else 0
+
+    async def load_all(self) -> Saved:
+        """Return what was written at once. Raises StoreUnavailable."""
+        workers: dict[str, SavedWorker] = {}
+
+        async def take(worker: str, saved: SavedWorker) -> None:
+            workers[worker] = saved
+
+        return Saved(await self.load(take), workers)
 
     async def claim(self, fence: int) -> Mapping[str, WorkerState]:
         try:
@@ -148,6 +222,9 @@ class RedisStore:
                 await self._within_deadline(pipeline.execute())
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
+
+    def cold(self, instance: str) -> ColdStore:
+        return _RedisColdStore(self._redis, f"{self._prefix}:cold:{instance}", self._timeout_s)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -199,6 +276,44 @@ class RedisStore:
             parents.update(cast("dict[bytes, bytes]", page))
             if not cursor:
                 return parents
+
+
+class _RedisColdStore:
+    def __init__(self, client: redis.Redis, key: str, timeout_s: float) -> None:
+        self._redis = client
+        self._key = key
+        self._timeout_s = timeout_s
+
+    async def put(self, branches: Sequence[Leaving]) -> None:
+        names = ((block, each.name) for each in branches for block in split_ids(each.blocks))
+        for page in _pages(chain(((each.name, each.packed()) for each in branches), names)):
+            await self._answer(self._redis.hset(self._key, mapping=page))
+        await self.keep()
+
+    async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
+        found: dict[bytes, bytes] = {}
+        for at in range(0, len(blocks), PAGE_BLOCKS * ID_BYTES):
+            ids = split_ids(blocks[at : at + PAGE_BLOCKS * ID_BYTES])
+            rows = cast("list[bytes]", await self._answer(self._redis.eval(FIND, 1, self._key, *ids)))
+            found |= zip(rows[::2], rows[1::2], strict=True)
+        return found
+
+    async def drop(self, names: Sequence[bytes]) -> None:
+        await self._answer(self._redis.eval(DROP, 1, self._key, *names))
+
+    async def keep(self) -> bool:
+        return bool(await self._answer(self._redis.expire(self._key, COLD_S)))
+
+    async def close(self) -> None:
+        with suppress(StoreUnavailable):
+            await self._answer(self._redis.unlink(self._key))
+
+    async def _answer(self, command: Awaitable[Answer]) -> Answer:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await command
+        except (RedisError, OSError) as error:
+            raise StoreUnavailable(f"Redis does not serve: {str(error) or 'no answer in time'}") from error
 
 
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from contextlib import suppress
+from functools import partial
 from typing import Final
 from uuid import uuid4
 
@@ -16,6 +17,7 @@ from baton.errors import BatonError
 from baton.messages import WriterLease
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.follower import Follower
+from baton_kvindex.freezer import Freezer
 from baton_kvindex.lease import Lease
 from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
 
@@ -29,11 +31,21 @@ RENEWALS: Final = 4
 
 
 class Writer:
-    def __init__(self, *, bus: Bus, store: Store, clock: Clock, follower: Follower, settings: IndexSettings) -> None:
+    def __init__(
+        self,
+        *,
+        bus: Bus,
+        store: Store,
+        clock: Clock,
+        follower: Follower,
+        freezer: Freezer,
+        settings: IndexSettings,
+    ) -> None:
         self._bus = bus
         self._store = store
         self._clock = clock
         self._follower = follower
+        self._freezer = freezer
         self._settings = settings
         self._holder = uuid4().hex
         self._lease = Lease(self._holder, settings.writer_ttl_s)
@@ -130,7 +142,10 @@ class Writer:
         return True
 
     async def _write_batch(self, fence: int) -> None:
-        batch = self._follower.take_batch()
+        # A worker that is written as a whole comes back as a whole.
+        for worker in self._follower.unwritten_workers():
+            await self._freezer.until_here(partial(self._follower.dump, worker))
+        batch = await self._freezer.until_here(self._follower.take_batch)
         written = False
         try:
             await self._store.write(batch, fence)

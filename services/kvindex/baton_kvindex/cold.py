@@ -1,0 +1,345 @@
+"""The index with room for less than it knows: idle branches are cold, kept elsewhere, and come back when used. Pure.
+
+    hot    the tree of `radix.py`
+    cold   branches that were cut off from it, each under a name of its own. A **stub** of each is here, under its first
+           block: the name, how many blocks it has for each set of holders; and per holder the sum of all that is cold
+
+    freeze   idle ──pack──▶ written elsewhere ──▶ still the same here? ──leave──▶ a stub in its place
+    recall   a stub on the way of a prompt or of a run that is stored, a block to be removed, a parent
+             ──Cold, read from elsewhere──▶ added to the tree, without the holders that were cleared meanwhile
+
+All that is known of a block is hot, or in exactly one cold branch. A branch never changes while it is cold: what would
+change it raises `Cold` before it changes anything, and is to be repeated once `recall` was given what was found. Only
+clearing a worker needs nothing: it is taken from the stubs, which say who counts when a branch comes back. So sizes and
+fingerprints are exact without a look at what is cold.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Final
+
+import msgspec
+
+from baton.messages import Fingerprint
+from baton_kvindex.index import ID_BYTES, IndexSize, Run, Tier, check_run, split_ids
+from baton_kvindex.radix import Branch, RadixIndex
+
+BRANCH_BLOCKS_MAX: Final = 4096
+"""Of one cold branch, 64 KiB of ids: larger ones are cut into several."""
+BLOCK_BYTES, NODE_BYTES, STUB_BYTES = 40, 48, 200
+"""What each takes in memory, about; an idle branch that takes less than its stub stays."""
+ABSENT_MAX: Final = 1 << 20
+_COUNT: Final = struct.Struct("<I")
+
+Holder = tuple[str, Tier]
+Parts = tuple[tuple[int, frozenset[Holder]], ...]
+"""Of a branch: how many of its blocks are held by whom."""
+
+
+class Cold(Exception):  # Not an error: what was asked for is cold, or may be.
+    """Look for these blocks, `recall` what is found, and repeat the call."""
+
+    def __init__(self, index: ColdIndex, blocks: bytes) -> None:
+        super().__init__(f"{len(blocks) // ID_BYTES} blocks may be cold")
+        self.index = index
+        self.blocks = blocks
+
+
+class _Shape(msgspec.Struct, frozen=True, array_like=True):
+    """Of a packed branch, beside the ids of its blocks."""
+
+    rows: list[tuple[bytes, int, int]]
+    """Parent, blocks, number of their holders."""
+    holders: list[tuple[list[str], list[str]]]
+    """In the active cache, and in the history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A branch that was packed, and is still hot."""
+
+    name: bytes
+    blocks: bytes
+    rows: Sequence[Branch]
+
+    def packed(self) -> bytes:
+        """Return the number of ids, the ids, and who holds them."""
+        sets: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        rows = [
+            (
+                row.parent,
+                len(row.blocks) // ID_BYTES,
+                sets.setdefault((tuple(row.active), tuple(row.history)), len(sets)),
+            )
+            for row in self.rows
+        ]
+        shape = _Shape(rows, [(list(active), list(history)) for active, history in sets])
+        return _COUNT.pack(len(self.blocks) // ID_BYTES) + self.blocks + msgspec.msgpack.encode(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stub:
+    name: bytes
+    parts: Parts
+
+
+class ColdIndex(RadixIndex):
+    """`stub_bytes`: what a stub is taken to cost."""
+
+    def __init__(self, *, counts_copies: bool = False, stub_bytes: int = STUB_BYTES) -> None:
+        super().__init__(counts_copies=counts_copies)
+        self._stub_bytes = stub_bytes
+        self._stubs: dict[bytes, _Stub] = {}
+        self._parts: dict[Parts, Parts] = {}
+        """Those of all stubs, each once."""
+        self._sums: dict[Holder, tuple[int, int]] = {}
+        """Of what is cold: the sum of the ids, and their number."""
+        self._absent: set[bytes] = set()
+        """Blocks that were looked for, and are not cold."""
+        self._names = count(1)
+        self._counts_copies = counts_copies
+        self.cold_blocks = 0
+        self.frozen = 0
+        """Branches that have left, ever."""
+        self.garbage: list[bytes] = []
+        """Names of branches that nobody will recall."""
+
+    @property
+    def branches(self) -> int:
+        """How many branches are cold."""
+        return len(self._stubs)
+
+    @property
+    def used_bytes(self) -> int:
+        """What all that is here takes, without what the allocator keeps for later."""
+        size = self.footprint()
+        return (size.blocks + size.ghosts) * BLOCK_BYTES + size.nodes * NODE_BYTES + len(self._stubs) * self._stub_bytes
+
+    # ------------------------------------------------------------ the protocol of an index
+
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        if self._stubs:
+            check_run(parent, blocks)
+            # The first block that is not hot tells: an id names all that is before it, so nothing else leads into what
+            # is cold.
+            self._need(parent if self._may_be_cold(worker) else b"")
+            if not self._stubs.keys().isdisjoint(ids := split_ids(blocks)):
+                raise Cold(self, b"".join(block for block in ids if block in self._stubs))
+        return super().store(worker, parent, blocks, tier)
+
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        if (worker, tier) in self._sums:
+            self._need(blocks)
+        return super().remove(worker, blocks, tier)
+
+    def clear(self, worker: str) -> int:
+        cold = self._clear_cold({(worker, tier) for tier in Tier})
+        return cold + super().clear(worker)
+
+    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+        if (holder := (worker, tier)) in self._sums:
+            stubs = self._stubs.items()
+            mine = [first for first, stub in stubs if any(holder in holders for _, holders in stub.parts)]
+            raise Cold(self, b"".join(mine))
+        return super().dump(worker, tier)
+
+    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+        hot, (ids, blocks) = super().fingerprint(worker, tier), self._sums.get((worker, tier), (0, 0))
+        return Fingerprint.of(int.from_bytes(hot.ids, "little") + ids, hot.blocks + blocks) if blocks else hot
+
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+        if self._stubs:
+            for run in runs:
+                check_run(run.parent, run.blocks)
+            self._need(*(run.blocks for run in runs))
+        self._clear_cold({(worker, tier)})
+        super().load(worker, runs, tier)
+
+    def size(self) -> IndexSize:
+        hot = super().size()
+        only_cold = {worker for worker, _ in self._sums if not self._is_hot(worker)}
+        return IndexSize(
+            workers=hot.workers + len(only_cold),
+            blocks=hot.blocks + self.cold_blocks,
+            holdings=hot.holdings + sum(blocks for _, blocks in self._sums.values()),
+        )
+
+    def behind(self, blocks: bytes, reach: int) -> bytes:
+        """Return which cold branches are on the way of a prompt of which `reach` blocks are held here; mostly none."""
+        if blocks[reach * ID_BYTES : (reach + 1) * ID_BYTES] not in self._stubs:
+            return b""
+        return b"".join(block for block in split_ids(blocks[reach * ID_BYTES :]) if block in self._stubs)
+
+    # ------------------------------------------------------------ leaving
+
+    def idlest(self, blocks: int) -> list[bytes]:
+        """Return where the branches begin that have been idle for longest, of about so many blocks or more."""
+        return [] if self._counts_copies else split_ids(self.idle(self.age_of(blocks)))
+
+    def pack(self, first: bytes) -> list[Leaving]:
+        """Return what hangs behind a block, itself included, as branches to be written elsewhere; none: it stays."""
+        rows = self.dump_behind(first)
+        if sum(len(row.blocks) // ID_BYTES * BLOCK_BYTES + NODE_BYTES for row in rows) < self._stub_bytes:
+            return []
+        return [self._leaving(piece) for piece in _pieces(rows)]
+
+    def leave(self, leaving: Leaving) -> bool:
+        """Let go of a branch that was written; return whether it did, which it does not where it has changed."""
+        rows = leaving.rows
+        first = rows[0].blocks[:ID_BYTES]
+        now = {row.blocks: row for row in self.dump_behind(first)}
+        if any(now.get(row.blocks) != row for row in rows):
+            return False
+        parts: dict[frozenset[Holder], int] = {}
+        for row in rows:
+            holders = _holders(row)
+            for worker, tier in holders:
+                super().remove(worker, row.blocks, tier)
+            self._count_cold(row.blocks, holders, 1)
+            parts[holders] = parts.get(holders, 0) + len(row.blocks) // ID_BYTES
+        shape: Parts = tuple((blocks, holders) for holders, blocks in parts.items())
+        self._stubs[first] = _Stub(leaving.name, self._parts.setdefault(shape, shape))
+        self.cold_blocks += sum(blocks for blocks, _ in shape)
+        self.frozen += 1
+        self._absent.clear()
+        return True
+
+    def _leaving(self, rows: Sequence[Branch]) -> Leaving:
+        # Ids of other models are other ids, so names are unique among all indexes of a process.
+        name = (next(self._names) % (1 << 32)).to_bytes(4, "little") + rows[0].blocks[:8]
+        return Leaving(name, b"".join(row.blocks for row in rows), rows)
+
+    # ------------------------------------------------------------ coming back
+
+    def recall(self, found: Mapping[bytes, bytes], blocks: bytes, frozen: int) -> bool:
+        """Take in what was found when these blocks were looked for, `frozen` branches having left before.
+
+        Returns whether all that must be there was there, and whole.
+        """
+        for name, packed in found.items():
+            first = packed[_COUNT.size : _COUNT.size + ID_BYTES]
+            stub = self._stubs.get(first)
+            if stub is None or stub.name != name:
+                continue
+            try:
+                branches = _unpack(packed, frozenset[Holder]().union(*(holders for _, holders in stub.parts)))
+            except (struct.error, msgspec.DecodeError, IndexError):
+                return False
+            for row in branches:
+                self._count_cold(row.blocks, _holders(row), -1)
+            self._drop(first, stub)
+            self.add(branches)
+        if frozen != self.frozen:
+            return True  # What left meanwhile was not looked for.
+        if len(self._absent) > ABSENT_MAX:
+            self._absent.clear()
+        self._absent.update(split_ids(blocks))
+        return self._stubs.keys().isdisjoint(split_ids(blocks))
+
+    def forget_cold(self) -> set[str]:
+        """Give up all that is cold; return the workers that held some of it."""
+        workers = {worker for worker, _ in self._sums}
+        self._clear_cold(set(self._sums))
+        return workers
+
+    def _drop(self, first: bytes, stub: _Stub) -> None:
+        del self._stubs[first]
+        self.garbage.append(stub.name)
+        self.cold_blocks -= sum(blocks for blocks, _ in stub.parts)
+        if not self._stubs:
+            self._parts.clear()
+            self._absent.clear()
+
+    # ------------------------------------------------------------ what is where
+
+    def _may_be_cold(self, worker: str) -> bool:
+        return any((worker, tier) in self._sums for tier in Tier)
+
+    def _is_hot(self, worker: str) -> bool:
+        return any(super(ColdIndex, self).fingerprint(worker, tier).blocks for tier in Tier)
+
+    def _need(self, *runs: bytes) -> None:
+        """Raise Cold for blocks that may be cold: nobody holds them here, and they were not looked for."""
+        unheld = (block for run in runs for block in split_ids(self.unheld(run)))
+        if wanted := [block for block in unheld if block not in self._absent]:
+            raise Cold(self, b"".join(wanted))
+
+    def _count_cold(self, blocks: bytes, holders: frozenset[Holder], sign: int) -> None:
+        number = len(blocks) // ID_BYTES
+        ids = sum(int.from_bytes(block, "little") for block in split_ids(blocks))
+        for holder in holders:
+            ids_before, before = self._sums.get(holder, (0, 0))
+            if before + sign * number:
+                self._sums[holder] = (ids_before + sign * ids, before + sign * number)
+            else:
+                self._sums.pop(holder, None)
+
+    def _clear_cold(self, gone: set[Holder]) -> int:
+        """Take holders from all that is cold; return how many blocks they held there."""
+        blocks = sum(self._sums.pop(holder, (0, 0))[1] for holder in gone)
+        if not blocks:
+            return 0
+        kept: dict[Parts, Parts] = {}
+        left: dict[int, Parts] = {}
+        for first, stub in list(self._stubs.items()):
+            parts = left.get(id(stub.parts))
+            if parts is None:
+                rest = [(number, holders - gone) for number, holders in stub.parts if not holders <= gone]
+                parts = left[id(stub.parts)] = stub.parts if tuple(rest) == stub.parts else tuple(rest)
+                kept.setdefault(parts, parts)
+            if not parts:
+                self._drop(first, stub)
+            elif parts is not stub.parts:
+                self.cold_blocks -= sum(number for number, _ in stub.parts) - sum(number for number, _ in parts)
+                self._stubs[first] = _Stub(stub.name, parts)
+        self._parts = kept
+        return blocks
+
+
+def _holders(row: Branch) -> frozenset[Holder]:
+    return frozenset(
+        [*((worker, Tier.ACTIVE) for worker in row.active), *((worker, Tier.HISTORY) for worker in row.history)]
+    )
+
+
+def _unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
+    """Return the branches that were packed, of the holders that are alive."""
+    (blocks,) = _COUNT.unpack_from(packed)
+    at = _COUNT.size
+    shape = msgspec.msgpack.decode(memoryview(packed)[at + blocks * ID_BYTES :], type=_Shape)
+    if sum(length for _, length, _ in shape.rows) != blocks:
+        raise struct.error("the runs are not all of the blocks")
+    branches: list[Branch] = []
+    for parent, length, number in shape.rows:
+        active, history = shape.holders[number]
+        branches.append(
+            Branch(
+                parent,
+                packed[at : at + length * ID_BYTES],
+                [worker for worker in active if (worker, Tier.ACTIVE) in alive],
+                [worker for worker in history if (worker, Tier.HISTORY) in alive],
+            )
+        )
+        at += length * ID_BYTES
+    return branches
+
+
+def _pieces(rows: Sequence[Branch]) -> Iterator[list[Branch]]:
+    """Cut a branch, whose rows come after their parents, into some of at most `BRANCH_BLOCKS_MAX` blocks.
+
+    Each hangs together: all of its rows are behind the first. What is farthest from the root comes first.
+    """
+    places = {row.blocks[-ID_BYTES:]: number for number, row in enumerate(rows)}
+    pieces: list[list[Branch]] = [[row] for row in rows]
+    blocks = [len(row.blocks) // ID_BYTES for row in rows]
+    for number in range(len(rows) - 1, -1, -1):
+        above = places.get(rows[number].parent)
+        if above is None or blocks[above] + blocks[number] > BRANCH_BLOCKS_MAX:
+            yield pieces[number]
+        else:
+            pieces[above] += pieces[number]
+            blocks[above] += blocks[number]

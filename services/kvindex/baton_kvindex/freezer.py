@@ -1,0 +1,176 @@
+"""Keeps the index within its memory: moves idle branches to Redis, and fetches what is cold and needed.
+
+Redis is asked for nothing else, and by nobody who can do without: a prompt that ends in memory is answered from there,
+one that goes on in Redis has one round trip and `cold_timeout_s` for it. Events of a worker that touch what is cold
+wait in the follower, in order, while those of others go on. While Redis is away nothing leaves, so memory may grow
+beyond its bound; after `cold_patience_s` what is cold is given up, and the workers that held it are read anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from baton.clock import Clock
+from baton.messages import WorkerAddress
+from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex, Leaving
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.follower import Follower
+from baton_kvindex.index import ID_BYTES
+from baton_kvindex.store import ColdStore, StoreUnavailable
+
+logger = logging.getLogger(__name__)
+
+PASS_S: Final = 0.2
+"""Between two looks at what memory takes."""
+TICK_S: Final = 1.0
+RETRY_S: Final = 0.1
+SPARE: Final = 0.05
+"""Share of the memory that is made free when there is too little: then it need not be looked for each time."""
+PAGE_BLOCKS: Final = 1024
+"""Are written at a time, or one branch."""
+DROPPED_MAX: Final = 64
+
+Result = TypeVar("Result")
+
+
+class Freezer:
+    def __init__(self, *, store: ColdStore | None, follower: Follower, clock: Clock, settings: IndexSettings) -> None:
+        self._store = store
+        self._follower = follower
+        self._clock = clock
+        self._settings = settings
+        self._failing_since_s: float | None = None
+        self.recalls = 0
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether what is cold could be read when that was last tried."""
+        return self._failing_since_s is None
+
+    async def run(self) -> None:
+        """Keep memory within its bound, until cancelled."""
+        if self._store is None:
+            return
+        ticked_s = self._clock.now_s()
+        while True:
+            await self._clock.sleep(PASS_S)
+            if self._clock.now_s() - ticked_s >= TICK_S:
+                ticked_s = self._clock.now_s()
+                for index in self._indexes():
+                    index.tick()
+            await self.make_room()
+
+    async def close(self) -> None:
+        """Forget all that is cold."""
+        if self._store is not None:
+            await self._store.close()
+
+    async def make_room(self) -> None:
+        """Move what has been idle for longest to Redis, if memory is full."""
+        if self._store is None:
+            return
+        try:
+            # Before anything is written, which would make what was lost look present.
+            if any(index.branches for index in self._indexes()) and not await self._store.keep():
+                self._give_up("Redis was emptied of what was cold")
+            for index in self._indexes():
+                await self._drop_garbage(self._store, index)
+            excess = sum(index.used_bytes for index in self._indexes()) - self._settings.memory_bytes_max
+            if excess > 0:
+                await self._free(self._store, excess + int(self._settings.memory_bytes_max * SPARE))
+        except StoreUnavailable as error:
+            self._on_failure(error)
+        else:
+            self._failing_since_s = None
+
+    async def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
+        """Return the leading blocks that each worker holds, of what is cold as well if it comes in time."""
+        held = self._follower.match(model_digest, blocks)
+        cold = self._follower.behind(model_digest, blocks, held)
+        if cold is None or not self.is_reachable:
+            return held
+        with suppress(TimeoutError):
+            async with self._clock.timeout(self._settings.cold_timeout_s):
+                await self.fetch(cold)
+        return self._follower.match(model_digest, blocks)
+
+    async def until_here(self, call: Callable[[], Result]) -> Result:
+        """Return what a call returns, once nothing that it needs is cold; it raises `Cold` before it changes anything.
+
+        What is fetched is there when the call is made: nothing else runs in between.
+        """
+        while True:
+            try:
+                return call()
+            except Cold as cold:
+                await self._fetch_surely(cold)
+
+    async def fetch(self, cold: Cold) -> bool:
+        """Bring the branches of some blocks back; return whether they are here now, if there are any."""
+        index = cold.index
+        if self._store is None or not index.branches:
+            return True
+        frozen = index.frozen
+        try:
+            found = await self._store.find(cold.blocks)
+        except StoreUnavailable as error:
+            self._on_failure(error)
+            return False
+        self._failing_since_s = None
+        self.recalls += 1
+        if not index.recall(found, cold.blocks, frozen):
+            self._give_up("Redis lost some of what was cold")
+        return True
+
+    async def recall(self, address: WorkerAddress, cold: Cold) -> None:
+        """Fetch what events of a worker need, and let it go on."""
+        await self._fetch_surely(cold)
+        self._follower.on_recalled(address)
+
+    async def _fetch_surely(self, cold: Cold) -> None:
+        while not await self.fetch(cold):
+            await self._clock.sleep(RETRY_S)
+
+    def _indexes(self) -> list[ColdIndex]:
+        return [index for index in self._follower.models().values() if isinstance(index, ColdIndex)]
+
+    async def _free(self, store: ColdStore, excess_bytes: int) -> None:
+        # What takes most gives most.
+        index = max(self._indexes(), key=lambda each: each.used_bytes)
+        until_bytes = index.used_bytes - excess_bytes
+        page: list[Leaving] = []
+        for first in await asyncio.to_thread(index.idlest, excess_bytes // BLOCK_BYTES + 1):
+            page += index.pack(first)
+            if sum(len(leaving.blocks) for leaving in page) < PAGE_BLOCKS * ID_BYTES:
+                continue
+            await self._freeze(store, index, page)
+            page = []
+            if index.used_bytes <= until_bytes:
+                return
+        await self._freeze(store, index, page)
+
+    async def _freeze(self, store: ColdStore, index: ColdIndex, page: list[Leaving]) -> None:
+        await store.put(page)
+        index.garbage += [leaving.name for leaving in page if not index.leave(leaving)]
+
+    async def _drop_garbage(self, store: ColdStore, index: ColdIndex) -> None:
+        while index.garbage:
+            names = index.garbage[:DROPPED_MAX]
+            await store.drop(names)
+            del index.garbage[: len(names)]
+
+    def _on_failure(self, error: StoreUnavailable) -> None:
+        now_s = self._clock.now_s()
+        if self._failing_since_s is None:
+            self._failing_since_s = now_s
+            logger.warning("what is cold cannot be reached: %s", error)
+        elif now_s - self._failing_since_s >= self._settings.cold_patience_s:
+            self._give_up("what is cold could not be reached for too long")
+
+    def _give_up(self, why: str) -> None:
+        if workers := self._follower.forget_cold():
+            logger.warning("%s: %d workers are read anew", why, workers)

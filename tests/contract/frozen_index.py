@@ -1,0 +1,87 @@
+"""Tree and Redis with so little memory that everything goes cold: after each call, and back for the next one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+from uuid import uuid4
+
+from baton_kvindex.cold import Cold, ColdIndex
+from baton_kvindex.index import Run, Tier
+from baton_kvindex.store import ColdStore, RedisStore
+
+from tests.servers import start_redis
+
+Result = TypeVar("Result")
+
+
+class FrozenIndex(ColdIndex):
+    """The service's own index and its own store, called one after the other instead of beside others."""
+
+    runner: asyncio.Runner
+    stores: RedisStore
+
+    def __init__(self, *, counts_copies: bool = False) -> None:
+        assert not counts_copies, "kvindex follows workers that count themselves"
+        super().__init__(stub_bytes=0)
+        self._store: ColdStore = self.stores.cold(uuid4().hex)
+
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        return self._call(lambda: super(FrozenIndex, self).store(worker, parent, blocks, tier))
+
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        return self._call(lambda: super(FrozenIndex, self).remove(worker, blocks, tier))
+
+    def clear(self, worker: str) -> int:
+        return self._call(lambda: super(FrozenIndex, self).clear(worker))
+
+    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+        return self._call(lambda: super(FrozenIndex, self).dump(worker, tier))
+
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+        self._call(lambda: super(FrozenIndex, self).load(worker, runs, tier))
+
+    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
+        return self._call(lambda: self._match(blocks, tier))
+
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
+        active, either = self.match(blocks), self.match(blocks, Tier.HISTORY)
+        return {worker: (active.get(worker, 0), reach) for worker, reach in either.items()}
+
+    def _match(self, blocks: bytes, tier: Tier) -> dict[str, int]:
+        held = super().match(blocks, tier)
+        if behind := self.behind(blocks, max(held.values(), default=0)):
+            raise Cold(self, behind)
+        return held
+
+    def _call(self, call: Callable[[], Result]) -> Result:
+        while True:
+            try:
+                result = call()
+                break
+            except Cold as cold:
+                found = self.runner.run(self._store.find(cold.blocks))
+                assert self.recall(found, cold.blocks, self.frozen)
+        self._freeze()
+        return result
+
+    def _freeze(self) -> None:
+        leaving = [leaving for first in self.idlest(1 << 30) for leaving in self.pack(first)]
+        self.runner.run(self._store.put(leaving))
+        assert all(self.leave(each) for each in leaving)
+        if len(self.garbage) > 50:
+            self.runner.run(self._store.drop(self.garbage))
+            self.garbage.clear()
+        assert (self.footprint().blocks, self.footprint().ghosts) == (0, 0), "nothing is in memory"
+
+
+@contextmanager
+def frozen_indexes() -> Generator[None]:
+    """Give every index made inside a Redis."""
+    with start_redis() as server, asyncio.Runner() as runner:
+        FrozenIndex.runner = runner
+        FrozenIndex.stores = RedisStore(server.url, prefix="contract", timeout_s=5.0)
+        yield
+        runner.run(FrozenIndex.stores.close())

@@ -1,0 +1,156 @@
+"""An index with memory for nothing, beside real NATS and Redis: all that is idle is in Redis, and nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from typing import cast
+
+import pytest
+import redis.asyncio as redis
+from baton_kvindex.cold import ColdIndex
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.service import IndexService
+
+from baton.bus import NatsBus
+from baton.clock import SystemClock
+from baton.errors import ConfigurationError
+from baton.telemetry import Metrics, Tracing
+from tests.index_actors import Worker, chain, match, until_held, working
+from tests.index_pair import indexing, until
+from tests.servers import Server, start_redis
+
+PATHS = [letter * 20 + " is a prompt, and long enough to be worth a stub" for letter in "abcdef"]
+
+
+@pytest.fixture
+async def bus(nats_url: str) -> AsyncGenerator[NatsBus]:
+    made = await NatsBus.connect(nats_url, name="test")
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def worker(bus: NatsBus) -> AsyncGenerator[Worker]:
+    async with working(bus) as made:
+        made.page_blocks = 1000
+        yield made
+
+
+def cold_blocks(service: IndexService) -> int:
+    return sum(index.cold_blocks for index in service.follower.models().values() if isinstance(index, ColdIndex))
+
+
+async def all_cold(service: IndexService, worker: Worker) -> None:
+    await until(lambda: cold_blocks(service) == len(worker.held) > 0)
+
+
+def agrees(service: IndexService, worker: Worker) -> bool:
+    return service.follower.fingerprint(worker.name) == worker.fingerprint()
+
+
+async def test_what_is_cold_matches_changes_and_survives_a_restart(
+    nats_url: str, redis_url: str, bus: NatsBus, worker: Worker
+) -> None:
+    settings = {"memory_bytes_max": 1}
+    async with indexing(nats_url, redis_url, worker.name, **settings) as service:
+        for path in PATHS:
+            await worker.store(path)
+        await until_held(bus, worker, PATHS[0], len(PATHS[0]))
+        await all_cold(service, worker)
+        for path in PATHS:
+            assert await match(bus, chain(path + " and something new")) == {worker.name: len(path)}
+        await all_cold(service, worker)
+        await worker.remove(chain(PATHS[0])[-320:])
+        await worker.store(PATHS[1] + " goes on")
+        await until_held(bus, worker, PATHS[0], len(PATHS[0]) - 20)
+        await until_held(bus, worker, PATHS[1] + " goes on", len(PATHS[1]) + 8)
+        await until(lambda: agrees(service, worker))
+        assert (worker.queries, service.follower.counters.drifts) == (0, 0)
+    async with indexing(nats_url, redis_url, worker.name, **settings) as service:
+        await until(lambda: cold_blocks(service) > 0)
+        await until_held(bus, worker, PATHS[1] + " goes on", len(PATHS[1]) + 8)
+        await until(lambda: agrees(service, worker))
+        assert worker.queries == 0
+
+
+async def test_nothing_is_left_in_redis_of_an_index_that_ended(nats_url: str, worker: Worker) -> None:
+    with start_redis() as server:
+        async with indexing(nats_url, server.url, "p", memory_bytes_max=1) as service:
+            await worker.store(PATHS[0])
+            await all_cold(service, worker)
+            assert len(await cold_keys(server)) == 1
+        assert await cold_keys(server) == []
+
+
+async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_without(
+    nats_url: str, bus: NatsBus, worker: Worker
+) -> None:
+    with start_redis() as server:
+        async with indexing(
+            nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=30.0, redis_timeout_s=0.5
+        ) as service:
+            await worker.store(PATHS[0])
+            await until_held(bus, worker, PATHS[0], len(PATHS[0]))
+            await all_cold(service, worker)
+            server.pause()
+            began_s = time.monotonic()
+            assert await match(bus, chain(PATHS[0])) == {}
+            assert time.monotonic() - began_s < 0.5
+            await worker.remove(chain(PATHS[0])[-16:])
+            async with AsyncExitStack() as stack:
+                other = await stack.enter_async_context(working(bus))
+                await other.store(PATHS[1])
+                await until_held(bus, other, PATHS[1], len(PATHS[1]))
+                began_s = time.monotonic()
+                assert await match(bus, chain(PATHS[1])) == {other.name: len(PATHS[1])}
+                assert time.monotonic() - began_s < 0.5
+                server.resume()
+                await until_held(bus, worker, PATHS[0], len(PATHS[0]) - 1)
+            assert (worker.queries, service.follower.counters.lost_cold) == (0, 0)
+
+
+@pytest.mark.parametrize("loss", ["emptied", "away for long"])
+async def test_when_redis_loses_what_is_cold_the_worker_is_read_anew(
+    nats_url: str, bus: NatsBus, worker: Worker, loss: str
+) -> None:
+    with start_redis() as server:
+        async with indexing(nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=0.5) as service:
+            for path in PATHS:
+                await worker.store(path)
+            await all_cold(service, worker)
+            if loss == "emptied":
+                client = redis.Redis.from_url(server.url)  # pyright: ignore[reportUnknownMemberType]
+                await client.flushall()  # pyright: ignore[reportUnknownMemberType]
+                await client.aclose()
+            else:
+                server.kill()
+            for path in PATHS:
+                await until_held(bus, worker, path, len(path))
+            await until(lambda: agrees(service, worker))
+            assert (worker.queries, service.follower.counters.lost_cold > 0) == (1, True)
+            if loss == "away for long":
+                server.start()
+            await all_cold(service, worker)
+
+
+async def test_a_bound_without_redis_is_a_wrong_setting(nats_url: str, bus: NatsBus) -> None:
+    with pytest.raises(ConfigurationError, match="memory_bytes_max"):
+        IndexService(
+            bus=bus,
+            store=None,
+            clock=SystemClock(),
+            tracing=Tracing("kvindex"),
+            metrics=Metrics("kvindex"),
+            settings=IndexSettings(memory_bytes_max=1),
+        )
+
+
+async def cold_keys(server: Server) -> list[bytes]:
+    client = redis.Redis.from_url(server.url)  # pyright: ignore[reportUnknownMemberType]
+    async with asyncio.timeout(5.0):
+        keys = cast("list[bytes]", await client.keys("*:cold:*"))  # pyright: ignore[reportUnknownMemberType]
+    await client.aclose()
+    return keys

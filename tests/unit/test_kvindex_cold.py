@@ -1,0 +1,430 @@
+"""What is cold: when branches leave, what brings them back, and what happens to a worker's blocks meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+from baton_kvindex.cold import BRANCH_BLOCKS_MAX, STUB_BYTES, Cold, ColdIndex, Leaving
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.durable import Journal
+from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.freezer import Freezer
+from baton_kvindex.index import IndexSize, split_ids
+from baton_kvindex.life import Resync
+from baton_kvindex.store import StoreUnavailable
+
+from baton.clock import ManualClock
+from baton.messages import BlocksRemoved, WorkerAddress
+from tests.contract.index_world import block, chain
+from tests.index_actors import MODEL, Cache
+from tests.index_actors import chain as prompt
+
+
+class Elsewhere:
+    """A `ColdStore` in memory, which can be away."""
+
+    def __init__(self) -> None:
+        self.branches: dict[bytes, bytes] = {}
+        self.asked = 0
+        self.away = False
+        self.written = asyncio.Event()
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+
+    async def put(self, branches: Sequence[Leaving]) -> None:
+        self._check()
+        self.branches |= {each.name: each.packed() for each in branches}
+        self.written.set()
+        await self.may_end.wait()
+
+    async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
+        self.asked += 1
+        self._check()
+        ids = split_ids(blocks)
+        return {name: packed for name, packed in self.branches.items() if any(each in packed for each in ids)}
+
+    async def drop(self, names: Sequence[bytes]) -> None:
+        self._check()
+        for name in names:
+            self.branches.pop(name, None)
+
+    async def keep(self) -> bool:
+        self._check()
+        return bool(self.branches)
+
+    async def close(self) -> None:
+        self.branches.clear()
+
+    def _check(self) -> None:
+        if self.away:
+            raise StoreUnavailable("away")
+
+
+class World:
+    def __init__(self, memory_bytes_max: int = 1) -> None:
+        self.store = Elsewhere()
+        self.clock = ManualClock()
+        self.settings = IndexSettings(memory_bytes_max=memory_bytes_max)
+        self.follower = Follower(ColdIndex, FollowerOptions(), Journal(1 << 20))
+        self.freezer = Freezer(store=self.store, follower=self.follower, clock=self.clock, settings=self.settings)
+        self.sequence = 0
+
+    @property
+    def index(self) -> ColdIndex:
+        (index,) = self.follower.models().values()
+        assert isinstance(index, ColdIndex)
+        return index
+
+    def tell(self, cache: Cache, path: str) -> None:
+        self.sequence += 1
+        self.follower.on_events(cache.stored(path), self.sequence, 0.0)
+
+    def remove(self, cache: Cache, blocks: bytes) -> None:
+        self.sequence += 1
+        self.follower.on_events(cache.removed(blocks), self.sequence, 0.0)
+
+    async def recall(self) -> None:
+        for address, cold in self.follower.due_recalls():
+            await self.freezer.recall(address, cold)
+
+    def life(self, cache: Cache) -> Resync:
+        return self.follower.lives()[cache.name].resync
+
+    def is_true(self, cache: Cache) -> bool:
+        return self.follower.fingerprint(cache.name) == cache.fingerprint()
+
+
+PATH = "a prompt that is long enough"
+
+
+@pytest.fixture
+async def world() -> World:
+    return World()
+
+
+@pytest.fixture
+async def cold(world: World) -> tuple[World, Cache]:
+    """A worker of which one prompt is cold."""
+    cache = Cache()
+    world.tell(cache, PATH)
+    await world.freezer.make_room()
+    assert (world.index.branches, world.index.footprint().blocks) == (1, 0)
+    return world, cache
+
+
+# ---------------------------------------------------------------- leaving and coming back
+
+
+async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    assert world.follower.match(MODEL, prompt(PATH)) == {}
+    assert world.is_true(cache)
+    assert world.follower.size() == IndexSize(workers=1, blocks=len(PATH), holdings=len(PATH))
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    assert (world.store.asked, world.index.branches) == (1, 0)
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    assert await world.freezer.match(MODEL, prompt("some other")) == {}
+    assert world.store.asked == 1, "what ends in memory asks nobody"
+
+
+async def test_what_came_back_is_forgotten_elsewhere(cold: tuple[World, Cache]) -> None:
+    world, _ = cold
+    await world.freezer.match(MODEL, prompt(PATH))
+    world.settings = IndexSettings(memory_bytes_max=1 << 20)
+    await Freezer(store=world.store, follower=world.follower, clock=world.clock, settings=world.settings).make_room()
+    assert world.store.branches == {}
+
+
+async def test_memory_is_bounded_and_a_scan_pushes_nothing_out_that_is_asked_for_again() -> None:
+    limit = 200_000
+    world, cache = World(limit), Cache()
+    shared = [f"system prompt {number} " + "s" * 40 for number in range(20)]
+    for path in shared:
+        world.tell(cache, path)
+        assert await world.freezer.match(MODEL, prompt(path)) == {"w": len(path)}
+    for number in range(400):
+        world.tell(cache, chr(0x4E00 + number) + " is asked for once, and long enough to take something")
+        if number % 10 == 0:
+            await world.freezer.make_room()
+            world.index.tick()
+            assert world.index.used_bytes < limit
+    assert world.index.branches > 250
+    assert world.index.footprint().bytes < 4_000_000, "a chunk of slots and of nodes, and the table"
+    asked = world.store.asked
+    for path in shared:
+        assert world.follower.match(MODEL, prompt(path)) == {"w": len(path)}
+    assert world.store.asked == asked
+    assert world.is_true(cache)
+
+
+async def test_no_more_leaves_than_must() -> None:
+    limit = 200_000
+    world, cache = World(limit), Cache()
+    for number in range(200):
+        world.tell(cache, chr(0x4E00 + number) + " is stored at the same time as all the others")
+    await world.freezer.make_room()
+    assert limit / 2 < world.index.used_bytes <= limit
+
+
+async def test_a_branch_that_changed_while_it_was_written_stays(world: World) -> None:
+    cache = Cache()
+    world.tell(cache, PATH)
+    changes: list[Callable[[], None]] = [
+        lambda: world.tell(cache, PATH + " and goes on"),
+        lambda: world.tell(other, PATH),
+        lambda: world.remove(cache, prompt(PATH)[-16:]),
+    ]
+    other = Cache(name="other")
+    for change in changes:
+        world.store.may_end.clear()
+        world.store.written.clear()
+        leaving = asyncio.create_task(world.freezer.make_room())
+        await world.store.written.wait()
+        change()
+        world.store.may_end.set()
+        await leaving
+        assert world.index.branches == 0
+        assert world.is_true(cache)
+    await world.freezer.make_room()
+    assert len(world.store.branches) == world.index.branches == 1, "nothing is left of what did not leave"
+
+
+def test_a_branch_that_left_again_while_it_was_looked_for_is_not_lost() -> None:
+    index = ColdIndex(stub_bytes=0)
+    index.store("a", b"", chain("abc"))
+
+    def freeze() -> dict[bytes, bytes]:
+        (leaving,) = index.pack(block("a"))
+        assert index.leave(leaving)
+        return {leaving.name: leaving.packed()}
+
+    found, frozen = freeze(), index.frozen
+    assert index.recall(found, block("a"), frozen)
+    index.remove("a", block("abc"))
+    newer = freeze()
+    assert index.recall(found, block("a") + block("ab"), frozen), "to be looked for anew"
+    with pytest.raises(Cold) as cold:
+        index.remove("a", block("ab"))
+    assert cold.value.blocks == block("ab")
+    assert index.recall(newer, block("ab"), index.frozen)
+    assert index.match(chain("abc")) == {"a": 2}
+
+
+async def test_a_match_beside_a_branch_that_leaves_is_right(world: World) -> None:
+    cache = Cache()
+    world.tell(cache, PATH)
+    world.store.may_end.clear()
+    leaving = asyncio.create_task(world.freezer.make_room())
+    await world.store.written.wait()
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    world.store.may_end.set()
+    await leaving
+    assert world.index.branches == 1
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+
+
+def test_a_large_branch_is_cut_and_only_what_is_on_the_way_comes_back() -> None:
+    index = ColdIndex()
+    trunk = "t" * 3000
+    paths = [trunk + letter * 3000 for letter in "xyz"]
+    for path in paths:
+        index.store("a", b"", chain(path))
+    (first,) = index.idlest(1)
+    leaving = index.pack(first)
+    assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in leaving)
+    assert all(index.leave(each) for each in leaving)
+    assert (index.branches, index.cold_blocks, index.footprint().nodes) == (4, 12_000, 0)
+    stored = {each.name: each.packed() for each in leaving}
+    wanted = index.behind(chain(paths[1]), 0)
+    assert wanted == block("t") + block(trunk + "y")
+    found = {name: packed for name, packed in stored.items() if packed[4:20] in split_ids(wanted)}
+    assert index.recall(found, wanted, index.frozen)
+    assert index.match(chain(paths[1])) == {"a": 6000}
+    assert (index.branches, index.cold_blocks) == (2, 6000)
+
+
+def test_what_takes_less_than_its_stub_stays() -> None:
+    index = ColdIndex()
+    index.store("a", b"", chain("shy"))
+    assert index.used_bytes < STUB_BYTES
+    assert index.pack(block("s")) == []
+
+
+# ---------------------------------------------------------------- changes of what is cold
+
+
+async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    other = Cache(name="other")
+    world.remove(cache, prompt(PATH)[-32:])
+    world.tell(cache, "later")
+    world.tell(other, PATH[:2])
+    assert not world.is_true(cache)
+    assert world.follower.match(MODEL, prompt("later")) == {}, "in order"
+    await world.recall()
+    assert world.is_true(cache)
+    assert world.follower.match(MODEL, prompt("later")) == {"w": 5}
+    assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 2, "other": 2}
+    assert (world.follower.counters.gaps, world.follower.counters.unknown_blocks) == (0, 0)
+
+
+async def test_a_prompt_goes_on_behind_what_is_cold(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.tell(cache, PATH + " and goes on")
+    await world.recall()
+    assert world.is_true(cache)
+    assert world.follower.match(MODEL, prompt(PATH + " and goes on")) == {"w": len(PATH) + 12}
+
+
+async def test_a_removal_of_what_is_nowhere_is_looked_for_once(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    for _ in range(3):
+        world.remove(cache, prompt("never stored"))
+        await world.recall()
+    assert world.store.asked == 1
+    assert world.is_true(cache)
+
+
+async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_back(world: World) -> None:
+    cache, other = Cache(), Cache(name="other")
+    world.tell(cache, PATH)
+    world.tell(other, PATH[:10])
+    await world.freezer.make_room()
+    cache.restart()
+    world.tell(cache, "x")
+    assert world.is_true(cache)
+    assert world.is_true(other)
+    assert world.follower.size() == IndexSize(workers=2, blocks=11, holdings=11)
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"other": 10}
+    world.follower.on_goodbye(other.address)
+    world.follower.on_goodbye(cache.address)
+    assert world.follower.size() == IndexSize(workers=0, blocks=0, holdings=0)
+
+
+async def test_nobodys_cold_branch_is_forgotten_elsewhere_too(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.follower.on_events(cache.cleared(), 9, 0.0)
+    assert (world.index.branches, world.index.cold_blocks) == (0, 0)
+    await world.freezer.make_room()
+    assert world.store.branches == {}
+
+
+async def test_a_resync_replaces_what_is_cold(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    known = world.follower.lives()[cache.name]
+    known.read_anew()
+    (address,) = world.follower.due_resyncs(0.0)
+    cache.held = {}
+    cache.stored(PATH[:5])
+    with pytest.raises(Cold):
+        world.follower.on_pages(address, cache.pages())
+    await world.freezer.until_here(lambda: world.follower.on_pages(address, cache.pages()))
+    assert world.life(cache) is Resync.NO
+    assert world.is_true(cache)
+    assert world.follower.match(MODEL, prompt(PATH)) == {"w": 5}
+
+
+async def test_a_worker_is_written_as_a_whole_with_what_is_cold(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.follower.go_on_from({})
+    batch = await world.freezer.until_here(world.follower.take_batch)
+    change = batch.workers[cache.name]
+    assert change is not None
+    assert change.runs is not None
+    assert sum(len(run.blocks) // 16 for run in change.runs) == len(PATH)
+
+
+# ---------------------------------------------------------------- Redis away, emptied, or damaged
+
+
+async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_back(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.store.away = True
+    world.remove(cache, prompt(PATH)[-16:])
+    waiting = asyncio.create_task(world.recall())
+    await world.clock.advance(1.0)
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
+    assert not waiting.done()
+    world.store.away = False
+    await world.clock.advance(0.2)
+    await waiting
+    assert world.is_true(cache)
+    assert world.follower.counters.lost_cold == 0
+
+
+async def test_when_it_is_away_for_long_the_worker_is_read_anew(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.store.away = True
+    world.remove(cache, prompt(PATH)[-16:])
+    waiting = asyncio.create_task(world.recall())
+    await world.clock.advance(world.settings.cold_patience_s + 0.5)
+    await waiting
+    assert world.follower.counters.lost_cold == 1
+    assert world.life(cache) is Resync.NEEDED
+    (address,) = world.follower.due_resyncs(world.clock.now_s())
+    world.follower.on_pages(address, cache.pages())
+    assert world.is_true(cache)
+
+
+def without_a_block(packed: bytes) -> bytes:
+    """Return a branch one of whose ids is missing, though all is said of who holds it."""
+    end = 4 + 16 * len(PATH)
+    return (len(PATH) - 1).to_bytes(4, "little") + packed[4 : end - 16] + packed[end:]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "half of it is there": lambda packed: packed[:30],
+    "its end is missing": lambda packed: packed[:-3],
+    "a block is missing": without_a_block,
+}
+
+
+@pytest.mark.parametrize("damage", ["lost", *DAMAGES])
+async def test_what_it_lost_or_damaged_is_read_anew(world: World, damage: str) -> None:
+    cache = Cache()
+    world.tell(cache, PATH)
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    await world.freezer.make_room()
+    stored, world.store.branches = world.store.branches, {}
+    if damage != "lost":
+        world.store.branches = {name: DAMAGES[damage](packed) for name, packed in stored.items()}
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
+    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
+    assert world.follower.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]
+
+
+async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    old = dict(world.store.branches)
+    await world.freezer.match(MODEL, prompt(PATH))
+    world.remove(cache, prompt(PATH)[-16:])
+    await world.freezer.make_room()
+    world.store.branches |= old
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 1}
+
+
+async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.remove(cache, prompt(PATH)[-16:])
+    due = world.follower.due_recalls()
+    cache.restart()
+    world.tell(cache, "new")
+    assert world.follower.match(MODEL, prompt("new")) == {"w": 3}
+    for address, wanted in due:
+        await world.freezer.recall(address, wanted)
+    assert world.is_true(cache)
+    gone = cache.changed(BlocksRemoved(blocks=b"broken"))
+    world.follower.on_events(gone, 99, 0.0)
+    assert world.follower.counters.malformed == 1
+
+
+async def test_a_loss_is_seen_before_anybody_asks(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.store.branches.clear()
+    world.tell(cache, "meanwhile, something else is stored")
+    await world.freezer.make_room()
+    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
