@@ -225,24 +225,48 @@ async def test_a_match_beside_a_branch_that_leaves_is_right(world: World) -> Non
     assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
 
 
-def test_a_large_branch_is_cut_and_only_what_is_on_the_way_comes_back() -> None:
+def test_a_large_branch_leaves_in_parts_and_only_what_is_on_the_way_comes_back() -> None:
     index = ColdIndex()
     trunk = "t" * 3000
     paths = [trunk + letter * 3000 for letter in "xyz"]
     for path in paths:
         index.store("a", b"", chain(path))
-    (first,) = index.idlest(1)
-    leaving = index.pack(first)
-    assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in leaving)
-    assert all(index.leave(each) for each in leaving)
+    stored: dict[bytes, bytes] = {}
+    for parts in (3, 1):
+        leaving = [each for first in index.idlest(1) for each in index.pack(first)]
+        assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in leaving)
+        assert [index.leave(each) for each in leaving] == [True] * parts
+        stored |= {each.name: each.packed() for each in leaving}
     assert (index.branches, index.cold_blocks, index.footprint().nodes) == (4, 12_000, 0)
-    stored = {each.name: each.packed() for each in leaving}
     wanted = index.behind(chain(paths[1]), 0)
     assert wanted == block("t") + block(trunk + "y")
     found = {name: packed for name, packed in stored.items() if packed[4:20] in split_ids(wanted)}
     assert index.recall(found, wanted, index.frozen)
     assert index.match(chain(paths[1])) == {"a": 6000}
     assert (index.branches, index.cold_blocks) == (2, 6000)
+
+
+def test_branches_behind_what_nobody_holds_leave_one_by_one() -> None:
+    index = ColdIndex(stub_bytes=0)
+    for path in ("abcd", "abce"):
+        index.store("a", b"", chain(path))
+    index.remove("a", block("a") + block("ab") + block("abc"))
+    leaving = [each for first in index.idlest(1) for each in index.pack(first)]
+    assert {each.blocks for each in leaving} == {block("abcd"), block("abce")}
+    assert all(index.leave(each) for each in leaving)
+    assert (index.branches, index.footprint().nodes) == (2, 0)
+
+
+async def test_memory_is_freed_though_all_was_asked_for_at_the_same_time_behind_one_prefix() -> None:
+    limit = 200_000
+    world, cache = World(limit), Cache()
+    for number in range(200):
+        path = "shared by all " + chr(0x4E00 + number) * 50
+        world.tell(cache, path)
+        assert await world.freezer.match(MODEL, prompt(path)) == {"w": len(path)}
+    await world.freezer.make_room()
+    assert limit / 2 < world.index.used_bytes <= limit
+    assert world.follower.match(MODEL, prompt("shared by all ")) == {"w": 14}
 
 
 def test_what_takes_less_than_its_stub_stays() -> None:
