@@ -77,6 +77,8 @@ class IndexService:
         self._metrics = metrics
         metrics.read(self._readings)
         self._tasks: asyncio.TaskGroup | None = None
+        self._behind: asyncio.TaskGroup | None = None
+        """What need not end before this index does."""
         self._fetching = 0
         self.follower = Follower(
             ColdIndex,
@@ -249,15 +251,15 @@ class IndexService:
             self.follower.on_odd_message(delivery.stream_sequence)
 
     def _start_recalls(self) -> None:
-        if self._tasks is not None:
+        if self._behind is not None:
             for address, cold in self.follower.due_recalls():
-                self._tasks.create_task(self._freezer.recall(address, cold))
+                self._behind.create_task(self._freezer.recall(address, cold))
 
     # ------------------------------------------------------------ resync
 
     async def _work_behind(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch(tasks))
+            self._behind = tasks
             tasks.create_task(self._freezer.run())
             if self._store is not None:
                 self._writer = Writer(
@@ -269,6 +271,11 @@ class IndexService:
                     settings=self._settings,
                 )
                 tasks.create_task(self._writer.run())
+            try:
+                await self._watch(tasks)
+            finally:
+                # Events that come during the last write start nothing more.
+                self._behind = None
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         while True:
