@@ -16,7 +16,7 @@ from baton_kvindex.life import Resync
 from baton_kvindex.store import StoreUnavailable
 
 from baton.clock import ManualClock
-from baton.messages import BlocksRemoved, WorkerAddress
+from baton.messages import BlocksRemoved, BlocksStored, WorkerAddress
 from tests.contract.index_world import block, chain
 from tests.index_actors import MODEL, Cache
 from tests.index_actors import chain as prompt
@@ -292,6 +292,21 @@ async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not(cold: t
     assert world.follower.match(MODEL, prompt("later")) == {"w": 5}
     assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 2, "other": 2}
     assert (world.follower.counters.gaps, world.follower.counters.unknown_blocks) == (0, 0)
+
+
+async def test_half_of_a_message_is_not_taken_for_drift(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    before = cache.heartbeat()
+    cache.stored("new")
+    removed = cache.removed(prompt(PATH)[-16:]).events
+    cache.sequence = 1
+    world.follower.on_events(cache.changed(BlocksStored(parent=b"", blocks=prompt("new")), *removed), 2, 0.0)
+    world.follower.on_heartbeat(before, 0.0)
+    assert world.follower.counters.drifts == 0
+    await world.recall()
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    assert world.is_true(cache)
+    assert world.follower.lives()[cache.name].agreed_sequence == 2
 
 
 async def test_a_prompt_goes_on_behind_what_is_cold(cold: tuple[World, Cache]) -> None:
