@@ -188,8 +188,9 @@ class IndexService:
             held = self.follower.match(message.model_digest, message.blocks)
             span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
             if self.follower.behind(message.model_digest, message.blocks, held) is None or not self._may_fetch():
-                await self._respond(delivery, message, held)
+                matched = self._matched(message, held)
                 self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
+                await delivery.respond(matched)
                 return
         # Deliveries come one at a time, and this one waits for Redis.
         assert self._tasks is not None
@@ -204,16 +205,16 @@ class IndexService:
             with self._tracing.span("match cold", parent=message.context.trace, kind=SpanKind.SERVER) as span:
                 held = await self._freezer.match(message.model_digest, message.blocks)
                 span.set({"baton.workers": len(held)})
-                await self._respond(delivery, message, held)
+                await delivery.respond(self._matched(message, held))
         except BatonError as error:
             logger.warning("an answer was lost: %s", error)
         finally:
             self._fetching -= 1
 
-    async def _respond(self, delivery: Delivery, message: Match, held: dict[str, int]) -> None:
+    def _matched(self, message: Match, held: dict[str, int]) -> Matched:
         hoped = self.follower.coming(message.model_digest, message.blocks)
         coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
-        await delivery.respond(Matched(held=held, coming=coming))
+        return Matched(held=held, coming=coming)
 
     async def _on_hint(self, delivery: Delivery) -> None:
         match delivery.message:
