@@ -46,6 +46,7 @@ async def cold_rows(redis_url: str) -> list[Row]:
     await freezer.make_room()
     (index,) = follower.models().values()
     assert isinstance(index, ColdIndex)
+    tree_bytes = index.footprint().bytes
     each_bytes = (await memory_bytes(redis_url) - before_bytes) / index.cold_blocks
     cold = [prompt for prompt in prompts if follower.match(MODEL, prompt)[cache.name] == SHARED_BLOCKS]
     hot = [prompt for prompt in prompts if prompt not in set(cold)]
@@ -55,7 +56,10 @@ async def cold_rows(redis_url: str) -> list[Row]:
     }
     await freezer.close()
     await store.close()
-    rows = [Row(name="Redis memory for each cold block", unit="bytes", ours=each_bytes)]
+    rows = [
+        Row(name="Redis memory for each cold block", unit="bytes", ours=each_bytes),
+        Row(name="memory of the tree, of its bound", unit="share", ours=tree_bytes / settings.memory_bytes_max),
+    ]
     for name, times in times_s.items():
         for percent in (50, 99):
             figure = statistics.quantiles(times, n=100)[percent - 1] * 1e6
