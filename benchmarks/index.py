@@ -27,6 +27,7 @@ FIGURES = {
     "stored_per_cpu_s": "blocks/s of processor time",
     "removed_per_s": "blocks/s",
     "removed_per_cpu_s": "blocks/s of processor time",
+    "matched_per_s": "matches/s",
     "idle_p50_us": "µs",
     "idle_p99_us": "µs",
     "busy_p50_us": "µs",

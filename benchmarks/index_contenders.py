@@ -209,7 +209,7 @@ def replay(contender: Contender, events: Sequence[Event]) -> dict[str, float]:
 
 def match_idle(contender: Contender, prompts: Sequence[Any]) -> dict[str, float]:
     times_ns = [timed_match(contender, prompts[number % len(prompts)]) for number in range(MATCHES)]
-    return percentiles("idle", times_ns)
+    return percentiles("idle", times_ns) | {"matched_per_s": MATCHES * 1e9 / sum(times_ns)}
 
 
 def match_while_writing(contender: Contender, workload: Workload, prompts: Sequence[Any]) -> dict[str, float]:

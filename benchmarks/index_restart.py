@@ -3,7 +3,7 @@
 Restart: a tree of 100,000 blocks, held by 8 workers in prompts of 64 blocks with a quarter shared, is read from Redis
 and built. Inserts: events of one worker, with one block each and with 256, from JetStream through the index into Redis,
 all in this process, until the last one is written; the publisher waits for each to be stored, as in life. Placements
-while indexes are restarted and killed: `index_blind.py`.
+while indexes are restarted and killed: `index_blind.py`. What memory has no room for: `index_cold.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from baton_kvindex.store import RedisStore
 from baton.bus import NatsBus
 from baton.messages import BlocksStored
 from benchmarks.index_blind import blind_placements
+from benchmarks.index_cold import cold_rows, memory_bytes
 from benchmarks.report import Row, report
 from tests.index_actors import MODEL, working
 from tests.index_pair import indexing, until
@@ -42,7 +43,7 @@ async def restart_s(redis_url: str) -> tuple[float, int, float]:
     """Return the time to load the tree, its blocks, and Redis' bytes for each holding; the best of some rounds."""
     store = RedisStore(redis_url, prefix="restart", timeout_s=10.0)
     await store.claim(1)
-    before = await memory_bytes(store)
+    before = await memory_bytes(redis_url)
     shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
     prompts = (TREE_BLOCKS - SHARED_BLOCKS) // (PROMPT_BLOCKS - SHARED_BLOCKS) // WORKERS
     state = WorkerState(generation=1, model_digest=MODEL, sequence=1)
@@ -59,14 +60,9 @@ async def restart_s(redis_url: str) -> tuple[float, int, float]:
         follower.restore(await store.load_all(), 0.0)
         times.append(time.perf_counter() - began_s)
     size = follower.size()
-    bytes_each = (await memory_bytes(store) - before) / size.holdings
+    bytes_each = (await memory_bytes(redis_url) - before) / size.holdings
     await store.close()
     return min(times), size.blocks, bytes_each
-
-
-async def memory_bytes(store: RedisStore) -> int:
-    info = await store._redis.info("memory")  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
-    return int(info["used_memory"])
 
 
 async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, events: int) -> float:
@@ -96,6 +92,7 @@ async def main() -> None:
         load_s, blocks, bytes_each = await restart_s(redis.url)
         single = await inserts_per_s(nats.url, redis.url, 1, SINGLE_EVENTS)
         batch = await inserts_per_s(nats.url, redis.url, BATCH_BLOCKS, BATCH_EVENTS)
+        cold = await cold_rows(redis.url)
     placed = load.placed - load.steady_placed
     rows = [
         Row(name=f"restart with {blocks} blocks", unit="s", ours=load_s),
@@ -108,6 +105,7 @@ async def main() -> None:
         ),
         Row(name="the same before", unit="share", ours=load.steady_blind / load.steady_placed),
         Row(name="a placement meanwhile, p99", unit="s", ours=statistics.quantiles(load.times_s, n=100)[98]),
+        *cold,
     ]
     notes = (
         f"blind: {load.without_index} without the index, {load.unknown} with one that did not know, {load.failed}"

@@ -213,7 +213,7 @@ SOFT_PLACEMENTS: Final = _gauge(
 MATCH_DURATION: Final = _histogram(
     "baton_match_duration_seconds",
     KVINDEX,
-    "Time to find who holds how much of a prompt.",
+    "Time to find in memory who holds how much of a prompt.",
     buckets=(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01),
 )
 INDEX_BLOCKS: Final = _gauge(

@@ -286,11 +286,11 @@ class NamedIndex {
     return to_bytes(out);
   }
 
-  nb::bytes idle(std::uint32_t ticks) {
+  nb::bytes idle(std::uint32_t ticks, std::size_t blocks_max) {
     std::vector<Id> ids;
     {
       nb::gil_scoped_release release;
-      ids = index_.idle(ticks);
+      ids = index_.idle(ticks, blocks_max);
     }
     return to_bytes(ids);
   }
@@ -410,7 +410,7 @@ void bind_radix(nb::module_& m) {
       .def("add", &NamedIndex<Tree>::add, "branches"_a)
       .def("survey", &NamedIndex<Tree>::survey, "top"_a)
       .def("unheld", &NamedIndex<Tree>::unheld, "blocks"_a)
-      .def("idle", &NamedIndex<Tree>::idle, "ticks"_a)
+      .def("idle", &NamedIndex<Tree>::idle, "ticks"_a, "blocks_max"_a)
       .def("age_of", &NamedIndex<Tree>::age_of, "blocks"_a)
       .def("tick", &NamedIndex<Tree>::tick);
 }

@@ -124,8 +124,8 @@ class Index {
   std::vector<Id> unheld(Ids ids) {
     return alone([&] { return core_.unheld(ids); });
   }
-  std::vector<Id> idle(std::uint32_t ticks) {
-    return alone([&] { return core_.idle(ticks); });
+  std::vector<Id> idle(std::uint32_t ticks, std::size_t blocks_max) {
+    return alone([&] { return core_.idle(ticks, blocks_max); });
   }
   std::uint32_t age_of(std::size_t blocks) {
     return alone([&] { return core_.age_of(blocks); });

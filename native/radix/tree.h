@@ -78,10 +78,10 @@ class Tree {
   std::vector<Branch> dump_behind(const Id& id) const;
   // Returns which of the ids nobody holds here.
   std::vector<Id> unheld(Ids ids) const;
-  // Returns the first blocks of the topmost nodes that were not matched for so many ticks. What is stored begins as if
-  // it had not been matched for kUnaskedTicks: what was asked for once, and then stored, is idle before what was asked
-  // for again, so a scan pushes nothing out.
-  std::vector<Id> idle(std::uint32_t ticks) const;
+  // Returns the first blocks of the topmost nodes that were not matched for so many ticks and have at most `blocks_max`
+  // blocks with all that is behind them. What is stored begins as if it had not been matched for kUnaskedTicks: what
+  // was asked for once, and then stored, is idle before what was asked for again, so a scan pushes nothing out.
+  std::vector<Id> idle(std::uint32_t ticks, std::size_t blocks_max) const;
   // Returns for how many ticks at least the `blocks` blocks that are idle for longest have been so.
   std::uint32_t age_of(std::size_t blocks) const;
   // Looks at every node; `top` prefixes at most.

@@ -106,7 +106,20 @@ std::uint32_t Tree::used_of(const Node& node) {
   return std::atomic_ref(const_cast<std::uint32_t&>(node.used)).load(std::memory_order_relaxed);
 }
 
-std::vector<Id> Tree::idle(std::uint32_t ticks) const {
+std::vector<Id> Tree::idle(std::uint32_t ticks, std::size_t blocks_max) const {
+  // All nodes, each after its parent; then, from the end, the blocks of each with what is behind it.
+  std::vector<NodeNumber> order{kRoot, kLost};
+  for (std::size_t at = 0; at < order.size(); ++at) {
+    for (NodeNumber child = nodes_[order[at]].first_child; child != kNoNode; child = nodes_[child].next) {
+      order.push_back(child);
+    }
+  }
+  std::vector<std::size_t> blocks(nodes_.end());
+  for (std::size_t at = order.size(); at-- > 2;) {
+    const Node& node = nodes_[order[at]];
+    blocks[order[at]] += node.length;
+    blocks[node.parent] += blocks[order[at]];
+  }
   std::vector<Id> ids;
   const std::uint32_t now = now_.load(std::memory_order_relaxed);
   std::vector<NodeNumber> open{kRoot, kLost};
@@ -115,7 +128,7 @@ std::vector<Id> Tree::idle(std::uint32_t ticks) const {
     open.pop_back();
     for (NodeNumber child = above.first_child; child != kNoNode; child = nodes_[child].next) {
       const Node& node = nodes_[child];
-      if (now - used_of(node) >= ticks) {
+      if (now - used_of(node) >= ticks && blocks[child] <= blocks_max) {
         ids.push_back(arena_.id(node.first));
       } else {
         open.push_back(child);

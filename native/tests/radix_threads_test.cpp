@@ -63,7 +63,7 @@ TEST(readers_see_whole_batches_while_writers_change_the_tree) {
           for (int more = 0; more < 700; ++more) own.push_back({mine(), mine()});
           index.store(holder, std::nullopt, view(own), new_blocks);
           index.tick();
-          index.idle(3);
+          index.idle(3, 1000);
         }
       }
     }

@@ -68,9 +68,10 @@ class FrozenIndex(ColdIndex):
         return result
 
     def _freeze(self) -> None:
-        leaving = [leaving for first in self.idlest(1 << 30) for leaving in self.pack(first)]
-        self.runner.run(self._store.put(leaving))
-        assert all(self.leave(each) for each in leaving)
+        while firsts := self.idlest(1 << 30):
+            leaving = [leaving for first in firsts for leaving in self.pack(first)]
+            self.runner.run(self._store.put(leaving))
+            assert all(self.leave(each) for each in leaving)
         if len(self.garbage) > 50:
             self.runner.run(self._store.drop(self.garbage))
             self.garbage.clear()

@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio as redis
 from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState
 from baton_kvindex.index import Run, link
-from baton_kvindex.store import RedisStore, StoreEmptied, StoreFenced, StoreUnavailable
+from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced, StoreUnavailable
 
 from baton.errors import ConfigurationError
 from tests.servers import start_redis
@@ -87,7 +87,7 @@ async def test_nothing_is_written_on_top_of_a_database_that_was_emptied(
 ) -> None:
     first, second = ids(2)
     await store.write(Batch(1, {"a": changed(stored={first: b""})}), 1)
-    await raw.delete(f"{prefix}:state", f"{prefix}:workers", f"{prefix}:blocks:a")
+    await raw.delete(f"{prefix}:{VERSION}:state", f"{prefix}:{VERSION}:workers", f"{prefix}:{VERSION}:blocks:a")
     with pytest.raises(StoreEmptied):
         await store.write(Batch(2, {"a": changed(stored={second: first})}), 1)
     assert await store.load_all() == Saved()
@@ -147,24 +147,34 @@ async def test_a_claim_between_a_late_writers_look_and_its_write_refuses_it(
 async def test_what_a_writer_left_half_written_expires(store: RedisStore, raw: redis.Redis, prefix: str) -> None:
     run = Run(parent=b"", blocks=b"".join(ids(3)))
     await store.write(Batch(1, {"a": changed(runs=[run])}), 1)
-    assert await raw.ttl(f"{prefix}:blocks:a") == -1, "in place it stays"
+    assert await raw.ttl(f"{prefix}:{VERSION}:blocks:a") == -1, "in place it stays"
     await store.claim(2)
     with pytest.raises(StoreFenced):
         await store.write(Batch(1, {"a": changed(runs=[run])}), 1)
-    assert 0 < await raw.ttl(f"{prefix}:aside:1:a") <= 60
+    assert 0 < await raw.ttl(f"{prefix}:{VERSION}:aside:1:a") <= 60
+
+
+async def test_another_version_is_neither_read_nor_changed(store: RedisStore, raw: redis.Redis, prefix: str) -> None:
+    other = f"{prefix}:{VERSION + 1}"
+    await raw.hset(f"{other}:state", mapping={"stream_sequence": 99, "fence": 1 << 60})
+    await raw.hset(f"{other}:workers", "a", b"what a later version says of it")
+    assert await store.load_all() == Saved()
+    await store.write(Batch(3, {"a": changed(stored={ids(1)[0]: b""})}), 1)
+    assert (await store.load_all()).workers.keys() == {"a"}
+    assert await raw.hgetall(f"{other}:workers") == {b"a": b"what a later version says of it"}
 
 
 async def test_damage_costs_the_damaged_worker_only(store: RedisStore, raw: redis.Redis, prefix: str) -> None:
     (block,) = ids(1)
     await store.write(Batch(9, dict.fromkeys(("good", "blocks", "state"), changed(stored={block: b""}))), 1)
-    await raw.hset(f"{prefix}:blocks:blocks", "short", "x")
-    await raw.hset(f"{prefix}:workers", "state", b"\xc1")
+    await raw.hset(f"{prefix}:{VERSION}:blocks:blocks", "short", "x")
+    await raw.hset(f"{prefix}:{VERSION}:workers", "state", b"\xc1")
     saved = await store.load_all()
     assert saved.workers.keys() == {"good"}
-    await raw.hset(f"{prefix}:state", "stream_sequence", "nonsense")
+    await raw.hset(f"{prefix}:{VERSION}:state", "stream_sequence", "nonsense")
     assert (await store.load_all()).stream_sequence == 0
-    await raw.delete(f"{prefix}:workers")
-    await raw.set(f"{prefix}:workers", "of another type")
+    await raw.delete(f"{prefix}:{VERSION}:workers")
+    await raw.set(f"{prefix}:{VERSION}:workers", "of another type")
     with pytest.raises(StoreUnavailable):
         await store.load_all()
 

@@ -3,100 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import pytest
-from baton_kvindex.cold import BRANCH_BLOCKS_MAX, STUB_BYTES, Cold, ColdIndex, Leaving
+from baton_kvindex.cold import BRANCH_BLOCKS_MAX, STUB_BYTES, Cold, ColdIndex
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.durable import Journal
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import IndexSize, split_ids
 from baton_kvindex.life import Resync
-from baton_kvindex.store import StoreUnavailable
 
-from baton.clock import ManualClock
-from baton.messages import BlocksRemoved, WorkerAddress
+from baton.messages import BlocksStored
+from tests.cold_world import PATH, World, cold_prompt
 from tests.contract.index_world import block, chain
 from tests.index_actors import MODEL, Cache
 from tests.index_actors import chain as prompt
-
-
-class Elsewhere:
-    """A `ColdStore` in memory, which can be away."""
-
-    def __init__(self) -> None:
-        self.branches: dict[bytes, bytes] = {}
-        self.asked = 0
-        self.away = False
-        self.written = asyncio.Event()
-        self.may_end = asyncio.Event()
-        self.may_end.set()
-
-    async def put(self, branches: Sequence[Leaving]) -> None:
-        self._check()
-        self.branches |= {each.name: each.packed() for each in branches}
-        self.written.set()
-        await self.may_end.wait()
-
-    async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
-        self.asked += 1
-        self._check()
-        ids = split_ids(blocks)
-        return {name: packed for name, packed in self.branches.items() if any(each in packed for each in ids)}
-
-    async def drop(self, names: Sequence[bytes]) -> None:
-        self._check()
-        for name in names:
-            self.branches.pop(name, None)
-
-    async def keep(self) -> bool:
-        self._check()
-        return bool(self.branches)
-
-    async def close(self) -> None:
-        self.branches.clear()
-
-    def _check(self) -> None:
-        if self.away:
-            raise StoreUnavailable("away")
-
-
-class World:
-    def __init__(self, memory_bytes_max: int = 1) -> None:
-        self.store = Elsewhere()
-        self.clock = ManualClock()
-        self.settings = IndexSettings(memory_bytes_max=memory_bytes_max)
-        self.follower = Follower(ColdIndex, FollowerOptions(), Journal(1 << 20))
-        self.freezer = Freezer(store=self.store, follower=self.follower, clock=self.clock, settings=self.settings)
-        self.sequence = 0
-
-    @property
-    def index(self) -> ColdIndex:
-        (index,) = self.follower.models().values()
-        assert isinstance(index, ColdIndex)
-        return index
-
-    def tell(self, cache: Cache, path: str) -> None:
-        self.sequence += 1
-        self.follower.on_events(cache.stored(path), self.sequence, 0.0)
-
-    def remove(self, cache: Cache, blocks: bytes) -> None:
-        self.sequence += 1
-        self.follower.on_events(cache.removed(blocks), self.sequence, 0.0)
-
-    async def recall(self) -> None:
-        for address, cold in self.follower.due_recalls():
-            await self.freezer.recall(address, cold)
-
-    def life(self, cache: Cache) -> Resync:
-        return self.follower.lives()[cache.name].resync
-
-    def is_true(self, cache: Cache) -> bool:
-        return self.follower.fingerprint(cache.name) == cache.fingerprint()
-
-
-PATH = "a prompt that is long enough"
 
 
 @pytest.fixture
@@ -105,13 +25,8 @@ async def world() -> World:
 
 
 @pytest.fixture
-async def cold(world: World) -> tuple[World, Cache]:
-    """A worker of which one prompt is cold."""
-    cache = Cache()
-    world.tell(cache, PATH)
-    await world.freezer.make_room()
-    assert (world.index.branches, world.index.footprint().blocks) == (1, 0)
-    return world, cache
+async def cold() -> tuple[World, Cache]:
+    return await cold_prompt()
 
 
 # ---------------------------------------------------------------- leaving and coming back
@@ -225,24 +140,48 @@ async def test_a_match_beside_a_branch_that_leaves_is_right(world: World) -> Non
     assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
 
 
-def test_a_large_branch_is_cut_and_only_what_is_on_the_way_comes_back() -> None:
+def test_a_large_branch_leaves_in_parts_and_only_what_is_on_the_way_comes_back() -> None:
     index = ColdIndex()
     trunk = "t" * 3000
     paths = [trunk + letter * 3000 for letter in "xyz"]
     for path in paths:
         index.store("a", b"", chain(path))
-    (first,) = index.idlest(1)
-    leaving = index.pack(first)
-    assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in leaving)
-    assert all(index.leave(each) for each in leaving)
+    stored: dict[bytes, bytes] = {}
+    for parts in (3, 1):
+        leaving = [each for first in index.idlest(1) for each in index.pack(first)]
+        assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in leaving)
+        assert [index.leave(each) for each in leaving] == [True] * parts
+        stored |= {each.name: each.packed() for each in leaving}
     assert (index.branches, index.cold_blocks, index.footprint().nodes) == (4, 12_000, 0)
-    stored = {each.name: each.packed() for each in leaving}
     wanted = index.behind(chain(paths[1]), 0)
     assert wanted == block("t") + block(trunk + "y")
     found = {name: packed for name, packed in stored.items() if packed[4:20] in split_ids(wanted)}
     assert index.recall(found, wanted, index.frozen)
     assert index.match(chain(paths[1])) == {"a": 6000}
     assert (index.branches, index.cold_blocks) == (2, 6000)
+
+
+def test_branches_behind_what_nobody_holds_leave_one_by_one() -> None:
+    index = ColdIndex(stub_bytes=0)
+    for path in ("abcd", "abce"):
+        index.store("a", b"", chain(path))
+    index.remove("a", block("a") + block("ab") + block("abc"))
+    leaving = [each for first in index.idlest(1) for each in index.pack(first)]
+    assert {each.blocks for each in leaving} == {block("abcd"), block("abce")}
+    assert all(index.leave(each) for each in leaving)
+    assert (index.branches, index.footprint().nodes) == (2, 0)
+
+
+async def test_memory_is_freed_though_all_was_asked_for_at_the_same_time_behind_one_prefix() -> None:
+    limit = 200_000
+    world, cache = World(limit), Cache()
+    for number in range(200):
+        path = "shared by all " + chr(0x4E00 + number) * 50
+        world.tell(cache, path)
+        assert await world.freezer.match(MODEL, prompt(path)) == {"w": len(path)}
+    await world.freezer.make_room()
+    assert limit / 2 < world.index.used_bytes <= limit
+    assert world.follower.match(MODEL, prompt("shared by all ")) == {"w": 14}
 
 
 def test_what_takes_less_than_its_stub_stays() -> None:
@@ -268,6 +207,21 @@ async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not(cold: t
     assert world.follower.match(MODEL, prompt("later")) == {"w": 5}
     assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 2, "other": 2}
     assert (world.follower.counters.gaps, world.follower.counters.unknown_blocks) == (0, 0)
+
+
+async def test_half_of_a_message_is_not_taken_for_drift(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    before = cache.heartbeat()
+    cache.stored("new")
+    removed = cache.removed(prompt(PATH)[-16:]).events
+    cache.sequence = 1
+    world.follower.on_events(cache.changed(BlocksStored(parent=b"", blocks=prompt("new")), *removed), 2, 0.0)
+    world.follower.on_heartbeat(before, 0.0)
+    assert world.follower.counters.drifts == 0
+    await world.recall()
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    assert world.is_true(cache)
+    assert world.follower.lives()[cache.name].agreed_sequence == 2
 
 
 async def test_a_prompt_goes_on_behind_what_is_cold(cold: tuple[World, Cache]) -> None:
@@ -335,96 +289,3 @@ async def test_a_worker_is_written_as_a_whole_with_what_is_cold(cold: tuple[Worl
     assert change is not None
     assert change.runs is not None
     assert sum(len(run.blocks) // 16 for run in change.runs) == len(PATH)
-
-
-# ---------------------------------------------------------------- Redis away, emptied, or damaged
-
-
-async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_back(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
-    world.store.away = True
-    world.remove(cache, prompt(PATH)[-16:])
-    waiting = asyncio.create_task(world.recall())
-    await world.clock.advance(1.0)
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
-    assert not waiting.done()
-    world.store.away = False
-    await world.clock.advance(0.2)
-    await waiting
-    assert world.is_true(cache)
-    assert world.follower.counters.lost_cold == 0
-
-
-async def test_when_it_is_away_for_long_the_worker_is_read_anew(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
-    world.store.away = True
-    world.remove(cache, prompt(PATH)[-16:])
-    waiting = asyncio.create_task(world.recall())
-    await world.clock.advance(world.settings.cold_patience_s + 0.5)
-    await waiting
-    assert world.follower.counters.lost_cold == 1
-    assert world.life(cache) is Resync.NEEDED
-    (address,) = world.follower.due_resyncs(world.clock.now_s())
-    world.follower.on_pages(address, cache.pages())
-    assert world.is_true(cache)
-
-
-def without_a_block(packed: bytes) -> bytes:
-    """Return a branch one of whose ids is missing, though all is said of who holds it."""
-    end = 4 + 16 * len(PATH)
-    return (len(PATH) - 1).to_bytes(4, "little") + packed[4 : end - 16] + packed[end:]
-
-
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "half of it is there": lambda packed: packed[:30],
-    "its end is missing": lambda packed: packed[:-3],
-    "a block is missing": without_a_block,
-}
-
-
-@pytest.mark.parametrize("damage", ["lost", *DAMAGES])
-async def test_what_it_lost_or_damaged_is_read_anew(world: World, damage: str) -> None:
-    cache = Cache()
-    world.tell(cache, PATH)
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
-    await world.freezer.make_room()
-    stored, world.store.branches = world.store.branches, {}
-    if damage != "lost":
-        world.store.branches = {name: DAMAGES[damage](packed) for name, packed in stored.items()}
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
-    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
-    assert world.follower.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]
-
-
-async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
-    old = dict(world.store.branches)
-    await world.freezer.match(MODEL, prompt(PATH))
-    world.remove(cache, prompt(PATH)[-16:])
-    await world.freezer.make_room()
-    world.store.branches |= old
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 1}
-
-
-async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
-    world.remove(cache, prompt(PATH)[-16:])
-    due = world.follower.due_recalls()
-    cache.restart()
-    world.tell(cache, "new")
-    assert world.follower.match(MODEL, prompt("new")) == {"w": 3}
-    for address, wanted in due:
-        await world.freezer.recall(address, wanted)
-    assert world.is_true(cache)
-    gone = cache.changed(BlocksRemoved(blocks=b"broken"))
-    world.follower.on_events(gone, 99, 0.0)
-    assert world.follower.counters.malformed == 1
-
-
-async def test_a_loss_is_seen_before_anybody_asks(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
-    world.store.branches.clear()
-    world.tell(cache, "meanwhile, something else is stored")
-    await world.freezer.make_room()
-    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)

@@ -17,7 +17,7 @@ fingerprints are exact without a look at what is cold.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Final
@@ -29,7 +29,7 @@ from baton_kvindex.index import ID_BYTES, IndexSize, Run, Tier, check_run, split
 from baton_kvindex.radix import Branch, RadixIndex
 
 BRANCH_BLOCKS_MAX: Final = 4096
-"""Of one cold branch, 64 KiB of ids: larger ones are cut into several."""
+"""Of one cold branch, 64 KiB of ids: of larger ones, parts leave one after the other, from the ends."""
 BLOCK_BYTES, NODE_BYTES, STUB_BYTES = 40, 48, 200
 """What each takes in memory, about; an idle branch that takes less than its stub stays."""
 ABSENT_MAX: Final = 1 << 20
@@ -178,14 +178,14 @@ class ColdIndex(RadixIndex):
 
     def idlest(self, blocks: int) -> list[bytes]:
         """Return where the branches begin that have been idle for longest, of about so many blocks or more."""
-        return [] if self._counts_copies else split_ids(self.idle(self.age_of(blocks)))
+        return [] if self._counts_copies else split_ids(self.idle(self.age_of(blocks), BRANCH_BLOCKS_MAX))
 
     def pack(self, first: bytes) -> list[Leaving]:
         """Return what hangs behind a block, itself included, as branches to be written elsewhere; none: it stays."""
         rows = self.dump_behind(first)
         if sum(len(row.blocks) // ID_BYTES * BLOCK_BYTES + NODE_BYTES for row in rows) < self._stub_bytes:
             return []
-        return [self._leaving(piece) for piece in _pieces(rows)]
+        return [self._leaving(tree) for tree in _trees(rows)]
 
     def leave(self, leaving: Leaving) -> bool:
         """Let go of a branch that was written; return whether it did, which it does not where it has changed."""
@@ -328,18 +328,14 @@ def _unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
     return branches
 
 
-def _pieces(rows: Sequence[Branch]) -> Iterator[list[Branch]]:
-    """Cut a branch, whose rows come after their parents, into some of at most `BRANCH_BLOCKS_MAX` blocks.
+def _trees(rows: Sequence[Branch]) -> Iterable[list[Branch]]:
+    """Return rows, each of which comes after its parent, by what they hang behind together: mostly all of them.
 
-    Each hangs together: all of its rows are behind the first. What is farthest from the root comes first.
+    Behind a block that nobody holds there may be several.
     """
-    places = {row.blocks[-ID_BYTES:]: number for number, row in enumerate(rows)}
-    pieces: list[list[Branch]] = [[row] for row in rows]
-    blocks = [len(row.blocks) // ID_BYTES for row in rows]
-    for number in range(len(rows) - 1, -1, -1):
-        above = places.get(rows[number].parent)
-        if above is None or blocks[above] + blocks[number] > BRANCH_BLOCKS_MAX:
-            yield pieces[number]
-        else:
-            pieces[above] += pieces[number]
-            blocks[above] += blocks[number]
+    trees: dict[bytes, list[Branch]] = {}
+    for row in rows:
+        tree = trees.get(row.parent) or []
+        tree.append(row)
+        trees[row.blocks[-ID_BYTES:]] = tree
+    return {id(tree): tree for tree in trees.values()}.values()

@@ -70,5 +70,6 @@ class Life:
 
     def can_compare(self) -> bool:
         """Whether the claim speaks of exactly what is held here now."""
-        is_sound = self.resync is Resync.NO and not self.doubted
+        # While something is being fetched, a part of the next event may have been applied.
+        is_sound = self.resync is Resync.NO and not self.doubted and self.recall is None
         return self.claimed is not None and self.sequence == self.claimed_sequence and is_sound

@@ -136,13 +136,13 @@ class RadixIndex(_NativeIndex):
         """Move the clock that `idle` counts by."""
         self._tree.tick()
 
-    def idle(self, ticks: int) -> bytes:
-        """Return where the branches begin that were not matched in the last `ticks`.
+    def idle(self, ticks: int, blocks_max: int = 1 << 32) -> bytes:
+        """Return where the branches of at most so many blocks begin that were not matched in the last `ticks`.
 
         Only the topmost: whatever hangs behind one of them is idle as well. What is stored begins as if it had not been
         matched for 600 ticks, so what was asked for only once comes before what is asked for again.
         """
-        return self._tree.idle(ticks)
+        return self._tree.idle(ticks, blocks_max)
 
     def age_of(self, blocks: int) -> int:
         """Return the ticks after which at least so many blocks are idle, or all of them."""

@@ -78,6 +78,8 @@ class IndexService:
         self._metrics = metrics
         metrics.read(self._readings)
         self._tasks: asyncio.TaskGroup | None = None
+        self._behind: asyncio.TaskGroup | None = None
+        """What need not end before this index does."""
         self._fetching = 0
         self.follower = Follower(
             ColdIndex,
@@ -187,8 +189,9 @@ class IndexService:
             held = self.follower.match(message.model_digest, message.blocks)
             span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
             if self.follower.behind(message.model_digest, message.blocks, held) is None or not self._may_fetch():
-                await self._respond(delivery, message, held)
+                matched = self._matched(message, held)
                 self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
+                await delivery.respond(matched)
                 return
         # Deliveries come one at a time, and this one waits for Redis.
         assert self._tasks is not None
@@ -203,16 +206,16 @@ class IndexService:
             with self._tracing.span("match cold", parent=message.context.trace, kind=SpanKind.SERVER) as span:
                 held = await self._freezer.match(message.model_digest, message.blocks)
                 span.set({"baton.workers": len(held)})
-                await self._respond(delivery, message, held)
+                await delivery.respond(self._matched(message, held))
         except BatonError as error:
             logger.warning("an answer was lost: %s", error)
         finally:
             self._fetching -= 1
 
-    async def _respond(self, delivery: Delivery, message: Match, held: dict[str, int]) -> None:
+    def _matched(self, message: Match, held: dict[str, int]) -> Matched:
         hoped = self.follower.coming(message.model_digest, message.blocks)
         coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
-        await delivery.respond(Matched(held=held, coming=coming))
+        return Matched(held=held, coming=coming)
 
     async def _on_hint(self, delivery: Delivery) -> None:
         match delivery.message:
@@ -250,15 +253,15 @@ class IndexService:
             self.follower.on_odd_message(delivery.stream_sequence)
 
     def _start_recalls(self) -> None:
-        if self._tasks is not None:
+        if self._behind is not None:
             for address, cold in self.follower.due_recalls():
-                self._tasks.create_task(self._freezer.recall(address, cold))
+                self._behind.create_task(self._freezer.recall(address, cold))
 
     # ------------------------------------------------------------ resync
 
     async def _work_behind(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch(tasks))
+            self._behind = tasks
             tasks.create_task(self._freezer.run())
             if self._store is not None:
                 self._writer = Writer(
@@ -270,6 +273,11 @@ class IndexService:
                     settings=self._settings,
                 )
                 tasks.create_task(self._writer.run())
+            try:
+                await self._watch(tasks)
+            finally:
+                # Events that come during the last write start nothing more.
+                self._behind = None
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
         hearing = Hearing(interval_s=TICK_S)

@@ -1,12 +1,13 @@
 """The index's durable form in Redis: the only file that knows Redis.
 
-    PREFIX:state            hash    stream_sequence, fence
-    PREFIX:workers          hash    worker → WorkerState
-    PREFIX:blocks:WORKER    hash    block → the block before it
-    PREFIX:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
-    PREFIX:cold:INSTANCE    hash    name → a branch that one index has no room for; block → the name of its branch
+    PREFIX:1:state            hash    stream_sequence, fence
+    PREFIX:1:workers          hash    worker → WorkerState
+    PREFIX:1:blocks:WORKER    hash    block → the block before it
+    PREFIX:1:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
+    PREFIX:1:cold:INSTANCE    hash    name → a branch that one index has no room for; block → the name of its branch
 
-The last is that index's own, to nobody else of any use, and expires with it.
+The last is that index's own, to nobody else of any use, and expires with it. The 1 is the version of all this: another
+one reads and writes keys of its own, so indexes of both run side by side while they are being replaced.
 
 A batch is one MULTI, so what is read is a state that the index once had. Each writer claims the database with its
 fence before it writes; a batch watches that fence, so Redis itself refuses the batch of a writer that another one
@@ -35,6 +36,8 @@ from baton_kvindex.cold import Leaving
 from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState, runs_of
 from baton_kvindex.index import ID_BYTES, Run, link, split_ids
 
+VERSION: Final = 1
+"""To be raised when an index of today would read what is written wrongly."""
 ASIDE_S: Final = 60
 """A worker that is not written on for this long is given up, and forgotten by Redis."""
 PAGE_BLOCKS: Final = 1000
@@ -167,11 +170,12 @@ class RedisStore:
         except ValueError as error:
             raise ConfigurationError(f"redis_url is no address of Redis: {error}", param="redis_url") from error
         self._timeout_s = timeout_s
-        self._prefix = prefix
-        self._state = f"{prefix}:state"
-        self._workers = f"{prefix}:workers"
-        self._blocks = f"{prefix}:blocks:"
-        self._aside = f"{prefix}:aside:"
+        root = f"{prefix}:{VERSION}"
+        self._state = f"{root}:state"
+        self._workers = f"{root}:workers"
+        self._blocks = f"{root}:blocks:"
+        self._aside = f"{root}:aside:"
+        self._cold = f"{root}:cold:"
 
     async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
         try:
@@ -224,7 +228,7 @@ class RedisStore:
             raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
 
     def cold(self, instance: str) -> ColdStore:
-        return _RedisColdStore(self._redis, f"{self._prefix}:cold:{instance}", self._timeout_s)
+        return _RedisColdStore(self._redis, self._cold + instance, self._timeout_s)
 
     async def close(self) -> None:
         await self._redis.aclose()

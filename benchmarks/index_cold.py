@@ -1,0 +1,80 @@
+"""What it costs that memory has no room for everything. Part of `make bench-index-restart`.
+
+Prompts of 256 blocks behind a shared 16, half of them asked for again; memory for a quarter of them. Then some are
+asked for that are in memory, and some that are cold: as the service does it, one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+import redis.asyncio as redis
+from baton_kvindex.cold import BLOCK_BYTES, ColdIndex
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.durable import Journal
+from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.freezer import Freezer
+from baton_kvindex.index import ID_BYTES
+from baton_kvindex.store import RedisStore
+
+from baton.clock import SystemClock
+from baton.messages import BlocksStored
+from benchmarks.report import Row
+from tests.index_actors import MODEL, Cache
+
+PROMPTS, PROMPT_BLOCKS, SHARED_BLOCKS = 2000, 256, 16
+ASKED = 200
+
+
+async def cold_rows(redis_url: str) -> list[Row]:
+    store = RedisStore(redis_url, prefix="cold", timeout_s=10.0)
+    settings = IndexSettings(memory_bytes_max=PROMPTS * PROMPT_BLOCKS * BLOCK_BYTES // 4, cold_timeout_s=10.0)
+    follower = Follower(ColdIndex, FollowerOptions(), Journal(1))
+    freezer = Freezer(store=store.cold("bench"), follower=follower, clock=SystemClock(), settings=settings)
+    before_bytes = await memory_bytes(redis_url)
+    shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
+    prompts = [shared + os.urandom(ID_BYTES * PROMPT_BLOCKS) for _ in range(PROMPTS)]
+    cache = Cache()
+    for number, prompt in enumerate(prompts):
+        follower.on_events(cache.changed(BlocksStored(parent=b"", blocks=prompt)), number, 0.0)
+        if number % 2:
+            follower.match(MODEL, prompt)
+        if number % 8 == 0:
+            await freezer.make_room()
+    await freezer.make_room()
+    (index,) = follower.models().values()
+    assert isinstance(index, ColdIndex)
+    tree_bytes = index.footprint().bytes
+    each_bytes = (await memory_bytes(redis_url) - before_bytes) / index.cold_blocks
+    cold = [prompt for prompt in prompts if follower.match(MODEL, prompt)[cache.name] == SHARED_BLOCKS]
+    hot = [prompt for prompt in prompts if prompt not in set(cold)]
+    times_s = {
+        name: [await _match_s(freezer, prompt) for prompt in some[:ASKED]]
+        for name, some in (("hot", hot), ("cold", cold))
+    }
+    await freezer.close()
+    await store.close()
+    rows = [
+        Row(name="Redis memory for each cold block", unit="bytes", ours=each_bytes),
+        Row(name="memory of the tree, of its bound", unit="share", ours=tree_bytes / settings.memory_bytes_max),
+    ]
+    for name, times in times_s.items():
+        for percent in (50, 99):
+            figure = statistics.quantiles(times, n=100)[percent - 1] * 1e6
+            rows.append(Row(name=f"a {name} prompt of {PROMPT_BLOCKS} blocks, p{percent}", unit="µs", ours=figure))
+    return rows
+
+
+async def _match_s(freezer: Freezer, prompt: bytes) -> float:
+    began_s = time.perf_counter()
+    held = await freezer.match(MODEL, prompt)
+    assert set(held.values()) == {SHARED_BLOCKS + PROMPT_BLOCKS}
+    return time.perf_counter() - began_s
+
+
+async def memory_bytes(redis_url: str) -> int:
+    async with redis.Redis.from_url(redis_url) as client:  # pyright: ignore[reportUnknownMemberType]
+        info = await client.info("memory")  # pyright: ignore[reportUnknownMemberType]
+    return int(info["used_memory"])

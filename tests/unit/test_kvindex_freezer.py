@@ -1,0 +1,114 @@
+"""The place for what is cold is away, was emptied or damaged: memory answers, and what is lost is read anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from baton_kvindex.life import Resync
+
+from baton.messages import BlocksRemoved, WorkerAddress
+from tests.cold_world import PATH, World, cold_prompt
+from tests.index_actors import MODEL, Cache
+from tests.index_actors import chain as prompt
+
+
+@pytest.fixture
+async def world() -> World:
+    return World()
+
+
+@pytest.fixture
+async def cold() -> tuple[World, Cache]:
+    return await cold_prompt()
+
+
+async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_back(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.store.away = True
+    world.remove(cache, prompt(PATH)[-16:])
+    waiting = asyncio.create_task(world.recall())
+    await world.clock.advance(1.0)
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
+    assert not waiting.done()
+    world.store.away = False
+    await world.clock.advance(0.2)
+    await waiting
+    assert world.is_true(cache)
+    assert world.follower.counters.lost_cold == 0
+
+
+async def test_when_it_is_away_for_long_the_worker_is_read_anew(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.store.away = True
+    world.remove(cache, prompt(PATH)[-16:])
+    waiting = asyncio.create_task(world.recall())
+    await world.clock.advance(world.settings.cold_patience_s + 0.5)
+    await waiting
+    assert world.follower.counters.lost_cold == 1
+    assert world.life(cache) is Resync.NEEDED
+    (address,) = world.follower.due_resyncs(world.clock.now_s())
+    world.follower.on_pages(address, cache.pages())
+    assert world.is_true(cache)
+
+
+def without_a_block(packed: bytes) -> bytes:
+    """Return a branch one of whose ids is missing, though all is said of who holds it."""
+    end = 4 + 16 * len(PATH)
+    return (len(PATH) - 1).to_bytes(4, "little") + packed[4 : end - 16] + packed[end:]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "half of it is there": lambda packed: packed[:30],
+    "its end is missing": lambda packed: packed[:-3],
+    "a block is missing": without_a_block,
+}
+
+
+@pytest.mark.parametrize("damage", ["lost", *DAMAGES])
+async def test_what_it_lost_or_damaged_is_read_anew(world: World, damage: str) -> None:
+    cache = Cache()
+    world.tell(cache, PATH)
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    await world.freezer.make_room()
+    stored, world.store.branches = world.store.branches, {}
+    if damage != "lost":
+        world.store.branches = {name: DAMAGES[damage](packed) for name, packed in stored.items()}
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
+    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
+    assert world.follower.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]
+
+
+async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    old = dict(world.store.branches)
+    await world.freezer.match(MODEL, prompt(PATH))
+    world.remove(cache, prompt(PATH)[-16:])
+    await world.freezer.make_room()
+    world.store.branches |= old
+    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 1}
+
+
+async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.remove(cache, prompt(PATH)[-16:])
+    due = world.follower.due_recalls()
+    cache.restart()
+    world.tell(cache, "new")
+    assert world.follower.match(MODEL, prompt("new")) == {"w": 3}
+    for address, wanted in due:
+        await world.freezer.recall(address, wanted)
+    assert world.is_true(cache)
+    gone = cache.changed(BlocksRemoved(blocks=b"broken"))
+    world.follower.on_events(gone, 99, 0.0)
+    assert world.follower.counters.malformed == 1
+
+
+async def test_a_loss_is_seen_before_anybody_asks(cold: tuple[World, Cache]) -> None:
+    world, cache = cold
+    world.store.branches.clear()
+    world.tell(cache, "meanwhile, something else is stored")
+    await world.freezer.make_room()
+    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
