@@ -115,8 +115,20 @@ MUTATIONS = [
     Mutation(
         "a sink may ask for any number of chunks",
         "transfer/lease.cpp",
-        " ||\n      reader.in_flight.size() + reader.held.size() >= options_.limits.chunks_served) {",
+        " ||\n      reader.in_flight.size() >= options_.limits.chunks_served) {",
         ") {",
+    ),
+    Mutation(
+        "a sequence number may be used again while it is in use",
+        "transfer/lease.cpp",
+        " || reader.in_flight.contains(request.sequence) ||",
+        " ||",
+    ),
+    Mutation(
+        "a sink may say that it has read what it was not granted",
+        "transfer/lease.cpp",
+        "  if (chunk != nullptr && !chunk->granted) return false;\n",
+        "",
     ),
     Mutation(
         "any number of asks is parked",
@@ -256,16 +268,10 @@ MUTATIONS = [
         "  if (chunk->ended ||",
     ),
     Mutation(
-        "a chunk is placed twice",
-        "transfer/pull.cpp",
-        "  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
-        "  if (chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
-    ),
-    Mutation(
         "an inline payload's length is not checked",
         "transfer/pull.cpp",
-        "  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
-        "  if (chunk->placing) return false;\n",
+        "  if (chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
+        "",
     ),
     Mutation(
         "a grant is taken twice",

@@ -51,6 +51,12 @@ void Node::step(std::span<const Event> events) {
     return parked && world.now_s >= entry.second.heard_s + options.lease_ttl_s;
   });
   for (const Key& key : over) check_told(key, "a lease's end was not told to a sink");
+  for (const auto& [id, asked] : asks_) {
+    const auto book = leases.find(asked.ask.key);
+    require(book == leases.end() || !book->second.open || !book->second.completed ||
+                asked.ask.tokens <= book->second.tokens,
+            "a sink waits for more than there will be");
+  }
   require(core.wake_s() > world.now_s, "the core wants to be woken at once, again and again");
   check_limits();
 }
@@ -77,6 +83,12 @@ void Node::check_action(const Action& action) {
 void Node::hear(const Event& event) {
   if (const auto* accepted = std::get_if<Accepted>(&event)) known_.insert(accepted->connection);
   if (const auto* connected = std::get_if<Connected>(&event)) known_.insert(connected->connection);
+  const auto has_read = [&](const auto& chunk) {
+    const auto at = served_.find({{chunk.connection, chunk.pull}, chunk.sequence});
+    if (at != served_.end()) at->second.read = true;
+  };
+  if (const auto* served = std::get_if<Served>(&event)) has_read(*served);
+  if (const auto* granted = std::get_if<Granted>(&event)) has_read(*granted);
   if (const auto* frame = std::get_if<FrameArrived>(&event)) hear_frame(frame->connection, frame->frame);
 }
 
@@ -122,10 +134,13 @@ void Node::check_send(const Send& send) {
     std::erase_if(served_, [&](const auto& entry) { return entry.first.first == reader; });
   } else if (type == FrameType::revoked) {
     told_.insert({send.connection, decode<frames::Revoked>(body)->pull});
+  } else if (type == FrameType::ask) {
+    latest_pull = std::max(latest_pull, decode<frames::Ask>(body)->pull);
   } else if (type == FrameType::chunk_end) {
     const auto end = decode<frames::ChunkEnd>(body);
     const auto chunk = served_.find({{send.connection, end->pull}, end->sequence});
     const Chunk was = chunk == served_.end() ? Chunk{} : chunk->second;
+    require(chunk == served_.end() || was.read, "a trailer was sent before the bytes were read");
     if (chunk != served_.end()) served_.erase(chunk);
     if (end->generation == 0) return;
     const auto lease = was.life == 0 ? leases.end() : leases.find(world.key_of_life(was.life));
@@ -146,9 +161,7 @@ void Node::check_serve(const Serve& chunk) {
   require(outstanding < options.limits.chunks_served, "more chunks of a pull are being served than the limits allow");
   const LeaseBook& of = leases.at(asked->second.ask.key);
   const bool fresh = served_.try_emplace({reader, chunk.sequence}, Chunk{of.life, of.generation}).second;
-  const auto end = ends.find(chunk.connection);
-  require(fresh || end == ends.end() || world.distrusts(number, end->second->peer_node),
-          "a sequence number was served twice at a time");
+  require(fresh, "a sequence number was served twice at a time");
   for (const std::uint32_t index : chunk.blocks) {
     const Block& block = memory->at(index);
     const auto book = leases.find(block.key);
@@ -202,6 +215,7 @@ void Node::on_report(const Report& report) {
     LeaseBook& lease = leases.at(report.key);
     require(lease.live, "a lease ended twice");
     lease.live = lease.open = false;
+    lease.released = report.kind == ReportKind::lease_released;
     memory->give_back(lease.blocks);
     const auto heard = heard_s_.find(report.key);
     require(report.cause != Cause::expired || heard == heard_s_.end() ||
@@ -239,10 +253,13 @@ void Node::on_pull_end(const Report& report) {
   std::erase_if(keys_of_pulls_, [&](const auto& entry) { return entry.second == pull.key; });
   if (report.kind == ReportKind::pull_done) {
     require(report.layers == kLayers && pull.layers == kLayers, "a pull was done before all its layers were");
+    require(pull.written >= pull.blocks.size() * kLayers, "success without all the bytes");
     require(report.bytes == pull.blocks.size() * kBlockBytes * kLayers, "a done pull counted other bytes than its own");
     if (!world.distrusts(number, pull.source)) check_content(pull);
   } else {
     require(report.cause != Cause::none, "a pull failed for no reason");
+    require(report.detail != kLie || world.distrusts(number, pull.source),
+            "another agent than its source ended a pull");
     require(report.cause != Cause::checksum || world.corrupts() || world.distrusts(number, pull.source),
             "a checksum failed though nothing was corrupted");
   }
@@ -268,6 +285,13 @@ void Node::check_content(const PullBook& pull) const {
 
 void Node::check_end(double now_s) const {
   for (const auto& [key, pull] : pulls) require(now_s <= pull.deadline_s, "a pull outlived its budget");
+}
+
+void Node::check_quiet() const {
+  for (const auto& [id, end] : ends) {
+    const bool lost = end->link->silent || end->peer.expired() || world.distrusts(number, end->peer_node);
+    require(lost || std::ranges::count(end->slot_used, true) == 0, "a slot stays in use that holds no chunk");
+  }
 }
 
 void Node::check_nothing_left() const {
@@ -349,6 +373,7 @@ void Node::compute(LeaseBook& lease, Random& random) {
 }
 
 void Node::complete(LeaseBook& lease, std::uint32_t tokens) {
+  lease.completed = true;
   lease.completed = command(CompleteLease{lease.key, lease.generation, tokens});
 }
 
@@ -514,6 +539,10 @@ void Node::place(const std::shared_ptr<End>& end, const Place& chunk) {
     }
   }
   require(possible || world.distrusts(number, end->peer_node), "a chunk was placed that cannot be");
+  const auto same = [&](const Writing& other) {
+    return other.chunk.pull == chunk.pull && other.chunk.sequence == chunk.sequence;
+  };
+  require(std::ranges::none_of(end->writing, same), "a chunk is written twice at a time");
   if (!possible) return drop(end, "an impossible chunk", true);
   end->writing.push_back(std::move(writing));
 }
@@ -530,11 +559,10 @@ bool Node::deliver(Random& random) {
     const bool cut_short = end->announced != nullptr && !end->announced->whole() &&
                            std::holds_alternative<Farewell>(end->arriving.front());
     if (end->announced != nullptr && !cut_short) return false;
+    if (end->lie != 0) world.lie_about_chunk(*end);
     const Message message = std::move(end->arriving.front());
     end->arriving.pop_front();
     if (const auto* frame = std::get_if<Blob>(&message)) {
-      if (!frame->empty() && frame->front() == static_cast<std::uint8_t>(FrameType::request))
-        end->last_request = *frame;
       happened(FrameArrived{end->id, *frame});
     } else if (const auto* transit = std::get_if<std::shared_ptr<Transit>>(&message)) {
       end->announced = *transit;
@@ -650,6 +678,7 @@ void Node::finish_writing(End& end, std::size_t index) {
     for (std::size_t token = 0; token < kBlockTokens; ++token) crc = sum(crc, memory->cell(chunk.layer, block, token));
   }
   if (writing.transit != nullptr) end.announced = nullptr;
+  pulls.at(keys_of_pulls_.at(chunk.pull)).written += chunk.blocks.size();
   happened(Placed{end.id, chunk.pull, chunk.sequence, chunk.slot, end.checksum ? crc : 0});
 }
 

@@ -37,6 +37,7 @@ class World {
   [[nodiscard]] bool distrusts(std::uint32_t a, std::uint32_t b) const {
     return distrusted_.contains(std::minmax(a, b));
   }
+  void lie_about_chunk(End& end);
   [[nodiscard]] bool corrupts() const { return corrupts_; }
   [[nodiscard]] bool works(const std::string& backend) const { return backend == works_ || backend == "tcp"; }
 
@@ -90,7 +91,6 @@ class World {
   void shut_down(Random& random);
   void lie(Random& random);
   void say_anything(const std::shared_ptr<End>& end, Random& random);
-  void ask_for_too_much(const std::shared_ptr<End>& end, Random& random);
 
   Seen& seen_;
   std::function<void(const std::string&)> trace_;
