@@ -1,5 +1,6 @@
 // Data paths by themselves: chunks arrive where they belong and touch nothing else, and what a peer makes up is
 // refused.
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -258,7 +259,17 @@ TEST(paths_refuse_offers_of_nothing) {
 
   const Blob ring = honest_offer(kRing, source, path);  // name, slots, bytes of a slot
   CHECK(!is_refused(kRing, ring));
-  CHECK(is_refused(kRing, with(ring, 3, 'x')) && is_refused(kRing, with(ring, 20, '/')));
+  // Shared memory that is there, and none of ours.
+  for (std::string name : {"/caton-" + std::string(32, 'a'), "/baton-" + std::string(32, 'z')}) {
+    const int fd = ::shm_open(name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+    CHECK(::ftruncate(fd, static_cast<off_t>(4096 + 64 * PathEnd::kChunkBytes)) == 0);
+    Blob other = ring;
+    std::copy(name.begin(), name.end(), other.begin() + 2);
+    const bool refused = is_refused(kRing, other);
+    ::shm_unlink(name.c_str());
+    ::close(fd);
+    CHECK(refused);
+  }
   CHECK(is_refused(kRing, with(ring, 41, std::uint32_t{63})) && is_refused(kRing, with(ring, 41, std::uint32_t{65})));
   CHECK(is_refused(kRing, with(ring, 45, PathEnd::kChunkBytes + 1)));
 

@@ -67,6 +67,7 @@ struct End {
   std::uint64_t lie = 0;               // For the choices of one about the next chunk; 0: none.
   std::shared_ptr<Transit> announced;  // Frames behind an inline payload wait for it.
   bool discarding = false;
+  bool stalls = false;  // Nothing is read or written, though frames come and go.
   std::vector<Writing> writing;
 
   std::deque<Serve> serving;  // Not begun.

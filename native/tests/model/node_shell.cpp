@@ -201,7 +201,7 @@ bool Node::begin_reading(End& end, Random& random) {
 
 bool Node::read(Random& random) {
   return any_end(random, [&](const std::shared_ptr<End>& end) {
-    if (end->backend.empty()) return false;
+    if (end->backend.empty() || end->stalls) return false;
     if (random.chance(0.5) && begin_reading(*end, random)) return true;
     if (end->reading.empty()) return begin_reading(*end, random);
     const std::size_t index = random.below(end->reading.size());
@@ -239,7 +239,7 @@ void Node::finish_reading(End& end, std::size_t index) {
 
 bool Node::write(Random& random) {
   return any_end(random, [&](const std::shared_ptr<End>& end) {
-    if (end->writing.empty()) return false;
+    if (end->writing.empty() || end->stalls) return false;
     const std::size_t index = random.below(end->writing.size());
     Writing& writing = end->writing[index];
     const Place& chunk = writing.chunk;

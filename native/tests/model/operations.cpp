@@ -33,6 +33,7 @@ const std::vector<World::Operation>& World::operations() {
       {"cut", 3, &World::cut, &World::disturbs_},
       {"separate", 1.5, &World::separate, &World::disturbs_},
       {"overtake", 15, &World::overtake},
+      {"stall or go on", 8, &World::stall},
       {"silence", 1, &World::silence, &World::disturbs_},
       {"kill and restart", 0.7, &World::kill, &World::disturbs_},
       {"shut down", 0.3, &World::shut_down, &World::disturbs_},
@@ -231,6 +232,10 @@ void World::overtake(Random& random) {
       }
     }
   }
+}
+
+void World::stall(Random& random) {
+  if (const auto end = any_end(random)) end->stalls = !end->stalls;
 }
 
 void World::separate(Random& random) {

@@ -180,6 +180,9 @@ void World::pass_to_next_alarm() {
 void World::finish() {
   Random random(mix(seed_, 2));
   reachable_ = true;
+  for (const auto& node : nodes_) {
+    for (const auto& [id, end] : node->ends) end->stalls = false;
+  }
   if (trace_) trace_("the end");
   const double began_s = now_s;
   const auto settle = [&] {

@@ -31,6 +31,7 @@ class World {
   double now_s = 1000;
   void connect(Node& node, const Connect& action, Random& random);
   void note(const Report& report);
+  void note(const Close& close) { ++seen_["closed: " + close.detail]; }
   std::uint32_t begin_life(const Key& key);
   [[nodiscard]] const Key& key_of_life(std::uint32_t life) const { return lives_.at(life); }
   // Whether one of the two has lied to the other, so that its bytes prove nothing.
@@ -85,6 +86,7 @@ class World {
   void wait_long(Random& random);
   void cut(Random& random);
   void overtake(Random& random);
+  void stall(Random& random);
   void separate(Random& random);
   void silence(Random& random);
   void kill(Random& random);
