@@ -6,6 +6,7 @@
 
 #include <filesystem>
 #include <set>
+#include <utility>
 
 #include "hash/crc32c.h"
 #include "tests/check.h"
