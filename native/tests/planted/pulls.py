@@ -171,6 +171,7 @@ MUTATIONS = [
         "transfer/pull.cpp",
         "  pull.in_flight.clear();\n}",
         "  pull.in_flight.clear();\n  pull.next_sequence = 0;\n}",
+        "sequence_number",
     ),
     Mutation(
         "shares of a lost lane are kept",
