@@ -109,7 +109,7 @@ test-native: environment
 # What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
 test-nightly: test-native
 	$(call build-native,asan,address$(COMMA)undefined,baton_tests)
-	$(call build-native,tsan,thread,baton_tests baton_model)
+	$(call build-native,tsan,thread,baton_tests)
 	native/build/asan/baton_model --operations 100000
 	native/build/asan/baton_tests
 	native/build/tsan/baton_tests

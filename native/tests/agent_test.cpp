@@ -1,17 +1,19 @@
 // Whole agents with their threads, under several callers at once: what the sanitizers are for.
 #include <poll.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <random>
 
 #include "tests/check.h"
+#include "tests/fake_adapters.h"
 #include "transfer/region.h"
 #include "transfer/shell.h"
+#include "transfer/sockets.h"
 
 using namespace baton::transfer;
 
@@ -44,9 +46,10 @@ Options options_of(const std::string& backend, Faults faults) {
 
 struct Node {
   explicit Node(const std::string& backend, Faults faults = {})
-      : region(Region::create(kLayers * kBlocks * kStrideBytes)),
-        agent(options_of(backend, faults), backend == kLanes ? std::vector<std::string>{"127.0.0.2:0", "127.0.0.3:0"}
-                                                             : std::vector<std::string>{"127.0.0.1:0"}) {
+      : Node(options_of(backend, faults), backend == kLanes ? std::vector<std::string>{"127.0.0.2:0", "127.0.0.3:0"}
+                                                            : std::vector<std::string>{"127.0.0.1:0"}) {}
+  explicit Node(const Options& options, const std::vector<std::string>& listen = {"127.0.0.1:0"})
+      : region(Region::create(kLayers * kBlocks * kStrideBytes)), agent(options, listen) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
@@ -80,7 +83,7 @@ struct Node {
         return found;
       }
       pollfd waiting{agent.fileno(), POLLIN, 0};
-      ::poll(&waiting, 1, 100);
+      if (::poll(&waiting, 1, 100) != 1) continue;
       for (Report& report : agent.poll()) reports.push_back(std::move(report));
     }
     throw std::runtime_error("no report within 20 s");
@@ -188,18 +191,13 @@ void run_sudden_ends(const std::string& backend) {
   }
 }
 
-// The fake adapters meet in a folder.
-struct FakeAdapters {
-  FakeAdapters() {
-    char folder[] = "/tmp/fake-verbs-XXXXXX";
-    if (::mkdtemp(folder) == nullptr) throw std::runtime_error("no temporary folder");
-    path = folder;
-    ::setenv("FAKE_VERBS_DIR", folder, 1);
-  }
-  ~FakeAdapters() { std::filesystem::remove_all(path); }
-  std::filesystem::path path;
+// Takes connections and never says a word.
+struct SilentListener {
+  SilentListener() : listening(listen_on("127.0.0.1:0")) {}
+  ~SilentListener() { ::close(listening.fd); }
+  [[nodiscard]] std::string endpoint() const { return format_endpoint({{{listening.address}}, 7}); }
+  Listening listening;
 };
-const FakeAdapters kAdapters;
 
 bool has_ucx() {
   return std::getenv("BATON_UCX_LIBRARY") != nullptr;
@@ -269,4 +267,58 @@ TEST(sudden_ends_over_ucx) {
 }
 TEST(sudden_ends_over_lanes) {
   run_sudden_ends(kLanes);
+}
+
+TEST(shells_wake_for_deadlines) {
+  Node source("tcp"), sink("tcp");
+  sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {5}, 0.3});
+  CHECK(sink.wait_end(key_of(1)).cause == Cause::deadline);
+}
+
+// A command that causes nothing at once may still bring the next alarm forward.
+TEST(shells_wake_for_alarms_that_a_command_sets) {
+  const SilentListener silent;
+  Options options = options_of("tcp", {});
+  options.connect_timeout_s = options.wanted_timeout_s = 60;
+  Node sink(options);
+  sink.agent.command(StartPull{key_of(1), silent.endpoint(), 0, kBlockTokens, {4}, 60});
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // It has nothing to do now for ten seconds.
+  const auto began = std::chrono::steady_clock::now();
+  sink.agent.command(StartPull{key_of(2), silent.endpoint(), 0, kBlockTokens, {5}, 0.1});
+  CHECK(sink.wait_end(key_of(2)).cause == Cause::deadline);
+  CHECK(std::chrono::steady_clock::now() < began + std::chrono::seconds(5));
+}
+
+TEST(shells_take_the_next_way_when_a_proof_does_not_come) {
+  Options options = options_of("verbs", {});
+  options.backends.emplace_back("tcp");
+  Node source(options), sink(options);
+  source.fill(0, 1);
+  offer(source, 1, {0});
+  baton::tests::kAdapters.hold(1);
+  sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
+  const Report end = sink.wait_end(key_of(1));
+  baton::tests::kAdapters.hold(0);
+  CHECK(end.kind == ReportKind::pull_done && end.backend == "tcp" && sink.holds(5, 1));
+  CHECK(end.declined.starts_with("verbs: its proof takes too long"));
+}
+
+// What an adapter has begun to write is over before the pull's end is told, by force if need be.
+TEST(shells_tell_an_end_once_adapters_write_no_more) {
+  Node source("verbs"), sink("verbs");
+  source.fill(0, 1);
+  source.fill(1, 1);
+  offer(source, 1, {0});
+  sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {4}, 20});
+  CHECK(sink.wait_end(key_of(1)).kind == ReportKind::pull_done);  // So the connection stands.
+  baton::tests::kAdapters.hold(1);
+  offer(source, 2, {1});
+  sink.agent.command(StartPull{key_of(2), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));  // Its reads are under way.
+  sink.agent.command(CancelPull{key_of(2)});
+  CHECK(sink.wait_end(key_of(2)).cause == Cause::cancelled);
+  sink.fill(5, 9);
+  baton::tests::kAdapters.hold(0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK(sink.holds(5, 9));
 }

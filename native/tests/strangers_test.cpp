@@ -181,3 +181,21 @@ TEST(strangers_do_not_stay_and_do_not_crowd) {
   source.step(10, SetFaults{});
   CHECK(source.core.stats().connections == 0);
 }
+
+// Not in the model's world, where an answer that is late enough to be mistaken is rare.
+TEST(a_restarted_pull_uses_no_sequence_number_again) {
+  MetSink sink;
+  welcome(sink, identity());
+  sink.hear(kAtSink, frames::Agreed{"tcp", true, ""});
+  const PullId pull = sink.last<frames::Ask>().pull;
+  const auto request = [&](std::uint64_t generation) {
+    sink.hear(kAtSink, frames::Opened{pull, generation});
+    sink.hear(kAtSink, frames::Ready{.pull = pull, .generation = generation, .tokens = 4});
+    return sink.last<frames::Request>();
+  };
+  const frames::Request first = request(1);
+  sink.hear(kAtSink, frames::Revoked{pull, 2});
+  sink.step(0, PlacingStopped{pull});
+  const frames::Request second = request(2);
+  CHECK(first.generation == 1 && second.generation == 2 && second.sequence > first.sequence + 1);
+}

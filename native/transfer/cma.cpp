@@ -89,7 +89,7 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& offer, std::stri
   reader.get(pid);
   reader.get(token_address);
   auto remote = RemotePool::get(reader, site.pool);
-  if (!remote || !reader.finished() || pid <= 0) {
+  if (!remote || !reader.finished()) {
     why = "the source's offer makes no sense";
     return nullptr;
   }

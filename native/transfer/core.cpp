@@ -147,8 +147,7 @@ bool Core::on_source_frame(double now_s, ConnectionId connection, FrameType type
     }
     case FrameType::fetched: {
       const auto frame = decode<frames::Fetched>(body);
-      if (frame) source_.on_fetched(connection, *frame);
-      return frame.has_value();
+      return frame && source_.on_fetched(connection, *frame);
     }
     case FrameType::credit: {
       const auto frame = decode<frames::CreditSlot>(body);

@@ -257,25 +257,25 @@ bool Source::on_request(double now_s, ConnectionId connection, const frames::Req
   if (request.layer >= geometry_.layers || request.blocks == 0 ||
       request.blocks > chunk_blocks(geometry_, options_.limits) || request.first_block < reader.ask.first_block ||
       last > asked_last || last > lease->blocks.size() || reader.in_flight.contains(request.sequence) ||
-      reader.in_flight.size() + reader.held.size() >= options_.limits.chunks_served) {
+      reader.in_flight.size() >= options_.limits.chunks_served) {
     return false;
   }
   const std::uint64_t needed_tokens = std::min<std::uint64_t>(last * geometry_.block_tokens, reader.ask.tokens);
   if (lease->ready_tokens[request.layer] < needed_tokens) return false;
   claim(now_s, *lease);
+  reader.in_flight[request.sequence] = {.bytes = request.blocks * geometry_.block_bytes};
   if (reader.serve_after_s < 0) reader.serve_after_s = now_s + options_.faults.delay_s;
   if (now_s < reader.serve_after_s) {
     reader.held.push_back(request);
     out_.wake_at(reader.serve_after_s);
   } else {
-    serve(id, reader, *lease, request);
+    serve(id, *lease, request);
   }
   return true;
 }
 
-void Source::serve(const ReaderId& id, Reader& reader, const Lease& lease, const frames::Request& request) {
+void Source::serve(const ReaderId& id, const Lease& lease, const frames::Request& request) {
   const auto first = lease.blocks.begin() + request.first_block;
-  reader.in_flight[request.sequence] = {.bytes = request.blocks * geometry_.block_bytes};
   ++chunks_served_;
   const std::uint32_t every = options_.faults.corrupt_every;
   out_.put(Serve{.connection = id.first,
@@ -312,14 +312,17 @@ void Source::on_served(const Served& served) {
 void Source::on_granted(const Granted& granted) {
   Reading* chunk = reading({granted.connection, granted.pull}, granted.sequence);
   if (chunk == nullptr) return;  // Revoked in the meantime.
+  chunk->granted = true;
   chunk->crc = granted.crc;
   out_.send(granted.connection, frames::Grant{granted.pull, granted.sequence, granted.where});
 }
 
-void Source::on_fetched(ConnectionId connection, const frames::Fetched& frame) {
+bool Source::on_fetched(ConnectionId connection, const frames::Fetched& frame) {
   const ReaderId id{connection, frame.pull};
-  const Reading* chunk = reading(id, frame.sequence);
+  const Reading* chunk = reading(id, frame.sequence);  // Null: revoked in the meantime.
+  if (chunk != nullptr && !chunk->granted) return false;
   send_trailer(id, {.sequence = frame.sequence, .crc = chunk == nullptr ? 0 : chunk->crc});
+  return true;
 }
 
 void Source::on_keep_alive(double now_s, ConnectionId connection, const frames::KeepAlive& frame) {
@@ -441,8 +444,7 @@ void Source::tick(double now_s) {
       out_.wake_at(state.serve_after_s);
       continue;
     }
-    Reader& owner = readers_.at(id);
-    for (const frames::Request& request : std::exchange(owner.held, {})) serve(id, owner, lease->second, request);
+    for (const frames::Request& request : std::exchange(readers_.at(id).held, {})) serve(id, lease->second, request);
   }
 }
 

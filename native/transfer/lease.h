@@ -31,8 +31,7 @@ class Source {
   [[nodiscard]] bool on_request(double now_s, ConnectionId connection, const frames::Request& request);
   void on_keep_alive(double now_s, ConnectionId connection, const frames::KeepAlive& frame);
   void on_release(double now_s, const frames::Release& release);
-
-  void on_fetched(ConnectionId connection, const frames::Fetched& frame);
+  [[nodiscard]] bool on_fetched(ConnectionId connection, const frames::Fetched& frame);
 
   void on_served(const Served& served);
   void on_granted(const Granted& granted);
@@ -49,6 +48,7 @@ class Source {
   // A chunk that is being read, by this side or by the sink.
   struct Reading {
     std::uint64_t bytes = 0;
+    bool granted = false;
     std::uint32_t crc = 0;  // Of a granted chunk.
   };
 
@@ -56,8 +56,8 @@ class Source {
   struct Reader {
     frames::Ask ask;
     double keep_alive_s = 0;
-    double serve_after_s = -1;  // Injected delay; negative until the first request.
-    std::vector<frames::Request> held;
+    double serve_after_s = -1;                   // Injected delay; negative until the first request.
+    std::vector<frames::Request> held;           // In flight, and not begun.
     std::map<std::uint32_t, Reading> in_flight;  // By sequence.
   };
 
@@ -88,7 +88,7 @@ class Source {
   void attach(const ReaderId& id, Lease& lease);
   void tell_ready(const Lease& lease, const ReaderId& id, std::uint16_t layer, std::uint32_t tokens);
   bool refuse_if_short(Lease& lease, const ReaderId& id);
-  void serve(const ReaderId& id, Reader& reader, const Lease& lease, const frames::Request& request);
+  void serve(const ReaderId& id, const Lease& lease, const frames::Request& request);
   [[nodiscard]] Reading* reading(const ReaderId& id, std::uint32_t sequence);
   void send_trailer(const ReaderId& id, frames::ChunkEnd trailer);
   void stop_serving(const ReaderId& id);

@@ -185,7 +185,7 @@ bool Sink::on_data(double now_s, const DataArrived& data) {
     out_.put(Discard{data.connection});  // It crossed a cancellation or a restart.
     return data.bytes <= chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
   }
-  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;
+  if (chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;
   pull->progress_s = now_s;
   place(*pull, data.sequence, *chunk);
   return true;

@@ -64,9 +64,10 @@ struct End {
   bool checksum = true;
 
   std::deque<Message> arriving;
-  Blob last_request;
+  std::uint64_t lie = 0;               // For the choices of one about the next chunk; 0: none.
   std::shared_ptr<Transit> announced;  // Frames behind an inline payload wait for it.
   bool discarding = false;
+  bool stalls = false;  // Nothing is read or written, though frames come and go.
   std::vector<Writing> writing;
 
   std::deque<Serve> serving;  // Not begun.

@@ -31,7 +31,8 @@ constexpr const char* kExpected[] = {"done none by direct, restarted",
                                      "released none",
                                      "ended cancelled",
                                      "ended expired",
-                                     "ended revoked"};
+                                     "ended revoked",
+                                     "closed: nothing came on it while others got on"};
 
 struct Outcome {
   std::string violation;  // Empty: all is well.

@@ -15,6 +15,8 @@ namespace baton::model {
 
 class World;
 
+inline constexpr const char* kLie = "a lie";
+
 struct LeaseBook {
   Key key{};
   std::uint32_t tokens = 0;  // Of the whole prompt.
@@ -22,6 +24,7 @@ struct LeaseBook {
   bool live = false;  // Opened and not reported ended.
   bool open = false;  // Not revoked.
   bool completed = false;
+  bool released = false;  // By its sink, and not by time.
   std::uint32_t life = 0;
   std::vector<std::uint32_t> blocks;
   std::array<std::uint32_t, kLayers> ready{};  // Tokens.
@@ -35,6 +38,7 @@ struct PullBook {
   std::vector<std::uint32_t> blocks;
   double deadline_s = 0;
   std::uint32_t layers = 0;  // Reported so far.
+  std::size_t written = 0;   // Blocks of layers.
 };
 
 class Node {
@@ -64,6 +68,8 @@ class Node {
   std::shared_ptr<End> connect(std::uint32_t peer_node, ConnectionId id);
   [[nodiscard]] ConnectionId next_accepted() { return accepted_ += 2; }
   void check_end(double now_s) const;
+  // Nothing can happen any more but by time.
+  void check_quiet() const;
   void check_nothing_left() const;
 
   World& world;
@@ -75,6 +81,7 @@ class Node {
   std::map<Key, LeaseBook> leases;
   std::map<Key, PullBook> pulls;  // That have not ended.
   std::map<ConnectionId, std::shared_ptr<End>> ends;
+  PullId latest_pull = 0;  // That a source was asked for.
 
  private:
   void step(std::span<const Event> events);
@@ -111,6 +118,7 @@ class Node {
   struct Chunk {
     std::uint32_t life = 0;
     std::uint64_t generation = 0;
+    bool read = false;
   };
   struct Asked {
     frames::Ask ask;

@@ -33,6 +33,7 @@ const std::vector<World::Operation>& World::operations() {
       {"cut", 3, &World::cut, &World::disturbs_},
       {"separate", 1.5, &World::separate, &World::disturbs_},
       {"overtake", 15, &World::overtake},
+      {"stall or go on", 8, &World::stall},
       {"silence", 1, &World::silence, &World::disturbs_},
       {"kill and restart", 0.7, &World::kill, &World::disturbs_},
       {"shut down", 0.3, &World::shut_down, &World::disturbs_},
@@ -233,6 +234,10 @@ void World::overtake(Random& random) {
   }
 }
 
+void World::stall(Random& random) {
+  if (const auto end = any_end(random)) end->stalls = !end->stalls;
+}
+
 void World::separate(Random& random) {
   reachable_ = !reachable_ || random.chance(0.3);
 }
@@ -264,52 +269,78 @@ void World::shut_down(Random& random) {
 
 // ---------------------------------------------------------------- lies
 
+// As an end gets it: without its length.
+template <class Frame>
+static Blob said(Frame frame) {
+  const Blob bytes = encode(std::move(frame));
+  return Blob(bytes.begin() + kLengthBytes, bytes.end());
+}
+
+template <class Frame>
+static std::optional<Frame> heard(const Message& message) {
+  const auto* bytes = std::get_if<Blob>(&message);
+  if (bytes == nullptr || bytes->empty() || bytes->front() != static_cast<std::uint8_t>(Frame::type)) return {};
+  return decode<Frame>(Bytes(*bytes).subspan(1));
+}
+
 void World::lie(Random& random) {
   const auto end = any_end(random);
   if (end == nullptr) return;
+  // Lies about chunks are the most telling.
+  if (random.chance(0.5)) return void(end->lie = random.next());
   distrusted_.insert(std::minmax(end->node, end->peer_node));
-  if (!end->last_request.empty() && random.chance(0.4)) return ask_for_too_much(end, random);
   if (end->arriving.empty() || random.chance(0.4)) return say_anything(end, random);
   Message& message = end->arriving[random.below(end->arriving.size())];
   if (auto* transit = std::get_if<std::shared_ptr<Transit>>(&message)) {
     (*transit)->said_bytes = random.chance(0.5) ? (*transit)->said_bytes + sizeof(Cell) : 1 + random.below(200);
   } else if (auto* frame = std::get_if<Blob>(&message); frame != nullptr && frame->size() > 1) {
-    if (random.chance(0.2)) {
-      const Blob twice = *frame;
-      end->arriving.push_back(twice);
-    } else {
-      std::uint8_t& byte = (*frame)[1 + random.below(frame->size() - 1)];
-      byte = random.chance(0.5) ? static_cast<std::uint8_t>(byte + random.below(5) - 2)
-                                : static_cast<std::uint8_t>(random.next());
-    }
+    if (random.chance(0.2)) return end->arriving.push_back(Blob(*frame));
+    std::uint8_t& byte = (*frame)[1 + random.below(frame->size() - 1)];
+    byte = random.chance(0.5) ? static_cast<std::uint8_t>(byte + random.below(5) - 2)
+                              : static_cast<std::uint8_t>(random.next());
   }
 }
 
-// What a sink just asked for, but for a little more, or some time else, or once more.
-void World::ask_for_too_much(const std::shared_ptr<End>& end, Random& random) {
-  auto request = decode<frames::Request>(Bytes(end->last_request).subspan(1));
-  for (std::uint32_t times = random.chance(0.2) ? 12 : 1; times > 0; --times) {
-    if (random.chance(0.8)) request->sequence += 1000;
-    if (random.chance(0.5)) request->layer = random.below(kLayers);
-    if (random.chance(0.5)) request->first_block = random.below(10);
-    if (random.chance(0.5)) request->blocks = 1 + random.below(5);
-    Blob bytes = encode(*request);
-    bytes.erase(bytes.begin(), bytes.begin() + kLengthBytes);
-    end->arriving.push_back(std::move(bytes));
+// Puts behind the frame that comes next, if it is about a chunk, one that would have been due later, or elsewhere, or
+// only once.
+void World::lie_about_chunk(End& end) {
+  const Message& next = end.arriving.front();
+  Random random(end.lie);
+  std::vector<Message> lies;
+  if (auto request = heard<frames::Request>(next)) {
+    const std::uint32_t lie = random.below(6);
+    if (lie == 0) request->first_block = random.below(10);
+    if (lie == 1) request->first_block = random.below(4);
+    if (lie == 1) request->blocks = 4 + random.below(3);
+    if (lie == 2) lies.emplace_back(said(frames::Fetched{request->pull, request->sequence}));
+    if (const auto sink = end.peer.lock(); lie == 5 && sink != nullptr && !end.link->silent) {
+      sink->arriving.push_back(said(frames::ChunkEnd{request->pull, request->sequence, request->generation, -1, 0}));
+    }
+    for (std::uint32_t times = lie == 3 ? 30 : 1; times > 0; --times) {
+      if (lie != 4) request->sequence += 1000;
+      lies.emplace_back(said(*request));
+    }
+  } else if (const auto grant = heard<frames::Grant>(next)) {
+    lies.push_back(next);
+    if (random.chance(0.7)) lies[0] = said(frames::ChunkEnd{grant->pull, grant->sequence, 1 + random.below(2), -1, 0});
+  } else if (const auto* transit = std::get_if<std::shared_ptr<Transit>>(&next)) {
+    if (random.chance(0.5)) (*transit)->said_bytes += sizeof(Cell);
+    lies.push_back(next);
   }
+  if (lies.empty()) return;
+  end.lie = 0;
+  distrusted_.insert(std::minmax(end.node, end.peer_node));
+  end.arriving.insert(end.arriving.begin() + 1, lies.begin(), lies.end());
 }
 
 // A frame that is well formed and that nobody should send now.
 void World::say_anything(const std::shared_ptr<End>& end, Random& random) {
-  const PullId pull = 1 + random.below(30);
+  const PullId latest = nodes_[end->node]->latest_pull;
+  const PullId pull = random.chance(0.5) ? 1 + random.below(30) : latest - std::min<PullId>(latest, random.below(4));
   const auto generation = 1 + random.below(3), sequence = random.below(40), layer = random.below(kLayers + 1);
   const auto slot = static_cast<std::int32_t>(random.below(kSlots + 2)) - 1;
   const Key& key = random.pick(requests_).key;
-  const auto say = [&](auto frame) {
-    Blob bytes = encode(std::move(frame));
-    bytes.erase(bytes.begin(), bytes.begin() + kLengthBytes);
-    end->arriving.push_back(std::move(bytes));
-  };
+  const auto say = [&](auto frame) { end->arriving.push_back(said(std::move(frame))); };
   switch (random.below(16)) {
     case 0:
       return say(frames::Opened{pull, generation});
@@ -319,7 +350,7 @@ void World::say_anything(const std::shared_ptr<End>& end, Random& random) {
     case 2:
       return say(frames::Revoked{pull, generation});
     case 3:
-      return say(frames::Ended{pull, static_cast<Cause>(random.below(kCauses)), "a lie", random.chance(0.5)});
+      return say(frames::Ended{pull, static_cast<Cause>(random.below(kCauses)), kLie, random.chance(0.5)});
     case 4:
     case 5:
       return say(frames::ChunkEnd{pull, sequence, generation, slot, static_cast<std::uint32_t>(random.next())});

@@ -31,12 +31,14 @@ class World {
   double now_s = 1000;
   void connect(Node& node, const Connect& action, Random& random);
   void note(const Report& report);
+  void note(const Close& close) { ++seen_["closed: " + close.detail]; }
   std::uint32_t begin_life(const Key& key);
   [[nodiscard]] const Key& key_of_life(std::uint32_t life) const { return lives_.at(life); }
   // Whether one of the two has lied to the other, so that its bytes prove nothing.
   [[nodiscard]] bool distrusts(std::uint32_t a, std::uint32_t b) const {
     return distrusted_.contains(std::minmax(a, b));
   }
+  void lie_about_chunk(End& end);
   [[nodiscard]] bool corrupts() const { return corrupts_; }
   [[nodiscard]] bool works(const std::string& backend) const { return backend == works_ || backend == "tcp"; }
 
@@ -84,13 +86,13 @@ class World {
   void wait_long(Random& random);
   void cut(Random& random);
   void overtake(Random& random);
+  void stall(Random& random);
   void separate(Random& random);
   void silence(Random& random);
   void kill(Random& random);
   void shut_down(Random& random);
   void lie(Random& random);
   void say_anything(const std::shared_ptr<End>& end, Random& random);
-  void ask_for_too_much(const std::shared_ptr<End>& end, Random& random);
 
   Seen& seen_;
   std::function<void(const std::string&)> trace_;

@@ -1,0 +1,157 @@
+"""Who gets in, and the shell: handshakes, connections, wake-ups, fences."""
+
+# The texts are lines as they stand in the sources.
+# ruff: noqa: E501
+from __future__ import annotations
+
+from planted import Mutation
+
+MUTATIONS = [
+    Mutation(
+        "a slot is credited twice",
+        "transfer/core.cpp",
+        "                     out_.send(e.connection, frames::CreditSlot{e.slot});\n",
+        "                     out_.send(e.connection, frames::CreditSlot{e.slot});\n"
+        "                     out_.send(e.connection, frames::CreditSlot{e.slot});\n",
+    ),
+    Mutation(
+        "the sink's proof is not compared",
+        "transfer/handshake.cpp",
+        "  if (!same(identify.proof, proof(Side::sink, identify.identity))) {",
+        "  if (false) {",
+        "strangers",
+    ),
+    Mutation(
+        "the source's proof is not compared",
+        "transfer/handshake.cpp",
+        "  if (!same(welcome.proof, proof(Side::source, welcome.identity))) {",
+        "  if (false) {",
+        "strangers",
+    ),
+    Mutation(
+        "a proof of one side is good for the other",
+        "transfer/handshake.cpp",
+        '      .add(view(of == Side::sink ? "sink" : "source"))\n',
+        '      .add(view(of == Side::sink ? "sink" : "sink"))\n',
+        "strangers",
+    ),
+    Mutation(
+        "a proof does not cover the identity",
+        "transfer/handshake.cpp",
+        "      .add(said)\n",
+        "",
+        "strangers",
+    ),
+    Mutation(
+        "a proof does not cover the peer's nonce",
+        "transfer/handshake.cpp",
+        "      .add(own_is_sink ? own_nonce_ : peer_nonce_)\n      .add(own_is_sink ? peer_nonce_ : own_nonce_)\n",
+        "",
+        "strangers",
+    ),
+    Mutation(
+        "the incarnation is not compared",
+        "transfer/handshake.cpp",
+        "  if (welcome.identity.incarnation != expected_incarnation_) {",
+        "  if (false) {",
+        "strangers",
+    ),
+    Mutation(
+        "a source may switch the checksum off",
+        "transfer/handshake.cpp",
+        "  if (options_.checksum && !agreed.checksum) return Outcome::malformed;\n",
+        "",
+        "strangers",
+    ),
+    Mutation(
+        "a source may name a backend that the sink does not have",
+        "transfer/handshake.cpp",
+        "  if (std::find(have.begin(), have.end(), agreed.backend) == have.end()) return Outcome::malformed;\n",
+        "",
+        "strangers",
+    ),
+    Mutation(
+        "the size of blocks is not compared",
+        "transfer/handshake.cpp",
+        "  if (sink.block_bytes != source.block_bytes) {",
+        "  if (false) {",
+        "strangers",
+    ),
+    Mutation(
+        "a silent stranger stays",
+        "transfer/core.cpp",
+        "    if (now_s >= give_up_s) {\n      silent.push_back(id);\n    } else {",
+        "    if (false) {\n      silent.push_back(id);\n    } else {",
+        "strangers",
+    ),
+    Mutation(
+        "any number of strangers is let in",
+        "transfer/core.cpp",
+        "connections_.size() >= options_.limits.connections)) {",
+        "false)) {",
+        "strangers",
+    ),
+    Mutation(
+        "frames of pulls are taken before the handshake",
+        "transfer/core.cpp",
+        "  if (!handshake.agreed()) return settle(",
+        "  if (!handshake.agreed() && type <= FrameType::agreed) return settle(",
+        "strangers",
+    ),
+    Mutation(
+        "commands do not wake the thread",
+        "transfer/shell.cpp",
+        "    if (actions_.empty() && core_.wake_s() >= wake_s) return;",
+        "    return;",
+        "shells_wake",
+    ),
+    Mutation(
+        "alarms that commands set do not wake the thread",
+        "transfer/shell.cpp",
+        "    if (actions_.empty() && core_.wake_s() >= wake_s) return;",
+        "    if (actions_.empty()) return;",
+        "shells_wake",
+    ),
+    Mutation(
+        "the thread does not wake for alarms",
+        "transfer/shell.cpp",
+        "  double wake_s = accept_again_s_ == 0 ? core_.wake_s() :",
+        "  double wake_s = accept_again_s_ == 0 ? now_s() + 4000 :",
+        "shells_wake",
+    ),
+    Mutation(
+        "reports are not announced",
+        "transfer/shell.cpp",
+        "  if (!quiet || reports_.empty()) return;\n",
+        "  return;\n",
+        "traffic_over_tcp",
+    ),
+    Mutation(
+        "a fence is up before an adapter has ended its writes",
+        "transfer/shell_connections.cpp",
+        "    if (!writing.empty() && now < fence.until_s) return false;\n    for (const ConnectionId id : writing) drop",
+        "    if (false) return false;\n    for (const ConnectionId id : {ConnectionId{0}}) drop",
+        "shells_tell",
+    ),
+    Mutation(
+        "writes that do not end keep a fence down for ever",
+        "transfer/shell_connections.cpp",
+        "    if (!writing.empty() && now < fence.until_s) return false;",
+        "    if (!writing.empty()) return false;",
+        "shells_tell",
+    ),
+    Mutation(
+        "a proof is waited for without end",
+        "transfer/shell_connections.cpp",
+        "  if (!proof && !broken && now_s() < connection.answer_by_s) return;",
+        "  if (!proof && !broken) return;",
+        "shells_take",
+    ),
+    Mutation(
+        "a closed agent leaves its pulls without an end",
+        "transfer/shell.cpp",
+        "    const Event event = Shutdown{};\n    step_locked({&event, 1});\n",
+        "",
+        "sudden_ends_over_tcp",
+    ),
+]
