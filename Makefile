@@ -20,7 +20,7 @@ COMMA      := ,
 unexport PYTHONDONTWRITEBYTECODE
 
 ENVIRONMENT = $(PYTHON) requirements/environment.py
-CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' -o -name '*.h' \) -print)
+CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
