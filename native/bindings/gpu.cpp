@@ -59,6 +59,12 @@ void bind_gpu(nb::module_& m) {
           },
           "offset"_a, "data"_a)
       .def(
+          "copy_from",
+          [](const Memory& to, const Memory& from, std::uint64_t size) {
+            to.device().copy(at(to, 0, size), at(from, 0, size), size);
+          },
+          "other"_a, "size"_a, Unlocked())
+      .def(
           "fill",
           [](const Memory& memory, std::uint64_t offset, std::uint64_t size, std::uint8_t value) {
             memory.device().fill(at(memory, offset, size), value, size);

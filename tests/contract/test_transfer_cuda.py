@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -371,6 +373,25 @@ def test_a_conversion_that_does_not_end_is_given_up(fake_gpu: FakeGpu) -> None:
     fake_gpu.set(hold=1)
     with pytest.raises(GpuError, match="not moved this in time"):
         mover.convert(pool, layout.Table([0]), other, layout.Table([0]), 0, 16, 0, 1)
+
+
+def test_the_gpu_check_finds_all_right(fake_gpu: FakeGpu, tmp_path: Path) -> None:
+    """What `make test-gpu` runs; on a GPU its figures mean something."""
+    out = tmp_path / "gpu.json"
+    arguments = ["--library", fake_gpu.library, "--tokens", "256", "--layers", "1", "--out", str(out)]
+    run = [sys.executable, "-m", "baton_native.bench_cuda", *arguments]
+    done = subprocess.run(run, check=True, capture_output=True, text=True)
+    assert "conversions and pulls are right" in done.stdout
+    assert {"cuda-ipc, checksum", "cuda-put, checksum", "whole blocks"} <= {
+        figure["what"] for figure in json.loads(out.read_text())["figures"]
+    }
+    fake_gpu.set(corrupt=4)
+    broken = subprocess.run(run, check=False, capture_output=True, text=True)
+    assert broken.returncode == 1 and "otherwise than the host" in broken.stderr
+    fake_gpu.set(no_driver=1)
+    assert subprocess.run(run, check=True, capture_output=True, text=True).stdout == (
+        "nothing was measured: there is no NVIDIA driver here\n"
+    )
 
 
 # ---------------------------------------------------------------- what it costs
