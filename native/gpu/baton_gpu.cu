@@ -20,14 +20,16 @@ void check_device(BatonGpu& gpu) {
   }
 }
 
-// The first kernel of a process is loaded, which takes long.
+// Kernels are loaded when they are first used, which takes long, and must not wait for one that waits.
 void warm_up(BatonGpu& gpu) {
-  const auto queue = open_queue(gpu);
-  const std::uint64_t scratch = reinterpret_cast<std::uint64_t>(queue->slots[1].device);
+  auto queue = open_queue(gpu);
+  const auto scratch = reinterpret_cast<std::uint64_t>(queue->slots[0].device->scratch);
   const BatonGpuPiece piece{.from = scratch, .row_bytes = BATON_GPU_ALIGN, .rows = 1, .groups = 1};
-  const BatonGpuGate gate{};
+  const BatonGpuGate gate{.epoch = scratch};
   launch(*queue, &piece, 1, &gate, 1, true, 0);
+  launch(*queue, &piece, 1, &gate, 1, false, 0);
   check(cudaStreamSynchronize(queue->stream), "the kernel fails");
+  close_queue(std::move(queue));
 }
 
 void open_peer(const BatonGpu& gpu, std::uint64_t base) {
@@ -210,8 +212,12 @@ BatonGpuStatus baton_gpu_queue_open(BatonGpu* gpu, BatonGpuQueue** queue) {
 void baton_gpu_queue_close(BatonGpuQueue* queue) {
   (void)guarded([&] {
     const OnDevice on(queue->gpu->device);
-    delete queue;
+    close_queue(std::unique_ptr<BatonGpuQueue>(queue));
   });
+}
+
+uint64_t baton_gpu_queue_scratch(const BatonGpuQueue* queue) {
+  return reinterpret_cast<uint64_t>(queue->slots[0].device->scratch);
 }
 
 int baton_gpu_queue_fd(const BatonGpuQueue* queue) {

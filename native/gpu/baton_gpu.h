@@ -24,6 +24,7 @@ extern "C" {
 #define BATON_GPU_LAUNCHES_MAX 2u   // Of a queue that have not ended: one runs while the next is made.
 #define BATON_GPU_PIECES_MAX 4096u  // Of a launch.
 #define BATON_GPU_GATES_MAX 256u
+#define BATON_GPU_SCRATCH_BYTES 64u
 
 typedef enum BatonGpuStatus {
   BATON_GPU_OK = 0,
@@ -103,8 +104,11 @@ BatonGpuStatus baton_gpu_write(BatonGpu* gpu, uint64_t address, uint64_t value);
 BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t stream, uint64_t address, uint64_t value);
 
 BatonGpuStatus baton_gpu_queue_open(BatonGpu* gpu, BatonGpuQueue** queue);
-// A fence: whatever waits gives up, what moves ends; then nothing of this queue writes any more.
+// A fence: whatever waits gives up, what moves ends; then nothing of this queue writes any more. What it was made of is
+// kept for the next one, since to free memory would wait for all that the GPU does.
 void baton_gpu_queue_close(BatonGpuQueue* queue);
+// Some memory of the device, BATON_GPU_SCRATCH_BYTES, for whatever this queue's launches need.
+uint64_t baton_gpu_queue_scratch(const BatonGpuQueue* queue);
 // Readable after a launch ended, until it is read.
 int baton_gpu_queue_fd(const BatonGpuQueue* queue);
 // One kernel for all pieces. Where no gate is released yet, the device waits for the first, but no longer than

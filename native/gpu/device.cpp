@@ -40,8 +40,8 @@ void load(const std::string& name, Calls& calls) {
                      find("range", calls.range) && find("share", calls.share) && find("map", calls.map) &&
                      find("unmap", calls.unmap) && find("write", calls.write) &&
                      find("write_after", calls.write_after) && find("queue_open", calls.queue_open) &&
-                     find("queue_close", calls.queue_close) && find("queue_fd", calls.queue_fd) &&
-                     find("launch", calls.launch) && find("ended", calls.ended);
+                     find("queue_close", calls.queue_close) && find("queue_scratch", calls.queue_scratch) &&
+                     find("queue_fd", calls.queue_fd) && find("launch", calls.launch) && find("ended", calls.ended);
   if (!whole) throw Unavailable(library.why());
   if (calls.abi() != BATON_GPU_ABI) throw Unavailable(name + " is of another version of Baton");
 }

@@ -39,6 +39,7 @@ struct Calls {
   decltype(&baton_gpu_write_after) write_after;
   decltype(&baton_gpu_queue_open) queue_open;
   decltype(&baton_gpu_queue_close) queue_close;
+  decltype(&baton_gpu_queue_scratch) queue_scratch;
   decltype(&baton_gpu_queue_fd) queue_fd;
   decltype(&baton_gpu_launch) launch;
   decltype(&baton_gpu_ended) ended;
@@ -125,6 +126,8 @@ class Queue {
 
   // Readable when `take` should be called.
   [[nodiscard]] int fd() const { return device_.calls_.queue_fd(queue_); }
+  // Some memory of the device for this queue's launches, BATON_GPU_SCRATCH_BYTES.
+  [[nodiscard]] std::uint64_t scratch() const { return device_.calls_.queue_scratch(queue_); }
   // Whether a chunk of so many pieces may be added now; a new queue takes BATON_GPU_PIECES_MAX.
   [[nodiscard]] bool has_room(std::size_t pieces) const;
   // `pieces`: their gate is filled in.

@@ -25,7 +25,8 @@ struct Slot {
     GateState states[BATON_GPU_GATES_MAX];
     BatonGpuGate gates[BATON_GPU_GATES_MAX];
     std::uint32_t first_unit[BATON_GPU_PIECES_MAX];
-    BatonGpuPiece pieces[BATON_GPU_PIECES_MAX];  // Last, so that only those there are need copying.
+    BatonGpuPiece pieces[BATON_GPU_PIECES_MAX];  // The last that is copied, so that only those there are need be.
+    alignas(BATON_GPU_ALIGN) std::uint8_t scratch[BATON_GPU_SCRATCH_BYTES];
   };
   Content* host = nullptr;
   Content* device = nullptr;
@@ -36,6 +37,10 @@ struct Slot {
 }  // namespace
 
 struct BatonGpuQueue {
+  BatonGpuQueue() = default;
+  BatonGpuQueue(const BatonGpuQueue&) = delete;
+  BatonGpuQueue& operator=(const BatonGpuQueue&) = delete;
+
   BatonGpu* gpu = nullptr;
   cudaStream_t stream = nullptr;
   std::uint32_t* stop = nullptr;  // Host memory that the device reads.
@@ -44,11 +49,19 @@ struct BatonGpuQueue {
   std::uint64_t launched = 0, taken = 0;
   std::atomic<std::uint64_t> ended = 0;
 
+  // Nothing waits any more, and what moves is finite. A device that does not answer holds its caller here: blocks that
+  // it may still write must not be given back. False: it has failed.
+  [[nodiscard]] bool end() {
+    *static_cast<volatile std::uint32_t*>(stop) = 1;
+    const bool good = cudaStreamSynchronize(stream) == cudaSuccess;
+    *static_cast<volatile std::uint32_t*>(stop) = 0;
+    launched = taken = ended = 0;
+    std::uint64_t count = 0;
+    [[maybe_unused]] const auto drained = ::read(fd, &count, sizeof count);
+    return good;
+  }
+
   ~BatonGpuQueue() {
-    if (stop != nullptr) *static_cast<volatile std::uint32_t*>(stop) = 1;
-    // Ends: nothing waits any more, and what moves is finite. A device that does not answer holds its caller here:
-    // blocks that it may still write must not be given back.
-    if (stream != nullptr) cudaStreamSynchronize(stream);
     for (Slot& slot : slots) {
       cudaFreeHost(slot.host);
       cudaFree(slot.device);
@@ -60,6 +73,12 @@ struct BatonGpuQueue {
     if (fd >= 0) ::close(fd);
   }
 };
+
+inline BatonGpu::~BatonGpu() {
+  idle.clear();
+  if (now != nullptr) cudaStreamDestroy(now);
+  if (after != nullptr) cudaStreamDestroy(after);
+}
 
 namespace {
 
@@ -73,6 +92,14 @@ void CUDART_CB on_ended(void* self) {
 }
 
 std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
+  {
+    const std::lock_guard held(gpu.lock);
+    if (!gpu.idle.empty()) {
+      auto queue = std::move(gpu.idle.back());
+      gpu.idle.pop_back();
+      return queue;
+    }
+  }
   auto queue = std::make_unique<BatonGpuQueue>();
   queue->gpu = &gpu;
   queue->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
@@ -92,6 +119,13 @@ std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
     check(cudaEventCreate(&slot.ended), "no event");
   }
   return queue;
+}
+
+void close_queue(std::unique_ptr<BatonGpuQueue> queue) {
+  if (!queue->end()) return;
+  BatonGpu& gpu = *queue->gpu;
+  const std::lock_guard held(gpu.lock);
+  gpu.idle.push_back(std::move(queue));
 }
 
 // Writes the descriptors and returns the number of units.

@@ -9,9 +9,11 @@
 #include <array>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "gpu/baton_gpu.h"
 
@@ -176,16 +178,20 @@ void* as_pointer(std::uint64_t address) {
 }  // namespace
 
 struct BatonGpu {
+  BatonGpu() = default;
+  BatonGpu(const BatonGpu&) = delete;
+  BatonGpu& operator=(const BatonGpu&) = delete;
+
   int device = 0;
   int processors = 0;
   std::string name;
   cudaStream_t now = nullptr;    // For what waits for nothing.
   cudaStream_t after = nullptr;  // For words that wait for other streams: in the order of the calls.
 
-  ~BatonGpu() {
-    if (now != nullptr) cudaStreamDestroy(now);
-    if (after != nullptr) cudaStreamDestroy(after);
-  }
+  std::mutex lock;
+  std::vector<std::unique_ptr<BatonGpuQueue>> idle;  // Under the lock: queues that were closed.
+
+  ~BatonGpu();
   void write(cudaStream_t stream, std::uint64_t address, std::uint64_t value) const {
     if (driver().write_value(stream, address, value, 0) != 0) throw Failure{BATON_GPU_FAILED, "the write fails"};
   }

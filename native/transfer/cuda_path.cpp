@@ -78,7 +78,7 @@ void CudaPlacing::prove(std::uint64_t token_address, const BatonGpuGate& gate) {
   proof_address_ = token_address;
   proof_gate_ = gate;
   const BatonGpuPiece piece{
-      .from = token_address, .to = scratch_.address(), .row_bytes = sizeof(Token), .rows = 1, .groups = 1};
+      .from = token_address, .to = queue_.scratch(), .row_bytes = sizeof(Token), .rows = 1, .groups = 1};
   queue_.add(gate, {&piece, 1}, nullptr);
 }
 
@@ -99,7 +99,7 @@ bool CudaPlacing::poll() {
         undo(read, result.outcome == BATON_GPU_NOT_READY);
       }
     } else if (result.outcome == BATON_GPU_MOVED) {
-      cuda_.device()->copy(reinterpret_cast<std::uint64_t>(token_.emplace().data()), scratch_.address(), sizeof(Token));
+      cuda_.device()->copy(reinterpret_cast<std::uint64_t>(token_.emplace().data()), queue_.scratch(), sizeof(Token));
     } else {
       prove(proof_address_, proof_gate_);
     }

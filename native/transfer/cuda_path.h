@@ -71,11 +71,12 @@ class CudaServing : public DataPath {
   gpu::Queue queue_;  // Goes first: until then kernels may use the rest.
 };
 
+static_assert(sizeof(Token) <= BATON_GPU_SCRATCH_BYTES);
+
 // Chunks of the sink's, which the device writes into its blocks.
 class CudaPlacing : public ReadingSink {
  public:
-  CudaPlacing(const Site& site, RemotePool remote)
-      : ReadingSink(site, std::move(remote)), cuda_(cuda_pool(site)), scratch_(cuda_.device(), sizeof(Token)) {}
+  CudaPlacing(const Site& site, RemotePool remote) : ReadingSink(site, std::move(remote)), cuda_(cuda_pool(site)) {}
   std::optional<Blob> proof() const override;
   Turn advance() override;
   int fd() const override { return queue_.fd(); }
@@ -92,7 +93,6 @@ class CudaPlacing : public ReadingSink {
   CudaPool& cuda_;
 
  private:
-  gpu::Memory scratch_;
   std::optional<Token> token_;
   std::vector<gpu::Queue::Ended> ended_;
   BatonGpuGate proof_gate_{};

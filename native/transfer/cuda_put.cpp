@@ -35,17 +35,15 @@ std::uint64_t signal_at(std::uint64_t window, std::int32_t slot) {
   return window + kSignalsAt + static_cast<std::uint64_t>(slot) * sizeof(std::uint64_t);
 }
 
-// What kernels of a source's path use, which goes after them.
+// What kernels of a source's path write into, which goes after them.
 struct Used {
-  explicit Used(const Site& site) : scratch(cuda_pool(site).device(), sizeof(Token)) {}
-  gpu::Memory scratch;
   std::optional<gpu::Mapping> window;
 };
 
 class CudaPutSource : private Used, public CudaServing {
  public:
-  explicit CudaPutSource(const Site& site) : Used(site), CudaServing(site) {
-    cuda_.device()->copy(scratch.address(), reinterpret_cast<std::uint64_t>(proof_.data()), sizeof(Token));
+  explicit CudaPutSource(const Site& site) : CudaServing(site) {
+    cuda_.device()->copy(queue_.scratch(), reinterpret_cast<std::uint64_t>(proof_.data()), sizeof(Token));
   }
   bool check(const Blob& answer) override {
     if (window) {
@@ -107,7 +105,7 @@ class CudaPutSource : private Used, public CudaServing {
     const std::uint64_t to = window.emplace(std::move(mapping)).range().base;
     announced_.assign(slots, 0);
     for (auto slot = static_cast<std::int32_t>(slots); slot-- > 0;) free_.push_back(slot);
-    const BatonGpuPiece piece{.from = scratch.address(), .to = to, .row_bytes = sizeof(Token), .rows = 1, .groups = 1};
+    const BatonGpuPiece piece{.from = queue_.scratch(), .to = to, .row_bytes = sizeof(Token), .rows = 1, .groups = 1};
     queue_.add({.signal = to + kTokenSignalAt, .signal_is = 1}, {&piece, 1}, nullptr);
     queue_.launch(false);
   }

@@ -180,6 +180,8 @@ struct BatonGpu {
 };
 
 struct BatonGpuQueue {
+  BatonGpu* gpu = nullptr;
+  std::uint64_t scratch = 0;
   std::mutex lock;
   std::condition_variable changed;
   std::deque<Work> work;
@@ -437,8 +439,10 @@ BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t, uint64_t address, 
   return BATON_GPU_OK;
 }
 
-BatonGpuStatus baton_gpu_queue_open(BatonGpu*, BatonGpuQueue** queue) {
+BatonGpuStatus baton_gpu_queue_open(BatonGpu* gpu, BatonGpuQueue** queue) {
   *queue = new BatonGpuQueue;
+  (*queue)->gpu = gpu;
+  if (baton_gpu_allocate(gpu, BATON_GPU_SCRATCH_BYTES, &(*queue)->scratch) != BATON_GPU_OK) misused("no memory");
   (*queue)->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   (*queue)->thread = std::thread(&BatonGpuQueue::run, *queue);
   ++World::get().counts->queues;
@@ -454,8 +458,13 @@ void baton_gpu_queue_close(BatonGpuQueue* queue) {
   queue->changed.notify_all();
   queue->thread.join();
   ::close(queue->fd);
+  baton_gpu_free(queue->gpu, queue->scratch);
   delete queue;
   --World::get().counts->queues;
+}
+
+uint64_t baton_gpu_queue_scratch(const BatonGpuQueue* queue) {
+  return queue->scratch;
 }
 
 int baton_gpu_queue_fd(const BatonGpuQueue* queue) {
