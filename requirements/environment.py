@@ -144,7 +144,7 @@ class Environment:
         native = ROOT / "native"
         files = [path for path in native.rglob("*") if path.is_file()]
         sources = sorted(path for path in files if path.relative_to(native).parts[0] not in ("build", "fuzz", "tests"))
-        digest = digest_of(*sources, sys.version, self.environ.get("CXX", ""))
+        digest = digest_of(*sources, sys.version, self.environ.get("CXX", ""), str(shutil.which("nvcc")))
         if self.stamps.holds("native", digest):
             return
         wheels = CACHE / "native" / digest[:16]

@@ -47,6 +47,7 @@ class NativeAgent:
         native.verbs_library = options.verbs_library
         native.verbs_devices = options.verbs_devices
         native.ucx_library = options.ucx_library
+        native.gpu_library = options.gpu_library
         native.lease_ttl_s = options.lease_ttl_s
         native.unclaimed_ttl_s = options.unclaimed_ttl_s
         native.wanted_timeout_s = options.wanted_timeout_s
@@ -93,6 +94,7 @@ class NativeAgent:
                 _natural("block_tokens", pool.block_tokens),
                 pool.fingerprint,
                 _region(pool),
+                -1 if pool.device is None else _natural("device", pool.device),
             )
 
     def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
@@ -106,6 +108,15 @@ class NativeAgent:
     def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None:
         with _typed_failure():
             self._agent.post_ready(_checked(key), generation, layer, _natural("tokens", tokens))
+
+    def post_ready_after(self, key: bytes, generation: int, layer: int, tokens: int, *, stream: int) -> None:
+        """As `post_ready`, of a pool in CUDA memory, once what is in the CUDA stream now has ended; returns at once.
+
+        Sinks may ask at once, too: their GPU waits, not their host. `stream` is a cudaStream_t, which must not be being
+        captured into a graph.
+        """
+        with _typed_failure():
+            self._agent.post_ready_after(_checked(key), generation, layer, _natural("tokens", tokens), stream)
 
     def complete_lease(self, key: bytes, generation: int, tokens: int) -> None:
         with _typed_failure():

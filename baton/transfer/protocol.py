@@ -48,6 +48,9 @@ class Pool:
     block_tokens: int
     fingerprint: str
     """Model digest, dtype and inner layout. Agents with different fingerprints refuse each other, naming both."""
+    device: int | None = None
+    """The CUDA device whose memory it is; None: the host's. Such a pool moves by cuda-ipc and cuda-put only. In one
+    process the memory must also outlive the agents that pull from this one."""
     region: SharedMemory | None = None
     """Of `share_memory`, where all layers lie in it: peers on this host then read it directly."""
 
@@ -86,7 +89,9 @@ class AgentOptions:
 
     direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
     memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; tcp.
-    Only where it is named: ucx, by UCX, which has ways of its own and believes every peer that reaches it.
+    Pools in CUDA memory, on one host: cuda-ipc, the sink's GPU reads the source's blocks; cuda-put, the source's GPU
+    puts them into slots of the sink's. Only where it is named: ucx, by UCX, which has ways of its own and believes
+    every peer that reaches it.
     """
     verbs_library: str = "libibverbs.so.1"
     """Loaded when the pool is set, as `ucx_library` is; without it that backend is declined."""
@@ -94,6 +99,8 @@ class AgentOptions:
     """Name, name:port or name:port:index of its GID, joined by commas, taken in turn; empty: all that are up."""
     ucx_library: str = "libucp.so.0"
     """UCX is configured by its own variables, such as UCX_TLS."""
+    gpu_library: str = ""
+    """The CUDA part of baton_native; empty: the one that its build made, where it found nvcc."""
     checksum: bool = True
     lease_ttl_s: float = 5.0
     """A lease dies this long after the last keep-alive of a sink that wants it."""

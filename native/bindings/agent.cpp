@@ -19,8 +19,9 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void set_pool(Agent& agent, const std::vector<std::uintptr_t>& layer_addresses, std::uint32_t blocks,
               std::uint64_t block_bytes, std::uint64_t block_stride_bytes, std::uint32_t block_tokens,
-              const std::string& fingerprint, std::shared_ptr<Region> region) {
-  Pool pool{.block_bytes = block_bytes, .stride_bytes = block_stride_bytes, .region = std::move(region)};
+              const std::string& fingerprint, std::shared_ptr<Region> region, int device) {
+  Pool pool{
+      .block_bytes = block_bytes, .stride_bytes = block_stride_bytes, .region = std::move(region), .device = device};
   for (const std::uintptr_t address : layer_addresses) {
     if (address == 0) throw std::invalid_argument("a layer's address is null");
     pool.layers.push_back(reinterpret_cast<std::uint8_t*>(address));
@@ -51,7 +52,7 @@ void bind_agent(nb::module_& m) {
       .def("fileno", &Agent::fileno)
       .def("poll", &Agent::poll, Unlocked())
       .def("set_pool", &set_pool, "layer_addresses"_a, "blocks"_a, "block_bytes"_a, "block_stride_bytes"_a,
-           "block_tokens"_a, "fingerprint"_a, "region"_a.none() = nullptr, Unlocked())
+           "block_tokens"_a, "fingerprint"_a, "region"_a.none() = nullptr, "device"_a = -1, Unlocked())
       .def("open_lease", &Agent::open_lease, "key"_a, "unclaimed_ttl_s"_a, Unlocked())
       .def(
           "extend_lease",
@@ -65,6 +66,11 @@ void bind_agent(nb::module_& m) {
             agent.command(PostReady{key, generation, layer, tokens});
           },
           "key"_a, "generation"_a, "layer"_a, "tokens"_a, Unlocked())
+      .def(
+          "post_ready_after",
+          [](Agent& agent, const Key& key, std::uint64_t generation, std::int32_t layer, std::uint32_t tokens,
+             std::uintptr_t stream) { agent.post_ready_after({key, generation, layer, tokens}, stream); },
+          "key"_a, "generation"_a, "layer"_a, "tokens"_a, "stream"_a, Unlocked())
       .def(
           "complete_lease",
           [](Agent& agent, const Key& key, std::uint64_t generation, std::uint32_t tokens) {

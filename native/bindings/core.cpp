@@ -33,6 +33,9 @@ void bind_values(nb::module_& m) {
       .def_prop_rw(
           "ucx_library", [](const Options& o) { return o.fabric.ucx_library; },
           [](Options& o, std::string value) { o.fabric.ucx_library = std::move(value); })
+      .def_prop_rw(
+          "gpu_library", [](const Options& o) { return o.fabric.gpu_library; },
+          [](Options& o, std::string value) { o.fabric.gpu_library = std::move(value); })
       .def_rw("lease_ttl_s", &Options::lease_ttl_s)
       .def_rw("unclaimed_ttl_s", &Options::unclaimed_ttl_s)
       .def_rw("wanted_timeout_s", &Options::wanted_timeout_s)

@@ -5,7 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include "layout/convert.h"
+#include "layout/pieces.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -67,6 +67,44 @@ Pool make_pool(const Layout& layout, const std::vector<std::uintptr_t>& addresse
   for (const std::uintptr_t address : addresses) tensors.push_back(reinterpret_cast<std::uint8_t*>(address));
   return {layout, std::move(tensors), blocks, stride_bytes};
 }
+
+// A GPU that carries out what the host otherwise does. Addresses of pools are its own then.
+class DeviceMover {
+ public:
+  DeviceMover(const std::string& library, int device, double budget_s)
+      : device_(library, device), queue_(device_), budget_s_(budget_s) {}
+
+  // Each returns the seconds that it took the device.
+  double convert(const Pool& source, const Blocks& source_table, const Pool& sink, const Blocks& sink_table,
+                 std::uint32_t first_token, std::uint32_t tokens, std::uint32_t first_layer, std::uint32_t layers) {
+    return carry_out([&](const Carry& carry) {
+      baton::layout::convert(source, source_table, sink, sink_table, {first_token, tokens}, first_layer, layers, carry);
+    });
+  }
+  double gather(const Pool& pool, const Blocks& table, const Chunk& chunk, std::uintptr_t address) {
+    return carry_out(
+        [&](const Carry& carry) { baton::layout::gather(pool, table, chunk, wire(pool, chunk, address), carry); });
+  }
+  double scatter(const Pool& pool, const Blocks& table, const Chunk& chunk, std::uintptr_t address) {
+    return carry_out(
+        [&](const Carry& carry) { baton::layout::scatter(pool, table, chunk, wire(pool, chunk, address), carry); });
+  }
+
+ private:
+  static std::span<std::uint8_t> wire(const Pool& pool, const Chunk& chunk, std::uintptr_t address) {
+    return {reinterpret_cast<std::uint8_t*>(address), chunk_bytes(pool.layout(), chunk)};
+  }
+  template <class Plan>
+  double carry_out(const Plan& plan) {
+    PieceList list;
+    plan(std::ref(list));
+    return static_cast<double>(move_all(queue_, list.pieces(), budget_s_)) * 1e-9;
+  }
+
+  baton::gpu::Device device_;
+  baton::gpu::Queue queue_;
+  double budget_s_;
+};
 
 Plane plane_of(const std::string& name) {
   for (std::size_t i = 0; i < std::size(kPlanes); ++i) {
@@ -193,4 +231,11 @@ NB_MODULE(layout, m) {
         scatter(pool, table, chunk, bytes.span());
       },
       "pool"_a, "table"_a, "chunk"_a, "data"_a);
+  nb::class_<DeviceMover>(m, "DeviceMover")
+      .def(nb::init<const std::string&, int, double>(), "library"_a = "", "device"_a = 0, "budget_s"_a = 10.0,
+           Unlocked())
+      .def("convert", &DeviceMover::convert, "source"_a, "source_table"_a, "sink"_a, "sink_table"_a, "first_token"_a,
+           "tokens"_a, "first_layer"_a, "layers"_a, Unlocked())
+      .def("gather", &DeviceMover::gather, "pool"_a, "table"_a, "chunk"_a, "address"_a, Unlocked())
+      .def("scatter", &DeviceMover::scatter, "pool"_a, "table"_a, "chunk"_a, "address"_a, Unlocked());
 }

@@ -13,13 +13,6 @@ constexpr std::uint32_t kGroupTokens = 64;  // One line of one-byte words.
 constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t kTokensAhead = 2;
 
-// One layer of one side.
-struct Side {
-  const Block& block;
-  std::span<std::uint8_t* const> tensors;
-  std::uint64_t stride;
-};
-
 // Where a token lies: the offset of its block, and its place within.
 struct Spot {
   std::uint64_t block_at;
@@ -219,22 +212,6 @@ void copy_blocks(const Side& source, const Side& sink, const Move& move) {
   }
 }
 
-// Carries out moves between some planes of one layer on either side: pairs of (source's plane, sink's).
-void run_moves(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads,
-               std::span<const std::pair<std::uint32_t, std::uint32_t>> planes) {
-  std::vector<Move> parts;
-  for (const Move& move : moves) {
-    if (move.whole) {
-      copy_blocks(source, sink, move);
-    } else {
-      parts.push_back(move);
-    }
-  }
-  for (const auto& [source_plane, sink_plane] : planes) {
-    PlaneMover(source, source_plane, sink, sink_plane, heads).move(parts);
-  }
-}
-
 void check_blocks(const Pool& pool, const Table& table) {
   for (const std::uint32_t block : table.blocks) {
     if (block >= pool.blocks()) {
@@ -273,6 +250,20 @@ Side side_of(const Pool& pool, std::uint32_t layer) {
 
 }  // namespace
 
+void carry_on_host(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes) {
+  std::vector<Move> parts;
+  for (const Move& move : moves) {
+    if (move.whole) {
+      copy_blocks(source, sink, move);
+    } else {
+      parts.push_back(move);
+    }
+  }
+  for (const auto& [source_plane, sink_plane] : planes) {
+    PlaneMover(source, source_plane, sink, sink_plane, heads).move(parts);
+  }
+}
+
 Pool::Pool(const Layout& layout, std::vector<std::uint8_t*> tensors, std::uint32_t blocks, std::uint64_t stride_bytes)
     : layout_(layout),
       block_(block_of(layout)),
@@ -295,7 +286,7 @@ Pool::Pool(const Layout& layout, std::vector<std::uint8_t*> tensors, std::uint32
 }
 
 std::uint64_t convert(const Pool& source, const Table& source_table, const Pool& sink, const Table& sink_table,
-                      Tokens range, std::uint32_t first_layer, std::uint32_t layers) {
+                      Tokens range, std::uint32_t first_layer, std::uint32_t layers, const Carry& carry) {
   const Heads heads = common_heads(source.layout(), sink.layout());
   if (layers == 0 || std::uint64_t{first_layer} + layers > source.layout().layers) {
     throw Invalid("layers " + std::to_string(first_layer) + " to " +
@@ -307,24 +298,25 @@ std::uint64_t convert(const Pool& source, const Table& source_table, const Pool&
   const std::vector<Move> moves = plan(source.block(), source_table, sink.block(), sink_table, range);
   constexpr std::pair<std::uint32_t, std::uint32_t> kPlanes[] = {{0, 0}, {1, 1}};
   for (std::uint32_t layer = first_layer; layer < first_layer + layers; ++layer) {
-    run_moves(side_of(source, layer), side_of(sink, layer), moves, heads, {kPlanes, source.block().planes});
+    carry(side_of(source, layer), side_of(sink, layer), moves, heads, {kPlanes, source.block().planes});
   }
   return std::uint64_t{range.count} * heads.count * source.block().row_bytes() * source.block().planes * layers;
 }
 
-void gather(const Pool& pool, const Table& table, const Chunk& chunk, std::span<std::uint8_t> out) {
+void gather(const Pool& pool, const Table& table, const Chunk& chunk, std::span<std::uint8_t> out, const Carry& carry) {
   const Wire wire(pool, table, chunk, out.data(), out.size());
   const std::pair<std::uint32_t, std::uint32_t> plane(index_of(pool.block(), chunk.plane), 0);
-  run_moves(side_of(pool, chunk.layer), wire.side(), plan(pool.block(), table, wire.block, wire.table, chunk.tokens),
-            chunk.heads, {&plane, 1});
+  carry(side_of(pool, chunk.layer), wire.side(), plan(pool.block(), table, wire.block, wire.table, chunk.tokens),
+        chunk.heads, {&plane, 1});
 }
 
-void scatter(const Pool& pool, const Table& table, const Chunk& chunk, std::span<const std::uint8_t> in) {
+void scatter(const Pool& pool, const Table& table, const Chunk& chunk, std::span<const std::uint8_t> in,
+             const Carry& carry) {
   // The wire is the source here and is only read; one type of side serves both directions.
   const Wire wire(pool, table, chunk, const_cast<std::uint8_t*>(in.data()), in.size());
   const std::pair<std::uint32_t, std::uint32_t> plane(0, index_of(pool.block(), chunk.plane));
-  run_moves(wire.side(), side_of(pool, chunk.layer), plan(wire.block, wire.table, pool.block(), table, chunk.tokens),
-            chunk.heads, {&plane, 1});
+  carry(wire.side(), side_of(pool, chunk.layer), plan(wire.block, wire.table, pool.block(), table, chunk.tokens),
+        chunk.heads, {&plane, 1});
 }
 
 }  // namespace baton::layout

@@ -4,6 +4,9 @@
 // sink must not overlap, and the caller keeps both alive and the source unchanged meanwhile.
 #pragma once
 
+#include <functional>
+#include <utility>
+
 #include "layout/plan.h"
 
 namespace baton::layout {
@@ -30,14 +33,32 @@ class Pool {
   std::uint64_t stride_bytes_;
 };
 
+// One layer of one side.
+struct Side {
+  const Block& block;
+  std::span<std::uint8_t* const> tensors;
+  std::uint64_t stride;
+};
+
+// Pairs of the source's plane and the sink's.
+using Planes = std::span<const std::pair<std::uint32_t, std::uint32_t>>;
+
+// Carries out the moves of one layer. On the host, unless somebody else is to.
+using Carry =
+    std::function<void(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes)>;
+void carry_on_host(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes);
+
 // Copies tokens of some layers from one pool to another, all heads that both hold. Returns the bytes copied.
 std::uint64_t convert(const Pool& source, const Table& source_table, const Pool& sink, const Table& sink_table,
-                      Tokens range, std::uint32_t first_layer, std::uint32_t layers);
+                      Tokens range, std::uint32_t first_layer, std::uint32_t layers,
+                      const Carry& carry = &carry_on_host);
 
 // Writes a chunk to the wire; `out` has exactly `chunk_bytes`.
-void gather(const Pool& pool, const Table& table, const Chunk& chunk, std::span<std::uint8_t> out);
+void gather(const Pool& pool, const Table& table, const Chunk& chunk, std::span<std::uint8_t> out,
+            const Carry& carry = &carry_on_host);
 
 // Reads a chunk from the wire.
-void scatter(const Pool& pool, const Table& table, const Chunk& chunk, std::span<const std::uint8_t> in);
+void scatter(const Pool& pool, const Table& table, const Chunk& chunk, std::span<const std::uint8_t> in,
+             const Carry& carry = &carry_on_host);
 
 }  // namespace baton::layout

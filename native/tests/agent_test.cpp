@@ -9,6 +9,7 @@
 #include <map>
 #include <random>
 
+#include "gpu/device.h"
 #include "tests/check.h"
 #include "tests/fake_adapters.h"
 #include "transfer/region.h"
@@ -16,6 +17,7 @@
 #include "transfer/sockets.h"
 
 using namespace baton::transfer;
+namespace gpu = baton::gpu;
 
 namespace {
 
@@ -40,6 +42,7 @@ Options options_of(const std::string& backend, Faults faults) {
     options.lane_bytes = 1;
   }
   options.fabric.verbs_library = FAKE_VERBS;
+  options.fabric.gpu_library = FAKE_GPU;
   if (const char* library = std::getenv("BATON_UCX_LIBRARY")) options.fabric.ucx_library = library;
   return options;
 }
@@ -49,25 +52,38 @@ struct Node {
       : Node(options_of(backend, faults), backend == kLanes ? std::vector<std::string>{"127.0.0.2:0", "127.0.0.3:0"}
                                                             : std::vector<std::string>{"127.0.0.1:0"}) {}
   explicit Node(const Options& options, const std::vector<std::string>& listen = {"127.0.0.1:0"})
-      : region(Region::create(kLayers * kBlocks * kStrideBytes)), agent(options, listen) {
+      : region(Region::create(kLayers * kBlocks * kStrideBytes)),
+        memory(options.backends.front().starts_with("cuda")
+                   ? std::make_unique<gpu::Memory>(std::make_shared<gpu::Device>(FAKE_GPU, 0), region->bytes())
+                   : nullptr),
+        agent(options, listen) {
     Pool pool{.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .region = region};
+    if (memory != nullptr) pool = {.block_bytes = kBlockBytes, .stride_bytes = kStrideBytes, .device = 0};
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) pool.layers.push_back(at(layer, 0));
     agent.set_pool({"model", kLayers, kBlocks, kBlockBytes, kBlockTokens}, pool);
   }
   std::uint8_t* at(std::uint32_t layer, std::uint32_t block) {
-    return region->data() + (layer * kBlocks + block) * kStrideBytes;
+    auto* const base = memory == nullptr ? region->data() : reinterpret_cast<std::uint8_t*>(memory->address());
+    return base + (layer * kBlocks + block) * kStrideBytes;
+  }
+  // A GPU's memory is none of the host's.
+  void copy(void* to, const void* from) {
+    if (memory == nullptr) {
+      std::memcpy(to, from, kBlockBytes);
+    } else {
+      memory->device().copy(reinterpret_cast<std::uint64_t>(to), reinterpret_cast<std::uint64_t>(from), kBlockBytes);
+    }
   }
   void fill(std::uint32_t block, std::uint8_t seed) {
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-      std::memset(at(layer, block), static_cast<int>(seed + layer), kBlockBytes);
+      copy(at(layer, block), std::vector<std::uint8_t>(kBlockBytes, static_cast<std::uint8_t>(seed + layer)).data());
     }
   }
   bool holds(std::uint32_t block, std::uint8_t seed) {
     for (std::uint32_t layer = 0; layer < kLayers; ++layer) {
-      const std::uint8_t* begin = at(layer, block);
-      for (std::uint64_t i = 0; i < kBlockBytes; ++i) {
-        if (begin[i] != static_cast<std::uint8_t>(seed + layer)) return false;
-      }
+      std::vector<std::uint8_t> bytes(kBlockBytes);
+      copy(bytes.data(), at(layer, block));
+      if (bytes != std::vector<std::uint8_t>(kBlockBytes, static_cast<std::uint8_t>(seed + layer))) return false;
     }
     return true;
   }
@@ -92,6 +108,7 @@ struct Node {
   Report wait_lease(const Key& key) { return wait(key, ReportKind::lease_released, ReportKind::lease_ended); }
 
   std::shared_ptr<Region> region;
+  std::unique_ptr<gpu::Memory> memory;  // Of a GPU, instead.
   std::vector<Report> reports;
   Agent agent;
 };
@@ -199,12 +216,32 @@ struct SilentListener {
   Listening listening;
 };
 
+const baton::tests::FakeFolder kGpus("FAKE_GPU_DIR");
+
 bool has_ucx() {
   return std::getenv("BATON_UCX_LIBRARY") != nullptr;
 }
 
 }  // namespace
 
+TEST(traffic_over_cuda_ipc) {
+  run_traffic("cuda-ipc");
+}
+TEST(traffic_over_cuda_put) {
+  run_traffic("cuda-put");
+}
+TEST(many_callers_over_cuda_ipc) {
+  run_many_at_once("cuda-ipc");
+}
+TEST(many_callers_over_cuda_put) {
+  run_many_at_once("cuda-put");
+}
+TEST(sudden_ends_over_cuda_ipc) {
+  run_sudden_ends("cuda-ipc");
+}
+TEST(sudden_ends_over_cuda_put) {
+  run_sudden_ends("cuda-put");
+}
 TEST(traffic_over_direct) {
   run_traffic("direct");
 }

@@ -1,4 +1,4 @@
-// The fake adapters of tests/fabric meet in a folder, which also tells them what to do (see Control there).
+// What stands in for hardware in tests/fabric meets in a folder.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,27 @@
 
 namespace baton::tests {
 
-class FakeAdapters {
+// A folder that an environment variable names for as long as this lives.
+class FakeFolder {
  public:
-  FakeAdapters() {
-    char folder[] = "/tmp/fake-verbs-XXXXXX";
+  explicit FakeFolder(const char* variable) {
+    char folder[] = "/tmp/fake-fabric-XXXXXX";
     if (::mkdtemp(folder) == nullptr) throw std::runtime_error("no temporary folder");
     path_ = folder;
-    ::setenv("FAKE_VERBS_DIR", folder, 1);
+    ::setenv(variable, folder, 1);
   }
-  ~FakeAdapters() { std::filesystem::remove_all(path_); }
+  FakeFolder(const FakeFolder&) = delete;
+  FakeFolder& operator=(const FakeFolder&) = delete;
+  ~FakeFolder() { std::filesystem::remove_all(path_); }
+
+ protected:
+  std::filesystem::path path_;
+};
+
+// That of the adapters also tells them what to do (see Control there).
+class FakeAdapters : public FakeFolder {
+ public:
+  FakeAdapters() : FakeFolder("FAKE_VERBS_DIR") {}
   // Operations do not begin while they are held.
   void hold(std::int32_t held) const {
     static constexpr std::streamoff kHold = 4 * sizeof held;
@@ -26,9 +38,6 @@ class FakeAdapters {
       throw std::runtime_error("no adapter is open");
     }
   }
-
- private:
-  std::filesystem::path path_;
 };
 
 inline const FakeAdapters kAdapters;

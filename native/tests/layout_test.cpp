@@ -1,7 +1,8 @@
 // The conversions under the sanitizers: every pair of layouts, exact-size memory, odd ranges; and descriptors that lie.
+#include <cstring>
 #include <random>
 
-#include "layout/convert.h"
+#include "layout/pieces.h"
 #include "tests/check.h"
 
 using namespace baton::layout;
@@ -82,6 +83,19 @@ bool throws(Call call) {
   return false;
 }
 
+// What a GPU's kernel does with pieces.
+void carry_out(const std::vector<BatonGpuPiece>& pieces) {
+  for (const BatonGpuPiece& piece : pieces) {
+    for (std::uint64_t group = 0; group < piece.groups; ++group) {
+      for (std::uint64_t row = 0; row < piece.rows; ++row) {
+        std::memcpy(reinterpret_cast<void*>(piece.to + group * piece.to_group + row * piece.to_row),
+                    reinterpret_cast<void*>(piece.from + group * piece.from_group + row * piece.from_row),
+                    piece.row_bytes);
+      }
+    }
+  }
+}
+
 void every_pair(Dtype dtype, bool latent) {
   const std::vector<Layout> layouts = layouts_of(dtype, latent);
   std::vector<Plane> planes = {Plane::k, Plane::v};
@@ -100,6 +114,14 @@ void every_pair(Dtype dtype, bool latent) {
       }
       // Directly and over the wire is the same, also in what is left alone.
       CHECK(sink.memory == other.memory);
+      // So it is by the pieces that a GPU is given.
+      if (from.packing != Packing::plain || to.packing != Packing::plain) continue;
+      Cache by_pieces(to, 2);
+      PieceList list;
+      convert(source.pool(), source.table(), by_pieces.pool(), by_pieces.table(), {kFirst, kTokens}, 0, kLayers,
+              std::ref(list));
+      carry_out(list.pieces());
+      CHECK(by_pieces.memory == sink.memory);
     }
   }
 }
@@ -142,6 +164,26 @@ TEST(equal_layouts_move_whole_blocks_in_runs) {
   const std::vector<Move> moves = plan(block, {from, 64}, block, {to, 64}, {64, 4 * 32 - 5});
   const std::vector<Move> expected = {{4, 0, 0, 0, 96, true}, {9, 0, 3, 0, 27, false}};
   CHECK(moves == expected);
+}
+
+TEST(pieces_are_as_few_and_long_as_the_layouts_allow) {
+  const auto count = [](const Layout& from, const Layout& to) {
+    Cache source(from, 1), sink(to, 2);
+    PieceList list;
+    convert(source.pool(), source.table(), sink.pool(), sink.table(), {kFirst, 32}, 0, 1, std::ref(list));
+    return list.pieces();
+  };
+  const auto fused = [](Order order, std::uint32_t tokens) {
+    return layout_of(order, Form::fused, Packing::plain, tokens, Dtype::bfloat16);
+  };
+  // 32 tokens from the seventh of a block on, tables that run backwards: three runs within blocks of both sides.
+  const auto other_size = count(fused(Order::nhd, 16), fused(Order::nhd, 32));
+  CHECK(other_size.size() == 3 && other_size[0].rows * other_size[0].groups == 1);
+  CHECK(other_size[0].row_bytes == 10 * 4 * 2 * 48 * 2);
+  const auto other_order = count(fused(Order::hnd, 32), fused(Order::nhd, 32));
+  CHECK(other_order[0].row_bytes == 2 * 48 * 2 && other_order[0].groups == 4);
+  const Layout packed = layout_of(Order::hnd, Form::fused, Packing::vec, 32, Dtype::bfloat16);
+  CHECK(throws<Invalid>([&] { (void)count(packed, fused(Order::hnd, 32)); }));
 }
 
 TEST(layouts_that_differ_are_refused_with_both_named) {

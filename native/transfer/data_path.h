@@ -23,12 +23,14 @@ namespace baton::transfer {
 class Stream;
 class VerbsDevices;
 class UcxContext;
+class CudaPool;
 
 // What backends keep for all connections of an agent, since the pool is registered with an adapter once. Made when it
 // is first needed; every connection goes before it does.
 struct Fabrics {
   std::shared_ptr<VerbsDevices> verbs;
   std::shared_ptr<UcxContext> ucx;
+  std::shared_ptr<CudaPool> cuda;
 };
 
 // What one end of a connection's data path may use.
@@ -117,9 +119,13 @@ struct Backend {
   bool striped = false;
   // What this backend keeps; takes as long as it takes to pin the pool's memory. Null: nothing.
   void (*prepare)(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) = nullptr;
+  // Whether it moves pools in CUDA memory, which no host code may touch.
+  bool device = false;
 };
 
 // One per file.
+extern const Backend kCudaIpc;
+extern const Backend kCudaPut;
 extern const Backend kDirect;
 extern const Backend kCma;
 extern const Backend kRing;

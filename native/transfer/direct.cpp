@@ -68,12 +68,9 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& offer, std::stri
   reader.get(fd);
   reader.get(bytes);
   auto remote = RemotePool::get(reader, site.pool);
-  const bool good = remote && reader.finished() && remote->blocks > 0;
+  const bool good = remote && reader.finished();
   // Every block must lie inside the region, since nothing is checked while chunks are read.
-  const auto fits = [&](std::uint64_t layer) {
-    if (layer > bytes || site.pool.block_bytes > bytes - layer) return false;
-    return remote->blocks - 1 <= (bytes - layer - site.pool.block_bytes) / remote->stride_bytes;
-  };
+  const auto fits = [&](std::uint64_t layer) { return remote->fits(layer, bytes, site.pool.block_bytes); };
   if (!good || !std::all_of(remote->layers.begin(), remote->layers.end(), fits)) {
     why = "the source's offer makes no sense";
     return nullptr;

@@ -29,6 +29,7 @@ struct PostReady {
   std::uint64_t generation = 0;
   std::int32_t layer = 0;  // -1: all.
   std::uint32_t tokens = 0;
+  std::uint64_t released = 0;  // What of the device's work they follow, for the data path; 0: none.
 };
 struct CompleteLease {
   Key key{};
@@ -155,7 +156,8 @@ struct Serve {
   std::uint32_t sequence = 0;
   std::uint32_t layer = 0;
   std::vector<std::uint32_t> blocks;
-  bool corrupt = false;  // Injected: flip one bit after the checksum was taken.
+  std::uint64_t released = 0;  // As posted with this layer.
+  bool corrupt = false;        // Injected: flip one bit after the checksum was taken.
 };
 struct StopServing {
   ConnectionId connection = 0;

@@ -32,6 +32,7 @@ void Source::open(double now_s, const OpenLease& command) {
     if (leases_.size() >= options_.limits.leases) throw std::invalid_argument("too many leases are open");
     found = leases_.emplace(command.key, Lease{}).first;
     found->second.ready_tokens.assign(geometry_.layers, 0);
+    found->second.released.assign(geometry_.layers, 0);
   }
   Lease& lease = found->second;
   lease.open = true;
@@ -97,6 +98,7 @@ void Source::post_ready(const PostReady& command) {
     if (command.layer >= 0 && layer != static_cast<std::uint32_t>(command.layer)) continue;
     if (command.tokens <= lease->ready_tokens[layer]) continue;
     lease->ready_tokens[layer] = command.tokens;
+    lease->released[layer] = std::max(lease->released[layer], command.released);
     grew = true;
   }
   if (!grew) return;
@@ -143,6 +145,7 @@ void Source::revoke(double now_s, const RevokeLease& command) {
   stats_.leased_blocks -= lease.blocks.size();
   lease.blocks.clear();
   lease.ready_tokens.assign(geometry_.layers, 0);
+  lease.released.assign(geometry_.layers, 0);
   lease.complete_tokens.reset();
   for (const ReaderId& id : lease.readers) {
     stop_serving(id);
@@ -283,6 +286,7 @@ void Source::serve(const ReaderId& id, const Lease& lease, const frames::Request
                  .sequence = request.sequence,
                  .layer = request.layer,
                  .blocks = {first, first + request.blocks},
+                 .released = lease.released[request.layer],
                  .corrupt = every != 0 && chunks_served_ % every == 0});
 }
 

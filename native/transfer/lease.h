@@ -67,6 +67,7 @@ class Source {
     bool claimed = false;
     std::vector<std::uint32_t> blocks;
     std::vector<std::uint32_t> ready_tokens;  // Per layer.
+    std::vector<std::uint64_t> released;      // Per layer; see PostReady.
     std::optional<std::uint32_t> complete_tokens;
     double unclaimed_ttl_s = 0;
     double expires_s = 0;

@@ -43,6 +43,11 @@ std::optional<RemotePool> RemotePool::get(Reader& reader, const Pool& pool) {
   return remote;
 }
 
+bool RemotePool::fits(std::uint64_t offset, std::uint64_t bytes, std::uint64_t block_bytes) const {
+  if (blocks == 0 || offset > bytes || block_bytes > bytes - offset) return false;
+  return blocks - 1 <= (bytes - offset - block_bytes) / stride_bytes;
+}
+
 void OneSidedSource::serve_now(const Serve& chunk) {
   std::uint32_t crc = 0;
   if (checksum_) {
@@ -57,8 +62,8 @@ void OneSidedSource::serve_now(const Serve& chunk) {
   site_.happened.push_back(Granted{site_.connection, chunk.pull, chunk.sequence, crc, std::move(where)});
 }
 
-bool Pieces::match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool) {
-  if (chunk.where.size() != chunk.blocks.size() * sizeof(std::uint32_t)) return false;
+bool Pieces::match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool, std::size_t more_bytes) {
+  if (chunk.where.size() != chunk.blocks.size() * sizeof(std::uint32_t) + more_bytes) return false;
   local.clear();
   remote.clear();
   Reader reader(chunk.where);
@@ -94,16 +99,28 @@ bool OneSidedSink::place_now(const Place& chunk, std::uint32_t& crc) {
 bool ReadingSink::place(const Place& chunk) {
   Read& read = waiting_.emplace_back(Read{.chunk = chunk});
   read.self = std::prev(waiting_.end());
-  return read.pieces.match(chunk, site_.pool, remote_);
+  return match(read.chunk, read.pieces);
+}
+
+// Of a slot the source must learn that it is empty.
+void ReadingSink::forget(std::list<Read>& reads, std::list<Read>::iterator read) {
+  const Place& chunk = read->chunk;
+  if (chunk.slot >= 0) {
+    site_.happened.push_back(Placed{site_.connection, chunk.pull, chunk.sequence, chunk.slot, 0});
+  }
+  reads.erase(read);
 }
 
 void ReadingSink::stop_placing(PullId pull) {
-  const auto of_pull = [&](const Read& read) { return read.chunk.pull == pull; };
-  std::erase_if(waiting_, of_pull);
-  std::erase_if(read_, of_pull);
+  for (std::list<Read>* reads : {&waiting_, &read_, &undone_}) {
+    for (auto at = reads->begin(); at != reads->end();) {
+      const auto read = at++;
+      if (read->chunk.pull == pull) forget(*reads, read);
+    }
+  }
   for (auto at = reading_.begin(); at != reading_.end();) {
     Read& read = *at++;
-    if (!of_pull(read)) continue;
+    if (read.chunk.pull != pull) continue;
     read.stopped = true;
     if (beginning_ == &read) beginning_ = nullptr;
     settle(read);
@@ -124,18 +141,23 @@ void ReadingSink::settle(Read& read) {
   const bool whole = read.begun == read.pieces.local.size();
   if (read.ended < read.begun || !(whole || read.stopped)) return;
   if (read.stopped) {
-    reading_.erase(read.self);
+    forget(reading_, read.self);
   } else {
     read_.splice(read_.end(), reading_, read.self);
   }
 }
 
-void ReadingSink::finish(const Read& read) {
+void ReadingSink::undo(Read& read, bool again) {
+  if (read.stopped) return forget(reading_, read.self);
+  read.begun = 0;
+  std::list<Read>& to = again ? waiting_ : undone_;
+  to.splice(to.end(), reading_, read.self);
+}
+
+std::uint32_t ReadingSink::sum_of(const Read& read) const {
   std::uint32_t crc = 0;
-  if (checksum_) {
-    for (const iovec& piece : read.pieces.local) crc = crc32c(crc, piece.iov_base, piece.iov_len);
-  }
-  site_.happened.push_back(Placed{site_.connection, read.chunk.pull, read.chunk.sequence, -1, crc});
+  for (const iovec& piece : read.pieces.local) crc = crc32c(crc, piece.iov_base, piece.iov_len);
+  return crc;
 }
 
 // Of what has been read, one chunk a turn is summed.
@@ -151,7 +173,9 @@ DataPath::Turn ReadingSink::advance() {
     beginning_ = nullptr;
   }
   if (!read_.empty()) {
-    finish(read_.front());
+    const Read& read = read_.front();
+    site_.happened.push_back(
+        Placed{site_.connection, read.chunk.pull, read.chunk.sequence, read.chunk.slot, checksum_ ? sum_of(read) : 0});
     read_.pop_front();
   }
   return read_.empty() && rest() ? Turn::idle : Turn::more;

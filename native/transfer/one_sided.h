@@ -44,14 +44,17 @@ struct RemotePool {
   [[nodiscard]] static std::optional<RemotePool> get(class Reader& reader, const Pool& pool);
   // This side's pool, by its addresses.
   [[nodiscard]] static RemotePool of(const Pool& pool);
+  // Whether all blocks of a layer that begins at `offset` lie in memory of so many bytes.
+  [[nodiscard]] bool fits(std::uint64_t offset, std::uint64_t bytes, std::uint64_t block_bytes) const;
 };
 
 // Pairs of what is to be written and what is to be read there, of equal lengths.
 struct Pieces {
   std::vector<iovec> local;
   std::vector<iovec> remote;
-  // False: the grant does not fit the chunk or the source's pool.
-  [[nodiscard]] bool match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool);
+  // False: the grant does not fit the chunk or the source's pool. `more_bytes`: what the grant says beyond the blocks.
+  [[nodiscard]] bool match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool,
+                           std::size_t more_bytes = 0);
 };
 
 class OneSidedSource : public CopyingPath {
@@ -78,7 +81,7 @@ class OneSidedSink : public CopyingPath {
   Pieces pieces_;
 };
 
-// A sink whose reads an adapter carries out, so that they end later, some of them after their pull.
+// A sink whose reads an adapter or a GPU carries out, so that they end later, some of them after their pull.
 class ReadingSink : public DataPath {
  public:
   ReadingSink(const Site& site, RemotePool remote) : site_(site), remote_(std::move(remote)) {}
@@ -97,8 +100,16 @@ class ReadingSink : public DataPath {
     std::size_t begun = 0;  // Pieces.
     std::size_t ended = 0;
     bool stopped = false;
+    std::uint32_t sum = 0;  // Where `sum_of` is not taken from memory.
     std::list<Read>::iterator self;
   };
+
+  // Where to read a chunk. False: the peer broke the protocol.
+  [[nodiscard]] virtual bool match(const Place& chunk, Pieces& pieces) {
+    return pieces.match(chunk, site_.pool, remote_);
+  }
+  // Of what was written.
+  [[nodiscard]] virtual std::uint32_t sum_of(const Read& read) const;
 
   // Learns of pieces that have ended, and says so by `ended`. False: broken.
   [[nodiscard]] virtual bool poll() = 0;
@@ -107,19 +118,22 @@ class ReadingSink : public DataPath {
   // Asks for notice of what ends next; false: something has, already.
   [[nodiscard]] virtual bool rest() { return true; }
   void ended(Read& read, std::size_t pieces);
+  // What was begun has come to nothing. Not to be tried again: it waits for its pull's end, of which the source knows.
+  void undo(Read& read, bool again);
 
   Site site_;
+  RemotePool remote_;
+  bool checksum_ = true;
 
  private:
   void settle(Read& read);
-  void finish(const Read& read);
+  void forget(std::list<Read>& reads, std::list<Read>::iterator read);
 
-  RemotePool remote_;
-  bool checksum_ = true;
   // Bounded by what the core asks for per pull.
   std::list<Read> waiting_;
   std::list<Read> reading_;
   std::list<Read> read_;
+  std::list<Read> undone_;
   Read* beginning_ = nullptr;  // The one of `reading_` of which not all pieces are begun.
 };
 

@@ -21,6 +21,7 @@ struct Pool {
   std::uint64_t stride_bytes = 0;
   std::uint32_t blocks = 0;
   std::shared_ptr<Region> region;  // That all layers lie in; null where the memory is somebody else's.
+  int device = -1;                 // The CUDA device whose memory it is; -1: the host's.
 
   // From a layer's first byte to its last.
   [[nodiscard]] std::uint64_t layer_bytes() const { return (blocks - 1) * stride_bytes + block_bytes; }

@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <system_error>
 
+#include "transfer/cuda_pool.h"
 #include "transfer/region.h"
 #include "transfer/sockets.h"
 #include "transfer/verbs_device.h"
@@ -157,6 +158,13 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
       throw std::invalid_argument("a layer does not lie in the region");
     }
   }
+  if (pool.device >= 0) {
+    for (const std::string& name : core_.options().backends) {
+      if (find_backend(name)->device) continue;
+      throw std::invalid_argument(
+          "a pool in CUDA memory moves by cuda-ipc and cuda-put only, and this agent's backends name " + name);
+    }
+  }
   // Not under the lock: it may take seconds.
   Fabrics fabrics;
   for (const std::string& name : core_.options().backends) {
@@ -194,6 +202,17 @@ std::uint64_t Agent::open_lease(const Key& key, double unclaimed_ttl_s) {
   }
   wake();
   return generation;
+}
+
+void Agent::post_ready_after(PostReady ready, std::uint64_t stream) {
+  std::shared_ptr<CudaPool> cuda;
+  {
+    const std::lock_guard lock(mutex_);
+    cuda = fabrics_.cuda;
+  }
+  if (cuda == nullptr) throw std::invalid_argument("this agent's pool does not lie in CUDA memory");
+  ready.released = cuda->release_after(stream);
+  command(ready);
 }
 
 std::vector<Report> Agent::poll() {

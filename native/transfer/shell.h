@@ -37,6 +37,8 @@ class Agent {
   // One command. Throws std::invalid_argument; std::runtime_error once the agent is closed or its thread has failed.
   void command(Event event);
   std::uint64_t open_lease(const Key& key, double unclaimed_ttl_s);
+  // `PostReady` of a pool in CUDA memory, in force once what is in the stream now has ended. Throws std::runtime_error.
+  void post_ready_after(PostReady command, std::uint64_t stream);
   [[nodiscard]] std::vector<Report> poll();
   [[nodiscard]] Stats stats();
   // Fails pulls, ends leases, stops the thread. Idempotent.

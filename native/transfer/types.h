@@ -113,6 +113,7 @@ struct FabricOptions {
   // device with an active port, with the GID that suits it.
   std::string verbs_devices;
   std::string ucx_library = "libucp.so.0";  // Configured by its own variables, such as UCX_TLS.
+  std::string gpu_library;                  // Empty: the build's own, see gpu/device.h.
 };
 
 struct Options {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
+from baton_native import DeviceMemory, GpuUnavailable
 from bus_world import World, memory_world, nats_world
-from fake_verbs import FakeVerbs, compile_fake_verbs
+from fake_library import FakeGpu, FakeVerbs
 from servers import Server, start_nats
 from transfer_rig import BLOCK_BYTES, OPTIONS, RAILS, Fabric, MakeNode, Node
 from ucx_library import ucx_library
@@ -49,7 +51,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 
 @pytest.fixture(scope="session")
 def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
-    return compile_fake_verbs(tmp_path_factory.mktemp("verbs"))
+    return FakeVerbs(tmp_path_factory.mktemp("verbs"))
 
 
 @pytest.fixture
@@ -60,8 +62,26 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
     assert not fake_verbs_library.left_open()
 
 
+@pytest.fixture(scope="session")
+def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
+    return FakeGpu(tmp_path_factory.mktemp("gpu"))
+
+
+@pytest.fixture
+def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
+    """Lend the fake GPUs; afterwards nothing of them may be in use."""
+    fake_gpu_library.reset()
+    yield fake_gpu_library
+    gc.collect()  # Memory of pools that tests have let go.
+    assert not fake_gpu_library.left_open()
+
+
 @pytest.fixture(
     params=[
+        "cuda-ipc",
+        "cuda-put",
+        "cuda-ipc on a GPU",
+        "cuda-put on a GPU",
         "direct",
         "cma",
         "shm",
@@ -75,7 +95,7 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
     ]
 )
 def way(request: pytest.FixtureRequest) -> str:
-    """Name a backend and, of UCX, which of its transports it may use."""
+    """Name a backend and, of UCX, which of its transports it may use; or that it is the real one."""
     return request.param
 
 
@@ -91,6 +111,14 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
     if way.startswith("verbs"):
         fake: FakeVerbs = request.getfixturevalue("fake_verbs")
         return {"verbs_library": fake.library, **lanes}
+    if way.endswith("on a GPU"):
+        try:
+            DeviceMemory(1)
+        except GpuUnavailable as error:
+            pytest.skip(str(error))
+        return {"gpu_library": ""}
+    if way.startswith("cuda"):
+        return {"gpu_library": request.getfixturevalue("fake_gpu").library}
     if way.startswith("ucx"):
         monkeypatch.setenv("UCX_TLS", way.split()[-1])
         return {"ucx_library": ucx_library()}
@@ -109,12 +137,16 @@ def make_node(backend: str, fabric: Fabric) -> Iterator[MakeNode]:
             agent = memory_fabric.agent(options)
         else:
             agent = NativeAgent(replace(options, backends=(backend,)))
-        nodes.append(Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=backend == "direct"))
+        gpu_library = fabric.get("gpu_library")
+        shared = backend == "direct"
+        nodes.append(
+            Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=shared, gpu_library=gpu_library)
+        )
         return nodes[-1]
 
     yield make
     for node in nodes:
-        node.agent.close()
+        node.close()
 
 
 @pytest.fixture

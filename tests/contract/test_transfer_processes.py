@@ -73,8 +73,8 @@ class Peer:
         self._stdout.close()
 
 
-WAYS = ("direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
-every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma"])
+WAYS = ("cuda-ipc", "cuda-put", "direct", "cma", "shm", "verbs", "ucx over tcp", "tcp")
+every_way = pytest.mark.parametrize("way", [*WAYS, "ucx over posix,cma", "cuda-ipc on a GPU", "cuda-put on a GPU"])
 
 
 @pytest.fixture(params=WAYS)
@@ -103,15 +103,20 @@ def node(backend: str, fabric: Fabric) -> Generator[Node]:
     """Return an agent of this process that gives up soon."""
     options = AgentOptions(
         secret="shared",
-        backends=(backend, "tcp"),
+        backends=backends_of(backend),
         lease_ttl_s=0.6,
         connect_timeout_s=0.5,
         stall_timeout_s=1.0,
         **fabric,
     )
-    node = Node(NativeAgent(options), shared=backend == "direct")
+    node = Node(NativeAgent(options), shared=backend == "direct", gpu_library=fabric.get("gpu_library"))
     yield node
-    node.agent.close()
+    node.close()
+
+
+def backends_of(backend: str) -> tuple[str, ...]:
+    """Return it with a fallback, but for pools in CUDA memory, for which there is none."""
+    return (backend,) if backend.startswith("cuda") else (backend, "tcp")
 
 
 def pull(sink: Node, endpoint: str) -> None:
@@ -188,8 +193,8 @@ def test_a_source_that_was_given_up_is_told_when_it_is_back(
     start_peer: StartPeer, backend: str, fabric: Fabric
 ) -> None:
     """Here the stopped process is the sink's view of the source; its lease ends sooner than its time would be up."""
-    options = AgentOptions(secret="shared", backends=(backend, "tcp"), connect_timeout_s=0.3, **fabric)
-    sink = Node(NativeAgent(options))
+    options = AgentOptions(secret="shared", backends=backends_of(backend), connect_timeout_s=0.3, **fabric)
+    sink = Node(NativeAgent(options), gpu_library=fabric.get("gpu_library"))
     peer = start_peer(backend, 30.0)
     peer.lease()
     peer.signal(signal.SIGSTOP)
@@ -197,7 +202,7 @@ def test_a_source_that_was_given_up_is_told_when_it_is_back(
     assert sink.wait_end(KEY).cause == Cause.UNREACHABLE
     peer.signal(signal.SIGCONT)
     wait_until(lambda: peer.leases() == 0, 5.0)
-    sink.agent.close()
+    sink.close()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])

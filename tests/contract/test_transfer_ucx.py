@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fake_verbs import NATIVE, compiler
+from fake_library import NATIVE, compiler
 from test_transfer_processes import Peer
 from transfer_rig import KEY, OPTIONS, SINK_BLOCKS, SOURCE_BLOCKS, TOKENS, Node, pull
 from ucx_library import ucx_library

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
-from fake_verbs import OPEN, FakeVerbs
+from fake_library import FakeVerbs
 from test_transfer_processes import Peer
 from transfer_rig import (
     BLOCK_TOKENS,
@@ -283,4 +283,4 @@ def test_an_idle_connection_costs_nothing(make: Make) -> None:
 def test_the_fake_counts_what_is_open(make: Make, fake_verbs: FakeVerbs) -> None:
     """Else nothing would be left open in any test."""
     whole_pull(make)
-    assert set(fake_verbs.left_open()) == set(OPEN)
+    assert set(fake_verbs.left_open()) == set(FakeVerbs.open)

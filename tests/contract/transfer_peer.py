@@ -22,7 +22,8 @@ def main(backends: str, lease_ttl_s: str, file_bytes_max: str, fabric: str) -> N
     options = AgentOptions(
         secret="shared", backends=tuple(backends.split(",")), lease_ttl_s=float(lease_ttl_s), **json.loads(fabric)
     )
-    node = Node(NativeAgent(options), shared=options.backends == ("direct",))
+    gpu_library = options.gpu_library if options.backends[0].startswith("cuda") else None
+    node = Node(NativeAgent(options), shared=options.backends == ("direct",), gpu_library=gpu_library)
     agent = node.agent
 
     def lease(key: str, blocks: str, seed: str) -> None:

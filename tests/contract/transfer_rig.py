@@ -6,7 +6,9 @@ import ctypes
 import select
 import time
 from collections.abc import Callable, Sequence
-from typing import TypedDict
+from typing import Protocol, TypedDict
+
+from baton_native import DeviceMemory
 
 from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key, share_memory
 
@@ -32,60 +34,100 @@ class Fabric(TypedDict, total=False):
 
     verbs_library: str
     ucx_library: str
+    gpu_library: str
     rails: tuple[str, ...]
     streams: int
     lane_bytes: int
+
+
+class Memory(Protocol):
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    def read(self, offset: int, size: int) -> bytes: ...
+    def write(self, offset: int, data: bytes) -> None: ...
+    def fill(self, offset: int, size: int, value: int) -> None: ...
+
+
+class HostMemory:
+    def __init__(self, size: int, *, shared: bool) -> None:
+        self.region = share_memory(size) if shared else None
+        memory = ctypes.c_uint8 * size
+        self._memory = memory() if self.region is None else memory.from_address(self.region.address)
+        self.address = ctypes.addressof(self._memory)
+        self.bytes = size
+
+    def read(self, offset: int, size: int) -> bytes:
+        return ctypes.string_at(self.address + offset, size)
+
+    def write(self, offset: int, data: bytes) -> None:
+        ctypes.memmove(self.address + offset, data, len(data))
+
+    def fill(self, offset: int, size: int, value: int) -> None:
+        ctypes.memset(self.address + offset, value, size)
 
 
 class Node:
     """An agent and the pool it reads and writes; between two blocks lies a gap that nothing may touch."""
 
     def __init__(
-        self, agent: TransferAgent, *, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, shared: bool = False
+        self,
+        agent: TransferAgent,
+        *,
+        fingerprint: str = "model",
+        block_bytes: int = BLOCK_BYTES,
+        shared: bool = False,
+        gpu_library: str | None = None,
     ) -> None:
+        """`gpu_library`: the pool lies in CUDA memory of that library's."""
         self.agent = agent
         self.block_bytes = block_bytes
         self.stride_bytes = block_bytes + GAP_BYTES
         self.layer_bytes = BLOCKS * self.stride_bytes
         size = LAYERS * self.layer_bytes
-        self.region = share_memory(size) if shared else None
-        memory = ctypes.c_uint8 * size
-        self.memory = memory() if self.region is None else memory.from_address(self.region.address)
-        self.base = ctypes.addressof(self.memory)
+        host = HostMemory(size, shared=shared) if gpu_library is None else None
+        self.memory: Memory = host or DeviceMemory(size, 0, gpu_library or "")
         self.poison()
         self.events: list[TransferEvent] = []
         agent.set_pool(
             Pool(
-                layer_addresses=tuple(self.base + layer * self.layer_bytes for layer in range(LAYERS)),
+                layer_addresses=tuple(self.memory.address + self._at(layer, 0) for layer in range(LAYERS)),
                 blocks=BLOCKS,
                 block_bytes=block_bytes,
                 block_stride_bytes=self.stride_bytes,
                 block_tokens=BLOCK_TOKENS,
                 fingerprint=fingerprint,
-                region=self.region,
+                region=host and host.region,
+                device=None if host else 0,
             )
         )
 
+    def close(self) -> None:
+        """Close the agent and let go of the memory."""
+        self.agent.close()
+        del self.memory
+
     def poison(self) -> None:
-        ctypes.memset(self.base, POISON, len(self.memory))
+        self.memory.fill(0, self.memory.bytes, POISON)
 
     def is_poison(self) -> bool:
-        return bytes(self.memory) == bytes([POISON]) * len(self.memory)
+        return self.memory.read(0, self.memory.bytes) == bytes([POISON]) * self.memory.bytes
 
     def _at(self, layer: int, block: int) -> int:
-        return self.base + layer * self.layer_bytes + block * self.stride_bytes
+        return layer * self.layer_bytes + block * self.stride_bytes
 
     def read(self, layer: int, block: int) -> bytes:
-        return ctypes.string_at(self._at(layer, block), self.block_bytes)
+        return self.memory.read(self._at(layer, block), self.block_bytes)
 
     def write(self, layer: int, block: int, data: bytes) -> None:
         assert len(data) == self.block_bytes
-        ctypes.memmove(self._at(layer, block), data, len(data))
+        self.memory.write(self._at(layer, block), data)
 
     def gaps_are_untouched(self) -> bool:
         gap = bytes([POISON]) * GAP_BYTES
         return all(
-            ctypes.string_at(self._at(layer, block) + self.block_bytes, GAP_BYTES) == gap
+            self.memory.read(self._at(layer, block) + self.block_bytes, GAP_BYTES) == gap
             for layer in range(LAYERS)
             for block in range(BLOCKS)
         )

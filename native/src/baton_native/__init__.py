@@ -6,7 +6,10 @@ They are `baton.blocks`, `baton.transfer.native`, `baton.transfer.layout` and `b
 from baton_native import core
 from baton_native._core import (
     Agent,
+    DeviceMemory,
     FlatTable,
+    GpuError,
+    GpuUnavailable,
     IndexFull,
     MalformedRun,
     Options,
@@ -26,7 +29,10 @@ from baton_native._core import (
 
 __all__ = [
     "Agent",
+    "DeviceMemory",
     "FlatTable",
+    "GpuError",
+    "GpuUnavailable",
     "IndexFull",
     "MalformedRun",
     "Options",

@@ -1,5 +1,6 @@
 """Baton's native core: block hashing, the KV transfer agent and the prefix index."""
 
+import builtins
 from collections.abc import Sequence
 
 def blake3(data: bytes) -> bytes:
@@ -65,6 +66,10 @@ class Options:
     def ucx_library(self) -> str: ...
     @ucx_library.setter
     def ucx_library(self, arg: str, /) -> None: ...
+    @property
+    def gpu_library(self) -> str: ...
+    @gpu_library.setter
+    def gpu_library(self, arg: str, /) -> None: ...
     @property
     def lease_ttl_s(self) -> float: ...
     @lease_ttl_s.setter
@@ -409,6 +414,30 @@ class Core:
     def generation(self, key: bytes) -> int: ...
     def stats(self) -> Stats: ...
 
+class GpuError(RuntimeError):
+    """A call of CUDA's failed."""
+
+class GpuUnavailable(GpuError):
+    """No CUDA here: not in this build, no driver, or no such GPU."""
+
+class DeviceMemory:
+    """Memory of a CUDA device; freed with this object, or once no agent of this process reads it any more."""
+
+    def __init__(self, size: int, device: int = 0, library: str = "") -> None:
+        """Take `size` bytes. `library`: empty for this build's own. Raises ValueError, GpuUnavailable, GpuError."""
+    @property
+    def address(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def device(self) -> str:
+        """Which device it is, such as "NVIDIA H200, sm_90, 132 multiprocessors"."""
+    def read(self, offset: int, size: int) -> builtins.bytes: ...
+    def write(self, offset: int, data: builtins.bytes) -> None: ...
+    def fill(self, offset: int, size: int, value: int) -> None: ...
+    def copy_from(self, other: DeviceMemory, size: int) -> None:
+        """Copy as cudaMemcpy does, and wait for it."""
+
 class Region:
     """Memory that other processes of this host can map; it lives as long as this object and any pool in it."""
 
@@ -434,10 +463,14 @@ class Agent:
         block_tokens: int,
         fingerprint: str,
         region: Region | None = None,
-    ) -> None: ...
+        device: int = -1,
+    ) -> None:
+        """Lend the pool. `device`: the CUDA device whose memory it is; -1: the host's. Raises ValueError."""
     def open_lease(self, key: bytes, unclaimed_ttl_s: float) -> int: ...
     def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None: ...
     def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None: ...
+    def post_ready_after(self, key: bytes, generation: int, layer: int, tokens: int, stream: int) -> None:
+        """As `post_ready`, once what is in the cudaStream_t now has ended. Also raises GpuError."""
     def complete_lease(self, key: bytes, generation: int, tokens: int) -> None: ...
     def revoke_lease(self, key: bytes, final: bool) -> None: ...
     def pull(

@@ -208,3 +208,28 @@ def gather(pool: Pool, table: Table, chunk: Chunk, out: Buffer) -> None:
 
 def scatter(pool: Pool, table: Table, chunk: Chunk, data: Buffer) -> None:
     """Store a chunk that came in wire form; `data` has exactly `chunk_bytes`. Raises Invalid."""
+
+class DeviceMover:
+    """A CUDA GPU that carries conversions out between pools in its memory; see `convert`, `gather` and `scatter`.
+
+    Each call waits for its end and returns the seconds that it took the GPU. Rows must be whole, aligned 16 bytes;
+    packed layouts are a CPU's and raise Invalid. Raises baton_native.GpuError where the GPU fails or takes longer than
+    `budget_s`: then drop the mover before the memory.
+    """
+
+    def __init__(self, library: str = "", device: int = 0, budget_s: float = 10.0) -> None:
+        """Raise baton_native.GpuUnavailable where there is none. `library`: empty for this build's own."""
+    def convert(
+        self,
+        source: Pool,
+        source_table: Table,
+        sink: Pool,
+        sink_table: Table,
+        first_token: int,
+        tokens: int,
+        first_layer: int,
+        layers: int,
+    ) -> float: ...
+    def gather(self, pool: Pool, table: Table, chunk: Chunk, address: int) -> float:
+        """Write a chunk in wire form to the GPU's memory at `address`."""
+    def scatter(self, pool: Pool, table: Table, chunk: Chunk, address: int) -> float: ...

@@ -1,7 +1,8 @@
 """What this host can do: `python -m baton_native.probe`.
 
 Says which ways of moving blocks work between two processes here, and why not, what it costs to ask for many
-scattered blocks, and what an idle agent costs. For speed, see `python -m baton_native.bench`.
+scattered blocks, and what an idle agent costs. For speed, see `python -m baton_native.bench` and, of GPUs,
+`python -m baton_native.bench_cuda`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import select
 import sys
 import time
 
-from baton_native import Agent, Report
+from baton_native import Agent, DeviceMemory, GpuUnavailable, Report
 from baton_native.bench import SourceProcess
+from baton_native.bench_cuda import BACKENDS as CUDA_BACKENDS
+from baton_native.bench_cuda import Pair
 from baton_native.bench_source import Memory, Path, Shape, make_agent
 
 BACKENDS = ("direct", "shm", "cma", "verbs", "ucx", "tcp")
@@ -37,7 +40,25 @@ def pull(agent: Agent, source: SourceProcess, number: int, endpoint: str, shape:
                 return report, asked_s
 
 
+def try_cuda(backend: str) -> str:
+    """Return whether the backend moves the right bytes within this host's first GPU, or why not."""
+    try:
+        device = DeviceMemory(1).device
+    except GpuUnavailable as error:
+        return str(error)
+    pair = Pair("", backend, True, SMALL.layers, SMALL.blocks)
+    try:
+        pair.check_bytes()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        pair.close()
+    return f"works ({device})"
+
+
 def main() -> None:
+    for backend in CUDA_BACKENDS:
+        sys.stdout.write(f"{backend:<9}{try_cuda(backend)}\n")
     source = SourceProcess(None)
     try:
         for shape in (SMALL, MANY):
@@ -56,11 +77,11 @@ def main() -> None:
                 agent.close()
                 works = report.kind == "pull_done"
                 if shape is SMALL:
-                    sys.stdout.write(f"{backend:<8}{'works' if works else report.detail.rpartition(f'{backend}: ')[2]}")
+                    sys.stdout.write(f"{backend:<9}{'works' if works else report.detail.rpartition(f'{backend}: ')[2]}")
                     sys.stdout.write(f" ({report.declined})\n" if works and report.declined else "\n")
                 elif works:
                     sys.stdout.write(
-                        f"{backend:<8}{shape.blocks} scattered blocks asked for in {asked_s * 1e3:.1f} ms\n"
+                        f"{backend:<9}{shape.blocks} scattered blocks asked for in {asked_s * 1e3:.1f} ms\n"
                     )
         before_s = time.process_time(), source.cpu_s()
         time.sleep(IDLE_S)

@@ -31,14 +31,15 @@
 #include <thread>
 #include <utility>
 
+#include "tests/fabric/tables.h"
 #include "transfer/verbs_abi.h"
 
+using namespace baton::tests;
 using namespace baton::transfer::ibv;
 
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Word = std::atomic<std::int32_t>;
 
 constexpr int kDevices = 2, kMrs = 4096, kQps = 1024;
 constexpr int kRemoteOperation = 11, kRdmaWrite = 0;
@@ -124,22 +125,6 @@ int number_of(const Context* context) {
   return context->device == device(0) ? 0 : 1;
 }
 
-[[noreturn]] void misused(const char* what) {
-  std::fprintf(stderr, "fake_verbs: %s\n", what);
-  std::abort();
-}
-
-template <class T>
-T* map_file(const std::string& path, int flags) {
-  const int fd = ::open(path.c_str(), flags | O_RDWR | O_CLOEXEC, 0600);
-  if (fd < 0) return nullptr;
-  void* at = (flags & O_CREAT) == 0 || ::ftruncate(fd, sizeof(T)) == 0
-                 ? ::mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
-                 : MAP_FAILED;
-  ::close(fd);
-  return at == MAP_FAILED ? nullptr : static_cast<T*>(at);
-}
-
 // The adapter of this process. One lock: whoever holds it sees no operation half done.
 class Adapter {
  public:
@@ -213,9 +198,7 @@ class Adapter {
 
  private:
   Adapter() {
-    const char* folder = std::getenv("FAKE_VERBS_DIR");
-    if (folder == nullptr) misused("FAKE_VERBS_DIR is not set");
-    folder_ = folder;
+    folder_ = folder_of("FAKE_VERBS_DIR");
     control = map_file<Control>(folder_ + "/control", O_CREAT);
     own = map_file<Table>(folder_ + "/" + std::to_string(::getpid()), O_CREAT);
     if (control == nullptr || own == nullptr) misused("FAKE_VERBS_DIR cannot be used");

@@ -1,0 +1,158 @@
+// The library of baton_gpu.h as the rest of Baton uses it: loaded at run time, its objects owned, its statuses thrown.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <span>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "gpu/baton_gpu.h"
+
+namespace baton::gpu {
+
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// Nothing of this host can be used: no library in this build, no driver, no GPU.
+struct Unavailable : Error {
+  using Error::Error;
+};
+
+struct Calls {
+  decltype(&baton_gpu_abi) abi;
+  decltype(&baton_gpu_why) why;
+  decltype(&baton_gpu_open) open;
+  decltype(&baton_gpu_close) close;
+  decltype(&baton_gpu_name) name;
+  decltype(&baton_gpu_allocate) allocate;
+  decltype(&baton_gpu_free) free;
+  decltype(&baton_gpu_copy) copy;
+  decltype(&baton_gpu_fill) fill;
+  decltype(&baton_gpu_range) range;
+  decltype(&baton_gpu_share) share;
+  decltype(&baton_gpu_map) map;
+  decltype(&baton_gpu_unmap) unmap;
+  decltype(&baton_gpu_write) write;
+  decltype(&baton_gpu_write_after) write_after;
+  decltype(&baton_gpu_queue_open) queue_open;
+  decltype(&baton_gpu_queue_close) queue_close;
+  decltype(&baton_gpu_queue_scratch) queue_scratch;
+  decltype(&baton_gpu_queue_fd) queue_fd;
+  decltype(&baton_gpu_launch) launch;
+  decltype(&baton_gpu_ended) ended;
+};
+
+// All calls of this and of what follows throw Error.
+class Device {
+ public:
+  // `library`: its file; empty: the one that lies beside this program or module, where the host has a driver.
+  Device(const std::string& library, int number);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  // Such as "NVIDIA H200, sm_90, 132 multiprocessors".
+  [[nodiscard]] std::string name() const { return calls_.name(gpu_); }
+  void copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
+  void fill(std::uint64_t address, std::uint8_t value, std::uint64_t bytes);
+  void write(std::uint64_t address, std::uint64_t value);
+  void write_after(std::uint64_t stream, std::uint64_t address, std::uint64_t value);
+  struct Range {
+    std::uint64_t base = 0;
+    std::uint64_t bytes = 0;
+    // Whether all of [address, address + count) lies in it.
+    [[nodiscard]] bool holds(std::uint64_t address, std::uint64_t count) const {
+      return address >= base && count <= bytes && address - base <= bytes - count;
+    }
+  };
+  [[nodiscard]] Range range(std::uint64_t address);
+  [[nodiscard]] BatonGpuHandle share(std::uint64_t base);
+
+ private:
+  friend class Memory;
+  friend class Mapping;
+  friend class Queue;
+  void check(BatonGpuStatus status) const;
+
+  Calls calls_{};
+  BatonGpu* gpu_ = nullptr;
+};
+
+// Memory of a device.
+class Memory {
+ public:
+  Memory(std::shared_ptr<Device> device, std::uint64_t bytes);
+  ~Memory();
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+
+  [[nodiscard]] Device& device() const { return *device_; }
+  [[nodiscard]] std::uint64_t address() const { return address_; }
+  [[nodiscard]] std::uint64_t bytes() const { return bytes_; }
+
+ private:
+  std::shared_ptr<Device> device_;
+  std::uint64_t address_ = 0;
+  std::uint64_t bytes_;
+};
+
+// Memory that somebody else allocated, as this process sees it.
+class Mapping {
+ public:
+  Mapping(Device& device, const BatonGpuHandle& handle);
+  Mapping(Mapping&& other) noexcept;
+  Mapping& operator=(Mapping&&) = delete;
+  ~Mapping();
+
+  [[nodiscard]] const Device::Range& range() const { return range_; }
+
+ private:
+  Device* device_;
+  Device::Range range_;
+};
+
+// Chunks on their way: all that were added while earlier ones moved go together, in one launch.
+//
+// Its end is a fence: afterwards nothing of it writes any more.
+class Queue {
+ public:
+  explicit Queue(Device& device);
+  ~Queue();
+  Queue(const Queue&) = delete;
+  Queue& operator=(const Queue&) = delete;
+
+  // Readable when `take` should be called.
+  [[nodiscard]] int fd() const { return device_.calls_.queue_fd(queue_); }
+  // Some memory of the device for this queue's launches, BATON_GPU_SCRATCH_BYTES.
+  [[nodiscard]] std::uint64_t scratch() const { return device_.calls_.queue_scratch(queue_); }
+  // Whether a chunk of so many pieces may be added now; a new queue takes BATON_GPU_PIECES_MAX.
+  [[nodiscard]] bool has_room(std::size_t pieces) const;
+  // `pieces`: their gate is filled in.
+  void add(const BatonGpuGate& gate, std::span<const BatonGpuPiece> pieces, void* tag);
+  // Begins what was added, unless enough is under way.
+  void launch(bool sums);
+  struct Ended {
+    void* tag = nullptr;
+    BatonGpuResult result{};
+  };
+  // Adds chunks that ended, in the order they were added in.
+  void take(std::vector<Ended>& ended);
+  // Of launches so far.
+  [[nodiscard]] std::uint64_t device_ns() const { return device_ns_; }
+  [[nodiscard]] std::uint64_t launches() const { return launches_; }
+
+ private:
+  Device& device_;
+  BatonGpuQueue* queue_ = nullptr;
+  std::vector<BatonGpuPiece> pieces_;
+  std::vector<BatonGpuGate> gates_;
+  std::vector<void*> tags_;
+  std::deque<std::vector<void*>> under_way_;
+  std::uint64_t device_ns_ = 0;
+  std::uint64_t launches_ = 0;
+};
+
+}  // namespace baton::gpu

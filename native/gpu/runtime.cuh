@@ -1,0 +1,207 @@
+// What the library does with CUDA's runtime and the driver, apart from launches: errors, the device, memory that is
+// mapped.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <dlfcn.h>
+#include <sys/random.h>
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "gpu/baton_gpu.h"
+
+namespace {
+
+thread_local std::string why;
+
+// A call's failure, up to the boundary.
+struct Failure {
+  BatonGpuStatus status;
+  std::string why;
+};
+
+BatonGpuStatus status_of(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInsufficientDriver:
+    case cudaErrorStubLibrary:
+      return BATON_GPU_NO_DRIVER;
+    case cudaErrorNoDevice:
+    case cudaErrorInvalidDevice:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+      return BATON_GPU_NO_DEVICE;
+    case cudaErrorMemoryAllocation:
+      return BATON_GPU_NO_MEMORY;
+    case cudaErrorInvalidValue:
+    case cudaErrorStreamCaptureUnsupported:
+    case cudaErrorStreamCaptureIsolation:
+      return BATON_GPU_INVALID;
+    default:
+      return BATON_GPU_FAILED;
+  }
+}
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // Else the next call reports it again.
+  throw Failure{status_of(error), std::string(what) + ": " + cudaGetErrorString(error)};
+}
+
+template <class Body>
+BatonGpuStatus guarded(const Body& body) {
+  try {
+    body();
+    return BATON_GPU_OK;
+  } catch (const Failure& failure) {
+    why = failure.why;
+    return failure.status;
+  } catch (const std::bad_alloc&) {
+    why = "no host memory";
+    return BATON_GPU_NO_MEMORY;
+  }
+}
+
+// Callers have a current device of their own, on threads of their own.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "no current device");
+    if (device != before_) check(cudaSetDevice(device), "the device cannot be used");
+    changed_ = device != before_;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// What the runtime does not offer. The write is preceded by a system-wide fence of what its stream did before, and
+// needs no multiprocessor, so that a GPU full of work does not delay it.
+struct Driver {
+  int (*get_address_range)(unsigned long long* base, std::size_t* bytes, unsigned long long address);
+  int (*write_value)(cudaStream_t stream, unsigned long long address, std::uint64_t value, unsigned flags);
+};
+
+const Driver& driver() {
+  static const auto found = [] {
+    Driver calls{};
+    if (void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL)) {
+      calls.get_address_range =
+          reinterpret_cast<decltype(calls.get_address_range)>(::dlsym(library, "cuMemGetAddressRange_v2"));
+      calls.write_value = reinterpret_cast<decltype(calls.write_value)>(::dlsym(library, "cuStreamWriteValue64_v2"));
+    }
+    return calls;
+  }();
+  if (found.get_address_range == nullptr || found.write_value == nullptr) {
+    throw Failure{BATON_GPU_NO_DRIVER, "there is no NVIDIA driver here (libcuda.so.1), or one that is too old"};
+  }
+  return found;
+}
+
+using Process = std::array<std::uint8_t, 16>;
+
+// Random: process ids mean nothing in another container.
+const Process& this_process() {
+  static const Process process = [] {
+    Process random{};
+    if (::getrandom(random.data(), random.size(), 0) != static_cast<ssize_t>(random.size())) random[0] = 1;
+    return random;
+  }();
+  return process;
+}
+
+struct Handle {
+  cudaIpcMemHandle_t memory;
+  Process process;
+  std::uint64_t base;
+};
+static_assert(sizeof(Handle) <= sizeof(BatonGpuHandle));
+
+Handle unpack(const BatonGpuHandle& packed) {
+  Handle handle;
+  std::memcpy(&handle, packed.bytes, sizeof handle);
+  return handle;
+}
+
+// Memory that this process maps itself, when two of its agents meet: freed only after the last of them has let go.
+struct OwnMappings {
+  struct Entry {
+    int mapped = 0;
+    bool freed = false;
+  };
+  std::mutex lock;
+  std::map<std::uint64_t, Entry> entries;
+
+  void add(std::uint64_t base) {
+    const std::lock_guard held(lock);
+    ++entries[base].mapped;
+  }
+  // False: it is not one of these.
+  bool remove(std::uint64_t base) {
+    const std::lock_guard held(lock);
+    const auto at = entries.find(base);
+    if (at == entries.end()) return false;
+    if (--at->second.mapped > 0) return true;
+    if (at->second.freed) cudaFree(reinterpret_cast<void*>(base));
+    entries.erase(at);
+    return true;
+  }
+  bool free_later(std::uint64_t base) {
+    const std::lock_guard held(lock);
+    const auto at = entries.find(base);
+    if (at != entries.end()) at->second.freed = true;
+    return at != entries.end();
+  }
+};
+
+OwnMappings& own_mappings() {
+  static OwnMappings mappings;
+  return mappings;
+}
+
+void* as_pointer(std::uint64_t address) {
+  return reinterpret_cast<void*>(address);
+}
+
+}  // namespace
+
+struct BatonGpu {
+  BatonGpu() = default;
+  BatonGpu(const BatonGpu&) = delete;
+  BatonGpu& operator=(const BatonGpu&) = delete;
+
+  int device = 0;
+  int processors = 0;
+  std::string name;
+  cudaStream_t now = nullptr;    // For what waits for nothing.
+  cudaStream_t after = nullptr;  // For words that wait for other streams: in the order of the calls.
+
+  std::mutex lock;
+  std::vector<std::unique_ptr<BatonGpuQueue>> idle;  // Under the lock: queues that were closed.
+
+  ~BatonGpu();
+  void write(cudaStream_t stream, std::uint64_t address, std::uint64_t value) const {
+    if (driver().write_value(stream, address, value, 0) != 0) throw Failure{BATON_GPU_FAILED, "the write fails"};
+  }
+  void range(std::uint64_t address, std::uint64_t& base, std::uint64_t& bytes) const {
+    unsigned long long begin = 0;
+    std::size_t size = 0;
+    if (driver().get_address_range(&begin, &size, address) != 0) {
+      throw Failure{BATON_GPU_INVALID, "the address does not lie in memory of this GPU"};
+    }
+    base = begin;
+    bytes = size;
+  }
+};
