@@ -86,16 +86,16 @@ MUTATIONS = [
     ),
     Mutation(
         "blocks may lie outside the source's region",
-        "transfer/direct.cpp",
-        "    if (layer > bytes || site.pool.block_bytes > bytes - layer) return false;\n    return remote->blocks",
-        "    return remote->blocks",
+        "transfer/one_sided.cpp",
+        "  if (blocks == 0 || offset > bytes || block_bytes > bytes - offset) return false;\n",
+        "  if (blocks == 0) return false;\n",
         "paths",
     ),
     Mutation(
         "the last blocks may lie outside the source's region",
-        "transfer/direct.cpp",
-        "    return remote->blocks - 1 <= (bytes - layer - site.pool.block_bytes) / remote->stride_bytes;",
-        "    return true;",
+        "transfer/one_sided.cpp",
+        "  return blocks - 1 <= (bytes - offset - block_bytes) / stride_bytes;",
+        "  return true;",
         "paths",
     ),
     Mutation(
@@ -150,7 +150,7 @@ MUTATIONS = [
     Mutation(
         "a grant may have any size",
         "transfer/one_sided.cpp",
-        "  if (chunk.where.size() != chunk.blocks.size() * sizeof(std::uint32_t)) return false;\n",
+        "  if (chunk.where.size() != chunk.blocks.size() * sizeof(std::uint32_t) + more_bytes) return false;\n",
         "",
         "paths",
     ),
@@ -192,8 +192,8 @@ MUTATIONS = [
     Mutation(
         "stopped reads that wait are begun",
         "transfer/one_sided.cpp",
-        "  std::erase_if(waiting_, of_pull);\n",
-        "",
+        "  for (std::list<Read>* reads : {&waiting_, &read_, &undone_}) {",
+        "  for (std::list<Read>* reads : {&read_, &undone_}) {",
         "paths",
     ),
     Mutation(
