@@ -21,7 +21,7 @@ from pathlib import Path
 from planted import Mutation, agents, leases, paths, pulls, streams
 
 NATIVE = Path(__file__).resolve().parent.parent
-OPERATIONS = 200_000
+OPERATIONS = 500_000
 LIMIT_S = 300
 """Of one run: a fault may well make a test hang, which also is noticed."""
 

@@ -1,5 +1,5 @@
 // The handshake against peers that do not know the secret, know it and lie, or repeat what others said. The world of
-// tests/model is one of agents that have met; this is about who gets in.
+// tests/model is one of agents that have met; this is about who gets in, and what is too rare there.
 #include "tests/check.h"
 #include "tests/proof.h"
 #include "transfer/core.h"
@@ -182,7 +182,6 @@ TEST(strangers_do_not_stay_and_do_not_crowd) {
   CHECK(source.core.stats().connections == 0);
 }
 
-// Not in the model's world, where an answer that is late enough to be mistaken is rare.
 TEST(a_restarted_pull_uses_no_sequence_number_again) {
   MetSink sink;
   welcome(sink, identity());
@@ -198,4 +197,33 @@ TEST(a_restarted_pull_uses_no_sequence_number_again) {
   sink.step(0, PlacingStopped{pull});
   const frames::Request second = request(2);
   CHECK(first.generation == 1 && second.generation == 2 && second.sequence > first.sequence + 1);
+}
+
+TEST(a_release_may_come_before_its_lease) {
+  MetSource source;
+  source.hear(kAtSource,
+              frames::Identify{identity(), proof("sink", MetSource::sink_nonce(), source.nonce, identity())});
+  source.hear(kAtSource, frames::Release{Key{1}, Cause::none});
+  source.step(0, OpenLease{Key{1}});
+  CHECK(source.core.stats().leases == 0);
+  source.step(0, OpenLease{Key{2}});
+  CHECK(source.core.stats().leases == 1);
+}
+
+TEST(a_trailer_of_another_generation_does_not_count) {
+  const auto done = [](std::uint64_t generation) {
+    MetSink sink;
+    welcome(sink, identity());
+    sink.hear(kAtSink, frames::Agreed{"tcp", true, ""});
+    const PullId pull = sink.last<frames::Ask>().pull;
+    sink.hear(kAtSink, frames::Opened{pull, 1});
+    sink.hear(kAtSink, frames::Ready{.pull = pull, .generation = 1, .tokens = 4});
+    for (const std::uint32_t sequence : {0u, 1u}) {
+      sink.step(0, DataArrived{kAtSink, pull, sequence, 64});
+      sink.step(0, Placed{kAtSink, pull, sequence, -1, 7});
+      sink.hear(kAtSink, frames::ChunkEnd{pull, sequence, generation, -1, 7});
+    }
+    return sink.core.stats().pulls_done;
+  };
+  CHECK(done(1) == 1 && done(0) == 0 && done(2) == 0);
 }

@@ -162,3 +162,11 @@ TEST(streams_do_not_wait_for_ever_for_a_peer_that_does_not_read) {
   while (sent < 100'000 && ends.source.send(frame)) CHECK(ends.source.flush() && ++sent > 0);
   CHECK(sent > 1000 && sent < 100'000);
 }
+
+TEST(streams_find_the_frame_behind_a_payload_that_nobody_wants) {
+  auto bytes = pattern(100);
+  Ends ends;
+  ends.serve(3, bytes);
+  CHECK(ends.source.flush() && ends.source.send(encode(frames::KeepAlive{5})) && ends.run());
+  CHECK(ends.order() == std::vector<std::int64_t>({-3, 5}) && ends.at_sink.empty());
+}

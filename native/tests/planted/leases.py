@@ -166,6 +166,7 @@ MUTATIONS = [
         "transfer/lease.cpp",
         "    if (before.by_sink) return end(now_s, found, before.cause, before.detail, true);\n",
         "",
+        "release_may_come",
     ),
     Mutation(
         "commands of an older generation count",

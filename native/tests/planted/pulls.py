@@ -12,6 +12,7 @@ MUTATIONS = [
         "transfer/pull.cpp",
         "  if (chunk.trailer_generation != pull.generation) return restart(pull);\n",
         "",
+        "another_generation",
     ),
     Mutation(
         "the checksum is ignored",
