@@ -5,17 +5,18 @@ from __future__ import annotations
 import socket
 import threading
 from contextlib import suppress
+from math import inf
 
 CHUNK_BYTES = 256 << 10
 
 
 class Proxy:
-    """Forwards connections to `address`; once `limit_bytes` have come from there, it does what it was told to."""
+    """Forwards connections to `address`, until it breaks: then it cuts them, or goes silent if it `hangs`."""
 
-    def __init__(self, address: str, *, limit_bytes: int, hangs: bool) -> None:
+    def __init__(self, address: str, *, hangs: bool) -> None:
         host, _, port = address.rpartition(":")
         self._target = (host, int(port))
-        self._limit_bytes = limit_bytes
+        self._limit_bytes = inf
         self._hangs = hangs
         self._lock = threading.Lock()
         self._sockets: list[socket.socket] = []
@@ -27,6 +28,10 @@ class Proxy:
         self._listener = socket.create_server((host, 0))
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._start(self._accept)
+
+    def break_after(self, more_bytes: int) -> None:
+        """Break once so many bytes more have come from the address."""
+        self._limit_bytes = self.passed_bytes + more_bytes
 
     def break_now(self) -> None:
         if self._hangs:
