@@ -16,6 +16,7 @@ from baton.transfer.protocol import (
     TransferAgent,
     TransferEvent,
     lease_key,
+    pull_failure,
 )
 from baton.transfer.pull_watch import LayerGroup, PullWatch
 from baton.transfer.tally import PullTally, PullTotals
@@ -38,5 +39,6 @@ __all__ = [
     "TransferAgent",
     "TransferEvent",
     "lease_key",
+    "pull_failure",
     "share_memory",
 ]

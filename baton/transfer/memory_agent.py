@@ -10,7 +10,7 @@ from threading import Condition, Thread
 from typing import Final, Protocol
 
 from baton.errors import TransferFailed
-from baton.transfer.memory_state import EndedLease, Lease, Pull, check_blocks, copy_block, refusal
+from baton.transfer.memory_state import EndedLease, Lease, Pull, check_blocks, check_layout, copy_block, refusal
 from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
 
 BACKEND: Final = "memory"
@@ -83,6 +83,7 @@ class MemoryAgent:
         with self._fabric.changed:
             if self.pool is not None:
                 raise ValueError("the pool is set already")
+            check_layout(pool)
             self.pool = pool
 
     # Source.
@@ -263,10 +264,12 @@ class MemoryAgent:
             lease = source._leases.get(key)
             revoked = lease is not None and not lease.open
             self._fail(key, Cause.REVOKED if revoked else Cause.DEADLINE, "the budget is spent")
-        elif source.pool is not None and self.pool is not None and (why := refusal(source.pool, self.pool)):
-            self._fail(key, Cause.REFUSED, why, held=False)
         else:
-            self._follow(key, pull, source, now_s)
+            cause, why = (Cause.NONE, "") if source.pool is None else refusal(source.pool, self._ready_pool(key))
+            if cause is not Cause.NONE:
+                self._fail(key, cause, why, held=False)
+            else:
+                self._follow(key, pull, source, now_s)
 
     def _follow(self, key: bytes, pull: Pull, source: MemoryAgent, now_s: float) -> None:
         """Keep the lease alive, and move what is ready."""

@@ -6,6 +6,8 @@ import ctypes
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from baton.errors import LayoutMismatch
+from baton.transfer.layout import Layout, matches, read_layout
 from baton.transfer.protocol import Cause, Pool
 
 
@@ -82,17 +84,26 @@ class Pull:
         return next(missing, len(self.moved_tokens))
 
 
-def refusal(source: Pool, sink: Pool) -> str:
-    """Return why two pools cannot exchange blocks, naming both sides; empty where they can."""
-    for name, theirs, ours in (
-        ("fingerprint", source.fingerprint, sink.fingerprint),
-        ("number of layers", len(source.layer_addresses), len(sink.layer_addresses)),
-        ("bytes per block", source.block_bytes, sink.block_bytes),
-        ("tokens per block", source.block_tokens, sink.block_tokens),
-    ):
+def refusal(source: Pool, sink: Pool) -> tuple[Cause, str]:
+    """Return why two pools cannot exchange blocks, naming both sides; NONE where they can."""
+    with_layouts = bool(source.layout and sink.layout)
+    compared = [("fingerprint", source.fingerprint, sink.fingerprint)]
+    if not with_layouts:
+        compared += [
+            ("number of layers", str(len(source.layer_addresses)), str(len(sink.layer_addresses))),
+            ("bytes per block", str(source.block_bytes), str(sink.block_bytes)),
+            ("tokens per block", str(source.block_tokens), str(sink.block_tokens)),
+        ]
+    for name, theirs, ours in compared:
         if theirs != ours:
-            return f"{name} differs: the source has '{theirs}', the sink '{ours}'"
-    return ""
+            return Cause.REFUSED, f"{name} differs: the source has '{theirs}', the sink '{ours}'"
+    if with_layouts:
+        try:
+            if not matches(read_layout(source.layout), read_layout(sink.layout)):
+                return Cause.LAYOUT, f"only equal blocks are moved: '{source.layout}' and '{sink.layout}'"
+        except LayoutMismatch as mismatch:
+            return Cause.LAYOUT, mismatch.detail
+    return Cause.NONE, ""
 
 
 def copy_block(source: Pool, origin: int, sink: Pool, target: int, layer: int, *, corrupt: bool, check: bool) -> bool:
@@ -106,6 +117,16 @@ def copy_block(source: Pool, origin: int, sink: Pool, target: int, layer: int, *
         return False
     ctypes.memmove(sink.layer_addresses[layer] + target * sink.block_stride_bytes, bytes(data), len(data))
     return True
+
+
+def check_layout(pool: Pool) -> None:
+    """Raise ValueError where the pool is not what its layout says."""
+    if not pool.layout:
+        return
+    layout = Layout.parse(pool.layout)
+    said = (layout.layers * layout.tensors, layout.block_bytes, layout.block_tokens)
+    if said != (len(pool.layer_addresses), pool.block_bytes, pool.block_tokens):
+        raise ValueError(f"the pool is not one of '{pool.layout}'")
 
 
 def check_blocks(blocks: tuple[int, ...], pool: Pool) -> None:

@@ -93,6 +93,7 @@ class NativeAgent:
                 _natural("block_tokens", pool.block_tokens),
                 pool.fingerprint,
                 _region(pool),
+                pool.layout,
             )
 
     def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:

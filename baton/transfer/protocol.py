@@ -18,6 +18,8 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Protocol
 
+from baton.errors import LayoutMismatch, PeerUnreachable, TransferFailed
+
 KEY_BYTES = 16
 
 
@@ -40,16 +42,25 @@ class Pool:
     """A paged KV cache in this process. Block b of layer l lies at `layer_addresses[l] + b * block_stride_bytes`."""
 
     layer_addresses: tuple[int, ...]
-    """Virtual addresses, in the model's layer order. The memory must outlive the agent."""
+    """Virtual addresses, in the model's layer order; where `layout` is split, each layer's K and then its V.
+
+    The memory must outlive the agent.
+    """
     blocks: int
     block_bytes: int
-    """Of one layer's block: K and V, all heads of this rank."""
+    """Of one address: K and V of a layer, or one of them, all heads of this rank."""
     block_stride_bytes: int
     block_tokens: int
     fingerprint: str
-    """Model digest, dtype and inner layout. Agents with different fingerprints refuse each other, naming both."""
+    """Of the model and its weights, and of all that `layout` does not say.
+
+    Agents with different fingerprints refuse each other, naming both.
+    """
     region: SharedMemory | None = None
     """Of `share_memory`, where all layers lie in it: peers on this host then read it directly."""
+    layout: str = ""
+    """What is in a block: the text of a `baton.transfer.layout.Layout`. Two pools that differ in it exchange what can
+    be converted; the others are refused under the cause LAYOUT. Without it blocks of equal sizes are taken as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +159,19 @@ class Cause(StrEnum):
     EXPIRED = "expired"
     CHECKSUM = "checksum"
     STALLED = "stalled"
+    LAYOUT = "layout"
+    """One KV layout cannot be converted into the other; `detail` names both in full."""
+
+
+def pull_failure(cause: Cause, detail: str) -> TransferFailed:
+    """Return the error for a pull that failed for this cause."""
+    match cause:
+        case Cause.UNREACHABLE:
+            return PeerUnreachable(detail)
+        case Cause.LAYOUT:
+            return LayoutMismatch(detail)
+        case _:
+            return TransferFailed(detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -201,10 +201,12 @@ void bind_core(nb::module_& m) {
       .def(
           "set_geometry",
           [](Core& core, std::string fingerprint, std::uint32_t layers, std::uint32_t blocks, std::uint64_t block_bytes,
-             std::uint32_t block_tokens) {
-            core.set_geometry({std::move(fingerprint), layers, blocks, block_bytes, block_tokens});
+             std::uint32_t block_tokens, const std::string& layout) {
+            Geometry geometry{std::move(fingerprint), layers, blocks, block_bytes, block_tokens};
+            if (!layout.empty()) geometry.layout = baton::layout::parse(layout);
+            core.set_geometry(std::move(geometry));
           },
-          "fingerprint"_a, "layers"_a, "blocks"_a, "block_bytes"_a, "block_tokens"_a)
+          "fingerprint"_a, "layers"_a, "blocks"_a, "block_bytes"_a, "block_tokens"_a, "layout"_a = "")
       .def(
           "step", [](Core& core, double now_s, const std::vector<Event>& events) { return core.step(now_s, events); },
           "now_s"_a, "events"_a)

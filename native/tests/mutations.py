@@ -83,7 +83,7 @@ MUTATIONS = [
     Mutation(
         "chunks are served beyond the watermark",
         "transfer/lease.cpp",
-        "  if (lease->ready_tokens[request.layer] < needed_tokens) return false;\n",
+        "  if (lease->ready_tokens[request.layer / geometry_.tensors_per_layer()] < needed_tokens) return false;\n",
         "",
     ),
     Mutation(
@@ -228,8 +228,8 @@ MUTATIONS = [
     Mutation(
         "a restart keeps what was verified",
         "transfer/pull.cpp",
-        "  pull.verified.assign(geometry_.layers, 0);\n",
-        "  pull.verified.resize(geometry_.layers);\n",
+        "  pull.verified.assign(pull.pool.tensors(), 0);\n",
+        "  pull.verified.resize(pull.pool.tensors());\n",
     ),
     Mutation(
         "a restart keeps the chunks in flight",
@@ -240,14 +240,14 @@ MUTATIONS = [
     Mutation(
         "a restart keeps the watermarks",
         "transfer/pull.cpp",
-        "  pull.ready_tokens.assign(geometry_.layers, 0);\n",
-        "  pull.ready_tokens.resize(geometry_.layers);\n",
+        "  pull.ready_tokens.assign(pull.pool.layers, 0);\n",
+        "  pull.ready_tokens.resize(pull.pool.layers);\n",
     ),
     Mutation(
         "a pull is done one chunk early",
         "transfer/pull.cpp",
-        "  if (pull.blocks_verified == std::uint64_t{pull.blocks.size()} * geometry_.layers)",
-        "  if (pull.blocks_verified + 1 >= std::uint64_t{pull.blocks.size()} * geometry_.layers)",
+        "  if (pull.blocks_verified == std::uint64_t{pull.pool_blocks} * pull.pool.tensors())",
+        "  if (pull.blocks_verified + 1 >= std::uint64_t{pull.pool_blocks} * pull.pool.tensors())",
     ),
     Mutation(
         "a chunk counts before it lies in place",
@@ -258,13 +258,13 @@ MUTATIONS = [
     Mutation(
         "a chunk is placed twice",
         "transfer/pull.cpp",
-        "  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
-        "  if (chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
+        "  if (chunk->placing || chunk->run.blocks * pull->pool.block_bytes != data.bytes) return false;\n",
+        "  if (chunk->run.blocks * pull->pool.block_bytes != data.bytes) return false;\n",
     ),
     Mutation(
         "an inline payload's length is not checked",
         "transfer/pull.cpp",
-        "  if (chunk->placing || chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
+        "  if (chunk->placing || chunk->run.blocks * pull->pool.block_bytes != data.bytes) return false;\n",
         "  if (chunk->placing) return false;\n",
     ),
     Mutation(

@@ -153,7 +153,7 @@ struct Serve {
   ConnectionId connection = 0;
   PullId pull = 0;
   std::uint32_t sequence = 0;
-  std::uint32_t layer = 0;
+  std::uint32_t layer = 0;  // Counts tensors, as in `Place`.
   std::vector<std::uint32_t> blocks;
   bool corrupt = false;  // Injected: flip one bit after the checksum was taken.
 };

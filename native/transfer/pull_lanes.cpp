@@ -57,7 +57,7 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   const auto usable = [&](const Lane& lane) {
     return lane.ready() && peer.rails[lane.rail].distance == peer.rails[nearest].distance;
   };
-  const auto bytes = chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
+  const auto bytes = chunk_blocks(pull.pool, options_.limits) * pull.pool.block_bytes;
   const auto done_in_s = [&](const Lane& lane) {
     const double bytes_per_s = lane.bytes_per_s > 0 ? lane.bytes_per_s : std::max(fastest, 1.0);
     return static_cast<double>(lane.in_flight_bytes + bytes) / bytes_per_s;
@@ -100,12 +100,11 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   return best;
 }
 
-std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) const {
+std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) {
   const std::uint32_t tokens = pull.ready_tokens[layer];
-  const auto all = static_cast<std::uint32_t>(pull.blocks.size());
-  if (tokens >= pull.tokens) return all;
-  const std::uint32_t whole = tokens / geometry_.block_tokens;
-  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, all);
+  if (tokens >= pull.tokens) return pull.pool_blocks;
+  const std::uint32_t whole = tokens / pull.pool.block_tokens;
+  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, pull.pool_blocks);
 }
 
 void Sink::request_more(double now_s, Pull& pull) {
@@ -127,11 +126,11 @@ std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
     return run;
   }
   // Lower layers first: the engine that waits reads them first.
-  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
-    const std::uint32_t ready = ready_blocks(pull, layer);
-    std::uint32_t& next = pull.requested[layer];
+  for (std::uint32_t tensor = 0; tensor < pull.pool.tensors(); ++tensor) {
+    const std::uint32_t ready = ready_blocks(pull, tensor / pull.pool.tensors_per_layer());
+    std::uint32_t& next = pull.requested[tensor];
     if (next >= ready) continue;
-    const Run run{layer, next, std::min(chunk_blocks(geometry_, options_.limits), ready - next)};
+    const Run run{tensor, next, std::min(chunk_blocks(pull.pool, options_.limits), ready - next)};
     next += run.blocks;
     return run;
   }
@@ -141,7 +140,7 @@ std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
 void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
   if (!pull.shares.contains(lane.connection)) ask(now_s, pull, lane.connection, true);
   Share& share = pull.shares.at(lane.connection);
-  const std::uint64_t bytes = run.blocks * geometry_.block_bytes;
+  const std::uint64_t bytes = run.blocks * pull.pool.block_bytes;
   ++share.in_flight;
   share.in_flight_bytes += bytes;
   share.asked_bytes += bytes;

@@ -57,9 +57,17 @@ std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
   return found == endpoints_.end() ? 0 : peers_.at(found->second).incarnation;
 }
 
-void Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
+bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
   Peer* peer = peer_on(connection);
-  if (peer == nullptr) return;
+  if (peer == nullptr) return true;
+  if (peer->pool.layers == 0) {
+    peer->pool = handshake.peer();
+    for (auto& [id, pull] : pulls_) {
+      if (pull.endpoint == peer->endpoint) measure(pull, peer->pool);
+    }
+  } else if (peer->pool != handshake.peer()) {
+    return false;
+  }
   Lane& lane = peer->lanes.at(connection);
   lane.agreed = true;
   lane.backend = handshake.backend();
@@ -68,10 +76,14 @@ void Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& han
   lane.hear(now_s);
   peer->rails[lane.rail].retry_s = 0;
   peer->lease_ttl_s = handshake.lease_ttl_s();
-  if (peer->control == 0) return lead(now_s, *peer, connection);
+  if (peer->control == 0) {
+    lead(now_s, *peer, connection);
+    return true;
+  }
   for (auto& [id, pull] : pulls_) {
     if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
   }
+  return true;
 }
 
 // From now on this is the lane on which the source is asked, and tells.

@@ -144,6 +144,10 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
     check_usable_locked();
     core_.check_geometry(geometry);
   }
+  if (pool.layers.size() != geometry.tensors()) {
+    throw std::invalid_argument(std::to_string(pool.layers.size()) + " addresses are not those of a pool of " +
+                                std::to_string(geometry.tensors()) + " tensors");
+  }
   if (pool.stride_bytes < geometry.block_bytes) throw std::invalid_argument("blocks overlap: the stride is too small");
   pool.blocks = geometry.blocks;
   if (pool.region != nullptr) {

@@ -37,8 +37,9 @@ enum class Cause : std::uint8_t {
   expired,
   checksum,
   stalled,
+  layout,
 };
-inline constexpr std::uint8_t kCauses = 9;
+inline constexpr std::uint8_t kCauses = 10;
 
 enum class ReportKind : std::uint8_t { pull_progress, pull_done, pull_failed, lease_released, lease_ended };
 
@@ -66,15 +67,6 @@ struct Report {
   std::string declined;  // Why it is none of the backends that were preferred, and what else it says of itself.
   std::uint32_t restarts = 0;
   std::vector<RailShare> rails;
-};
-
-// What both ends must agree on before bytes move.
-struct Geometry {
-  std::string fingerprint;
-  std::uint32_t layers = 0;
-  std::uint32_t blocks = 0;  // Of this side's pool; the other side's may differ.
-  std::uint64_t block_bytes = 0;
-  std::uint32_t block_tokens = 0;
 };
 
 struct Faults {
@@ -155,11 +147,5 @@ struct Stats {
   std::uint64_t lanes_retired = 0;    // Connections to sources that were lost or hung.
   std::vector<RailShare> rails;       // Of sources, that this sink has used.
 };
-
-// How many blocks one chunk has at most. Both ends compute it from what they agreed on.
-[[nodiscard]] inline std::uint32_t chunk_blocks(const Geometry& geometry, const Limits& limits) {
-  const std::uint64_t blocks = limits.chunk_bytes / geometry.block_bytes;
-  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(blocks, 1, limits.chunk_blocks));
-}
 
 }  // namespace baton::transfer
