@@ -17,6 +17,7 @@ from baton.transfer.protocol import (
     TransferEvent,
     lease_key,
     pull_failure,
+    rank_key,
 )
 from baton.transfer.pull_watch import LayerGroup, PullWatch
 from baton.transfer.tally import PullTally, PullTotals
@@ -40,5 +41,6 @@ __all__ = [
     "TransferEvent",
     "lease_key",
     "pull_failure",
+    "rank_key",
     "share_memory",
 ]

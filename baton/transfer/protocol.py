@@ -28,6 +28,14 @@ def lease_key(request: str, attempt: int) -> bytes:
     return blake2b(f"{request}/{attempt}".encode(), digest_size=KEY_BYTES).digest()
 
 
+def rank_key(key: bytes, source_rank: int, sink_rank: int) -> bytes:
+    """Return the key of one pair of ranks, where one side has more of them than the other.
+
+    A lease ends with the pull that it was for, so a source's rank opens one for each rank that reads it.
+    """
+    return blake2b(f"{source_rank}/{sink_rank}".encode(), key=key, digest_size=KEY_BYTES).digest()
+
+
 class SharedMemory(Protocol):
     """Memory for a pool that other processes of this host can map. It lives as long as this object, or its pool."""
 
@@ -267,8 +275,10 @@ class TransferAgent(Protocol):
     ) -> None:
         """Fill `blocks` of the pool with the lease's KV for tokens [first_token, tokens).
 
-        `first_token` is a multiple of the block size; `blocks[0]` receives the source's block at that
-        token. Ends with exactly one PULL_DONE or PULL_FAILED.
+        `first_token` is a multiple of this pool's block size, whatever the source's is; `blocks[0]` receives the
+        tokens from there on. Where both layouts are alike, whole blocks move, the rest of the last one too; else
+        exactly these tokens are written, of the heads that both ranks hold. Ends with exactly one PULL_DONE or
+        PULL_FAILED.
         """
         ...
 

@@ -276,8 +276,8 @@ MUTATIONS = [
     Mutation(
         "a chunk goes to the blocks of another",
         "transfer/pull.cpp",
-        "  const auto first = pull.blocks.begin() + chunk.run.first;\n  out_.put(Place{",
-        "  const auto first = pull.blocks.begin() + (chunk.run.first > 0 ? chunk.run.first - 1 : 0);\n  out_.put(Place{",
+        "    const auto first = pull.blocks.begin() + chunk.run.first;\n",
+        "    const auto first = pull.blocks.begin() + (chunk.run.first > 0 ? chunk.run.first - 1 : 0);\n",
     ),
     Mutation(
         "blocks before the pull's first are asked for",
@@ -352,6 +352,57 @@ MUTATIONS = [
         '      fail_all(peer.endpoint, Cause::unreachable, "cannot reach " + address + others + ": " + peer.lost_detail);\n',
         "",
     ),
+    # Conversion.
+    Mutation(
+        "a chunk counts before it is converted",
+        "transfer/pull.cpp",
+        "  if (!lane.staging) return count(now_s, pull, chunk);\n",
+        "  if (lane.staging) convert(pull, sequence, chunk);\n  if (true) return count(now_s, pull, chunk);\n",
+        "staging",
+    ),
+    Mutation(
+        "tokens before the pull's first are converted",
+        "transfer/pull_staging.cpp",
+        "std::max(staged_origin, pull.first_token);",
+        "staged_origin;",
+        "staging",
+    ),
+    Mutation(
+        "tokens after the pull's last are converted",
+        "transfer/pull_staging.cpp",
+        "std::min(staged_origin + chunk.run.blocks * pull.pool.block_tokens, pull.tokens);",
+        "staged_origin + chunk.run.blocks * pull.pool.block_tokens;",
+        "staging",
+    ),
+    Mutation("two chunks are staged in one slot", "transfer/staging.h", "    *free = pull;\n", "", "staging"),
+    Mutation(
+        "a stopped pull is still converted",
+        "transfer/converter.cpp",
+        "  std::erase_if(waiting_, [&](const Convert& chunk) { return chunk.pull == pull; });\n",
+        "  (void)pull;\n",
+        "staging",
+    ),
+    Mutation(
+        "a conversion of an old generation counts",
+        "transfer/pull.cpp",
+        "  pull.converting.clear();\n",
+        "",
+        "staging",
+    ),
+    Mutation(
+        "what waited for its conversion is not asked for again",
+        "transfer/pull_peers.cpp",
+        "      if (entry.second.connection == connection) pull.again.push_back(entry.second.run);\n",
+        "",
+        "staging",
+    ),
+    Mutation(
+        "one tensor's conversion writes the other's",
+        "layout/convert.cpp",
+        "{&kPlanes[tensor % block.tensors], 1});",
+        "{kPlanes, 2});",
+        "staging",
+    ),
     # Handshake and core.
     Mutation(
         "the sink's proof is not compared",
@@ -414,6 +465,13 @@ MUTATIONS = [
         "transfer/handshake.cpp",
         "  if (sink.block_bytes != source.block_bytes) {",
         "  if (false) {",
+        "strangers",
+    ),
+    Mutation(
+        "a layout that is not the pool's is believed",
+        "transfer/handshake.cpp",
+        "    check(geometry);\n",
+        "",
         "strangers",
     ),
     Mutation(

@@ -83,6 +83,7 @@ void Core::on(double now_s, const Event& event) {
                    }
                    sink_.on_placed(now_s, e);
                  },
+                 [&](const Converted& e) { sink_.on_converted(now_s, e); },
                  [&](const PlacingStopped& e) { sink_.on_placing_stopped(now_s, e); },
                  [&](const BackendOffered& e) {
                    const auto found = connections_.find(e.connection);

@@ -118,13 +118,9 @@ Handshake::Outcome Handshake::compare(const frames::Identity& identity, Outbox& 
   if (sink.layout && source.layout) {
     try {
       (void)layout::common_heads(*source.layout, *sink.layout);
+      converts_ = !layout::identical(*source.layout, *sink.layout);
     } catch (const layout::Mismatch& mismatch) {
       return refuse(mismatch.what(), out, Cause::layout);
-    }
-    if (!layout::identical(*source.layout, *sink.layout)) {
-      return refuse("only equal blocks are moved: the source has '" + layout::to_string(*source.layout) +
-                        "', the sink '" + layout::to_string(*sink.layout) + "'",
-                    out, Cause::layout);
     }
   } else {
     if (sink.layers != source.layers) return number("number of layers", sink.layers, source.layers);
@@ -244,6 +240,7 @@ Handshake::Outcome Handshake::on_welcome(const frames::Welcome& welcome, Outbox&
     cause_ = Cause::unreachable;
     return Outcome::refused;
   }
+  if (converts_) out.put(Stage{connection_, peer_});
   lease_ttl_s_ = welcome.identity.lease_ttl_ms / 1000.0;
   step_ = Step::backends;
   return Outcome::going;

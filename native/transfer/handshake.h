@@ -44,6 +44,8 @@ class Handshake {
   [[nodiscard]] const std::string& declined() const { return declined_; }
   // Once agreed: what the other side's blocks are.
   [[nodiscard]] const Geometry& peer() const { return peer_; }
+  // Whether the source's blocks must be converted into the sink's.
+  [[nodiscard]] bool converts() const { return converts_; }
   // After `refused`: why, and under which cause pulls fail.
   [[nodiscard]] const std::string& detail() const { return detail_; }
   [[nodiscard]] Cause cause() const { return cause_; }
@@ -74,6 +76,7 @@ class Handshake {
   Digest own_nonce_;
   Digest peer_nonce_{};
   Geometry peer_;
+  bool converts_ = false;
   std::vector<std::string> candidates_;  // Backends not tried yet, the preferred last.
   std::string backend_;
   bool checksum_ = true;

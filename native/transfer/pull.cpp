@@ -38,6 +38,7 @@ void Sink::pull(double now_s, const StartPull& command) {
     refuse("first_token " + std::to_string(command.first_token) + " is not a multiple of the block size " +
            std::to_string(block_tokens));
   }
+  if (geometry_.layout && command.tokens > layout::kTokensMax) refuse("a pull ends within 2**24 tokens");
   if (command.tokens <= command.first_token) {
     refuse("there is nothing to pull: tokens " + std::to_string(command.tokens) + " is not above first_token " +
            std::to_string(command.first_token));
@@ -237,13 +238,19 @@ bool Sink::on_chunk_end(double now_s, ConnectionId connection, const frames::Chu
 
 void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where) {
   chunk.placing = true;
-  const auto first = pull.blocks.begin() + chunk.run.first;
+  std::vector<std::uint32_t> blocks;
+  if (peers_.at(pull.endpoint).lanes.at(chunk.connection).staging) {
+    blocks = staged_blocks(pull, chunk);
+  } else {
+    const auto first = pull.blocks.begin() + chunk.run.first;
+    blocks.assign(first, first + chunk.run.blocks);
+  }
   out_.put(Place{.connection = chunk.connection,
                  .pull = pull.id,
                  .sequence = sequence,
                  .slot = chunk.slot,
                  .layer = chunk.run.layer,
-                 .blocks = {first, first + chunk.run.blocks},
+                 .blocks = std::move(blocks),
                  .where = std::move(where)});
 }
 
@@ -281,12 +288,23 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
         pull.rereads < std::uint64_t{pull.pool.tensors()} * pull.pool.block_tokens) {
       ++pull.rereads;
       pull.again.push_back(chunk.run);
+      if (lane.staging) lane.staging->release(chunk.staged);
       return request_more(now_s, pull);
     }
     ++stats_.checksum_failures;
     return fail(pull, Cause::checksum,
                 "layer " + std::to_string(chunk.run.layer) + " arrived with another checksum than it was sent with");
   }
+  if (!lane.staging) return count(now_s, pull, chunk);
+  convert(pull, sequence, chunk);
+  request_more(now_s, pull);
+}
+
+// It lies in the blocks of this pool.
+void Sink::count(double now_s, Pull& pull, const Chunk& chunk) {
+  const Peer& peer = peers_.at(pull.endpoint);
+  const Lane& lane = peer.lanes.at(chunk.connection);
+  const std::uint64_t bytes = chunk.run.blocks * pull.pool.block_bytes;
   pull.verified[chunk.run.layer] += chunk.run.blocks;
   pull.blocks_verified += chunk.run.blocks;
   stats_.pulled_blocks += chunk.run.blocks;
@@ -318,7 +336,7 @@ void Sink::report_progress(Pull& pull) {
 }
 
 void Sink::account(double now_s, Pull& pull) {
-  (pull.in_flight.empty() ? pull.waiting_s : pull.moving_s) += now_s - pull.accounted_s;
+  (pull.in_flight.empty() && pull.converting.empty() ? pull.waiting_s : pull.moving_s) += now_s - pull.accounted_s;
   pull.accounted_s = now_s;
 }
 
@@ -365,6 +383,11 @@ void Sink::forget_progress(Pull& pull) {
 }
 
 void Sink::forget_requests(Pull& pull) {
+  for (const auto& [connection, share] : pull.shares) {
+    auto& staging = peers_.at(pull.endpoint).lanes.at(connection).staging;
+    if (staging) staging->forget(pull.id);
+  }
+  pull.converting.clear();
   for (const auto& [sequence, chunk] : pull.in_flight) {
     Share& share = pull.shares.at(chunk.connection);
     share.in_flight = 0;
@@ -408,12 +431,15 @@ void Sink::on_placing_stopped(double now_s, const PlacingStopped& stopped) {
   if (pull.state == State::fencing) {
     ++stats_.pulls_failed;
     out_.put(report_of(pull, ReportKind::pull_failed));
-    return erase(pull.id);
+    const std::string endpoint = pull.endpoint;
+    erase(pull.id);
+    return request_more(now_s, endpoint);
   }
-  if (!pull.reopened) return;
-  pull.reopened = false;
-  pull.state = State::pulling;
-  request_more(now_s, pull);
+  if (pull.reopened) {
+    pull.reopened = false;
+    pull.state = State::pulling;
+  }
+  request_more(now_s, pull.endpoint);
 }
 
 void Sink::erase(PullId id) {

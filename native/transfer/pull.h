@@ -50,6 +50,7 @@ class Sink {
   [[nodiscard]] bool on_data(double now_s, const DataArrived& data);
 
   void on_placed(double now_s, const Placed& placed);
+  void on_converted(double now_s, const Converted& converted);
   void on_placing_stopped(double now_s, const PlacingStopped& stopped);
   void tick(double now_s);
 
@@ -69,6 +70,7 @@ class Sink {
     Run run;
     ConnectionId connection = 0;  // On which it was asked for.
     std::int32_t slot = -1;
+    std::uint32_t staged = 0;  // Its slot of the lane's staging, if that has one.
     bool granted = false;
     bool placing = false;
     bool placed = false;
@@ -126,7 +128,8 @@ class Sink {
     std::vector<Run> again;                   // Lost with a connection; asked for first.
     std::map<ConnectionId, Share> shares;     // Of the lanes on which the source knows this pull.
     std::map<std::string, RailShare> rails;
-    std::map<std::uint32_t, Chunk> in_flight;  // By sequence.
+    std::map<std::uint32_t, Chunk> in_flight;   // By sequence.
+    std::map<std::uint32_t, Chunk> converting;  // Verified, and not yet in the blocks of this pool.
     std::uint32_t next_sequence = 0;
     std::uint32_t layers_reported = 0;
     std::uint64_t blocks_verified = 0;
@@ -165,10 +168,14 @@ class Sink {
   [[nodiscard]] RailShare& of_rail(std::map<std::string, RailShare>& rails, const std::string& name) const;
   [[nodiscard]] static std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer);
   void request_more(double now_s, Pull& pull);
+  void request_more(double now_s, const std::string& endpoint);
   [[nodiscard]] std::optional<Run> next_run(Pull& pull) const;
   void request(double now_s, Pull& pull, Lane& lane, const Run& run);
   void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where = {});
+  [[nodiscard]] std::vector<std::uint32_t> staged_blocks(const Pull& pull, const Chunk& chunk) const;
   void judge(double now_s, Pull& pull, std::uint32_t sequence);
+  void convert(Pull& pull, std::uint32_t sequence, const Chunk& chunk);
+  void count(double now_s, Pull& pull, const Chunk& chunk);
   void report_progress(Pull& pull);
   void finish(double now_s, Pull& pull);
   void restart(Pull& pull);

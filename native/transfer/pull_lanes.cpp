@@ -68,8 +68,9 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   }
   // Lanes that are being opened count: their part of the pull is left for them.
   const bool shared = peer.lanes.size() > 1;
-  const auto full = [&](const Share& share) {
-    return share.in_flight >= options_.limits.chunks_in_flight ||
+  const auto full = [&](const Lane& lane, const Share& share) {
+    return (lane.staging && !lane.staging->has_room(pull.id, peer.pulls)) ||
+           share.in_flight >= options_.limits.chunks_in_flight ||
            (shared && share.in_flight >= 2 && share.in_flight_bytes >= options_.limits.lane_window_bytes);
   };
   const auto less = [](const Share& a, const Lane& of_a, const Share& b, const Lane& of_b) {
@@ -81,7 +82,7 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
     if (!usable(lane) || done_in_s(lane) > kClearlySlower * soonest_s) continue;
     const auto known = pull.shares.find(connection);
     const Share share = known == pull.shares.end() ? Share{} : known->second;
-    if (full(share) || (best != nullptr && !less(share, lane, least, *best))) continue;
+    if (full(lane, share) || (best != nullptr && !less(share, lane, least, *best))) continue;
     best = &lane;
     least = share;
   }
@@ -119,6 +120,13 @@ void Sink::request_more(double now_s, Pull& pull) {
   }
 }
 
+// A lane is there, or has room again: any of the source's pulls may have waited for it.
+void Sink::request_more(double now_s, const std::string& endpoint) {
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint == endpoint) request_more(now_s, pull);
+  }
+}
+
 std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
   if (!pull.again.empty()) {
     const Run run = pull.again.back();
@@ -146,7 +154,8 @@ void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
   share.asked_bytes += bytes;
   lane.ask_for(now_s, bytes);
   const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
-  pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
+  Chunk& chunk = pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
+  if (lane.staging) chunk.staged = lane.staging->take(pull.id);
   out_.send(lane.connection, frames::Request{.pull = pull.id,
                                              .generation = pull.generation,
                                              .sequence = sequence,

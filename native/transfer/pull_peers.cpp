@@ -73,6 +73,7 @@ bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& han
   lane.backend = handshake.backend();
   lane.checksum = handshake.checksum();
   lane.declined = handshake.declined();
+  if (handshake.converts()) lane.staging.emplace(peer->pool, options_.limits);
   lane.hear(now_s);
   peer->rails[lane.rail].retry_s = 0;
   peer->lease_ttl_s = handshake.lease_ttl_s();
@@ -80,9 +81,7 @@ bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& han
     lead(now_s, *peer, connection);
     return true;
   }
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
-  }
+  request_more(now_s, peer->endpoint);
   return true;
 }
 
@@ -146,15 +145,17 @@ void Sink::on_closed(double now_s, ConnectionId connection, const std::string& d
       }
       chunk = next;
     }
+    std::erase_if(pull.converting, [&](const auto& entry) {
+      if (entry.second.connection == connection) pull.again.push_back(entry.second.run);
+      return entry.second.connection == connection;
+    });
     if (pull.state == State::verifying) pull.state = State::pulling;
   }
   const auto lost = peer->lanes.extract(connection);
   note_lost(now_s, *peer, lost.mapped());
   for (auto& [id, pull] : pulls_) pull.shares.erase(connection);
   if (peer->control == connection || peer->control == 0) follow(now_s, *peer, detail);
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
-  }
+  request_more(now_s, peer->endpoint);
 }
 
 void Sink::fail_all(const std::string& endpoint, Cause cause, const std::string& detail) {

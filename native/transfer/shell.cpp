@@ -161,6 +161,8 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
       throw std::invalid_argument("a layer does not lie in the region");
     }
   }
+  std::optional<layout::Pool> layout_pool;
+  if (geometry.layout) layout_pool.emplace(*geometry.layout, pool.layers, pool.blocks, pool.stride_bytes);
   // Not under the lock: it may take seconds.
   Fabrics fabrics;
   for (const std::string& name : core_.options().backends) {
@@ -173,6 +175,7 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
   core_.set_geometry(std::move(geometry));
   chunk_bytes_max_ = chunk_blocks(core_.geometry(), core_.options().limits) * core_.geometry().block_bytes;
   pool_ = std::move(pool);
+  layout_pool_ = std::move(layout_pool);
   fabrics_ = std::move(fabrics);
 }
 
@@ -341,10 +344,17 @@ void Agent::carry_out(Action& action) {
                    if (!at->path->credit(a.slot)) return drop(a.connection, kBrokenProtocol);
                    working_.push_back(a.connection);
                  },
+                 [&](const Stage& a) { stage(a); },
                  [&](const Place& a) {
                    Connection* at = find(a.connection);
                    if (at == nullptr || at->path == nullptr) return;
                    if (!at->path->place(a)) return drop(a.connection, kBrokenProtocol);
+                   working_.push_back(a.connection);
+                 },
+                 [&](const Convert& a) {
+                   Connection* at = find(a.connection);
+                   if (at == nullptr || at->converter == nullptr) return;
+                   at->converter->convert(a);
                    working_.push_back(a.connection);
                  },
                  [&](const Discard& a) {

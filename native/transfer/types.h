@@ -89,6 +89,7 @@ struct Limits {
   std::uint32_t chunk_bytes = 1 << 20;        // A chunk is at least one block, whatever this says.
   std::uint32_t chunk_blocks = 1024;          // So that a grant fits a frame.
   std::uint32_t chunks_in_flight = 16;        // Per pull and lane, asked for by the sink.
+  std::uint64_t staging_bytes = 8 << 20;      // Per lane to a source with other blocks; two chunks are allowed.
   std::uint64_t lane_window_bytes = 2 << 20;  // The same, where several lanes share a pull; two chunks are allowed.
   std::size_t lanes = 16;                     // Per source.
   std::size_t rails = 1024;                   // That statistics are kept of.

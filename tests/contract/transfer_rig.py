@@ -187,8 +187,8 @@ def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, bu
     )
 
 
-def assert_nothing_left(*nodes: Node) -> None:
-    def is_empty(node: Node) -> bool:
+def assert_nothing_left(*nodes: Party) -> None:
+    def is_empty(node: Party) -> bool:
         stats = node.agent.stats()
         return (stats.leases, stats.leased_blocks, stats.pulls, stats.parked) == (0, 0, 0, 0)
 

@@ -246,6 +246,9 @@ class Granted:
 class Placed:
     def __init__(self, connection: int, pull: int, sequence: int, slot: int, crc: int) -> None: ...
 
+class Converted:
+    def __init__(self, connection: int, pull: int, sequence: int) -> None: ...
+
 class PlacingStopped:
     def __init__(self, pull: int) -> None: ...
 
@@ -320,6 +323,32 @@ class Place:
     @property
     def where(self) -> bytes: ...
 
+class Stage:
+    @property
+    def connection(self) -> int: ...
+
+class Convert:
+    @property
+    def connection(self) -> int: ...
+    @property
+    def pull(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def staged(self) -> list[int]: ...
+    @property
+    def staged_origin(self) -> int: ...
+    @property
+    def blocks(self) -> list[int]: ...
+    @property
+    def origin(self) -> int: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+
 class Discard:
     @property
     def connection(self) -> int: ...
@@ -385,6 +414,7 @@ class Core:
             | Served
             | Granted
             | Placed
+            | Converted
             | PlacingStopped
             | BackendOffered
             | BackendAccepted
@@ -397,7 +427,9 @@ class Core:
         | Serve
         | StopServing
         | Credit
+        | Stage
         | Place
+        | Convert
         | Discard
         | StopPlacing
         | OfferBackend
