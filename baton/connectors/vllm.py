@@ -29,6 +29,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.request import RequestStatus
 
+from baton.connectors.cache_layout import describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.engines.vllm.process import bind_to_parent
@@ -210,30 +211,36 @@ class BatonConnector(KVConnectorBase_V1):
                     f"the KV cache is not one contiguous span per block and layer: {tuple(tensor.shape)}, "
                     f"strides {tensor.stride()}"
                 )
-        cache = self._vllm_config.cache_config
-        parallel = self._vllm_config.parallel_config
-        # What must be equal on both sides for a block's bytes to mean the same.
-        fingerprint = "/".join(
-            (
-                self._model_digest,
-                str(first.dtype),
-                "x".join(map(str, first.shape[1:])),
-                f"layers={len(tensors)}",
-                f"block={cache.block_size}",
-                f"inner={self._inner_layout()}",
-                f"tp={parallel.tensor_parallel_size}",
-            )
+        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+        block_tokens = self._vllm_config.cache_config.block_size
+        layout = describe_cache(
+            layers=len(tensors),
+            kv_heads=model.get_total_num_kv_heads(),
+            dim=first.shape[-1] if model.use_mla else model.get_head_size(),
+            dtype=str(first.dtype).removeprefix("torch."),
+            isa=self._isa(),
+            latent=model.use_mla,
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=parallel.tensor_parallel_size,
         )
+        fingerprint = self._model_digest
+        if layout is None:
+            # Then all of this must be equal on both sides for a block's bytes to mean the same.
+            shape = "x".join(map(str, first.shape[1:]))
+            fingerprint += f"/{first.dtype}/{shape}/inner={self._isa()}/tp={parallel.tensor_parallel_size}"
         return Pool(
             layer_addresses=tuple(tensor.data_ptr() for tensor in tensors),
             blocks=blocks,
             block_bytes=block_bytes,
             block_stride_bytes=first.stride(0) * first.element_size(),
-            block_tokens=cache.block_size,
+            block_tokens=block_tokens,
             fingerprint=fingerprint,
+            layout="" if layout is None else str(layout),
         )
 
-    def _inner_layout(self) -> str:
+    def _isa(self) -> str:
         """Return how the CPU kernels pack a block's inside, which depends on the processor."""
         layer = self._vllm_config.compilation_config.static_forward_context[next(iter(self._layers))]
         return str(getattr(layer, "isa", "unknown"))

@@ -16,6 +16,8 @@ from baton.transfer.protocol import (
     TransferAgent,
     TransferEvent,
     lease_key,
+    pull_failure,
+    rank_key,
 )
 from baton.transfer.pull_watch import LayerGroup, PullWatch
 from baton.transfer.tally import PullTally, PullTotals
@@ -38,5 +40,7 @@ __all__ = [
     "TransferAgent",
     "TransferEvent",
     "lease_key",
+    "pull_failure",
+    "rank_key",
     "share_memory",
 ]

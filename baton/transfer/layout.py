@@ -18,6 +18,7 @@ from baton_native.layout import (
     Table,
     chunk_bytes,
     chunks,
+    common_heads,
     convert,
     gather,
     identical,
@@ -41,6 +42,7 @@ __all__ = [
     "convert",
     "gather",
     "identical",
+    "matches",
     "plan",
     "read_layout",
     "scatter",
@@ -63,5 +65,17 @@ def agree(source: Layout, sink: Layout) -> list[Share]:
     """
     try:
         return shares(source, sink)
+    except Mismatch as failure:
+        raise LayoutMismatch(str(failure)) from failure
+
+
+def matches(source: Layout, sink: Layout) -> bool:
+    """Return whether blocks of these two ranks can be moved whole, or else are to be converted.
+
+    Raises LayoutMismatch, naming both layouts in full, where neither can be, or the ranks have no heads in common.
+    """
+    try:
+        common_heads(source, sink)
+        return identical(source, sink)
     except Mismatch as failure:
         raise LayoutMismatch(str(failure)) from failure

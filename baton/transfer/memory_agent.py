@@ -10,7 +10,20 @@ from threading import Condition, Thread
 from typing import Final, Protocol
 
 from baton.errors import TransferFailed
-from baton.transfer.memory_state import EndedLease, Lease, Pull, check_blocks, copy_block, refusal
+from baton.transfer.memory_state import (
+    EndedLease,
+    Lease,
+    Pull,
+    check_blocks,
+    check_layout,
+    convert_block,
+    is_alike,
+    layers_of,
+    read_block,
+    refusal,
+    tensors_of,
+    write_block,
+)
 from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
 
 BACKEND: Final = "memory"
@@ -83,6 +96,7 @@ class MemoryAgent:
         with self._fabric.changed:
             if self.pool is not None:
                 raise ValueError("the pool is set already")
+            check_layout(pool)
             self.pool = pool
 
     # Source.
@@ -95,7 +109,7 @@ class MemoryAgent:
                 raise ValueError("this lease is open already")
             ended = self._ended.pop(key, None)
             if lease is None:
-                lease = Lease(1, self._fabric.now_s(), len(pool.layer_addresses))
+                lease = Lease(1, self._fabric.now_s(), layers_of(pool))
                 self._leases[key] = lease
             lease.open = True
             lease.unclaimed_ttl_s = self._options.unclaimed_ttl_s if unclaimed_ttl_s is None else unclaimed_ttl_s
@@ -117,8 +131,8 @@ class MemoryAgent:
     def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None:
         with self._fabric.changed:
             pool = self._ready_pool(key)
-            if not -1 <= layer < len(pool.layer_addresses):
-                raise ValueError(f"layer {layer} is not one of the pool's {len(pool.layer_addresses)} layers")
+            if not -1 <= layer < layers_of(pool):
+                raise ValueError(f"layer {layer} is not one of the pool's {layers_of(pool)} layers")
             lease = self._current(key, generation)
             if lease is None:
                 return
@@ -166,7 +180,7 @@ class MemoryAgent:
             if key in self._pulls:
                 raise ValueError("this pull is running already")
             now_s = self._fabric.now_s()
-            moved = [first_token] * len(pool.layer_addresses)
+            moved = [first_token] * layers_of(pool)
             self._pulls[key] = Pull(
                 endpoint,
                 first_token,
@@ -263,10 +277,12 @@ class MemoryAgent:
             lease = source._leases.get(key)
             revoked = lease is not None and not lease.open
             self._fail(key, Cause.REVOKED if revoked else Cause.DEADLINE, "the budget is spent")
-        elif source.pool is not None and self.pool is not None and (why := refusal(source.pool, self.pool)):
-            self._fail(key, Cause.REFUSED, why, held=False)
         else:
-            self._follow(key, pull, source, now_s)
+            cause, why = (Cause.NONE, "") if source.pool is None else refusal(source.pool, self._ready_pool(key))
+            if cause is not Cause.NONE:
+                self._fail(key, cause, why, held=False)
+            else:
+                self._follow(key, pull, source, now_s)
 
     def _follow(self, key: bytes, pull: Pull, source: MemoryAgent, now_s: float) -> None:
         """Keep the lease alive, and move what is ready."""
@@ -319,22 +335,30 @@ class MemoryAgent:
         """Copy the whole blocks of a layer that are ready and not here yet; False where a checksum is wrong."""
         assert self.pool is not None
         assert source.pool is not None
-        size, moved = self.pool.block_tokens, pull.moved_tokens[layer]
+        size, moved = source.pool.block_tokens, pull.moved_tokens[layer]
         ready = min(lease.ready_tokens[layer], pull.tokens)
         # Of a block that is not full yet nothing is taken, unless it is the last.
         end = ready if ready == pull.tokens else ready // size * size
-        for token in range(moved, end, size):
-            origin, target = lease.blocks[token // size], pull.blocks[(token - pull.first_token) // size]
+        if end <= moved:
+            return True
+        alike = is_alike(source.pool, self.pool)
+        for token in range(moved // size * size, end, size):
             source._chunks_served += 1
             every = source._faults.corrupt_every
             corrupt = every > 0 and source._chunks_served % every == 0
-            check = self._options.checksum
-            if not copy_block(source.pool, origin, self.pool, target, layer, corrupt=corrupt, check=check):
+            data = read_block(
+                source.pool, lease.blocks[token // size], layer, corrupt=corrupt, check=self._options.checksum
+            )
+            if data is None:
                 return False
-            pull.bytes += self.pool.block_bytes
-            self._count(pulled_bytes=self.pool.block_bytes, pulled_blocks=1)
-            source._count(served_bytes=self.pool.block_bytes)
-        pull.moved_tokens[layer] = max(moved, end)
+            if alike:
+                write_block(data, self.pool, pull.blocks[(token - pull.first_token) // size], layer)
+            else:
+                convert_block(data, source.pool, token, self.pool, pull, layer)
+            pull.bytes += len(data)
+            self._count(pulled_bytes=len(data), pulled_blocks=tensors_of(source.pool))
+            source._count(served_bytes=len(data))
+        pull.moved_tokens[layer] = end
         return True
 
     def _finish(self, key: bytes, pull: Pull, source: MemoryAgent) -> None:

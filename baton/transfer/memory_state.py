@@ -6,6 +6,9 @@ import ctypes
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from baton.errors import LayoutMismatch
+from baton.transfer.layout import Layout, Table, convert, matches, read_layout
+from baton.transfer.layout import Pool as LayoutPool
 from baton.transfer.protocol import Cause, Pool
 
 
@@ -82,30 +85,82 @@ class Pull:
         return next(missing, len(self.moved_tokens))
 
 
-def refusal(source: Pool, sink: Pool) -> str:
-    """Return why two pools cannot exchange blocks, naming both sides; empty where they can."""
-    for name, theirs, ours in (
-        ("fingerprint", source.fingerprint, sink.fingerprint),
-        ("number of layers", len(source.layer_addresses), len(sink.layer_addresses)),
-        ("bytes per block", source.block_bytes, sink.block_bytes),
-        ("tokens per block", source.block_tokens, sink.block_tokens),
-    ):
+def refusal(source: Pool, sink: Pool) -> tuple[Cause, str]:
+    """Return why two pools cannot exchange blocks, naming both sides; NONE where they can."""
+    with_layouts = bool(source.layout and sink.layout)
+    compared = [("fingerprint", source.fingerprint, sink.fingerprint)]
+    if not with_layouts:
+        compared += [
+            ("number of layers", str(len(source.layer_addresses)), str(len(sink.layer_addresses))),
+            ("bytes per block", str(source.block_bytes), str(sink.block_bytes)),
+            ("tokens per block", str(source.block_tokens), str(sink.block_tokens)),
+        ]
+    for name, theirs, ours in compared:
         if theirs != ours:
-            return f"{name} differs: the source has '{theirs}', the sink '{ours}'"
-    return ""
+            return Cause.REFUSED, f"{name} differs: the source has '{theirs}', the sink '{ours}'"
+    if with_layouts:
+        try:
+            matches(read_layout(source.layout), read_layout(sink.layout))
+        except LayoutMismatch as mismatch:
+            return Cause.LAYOUT, mismatch.detail
+    return Cause.NONE, ""
 
 
-def copy_block(source: Pool, origin: int, sink: Pool, target: int, layer: int, *, corrupt: bool, check: bool) -> bool:
-    """Copy one block of one layer; False where its checksum is wrong, and then nothing was written."""
-    address = source.layer_addresses[layer] + origin * source.block_stride_bytes
-    data = bytearray(ctypes.string_at(address, source.block_bytes))
+def read_block(pool: Pool, block: int, layer: int, *, corrupt: bool, check: bool) -> bytearray | None:
+    """Return a block of a layer, of all its tensors; None where its checksum is wrong."""
+    tensors = tensors_of(pool)
+    addresses = pool.layer_addresses[layer * tensors : (layer + 1) * tensors]
+    parts = [ctypes.string_at(address + block * pool.block_stride_bytes, pool.block_bytes) for address in addresses]
+    data = bytearray(b"".join(parts))
     checksum = crc32(data) if check else 0
     if corrupt:
         data[0] ^= 1
-    if check and crc32(data) != checksum:
-        return False
-    ctypes.memmove(sink.layer_addresses[layer] + target * sink.block_stride_bytes, bytes(data), len(data))
-    return True
+    return None if check and crc32(data) != checksum else data
+
+
+def write_block(data: bytearray, pool: Pool, block: int, layer: int) -> None:
+    """Write what was read from a block that is like this pool's."""
+    tensors, size = tensors_of(pool), pool.block_bytes
+    for tensor, address in enumerate(pool.layer_addresses[layer * tensors : (layer + 1) * tensors]):
+        ctypes.memmove(
+            address + block * pool.block_stride_bytes, bytes(data[tensor * size : (tensor + 1) * size]), size
+        )
+
+
+def convert_block(data: bytearray, source: Pool, position: int, sink: Pool, pull: Pull, layer: int) -> None:
+    """Write the tokens of a source's block that the pull wants; the block begins at `position` of the sequence."""
+    layout, own = Layout.parse(source.layout), Layout.parse(sink.layout)
+    memory = (ctypes.c_char * len(data)).from_buffer(data)
+    tensors = [ctypes.addressof(memory) + tensor * source.block_bytes for tensor in range(layout.tensors)]
+    staged = LayoutPool(layout, tensors * layout.layers, 1, source.block_bytes)
+    into = LayoutPool(own, sink.layer_addresses, sink.blocks, sink.block_stride_bytes)
+    first = max(position, pull.first_token)
+    tokens = min(position + source.block_tokens, pull.tokens) - first
+    convert(staged, Table([0], position), into, Table(pull.blocks, pull.first_token), first, tokens, layer, 1)
+
+
+def tensors_of(pool: Pool) -> int:
+    """Return of how many tensors a layer consists."""
+    return Layout.parse(pool.layout).tensors if pool.layout else 1
+
+
+def layers_of(pool: Pool) -> int:
+    return len(pool.layer_addresses) // tensors_of(pool)
+
+
+def is_alike(source: Pool, sink: Pool) -> bool:
+    """Return whether blocks can be moved whole between two pools that do not refuse each other."""
+    return not (source.layout and sink.layout) or matches(read_layout(source.layout), read_layout(sink.layout))
+
+
+def check_layout(pool: Pool) -> None:
+    """Raise ValueError where the pool is not what its layout says."""
+    if not pool.layout:
+        return
+    layout = Layout.parse(pool.layout)
+    said = (layout.layers * layout.tensors, layout.block_bytes, layout.block_tokens)
+    if said != (len(pool.layer_addresses), pool.block_bytes, pool.block_tokens):
+        raise ValueError(f"the pool is not one of '{pool.layout}'")
 
 
 def check_blocks(blocks: tuple[int, ...], pool: Pool) -> None:

@@ -95,6 +95,7 @@ class NativeAgent:
                 pool.fingerprint,
                 _region(pool),
                 -1 if pool.device is None else _natural("device", pool.device),
+                pool.layout,
             )
 
     def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:

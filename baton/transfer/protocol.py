@@ -18,12 +18,22 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Protocol
 
+from baton.errors import LayoutMismatch, PeerUnreachable, TransferFailed
+
 KEY_BYTES = 16
 
 
 def lease_key(request: str, attempt: int) -> bytes:
     """Return the key under which prefill leases this attempt's KV and decode asks for it."""
     return blake2b(f"{request}/{attempt}".encode(), digest_size=KEY_BYTES).digest()
+
+
+def rank_key(key: bytes, source_rank: int, sink_rank: int) -> bytes:
+    """Return the key of one pair of ranks, where one side has more of them than the other.
+
+    A lease ends with the pull that it was for, so a source's rank opens one for each rank that reads it.
+    """
+    return blake2b(f"{source_rank}/{sink_rank}".encode(), key=key, digest_size=KEY_BYTES).digest()
 
 
 class SharedMemory(Protocol):
@@ -40,19 +50,28 @@ class Pool:
     """A paged KV cache in this process. Block b of layer l lies at `layer_addresses[l] + b * block_stride_bytes`."""
 
     layer_addresses: tuple[int, ...]
-    """Virtual addresses, in the model's layer order. The memory must outlive the agent."""
+    """Virtual addresses, in the model's layer order; where `layout` is split, each layer's K and then its V.
+
+    The memory must outlive the agent.
+    """
     blocks: int
     block_bytes: int
-    """Of one layer's block: K and V, all heads of this rank."""
+    """Of one address: K and V of a layer, or one of them, all heads of this rank."""
     block_stride_bytes: int
     block_tokens: int
     fingerprint: str
-    """Model digest, dtype and inner layout. Agents with different fingerprints refuse each other, naming both."""
+    """Of the model and its weights, and of all that `layout` does not say.
+
+    Agents with different fingerprints refuse each other, naming both.
+    """
     device: int | None = None
     """The CUDA device whose memory it is; None: the host's. Such a pool moves by cuda-ipc and cuda-put only. In one
     process the memory must also outlive the agents that pull from this one."""
     region: SharedMemory | None = None
     """Of `share_memory`, where all layers lie in it: peers on this host then read it directly."""
+    layout: str = ""
+    """What is in a block: the text of a `baton.transfer.layout.Layout`. Two pools that differ in it exchange what can
+    be converted; the others are refused under the cause LAYOUT. Without it blocks of equal sizes are taken as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +174,19 @@ class Cause(StrEnum):
     EXPIRED = "expired"
     CHECKSUM = "checksum"
     STALLED = "stalled"
+    LAYOUT = "layout"
+    """One KV layout cannot be converted into the other; `detail` names both in full."""
+
+
+def pull_failure(cause: Cause, detail: str) -> TransferFailed:
+    """Return the error for a pull that failed for this cause."""
+    match cause:
+        case Cause.UNREACHABLE:
+            return PeerUnreachable(detail)
+        case Cause.LAYOUT:
+            return LayoutMismatch(detail)
+        case _:
+            return TransferFailed(detail)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +282,10 @@ class TransferAgent(Protocol):
     ) -> None:
         """Fill `blocks` of the pool with the lease's KV for tokens [first_token, tokens).
 
-        `first_token` is a multiple of the block size; `blocks[0]` receives the source's block at that
-        token. Ends with exactly one PULL_DONE or PULL_FAILED.
+        `first_token` is a multiple of this pool's block size, whatever the source's is; `blocks[0]` receives the
+        tokens from there on. Where both layouts are alike, whole blocks move, the rest of the last one too; else
+        exactly these tokens are written, of the heads that both ranks hold. Ends with exactly one PULL_DONE or
+        PULL_FAILED.
         """
         ...
 

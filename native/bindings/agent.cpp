@@ -19,19 +19,23 @@ using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void set_pool(Agent& agent, const std::vector<std::uintptr_t>& layer_addresses, std::uint32_t blocks,
               std::uint64_t block_bytes, std::uint64_t block_stride_bytes, std::uint32_t block_tokens,
-              const std::string& fingerprint, std::shared_ptr<Region> region, int device) {
+              const std::string& fingerprint, std::shared_ptr<Region> region, int device, const std::string& layout) {
   Pool pool{
       .block_bytes = block_bytes, .stride_bytes = block_stride_bytes, .region = std::move(region), .device = device};
   for (const std::uintptr_t address : layer_addresses) {
     if (address == 0) throw std::invalid_argument("a layer's address is null");
     pool.layers.push_back(reinterpret_cast<std::uint8_t*>(address));
   }
-  agent.set_pool({.fingerprint = fingerprint,
-                  .layers = static_cast<std::uint32_t>(layer_addresses.size()),
-                  .blocks = blocks,
-                  .block_bytes = block_bytes,
-                  .block_tokens = block_tokens},
-                 std::move(pool));
+  Geometry geometry{.fingerprint = fingerprint,
+                    .layers = static_cast<std::uint32_t>(layer_addresses.size()),
+                    .blocks = blocks,
+                    .block_bytes = block_bytes,
+                    .block_tokens = block_tokens};
+  if (!layout.empty()) {
+    geometry.layout = baton::layout::parse(layout);
+    geometry.layers = geometry.layout->layers;
+  }
+  agent.set_pool(std::move(geometry), std::move(pool));
 }
 
 }  // namespace
@@ -52,7 +56,7 @@ void bind_agent(nb::module_& m) {
       .def("fileno", &Agent::fileno)
       .def("poll", &Agent::poll, Unlocked())
       .def("set_pool", &set_pool, "layer_addresses"_a, "blocks"_a, "block_bytes"_a, "block_stride_bytes"_a,
-           "block_tokens"_a, "fingerprint"_a, "region"_a.none() = nullptr, "device"_a = -1, Unlocked())
+           "block_tokens"_a, "fingerprint"_a, "region"_a.none() = nullptr, "device"_a = -1, "layout"_a = "", Unlocked())
       .def("open_lease", &Agent::open_lease, "key"_a, "unclaimed_ttl_s"_a, Unlocked())
       .def(
           "extend_lease",

@@ -139,6 +139,8 @@ void bind_happenings(nb::module_& m) {
   nb::class_<Placed>(m, "Placed")
       .def(nb::init<ConnectionId, PullId, std::uint32_t, std::int32_t, std::uint32_t>(), "connection"_a, "pull"_a,
            "sequence"_a, "slot"_a, "crc"_a);
+  nb::class_<Converted>(m, "Converted")
+      .def(nb::init<ConnectionId, PullId, std::uint32_t>(), "connection"_a, "pull"_a, "sequence"_a);
   nb::class_<PlacingStopped>(m, "PlacingStopped").def(nb::init<PullId>(), "pull"_a);
   nb::class_<BackendOffered>(m, "BackendOffered")
       .def(nb::init<ConnectionId, bool, Blob, std::string>(), "connection"_a, "ok"_a, "offer"_a, "why"_a = "");
@@ -173,6 +175,18 @@ void bind_actions(nb::module_& m) {
       .def_ro("layer", &Place::layer)
       .def_ro("blocks", &Place::blocks)
       .def_ro("where", &Place::where);
+  nb::class_<Stage>(m, "Stage").def_ro("connection", &Stage::connection);
+  nb::class_<Convert>(m, "Convert")
+      .def_ro("connection", &Convert::connection)
+      .def_ro("pull", &Convert::pull)
+      .def_ro("sequence", &Convert::sequence)
+      .def_ro("layer", &Convert::layer)
+      .def_ro("staged", &Convert::staged)
+      .def_ro("staged_origin", &Convert::staged_origin)
+      .def_ro("blocks", &Convert::blocks)
+      .def_ro("origin", &Convert::origin)
+      .def_ro("first_token", &Convert::first_token)
+      .def_ro("tokens", &Convert::tokens);
   nb::class_<Discard>(m, "Discard").def_ro("connection", &Discard::connection);
   nb::class_<StopPlacing>(m, "StopPlacing").def_ro("pull", &StopPlacing::pull);
   nb::class_<OfferBackend>(m, "OfferBackend")
@@ -204,10 +218,12 @@ void bind_core(nb::module_& m) {
       .def(
           "set_geometry",
           [](Core& core, std::string fingerprint, std::uint32_t layers, std::uint32_t blocks, std::uint64_t block_bytes,
-             std::uint32_t block_tokens) {
-            core.set_geometry({std::move(fingerprint), layers, blocks, block_bytes, block_tokens});
+             std::uint32_t block_tokens, const std::string& layout) {
+            Geometry geometry{std::move(fingerprint), layers, blocks, block_bytes, block_tokens};
+            if (!layout.empty()) geometry.layout = baton::layout::parse(layout);
+            core.set_geometry(std::move(geometry));
           },
-          "fingerprint"_a, "layers"_a, "blocks"_a, "block_bytes"_a, "block_tokens"_a)
+          "fingerprint"_a, "layers"_a, "blocks"_a, "block_bytes"_a, "block_tokens"_a, "layout"_a = "")
       .def(
           "step", [](Core& core, double now_s, const std::vector<Event>& events) { return core.step(now_s, events); },
           "now_s"_a, "events"_a)

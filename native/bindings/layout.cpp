@@ -192,6 +192,13 @@ NB_MODULE(layout, m) {
   m.def("identical", &identical, "source"_a, "sink"_a);
   m.def("shares", &shares, "source"_a, "sink"_a);
   m.def(
+      "common_heads",
+      [](const Layout& source, const Layout& sink) {
+        const Heads heads = common_heads(source, sink);
+        return std::pair(heads.first, heads.count);
+      },
+      "source"_a, "sink"_a);
+  m.def(
       "plan",
       [](const Layout& source, const Blocks& source_table, const Layout& sink, const Blocks& sink_table,
          std::uint32_t first_token, std::uint32_t tokens) {

@@ -23,7 +23,7 @@ inline const char* name_of(ReportKind kind) {
 
 inline const char* name_of(Cause cause) {
   constexpr const char* kNames[kCauses] = {"none",    "cancelled", "deadline", "unreachable", "refused",
-                                           "revoked", "expired",   "checksum", "stalled"};
+                                           "revoked", "expired",   "checksum", "stalled",     "layout"};
   return kNames[static_cast<std::uint8_t>(cause)];
 }
 

@@ -9,6 +9,8 @@ using namespace baton::fuzz;
 namespace {
 
 constexpr ConnectionId kAtSource = 1, kAtSink = 2;
+constexpr const char* kLayout =
+    "layers=2 kv_heads=2 dim=2 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=4 tp=0/1";
 
 // The identity that fits, but for what the input changes.
 frames::Identity identity_of(Input& input) {
@@ -20,9 +22,12 @@ frames::Identity identity_of(Input& input) {
                         .chunk_blocks = 1024,
                         .backends = "direct,shm,tcp",
                         .checksum = true,
-                        .lease_ttl_ms = 5000};
+                        .lease_ttl_ms = 5000,
+                        .layout = kLayout};
   std::size_t at = 0;
   const std::uint8_t changed = input.byte();
+  // One letter of the layout, so that what comes of it may still make sense.
+  if (changed == 255) fits.layout[input.byte() % fits.layout.size()] = static_cast<char>(input.byte());
   std::apply([&](auto&... field) { ((at++ == changed ? input.fill(field) : void()), ...); }, fits.fields());
   return fits;
 }
@@ -30,7 +35,7 @@ frames::Identity identity_of(Input& input) {
 class Side {
  public:
   explicit Side(bool source) : source_(source), core_(options()) {
-    core_.set_geometry({"model", 2, 16, 64, 4});
+    core_.set_geometry({"model", 2, 16, 64, 4, baton::layout::parse(kLayout)});
     if (source) {
       step(Accepted{kAtSource});
     } else {

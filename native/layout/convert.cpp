@@ -248,6 +248,8 @@ Side side_of(const Pool& pool, std::uint32_t layer) {
   return {pool.block(), pool.layer(layer), pool.stride_bytes()};
 }
 
+constexpr std::pair<std::uint32_t, std::uint32_t> kPlanes[] = {{0, 0}, {1, 1}};
+
 }  // namespace
 
 void carry_on_host(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes) {
@@ -296,11 +298,25 @@ std::uint64_t convert(const Pool& source, const Table& source_table, const Pool&
   check_blocks(source, source_table);
   check_blocks(sink, sink_table);
   const std::vector<Move> moves = plan(source.block(), source_table, sink.block(), sink_table, range);
-  constexpr std::pair<std::uint32_t, std::uint32_t> kPlanes[] = {{0, 0}, {1, 1}};
   for (std::uint32_t layer = first_layer; layer < first_layer + layers; ++layer) {
     carry(side_of(source, layer), side_of(sink, layer), moves, heads, {kPlanes, source.block().planes});
   }
   return std::uint64_t{range.count} * heads.count * source.block().row_bytes() * source.block().planes * layers;
+}
+
+std::uint64_t convert_tensor(const Pool& source, const Table& source_table, const Pool& sink, const Table& sink_table,
+                             Tokens range, std::uint32_t tensor) {
+  const Block& block = source.block();
+  if (block.tensors == 1) return convert(source, source_table, sink, sink_table, range, tensor, 1);
+  const Heads heads = common_heads(source.layout(), sink.layout());
+  const std::uint32_t layer = tensor / block.tensors;
+  if (layer >= source.layout().layers) throw Invalid("there is no tensor " + std::to_string(tensor));
+  check_blocks(source, source_table);
+  check_blocks(sink, sink_table);
+  std::vector<Move> moves = plan(block, source_table, sink.block(), sink_table, range);
+  for (Move& move : moves) move.whole = false;  // Whole blocks are of both tensors.
+  carry_on_host(side_of(source, layer), side_of(sink, layer), moves, heads, {&kPlanes[tensor % block.tensors], 1});
+  return std::uint64_t{range.count} * heads.count * block.row_bytes();
 }
 
 void gather(const Pool& pool, const Table& table, const Chunk& chunk, std::span<std::uint8_t> out, const Carry& carry) {

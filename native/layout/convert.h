@@ -53,6 +53,11 @@ std::uint64_t convert(const Pool& source, const Table& source_table, const Pool&
                       Tokens range, std::uint32_t first_layer, std::uint32_t layers,
                       const Carry& carry = &carry_on_host);
 
+// The same for one tensor of the source alone, counted as in its pool: where K and V are split, K or V of one layer.
+// What the source's other tensors hold is not read.
+std::uint64_t convert_tensor(const Pool& source, const Table& source_table, const Pool& sink, const Table& sink_table,
+                             Tokens range, std::uint32_t tensor);
+
 // Writes a chunk to the wire; `out` has exactly `chunk_bytes`.
 void gather(const Pool& pool, const Table& table, const Chunk& chunk, std::span<std::uint8_t> out,
             const Carry& carry = &carry_on_host);

@@ -18,7 +18,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from planted import Mutation, agents, leases, paths, pulls, streams
+from planted import Mutation, agents, conversions, leases, paths, pulls, streams
 
 NATIVE = Path(__file__).resolve().parent.parent
 OPERATIONS = 500_000
@@ -26,7 +26,14 @@ LIMIT_S = 300
 """Of one run: a fault may well make a test hang, which also is noticed."""
 
 
-MUTATIONS = [*leases.MUTATIONS, *pulls.MUTATIONS, *agents.MUTATIONS, *streams.MUTATIONS, *paths.MUTATIONS]
+MUTATIONS = [
+    *leases.MUTATIONS,
+    *pulls.MUTATIONS,
+    *conversions.MUTATIONS,
+    *agents.MUTATIONS,
+    *streams.MUTATIONS,
+    *paths.MUTATIONS,
+]
 
 
 def plant(mutation: Mutation, tree: Path) -> bool:

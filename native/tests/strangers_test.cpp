@@ -30,7 +30,9 @@ struct Met {
   bool closed = false;
   bool used = false;  // Chunks may travel.
 
-  explicit Met(const Options& options) : core(options) { core.set_geometry({"model", 2, 8, 64, 4}); }
+  explicit Met(const Options& options, std::optional<baton::layout::Layout> layout = {}) : core(options) {
+    core.set_geometry({"model", 2, 8, 64, 4, layout});
+  }
   void step(double now_s, const Event& event) {
     for (const Action& action : core.step(now_s, {&event, 1})) {
       if (const auto* send = std::get_if<Send>(&action)) {
@@ -56,7 +58,8 @@ struct Met {
 
 struct MetSource : Met {
   Digest nonce{};
-  explicit MetSource(const Options& options = options_of(1)) : Met(options) {
+  explicit MetSource(const Options& options = options_of(1), std::optional<baton::layout::Layout> layout = {})
+      : Met(options, layout) {
     step(0, Accepted{kAtSource});
     hear(kAtSource, frames::Hello{.nonce = sink_nonce()});
     nonce = last<frames::Challenge>().nonce;
@@ -145,6 +148,41 @@ TEST(strangers_are_not_pulled_from) {
   meet(identity(), proof("source", Digest{}, MetSink::source_nonce(), identity()));
   meet(identity(), proof("source", nonce, MetSink::source_nonce(), identity(9)));
   meet(identity(9), proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another life of the source.
+}
+
+TEST(strangers_say_what_their_blocks_hold) {
+  constexpr const char* kOwn =
+      "layers=2 kv_heads=1 dim=4 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=4 tp=0/1";
+  const auto meet = [&](const frames::Identity& who) {
+    auto source = std::make_unique<MetSource>(options_of(1), baton::layout::parse(kOwn));
+    source->hear(kAtSource, frames::Identify{who, proof("sink", MetSource::sink_nonce(), source->nonce, who)});
+    return source;
+  };
+  const auto with = [](const std::string& text) {
+    frames::Identity who = identity();
+    who.layout = text;
+    return who;
+  };
+  const auto changed = [&](const std::string& from, const std::string& to) {
+    const std::string own = kOwn;
+    return own.substr(0, own.find(from)) + to + own.substr(own.find(from) + from.size());
+  };
+  CHECK(meet(with(""))->used);
+  CHECK(meet(with(kOwn))->used);
+  CHECK(meet(with(changed("NHD", "HND")))->used);  // With one head there is no difference.
+  for (const std::string& text :
+       {std::string("KV"), changed("layers=2", "layers=3"), changed("block_tokens=4", "block_tokens=8"),
+        changed("dim=4", "dim=8"), changed("layers=2", "layers=0"), std::string(300, 'x')}) {
+    const auto source = meet(with(text));
+    CHECK(source->closed && source->core.stats().protocol_errors == 1);
+  }
+  const auto source = meet(with(changed("bfloat16", "float16")));
+  const auto refused = source->last<frames::Refuse>();
+  CHECK(source->closed && source->core.stats().protocol_errors == 0 && refused.cause == Cause::layout);
+  for (const char* word :
+       {"dtype", "'layers=2 kv_heads=1 dim=4 dtype=float16", "'layers=2 kv_heads=1 dim=4 dtype=bfl"}) {
+    CHECK(refused.detail.find(word) != std::string::npos);
+  }
 }
 
 TEST(strangers_among_friends_cannot_weaken_what_was_agreed) {

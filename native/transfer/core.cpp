@@ -21,14 +21,7 @@ Core::Core(Options options)
 
 void Core::check_geometry(const Geometry& geometry) const {
   if (geometry_.layers != 0) throw std::invalid_argument("the pool was set already");
-  if (geometry.layers == 0 || geometry.layers >= kAllLayers)
-    throw std::invalid_argument("a pool has 1 to 65534 layers");
-  if (geometry.blocks == 0) throw std::invalid_argument("a pool has at least one block");
-  if (geometry.block_tokens == 0) throw std::invalid_argument("a block has at least one token");
-  if (geometry.block_bytes == 0 || geometry.block_bytes > (std::uint64_t{64} << 20)) {
-    throw std::invalid_argument("one layer's block has 1 byte to 64 MiB");
-  }
-  if (geometry.fingerprint.size() > 1024) throw std::invalid_argument("a fingerprint has at most 1024 bytes");
+  check(geometry);
 }
 
 void Core::set_geometry(Geometry geometry) {
@@ -90,6 +83,7 @@ void Core::on(double now_s, const Event& event) {
                    }
                    sink_.on_placed(now_s, e);
                  },
+                 [&](const Converted& e) { sink_.on_converted(now_s, e); },
                  [&](const PlacingStopped& e) { sink_.on_placing_stopped(now_s, e); },
                  [&](const BackendOffered& e) {
                    const auto found = connections_.find(e.connection);
@@ -215,7 +209,7 @@ void Core::settle(double now_s, ConnectionId connection, Handshake::Outcome outc
     case Handshake::Outcome::going:
       return;
     case Handshake::Outcome::agreed:
-      if (sink) sink_.on_agreed(now_s, connection, handshake);
+      if (sink && !sink_.on_agreed(now_s, connection, handshake)) drop_broken(connection);
       return;
     case Handshake::Outcome::refused:
       if (sink) sink_.on_refused(now_s, connection, handshake.cause(), handshake.detail());

@@ -6,6 +6,7 @@
 #include <variant>
 #include <vector>
 
+#include "transfer/geometry.h"
 #include "transfer/types.h"
 
 namespace baton::transfer {
@@ -109,7 +110,13 @@ struct Placed {
   std::int32_t slot = -1;
   std::uint32_t crc = 0;
 };
-// Answer to `StopPlacing`: nothing writes this pull's blocks before the next `Place`.
+// What was staged of a chunk has been written into the pool's blocks.
+struct Converted {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+};
+// Answer to `StopPlacing`: nothing writes this pull's blocks before the next `Place` or `Convert`.
 struct PlacingStopped {
   PullId pull = 0;
 };
@@ -130,9 +137,10 @@ struct BackendChecked {
   bool ok = false;
 };
 
-using Event = std::variant<OpenLease, ExtendLease, PostReady, CompleteLease, RevokeLease, StartPull, CancelPull,
-                           ReleaseLease, SetFaults, Shutdown, Accepted, Connected, Closed, FrameArrived, DataArrived,
-                           Served, Granted, Placed, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
+using Event =
+    std::variant<OpenLease, ExtendLease, PostReady, CompleteLease, RevokeLease, StartPull, CancelPull, ReleaseLease,
+                 SetFaults, Shutdown, Accepted, Connected, Closed, FrameArrived, DataArrived, Served, Granted, Placed,
+                 Converted, PlacingStopped, BackendOffered, BackendAccepted, BackendChecked>;
 
 // ---------------------------------------------------------------- actions
 
@@ -154,7 +162,7 @@ struct Serve {
   ConnectionId connection = 0;
   PullId pull = 0;
   std::uint32_t sequence = 0;
-  std::uint32_t layer = 0;
+  std::uint32_t layer = 0;  // Counts tensors, as in `Place`.
   std::vector<std::uint32_t> blocks;
   std::uint64_t released = 0;  // As posted with this layer.
   bool corrupt = false;        // Injected: flip one bit after the checksum was taken.
@@ -178,6 +186,26 @@ struct Place {
   std::uint32_t layer = 0;
   std::vector<std::uint32_t> blocks;
   Blob where;  // Of a granted chunk.
+};
+// The source's blocks are not this side's: from here on chunks of this connection are placed into blocks of its own,
+// the numbers of which `Place` then means.
+struct Stage {
+  ConnectionId connection = 0;
+  Geometry source;
+};
+// Write tokens of a chunk, which lies whole in staged blocks, into blocks of the pool; answered by `Converted`, unless
+// the pull is stopped or the connection closes.
+struct Convert {
+  ConnectionId connection = 0;
+  PullId pull = 0;
+  std::uint32_t sequence = 0;
+  std::uint32_t layer = 0;  // Counts the source's tensors.
+  std::vector<std::uint32_t> staged;
+  std::uint32_t staged_origin = 0;  // The position in the sequence at which the first of these blocks begins.
+  std::vector<std::uint32_t> blocks;
+  std::uint32_t origin = 0;
+  std::uint32_t first_token = 0;
+  std::uint32_t tokens = 0;
 };
 // Throw away the inline payload that was announced.
 struct Discard {
@@ -207,7 +235,7 @@ struct UseBackend {
   bool checksum = true;
 };
 
-using Action = std::variant<Connect, Close, Send, Serve, StopServing, Credit, Place, Discard, StopPlacing, OfferBackend,
-                            AcceptBackend, CheckBackend, UseBackend, Report>;
+using Action = std::variant<Connect, Close, Send, Serve, StopServing, Credit, Stage, Place, Convert, Discard,
+                            StopPlacing, OfferBackend, AcceptBackend, CheckBackend, UseBackend, Report>;
 
 }  // namespace baton::transfer

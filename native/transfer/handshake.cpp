@@ -1,6 +1,9 @@
 #include "transfer/handshake.h"
 
 #include <algorithm>
+#include <stdexcept>
+
+#include "layout/plan.h"
 
 namespace baton::transfer {
 namespace {
@@ -35,6 +38,24 @@ Bytes view(std::string_view text) {
   return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
 }
 
+// Nothing where a peer's layout makes no sense, or says something else than its numbers. Numbers without a layout are
+// good once they are equal to this side's.
+std::optional<Geometry> geometry_of(const frames::Identity& identity) {
+  Geometry geometry{.fingerprint = identity.fingerprint,
+                    .layers = identity.layers,
+                    .blocks = 1,
+                    .block_bytes = identity.block_bytes,
+                    .block_tokens = identity.block_tokens};
+  if (identity.layout.empty()) return geometry;
+  try {
+    geometry.layout = layout::parse(identity.layout);
+    check(geometry);
+  } catch (const std::invalid_argument&) {
+    return std::nullopt;
+  }
+  return geometry;
+}
+
 }  // namespace
 
 Handshake::Handshake(Side side, ConnectionId connection, const Options& options, const Geometry& geometry,
@@ -60,7 +81,8 @@ frames::Identity Handshake::identity() const {
           .chunk_blocks = geometry_.block_bytes == 0 ? 0 : chunk_blocks(geometry_, options_.limits),
           .backends = join(options_.backends),
           .checksum = options_.checksum,
-          .lease_ttl_ms = static_cast<std::uint32_t>(std::clamp(options_.lease_ttl_s * 1000, 1.0, 1e9))};
+          .lease_ttl_ms = static_cast<std::uint32_t>(std::clamp(options_.lease_ttl_s * 1000, 1.0, 1e9)),
+          .layout = geometry_.layout ? layout::to_string(*geometry_.layout) : ""};
 }
 
 Digest Handshake::proof(Side of, const frames::Identity& identity) const {
@@ -78,31 +100,49 @@ Digest Handshake::proof(Side of, const frames::Identity& identity) const {
       .digest();
 }
 
-std::string Handshake::mismatch(const frames::Identity& sink, const frames::Identity& source) const {
-  const auto differ = [](const char* what, const std::string& of_sink, const std::string& of_source) {
-    return std::string(what) + " differs: the sink has '" + of_sink + "', the source has '" + of_source + "'";
+Handshake::Outcome Handshake::compare(const frames::Identity& identity, Outbox& out) {
+  auto peer = geometry_of(identity);
+  if (!peer) return Outcome::malformed;
+  peer_ = std::move(*peer);
+  const bool own_is_sink = side_ == Side::sink;
+  const Geometry& sink = own_is_sink ? geometry_ : peer_;
+  const Geometry& source = own_is_sink ? peer_ : geometry_;
+  const auto differ = [&](const char* what, const std::string& of_sink, const std::string& of_source) {
+    return refuse(std::string(what) + " differs: the sink has '" + of_sink + "', the source has '" + of_source + "'",
+                  out);
   };
   const auto number = [&](const char* what, std::uint64_t of_sink, std::uint64_t of_source) {
     return differ(what, std::to_string(of_sink), std::to_string(of_source));
   };
   if (sink.fingerprint != source.fingerprint) return differ("fingerprint", sink.fingerprint, source.fingerprint);
-  if (sink.layers != source.layers) return number("number of layers", sink.layers, source.layers);
-  if (sink.block_bytes != source.block_bytes) {
-    return number("bytes per block", sink.block_bytes, source.block_bytes);
+  if (sink.layout && source.layout) {
+    try {
+      (void)layout::common_heads(*source.layout, *sink.layout);
+      converts_ = !layout::identical(*source.layout, *sink.layout);
+    } catch (const layout::Mismatch& mismatch) {
+      return refuse(mismatch.what(), out, Cause::layout);
+    }
+  } else {
+    if (sink.layers != source.layers) return number("number of layers", sink.layers, source.layers);
+    if (sink.tensors() != source.tensors()) return number("number of tensors", sink.tensors(), source.tensors());
+    if (sink.block_bytes != source.block_bytes) {
+      return number("bytes per block", sink.block_bytes, source.block_bytes);
+    }
+    if (sink.block_tokens != source.block_tokens) {
+      return number("tokens per block", sink.block_tokens, source.block_tokens);
+    }
   }
-  if (sink.block_tokens != source.block_tokens) {
-    return number("tokens per block", sink.block_tokens, source.block_tokens);
-  }
-  if (sink.chunk_blocks != source.chunk_blocks) {
-    return number("blocks per chunk", sink.chunk_blocks, source.chunk_blocks);
-  }
-  return {};
+  // Both ends cut the source's blocks into the same chunks.
+  const std::uint32_t expected = chunk_blocks(peer_, options_.limits);
+  if (identity.chunk_blocks == expected) return Outcome::going;
+  return number("blocks per chunk", own_is_sink ? expected : identity.chunk_blocks,
+                own_is_sink ? identity.chunk_blocks : expected);
 }
 
-Handshake::Outcome Handshake::refuse(std::string detail, Outbox& out) {
+Handshake::Outcome Handshake::refuse(std::string detail, Outbox& out, Cause cause) {
   detail_ = std::move(detail);
-  cause_ = Cause::refused;
-  if (side_ == Side::source) out.send(connection_, frames::Refuse{detail_});
+  cause_ = cause;
+  if (side_ == Side::source) out.send(connection_, frames::Refuse{cause_, detail_});
   return Outcome::refused;
 }
 
@@ -126,7 +166,7 @@ Handshake::Outcome Handshake::on_frame(FrameType type, Bytes body, Outbox& out) 
     case FrameType::refuse: {
       const auto frame = decode<frames::Refuse>(body);
       if (side_ != Side::sink || !frame) return Outcome::malformed;
-      return refuse(frame->detail, out);
+      return refuse(frame->detail, out, frame->cause == Cause::layout ? Cause::layout : Cause::refused);
     }
     case FrameType::offer: {
       const auto frame = decode<frames::Offer>(body);
@@ -173,9 +213,7 @@ Handshake::Outcome Handshake::on_identify(const frames::Identify& identify, Outb
     return refuse("the sink does not prove the source's secret", out);
   }
   const frames::Identity own = identity();
-  if (auto difference = mismatch(identify.identity, own); !difference.empty()) {
-    return refuse(std::move(difference), out);
-  }
+  if (const Outcome outcome = compare(identify.identity, out); outcome != Outcome::going) return outcome;
   checksum_ = options_.checksum || identify.identity.checksum;
   const auto wanted = split(identify.identity.backends);
   for (auto name = wanted.rbegin(); name != wanted.rend(); ++name) {
@@ -196,14 +234,13 @@ Handshake::Outcome Handshake::on_welcome(const frames::Welcome& welcome, Outbox&
   if (!same(welcome.proof, proof(Side::source, welcome.identity))) {
     return refuse("the source does not prove the sink's secret", out);
   }
-  if (auto difference = mismatch(identity(), welcome.identity); !difference.empty()) {
-    return refuse(std::move(difference), out);
-  }
+  if (const Outcome outcome = compare(welcome.identity, out); outcome != Outcome::going) return outcome;
   if (welcome.identity.incarnation != expected_incarnation_) {
     refuse("the source was restarted: its leases are gone", out);
     cause_ = Cause::unreachable;
     return Outcome::refused;
   }
+  if (converts_) out.put(Stage{connection_, peer_});
   lease_ttl_s_ = welcome.identity.lease_ttl_ms / 1000.0;
   step_ = Step::backends;
   return Outcome::going;

@@ -15,6 +15,7 @@
 #include <string>
 #include <vector>
 
+#include "transfer/geometry.h"
 #include "transfer/outbox.h"
 
 namespace baton::transfer {
@@ -41,6 +42,10 @@ class Handshake {
   // Sink, once agreed: how long the source's leases live without a word.
   [[nodiscard]] double lease_ttl_s() const { return lease_ttl_s_; }
   [[nodiscard]] const std::string& declined() const { return declined_; }
+  // Once agreed: what the other side's blocks are.
+  [[nodiscard]] const Geometry& peer() const { return peer_; }
+  // Whether the source's blocks must be converted into the sink's.
+  [[nodiscard]] bool converts() const { return converts_; }
   // After `refused`: why, and under which cause pulls fail.
   [[nodiscard]] const std::string& detail() const { return detail_; }
   [[nodiscard]] Cause cause() const { return cause_; }
@@ -50,8 +55,9 @@ class Handshake {
 
   [[nodiscard]] frames::Identity identity() const;
   [[nodiscard]] Digest proof(Side of, const frames::Identity& identity) const;
-  [[nodiscard]] std::string mismatch(const frames::Identity& sink, const frames::Identity& source) const;
-  Outcome refuse(std::string detail, Outbox& out);
+  // Whether blocks can go from one side to the other; `peer_` is set.
+  Outcome compare(const frames::Identity& identity, Outbox& out);
+  Outcome refuse(std::string detail, Outbox& out, Cause cause = Cause::refused);
   Outcome on_hello(const frames::Hello& hello, Outbox& out);
   Outcome on_challenge(const frames::Challenge& challenge, Outbox& out);
   Outcome on_identify(const frames::Identify& identify, Outbox& out);
@@ -69,6 +75,8 @@ class Handshake {
   std::uint64_t expected_incarnation_;
   Digest own_nonce_;
   Digest peer_nonce_{};
+  Geometry peer_;
+  bool converts_ = false;
   std::vector<std::string> candidates_;  // Backends not tried yet, the preferred last.
   std::string backend_;
   bool checksum_ = true;

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "transfer/staging.h"
 #include "transfer/types.h"
 
 namespace baton::transfer {
@@ -23,7 +24,8 @@ struct Lane {
   std::string backend;
   std::string declined;
   bool checksum = true;
-  std::uint32_t in_flight = 0;  // Chunks of all pulls.
+  std::optional<Staging> staging;  // Where the source's blocks are not this side's.
+  std::uint32_t in_flight = 0;     // Chunks of all pulls.
   std::uint64_t in_flight_bytes = 0;
   std::uint64_t asked_bytes = 0;
   double bytes_per_s = 0;  // 0: not measured yet.

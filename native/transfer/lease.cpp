@@ -257,14 +257,14 @@ bool Source::on_request(double now_s, ConnectionId connection, const frames::Req
   if (lease == nullptr) return true;  // It crossed a revocation.
   const std::uint64_t last = std::uint64_t{request.first_block} + request.blocks;
   const std::uint64_t asked_last = std::uint64_t{reader.ask.first_block} + reader.ask.blocks;
-  if (request.layer >= geometry_.layers || request.blocks == 0 ||
+  if (request.layer >= geometry_.tensors() || request.blocks == 0 ||
       request.blocks > chunk_blocks(geometry_, options_.limits) || request.first_block < reader.ask.first_block ||
       last > asked_last || last > lease->blocks.size() || reader.in_flight.contains(request.sequence) ||
       reader.in_flight.size() >= options_.limits.chunks_served) {
     return false;
   }
   const std::uint64_t needed_tokens = std::min<std::uint64_t>(last * geometry_.block_tokens, reader.ask.tokens);
-  if (lease->ready_tokens[request.layer] < needed_tokens) return false;
+  if (lease->ready_tokens[request.layer / geometry_.tensors_per_layer()] < needed_tokens) return false;
   claim(now_s, *lease);
   reader.in_flight[request.sequence] = {.bytes = request.blocks * geometry_.block_bytes};
   if (reader.serve_after_s < 0) reader.serve_after_s = now_s + options_.faults.delay_s;

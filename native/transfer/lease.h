@@ -10,6 +10,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "transfer/geometry.h"
 #include "transfer/outbox.h"
 
 namespace baton::transfer {

@@ -1,6 +1,6 @@
 // The paged KV cache that an agent reads from and writes into.
 //
-//   layer l:  | block 0 | gap | block 1 | gap | …          block b begins at layers[l] + b * stride_bytes
+//   tensor t: | block 0 | gap | block 1 | gap | …          block b begins at layers[t] + b * stride_bytes
 //             |<------ stride ------>|
 #pragma once
 
@@ -16,7 +16,7 @@ namespace baton::transfer {
 class Region;
 
 struct Pool {
-  std::vector<std::uint8_t*> layers;
+  std::vector<std::uint8_t*> layers;  // By tensor, see Geometry: one for a layer, or its K and then its V.
   std::uint64_t block_bytes = 0;
   std::uint64_t stride_bytes = 0;
   std::uint32_t blocks = 0;

@@ -14,6 +14,10 @@ std::string seconds(double duration_s) {
   return text;
 }
 
+std::uint32_t blocks_of(std::uint32_t tokens, std::uint32_t block_tokens) {
+  return static_cast<std::uint32_t>((std::uint64_t{tokens} + block_tokens - 1) / block_tokens);
+}
+
 }  // namespace
 
 Sink::Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats)
@@ -34,13 +38,12 @@ void Sink::pull(double now_s, const StartPull& command) {
     refuse("first_token " + std::to_string(command.first_token) + " is not a multiple of the block size " +
            std::to_string(block_tokens));
   }
+  if (geometry_.layout && command.tokens > layout::kTokensMax) refuse("a pull ends within 2**24 tokens");
   if (command.tokens <= command.first_token) {
     refuse("there is nothing to pull: tokens " + std::to_string(command.tokens) + " is not above first_token " +
            std::to_string(command.first_token));
   }
-  const std::uint32_t first_block = command.first_token / block_tokens;
-  const auto needed =
-      static_cast<std::uint32_t>((std::uint64_t{command.tokens} + block_tokens - 1) / block_tokens) - first_block;
+  const std::uint32_t needed = blocks_of(command.tokens, block_tokens) - command.first_token / block_tokens;
   if (command.blocks.size() != needed) {
     refuse("tokens [" + std::to_string(command.first_token) + ", " + std::to_string(command.tokens) + ") fill " +
            std::to_string(needed) + " blocks, not " + std::to_string(command.blocks.size()));
@@ -65,12 +68,12 @@ void Sink::pull(double now_s, const StartPull& command) {
   pull.id = next_pull_++;
   pull.key = command.key;
   pull.endpoint = command.endpoint;
-  pull.first_block = first_block;
+  pull.first_token = command.first_token;
   pull.tokens = command.tokens;
   pull.blocks = command.blocks;
   pull.started_s = pull.accounted_s = pull.progress_s = pull.keep_alive_s = now_s;
   pull.deadline_s = now_s + command.budget_s;
-  forget_progress(pull);
+  if (peer.pool.layers != 0) measure(pull, peer.pool);
   ++peer.pulls;
   by_key_[pull.key] = pull.id;
   Pull& kept = pulls_.emplace(pull.id, std::move(pull)).first->second;
@@ -105,10 +108,17 @@ void Sink::ask(double now_s, Pull& pull, ConnectionId connection, bool data_only
   out_.send(connection, frames::Ask{.pull = pull.id,
                                     .key = pull.key,
                                     .first_block = pull.first_block,
-                                    .blocks = static_cast<std::uint32_t>(pull.blocks.size()),
+                                    .blocks = pull.pool_blocks,
                                     .tokens = pull.tokens,
                                     .data_only = data_only});
   out_.wake_at(now_s + keep_alive_interval_s(peer));
+}
+
+void Sink::measure(Pull& pull, const Geometry& pool) {
+  pull.pool = pool;
+  pull.first_block = pull.first_token / pool.block_tokens;
+  pull.pool_blocks = blocks_of(pull.tokens, pool.block_tokens) - pull.first_block;
+  forget_progress(pull);
 }
 
 // A pull that is fencing or waits for its writes to stop takes nothing from its source.
@@ -135,7 +145,7 @@ bool Sink::on_opened(double now_s, ConnectionId connection, const frames::Opened
   } else {
     pull->state = State::pulling;
     Peer& peer = peers_.at(pull->endpoint);
-    const std::uint64_t bytes = pull->blocks.size() * geometry_.layers * geometry_.block_bytes;
+    const std::uint64_t bytes = std::uint64_t{pull->pool_blocks} * pull->pool.tensors() * pull->pool.block_bytes;
     peer.lanes_wanted =
         std::max<std::size_t>(peer.lanes_wanted, bytes / std::max<std::uint64_t>(1, options_.lane_bytes));
     widen(now_s, peer);
@@ -147,8 +157,8 @@ bool Sink::on_opened(double now_s, ConnectionId connection, const frames::Opened
 bool Sink::on_ready(double now_s, ConnectionId connection, const frames::Ready& frame) {
   Pull* pull = pull_on(connection, frame.pull);
   if (pull == nullptr || frame.generation != pull->generation || pull->revoked) return true;
-  if (frame.layer != kAllLayers && frame.layer >= geometry_.layers) return false;
-  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
+  if (frame.layer != kAllLayers && frame.layer >= pull->pool.layers) return false;
+  for (std::uint32_t layer = 0; layer < pull->pool.layers; ++layer) {
     if (frame.layer != kAllLayers && layer != frame.layer) continue;
     pull->ready_tokens[layer] = std::max(pull->ready_tokens[layer], frame.tokens);
   }
@@ -183,9 +193,10 @@ bool Sink::on_data(double now_s, const DataArrived& data) {
   Chunk* chunk = chunk_on(data.connection, pull, data.sequence);
   if (chunk == nullptr) {
     out_.put(Discard{data.connection});  // It crossed a cancellation or a restart.
-    return data.bytes <= chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
+    const Peer* peer = peer_on(data.connection);
+    return peer == nullptr || data.bytes <= chunk_blocks(peer->pool, options_.limits) * peer->pool.block_bytes;
   }
-  if (chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;
+  if (chunk->run.blocks * pull->pool.block_bytes != data.bytes) return false;
   pull->progress_s = now_s;
   place(*pull, data.sequence, *chunk);
   return true;
@@ -227,13 +238,19 @@ bool Sink::on_chunk_end(double now_s, ConnectionId connection, const frames::Chu
 
 void Sink::place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where) {
   chunk.placing = true;
-  const auto first = pull.blocks.begin() + chunk.run.first;
+  std::vector<std::uint32_t> blocks;
+  if (peers_.at(pull.endpoint).lanes.at(chunk.connection).staging) {
+    blocks = staged_blocks(pull, chunk);
+  } else {
+    const auto first = pull.blocks.begin() + chunk.run.first;
+    blocks.assign(first, first + chunk.run.blocks);
+  }
   out_.put(Place{.connection = chunk.connection,
                  .pull = pull.id,
                  .sequence = sequence,
                  .slot = chunk.slot,
                  .layer = chunk.run.layer,
-                 .blocks = {first, first + chunk.run.blocks},
+                 .blocks = std::move(blocks),
                  .where = std::move(where)});
 }
 
@@ -256,7 +273,7 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
   Peer& peer = peers_.at(pull.endpoint);
   const Chunk chunk = pull.in_flight.at(sequence);
   Lane& lane = peer.lanes.at(chunk.connection);
-  const std::uint64_t bytes = chunk.run.blocks * geometry_.block_bytes;
+  const std::uint64_t bytes = chunk.run.blocks * pull.pool.block_bytes;
   pull.in_flight.erase(sequence);
   Share& share = pull.shares.at(chunk.connection);
   --share.in_flight;
@@ -266,17 +283,28 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
   if (lane.checksum && chunk.placed_crc != chunk.trailer_crc) {
     // The source may have gone on within the block that the pull ends in, between its sum and the read: once for each
     // token and layer at most.
-    const bool ends_within = pull.tokens % geometry_.block_tokens != 0;
-    if (ends_within && chunk.run.first + chunk.run.blocks == pull.blocks.size() &&
-        pull.rereads < std::uint64_t{geometry_.layers} * geometry_.block_tokens) {
+    const bool ends_within = pull.tokens % pull.pool.block_tokens != 0;
+    if (ends_within && chunk.run.first + chunk.run.blocks == pull.pool_blocks &&
+        pull.rereads < std::uint64_t{pull.pool.tensors()} * pull.pool.block_tokens) {
       ++pull.rereads;
       pull.again.push_back(chunk.run);
+      if (lane.staging) lane.staging->release(chunk.staged);
       return request_more(now_s, pull);
     }
     ++stats_.checksum_failures;
     return fail(pull, Cause::checksum,
                 "layer " + std::to_string(chunk.run.layer) + " arrived with another checksum than it was sent with");
   }
+  if (!lane.staging) return count(now_s, pull, chunk);
+  convert(pull, sequence, chunk);
+  request_more(now_s, pull);
+}
+
+// It lies in the blocks of this pool.
+void Sink::count(double now_s, Pull& pull, const Chunk& chunk) {
+  const Peer& peer = peers_.at(pull.endpoint);
+  const Lane& lane = peer.lanes.at(chunk.connection);
+  const std::uint64_t bytes = chunk.run.blocks * pull.pool.block_bytes;
   pull.verified[chunk.run.layer] += chunk.run.blocks;
   pull.blocks_verified += chunk.run.blocks;
   stats_.pulled_blocks += chunk.run.blocks;
@@ -288,7 +316,7 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
     carried->bytes_per_s = lane.bytes_per_s;
   }
   report_progress(pull);
-  if (pull.blocks_verified == std::uint64_t{pull.blocks.size()} * geometry_.layers) return finish(now_s, pull);
+  if (pull.blocks_verified == std::uint64_t{pull.pool_blocks} * pull.pool.tensors()) return finish(now_s, pull);
   request_more(now_s, pull);
   const auto unplaced = [](const auto& entry) { return !entry.second.placed; };
   const bool all_placed = std::none_of(pull.in_flight.begin(), pull.in_flight.end(), unplaced);
@@ -296,14 +324,19 @@ void Sink::judge(double now_s, Pull& pull, std::uint32_t sequence) {
 }
 
 void Sink::report_progress(Pull& pull) {
-  while (pull.layers_reported < geometry_.layers && pull.verified[pull.layers_reported] == pull.blocks.size()) {
+  const std::uint32_t per_layer = pull.pool.tensors_per_layer();
+  const auto whole = [&](std::uint32_t layer) {
+    const auto first = pull.verified.begin() + layer * per_layer;
+    return std::all_of(first, first + per_layer, [&](std::uint32_t blocks) { return blocks == pull.pool_blocks; });
+  };
+  while (pull.layers_reported < pull.pool.layers && whole(pull.layers_reported)) {
     ++pull.layers_reported;
     out_.put(report_of(pull, ReportKind::pull_progress));
   }
 }
 
 void Sink::account(double now_s, Pull& pull) {
-  (pull.in_flight.empty() ? pull.waiting_s : pull.moving_s) += now_s - pull.accounted_s;
+  (pull.in_flight.empty() && pull.converting.empty() ? pull.waiting_s : pull.moving_s) += now_s - pull.accounted_s;
   pull.accounted_s = now_s;
 }
 
@@ -315,7 +348,7 @@ Report Sink::report_of(const Pull& pull, ReportKind kind) const {
           .cause = pull.cause,
           .detail = pull.detail,
           .layers = pull.layers_reported,
-          .bytes = pull.blocks_verified * geometry_.block_bytes,
+          .bytes = pull.blocks_verified * pull.pool.block_bytes,
           .tokens = pull.tokens,
           .waiting_s = pull.waiting_s,
           .moving_s = pull.moving_s,
@@ -341,20 +374,25 @@ void Sink::finish(double now_s, Pull& pull) {
 }
 
 void Sink::forget_progress(Pull& pull) {
-  pull.ready_tokens.assign(geometry_.layers, 0);
-  pull.requested.assign(geometry_.layers, 0);
-  pull.verified.assign(geometry_.layers, 0);
+  pull.ready_tokens.assign(pull.pool.layers, 0);
+  pull.requested.assign(pull.pool.tensors(), 0);
+  pull.verified.assign(pull.pool.tensors(), 0);
   pull.again.clear();
   forget_requests(pull);
   pull.blocks_verified = 0;
 }
 
 void Sink::forget_requests(Pull& pull) {
+  for (const auto& [connection, share] : pull.shares) {
+    auto& staging = peers_.at(pull.endpoint).lanes.at(connection).staging;
+    if (staging) staging->forget(pull.id);
+  }
+  pull.converting.clear();
   for (const auto& [sequence, chunk] : pull.in_flight) {
     Share& share = pull.shares.at(chunk.connection);
     share.in_flight = 0;
     share.in_flight_bytes = 0;
-    peers_.at(pull.endpoint).lanes.at(chunk.connection).let_go(chunk.run.blocks * geometry_.block_bytes);
+    peers_.at(pull.endpoint).lanes.at(chunk.connection).let_go(chunk.run.blocks * pull.pool.block_bytes);
   }
   pull.in_flight.clear();
 }
@@ -393,12 +431,15 @@ void Sink::on_placing_stopped(double now_s, const PlacingStopped& stopped) {
   if (pull.state == State::fencing) {
     ++stats_.pulls_failed;
     out_.put(report_of(pull, ReportKind::pull_failed));
-    return erase(pull.id);
+    const std::string endpoint = pull.endpoint;
+    erase(pull.id);
+    return request_more(now_s, endpoint);
   }
-  if (!pull.reopened) return;
-  pull.reopened = false;
-  pull.state = State::pulling;
-  request_more(now_s, pull);
+  if (pull.reopened) {
+    pull.reopened = false;
+    pull.state = State::pulling;
+  }
+  request_more(now_s, pull.endpoint);
 }
 
 void Sink::erase(PullId id) {

@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "transfer/endpoint.h"
+#include "transfer/geometry.h"
 #include "transfer/lane.h"
 #include "transfer/outbox.h"
 
@@ -31,7 +32,8 @@ class Sink {
 
   // Connections to sources.
   [[nodiscard]] std::uint64_t expected_incarnation(ConnectionId connection) const;
-  void on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
+  // False: the source says something else on this connection than on another.
+  [[nodiscard]] bool on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
   void on_refused(double now_s, ConnectionId connection, Cause cause, const std::string& detail);
   void on_closed(double now_s, ConnectionId connection, const std::string& detail);
 
@@ -48,6 +50,7 @@ class Sink {
   [[nodiscard]] bool on_data(double now_s, const DataArrived& data);
 
   void on_placed(double now_s, const Placed& placed);
+  void on_converted(double now_s, const Converted& converted);
   void on_placing_stopped(double now_s, const PlacingStopped& stopped);
   void tick(double now_s);
 
@@ -59,7 +62,7 @@ class Sink {
   enum class State : std::uint8_t { wanted, pulling, verifying, fencing };
 
   struct Run {
-    std::uint32_t layer = 0;
+    std::uint32_t layer = 0;  // Counts tensors, see Geometry.
     std::uint32_t first = 0;  // Counted from the pull's first block.
     std::uint32_t blocks = 0;
   };
@@ -67,6 +70,7 @@ class Sink {
     Run run;
     ConnectionId connection = 0;  // On which it was asked for.
     std::int32_t slot = -1;
+    std::uint32_t staged = 0;  // Its slot of the lane's staging, if that has one.
     bool granted = false;
     bool placing = false;
     bool placed = false;
@@ -88,6 +92,7 @@ class Sink {
     std::string endpoint;
     std::vector<SourceRail> rails;  // The nearest first.
     std::uint64_t incarnation = 0;
+    Geometry pool;  // The source's; of no layers while no handshake has succeeded.
     std::map<ConnectionId, Lane> lanes;
     ConnectionId control = 0;  // The lane on which pulls are asked for and told of; 0: none is ready.
     std::size_t lanes_wanted = 1;
@@ -104,9 +109,13 @@ class Sink {
     PullId id = 0;
     Key key{};
     std::string endpoint;
-    std::uint32_t first_block = 0;
+    std::uint32_t first_token = 0;
     std::uint32_t tokens = 0;
-    std::vector<std::uint32_t> blocks;
+    std::vector<std::uint32_t> blocks;  // Of this side's pool, from that of the first token on.
+    // What is asked for, in blocks of the source's pool, as in all that follows; known with that pool.
+    Geometry pool;
+    std::uint32_t first_block = 0;
+    std::uint32_t pool_blocks = 0;
     State state = State::wanted;
     bool stopping = false;  // `PlacingStopped` is awaited.
     bool reopened = false;  // `Opened` came while it was.
@@ -114,12 +123,13 @@ class Sink {
     bool ever_opened = false;
     std::uint64_t generation = 0;
     std::vector<std::uint32_t> ready_tokens;  // Per layer, as the source posts.
-    std::vector<std::uint32_t> requested;     // Per layer, blocks from the first on.
-    std::vector<std::uint32_t> verified;      // Per layer, a count of blocks.
+    std::vector<std::uint32_t> requested;     // Per tensor, blocks from the first on.
+    std::vector<std::uint32_t> verified;      // Per tensor, a count of blocks.
     std::vector<Run> again;                   // Lost with a connection; asked for first.
     std::map<ConnectionId, Share> shares;     // Of the lanes on which the source knows this pull.
     std::map<std::string, RailShare> rails;
-    std::map<std::uint32_t, Chunk> in_flight;  // By sequence.
+    std::map<std::uint32_t, Chunk> in_flight;   // By sequence.
+    std::map<std::uint32_t, Chunk> converting;  // Verified, and not yet in the blocks of this pool.
     std::uint32_t next_sequence = 0;
     std::uint32_t layers_reported = 0;
     std::uint64_t blocks_verified = 0;
@@ -142,6 +152,7 @@ class Sink {
   Peer& peer_of(double now_s, const std::string& endpoint);
   Peer* peer_on(ConnectionId connection);
   Pull* pull_on(ConnectionId connection, PullId id);
+  void measure(Pull& pull, const Geometry& pool);
   Chunk* chunk_on(ConnectionId connection, Pull* pull, std::uint32_t sequence);
   void ask(double now_s, Pull& pull, ConnectionId connection, bool data_only);
   void connect(double now_s, Peer& peer, std::size_t rail);
@@ -155,12 +166,16 @@ class Sink {
   void check_lanes(double now_s, Peer& peer);
   void note_lost(double now_s, Peer& peer, const Lane& lane);
   [[nodiscard]] RailShare& of_rail(std::map<std::string, RailShare>& rails, const std::string& name) const;
-  [[nodiscard]] std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer) const;
+  [[nodiscard]] static std::uint32_t ready_blocks(const Pull& pull, std::uint32_t layer);
   void request_more(double now_s, Pull& pull);
+  void request_more(double now_s, const std::string& endpoint);
   [[nodiscard]] std::optional<Run> next_run(Pull& pull) const;
   void request(double now_s, Pull& pull, Lane& lane, const Run& run);
   void place(Pull& pull, std::uint32_t sequence, Chunk& chunk, Blob where = {});
+  [[nodiscard]] std::vector<std::uint32_t> staged_blocks(const Pull& pull, const Chunk& chunk) const;
   void judge(double now_s, Pull& pull, std::uint32_t sequence);
+  void convert(Pull& pull, std::uint32_t sequence, const Chunk& chunk);
+  void count(double now_s, Pull& pull, const Chunk& chunk);
   void report_progress(Pull& pull);
   void finish(double now_s, Pull& pull);
   void restart(Pull& pull);

@@ -57,7 +57,7 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   const auto usable = [&](const Lane& lane) {
     return lane.ready() && peer.rails[lane.rail].distance == peer.rails[nearest].distance;
   };
-  const auto bytes = chunk_blocks(geometry_, options_.limits) * geometry_.block_bytes;
+  const auto bytes = chunk_blocks(pull.pool, options_.limits) * pull.pool.block_bytes;
   const auto done_in_s = [&](const Lane& lane) {
     const double bytes_per_s = lane.bytes_per_s > 0 ? lane.bytes_per_s : std::max(fastest, 1.0);
     return static_cast<double>(lane.in_flight_bytes + bytes) / bytes_per_s;
@@ -68,8 +68,9 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   }
   // Lanes that are being opened count: their part of the pull is left for them.
   const bool shared = peer.lanes.size() > 1;
-  const auto full = [&](const Share& share) {
-    return share.in_flight >= options_.limits.chunks_in_flight ||
+  const auto full = [&](const Lane& lane, const Share& share) {
+    return (lane.staging && !lane.staging->has_room(pull.id, peer.pulls)) ||
+           share.in_flight >= options_.limits.chunks_in_flight ||
            (shared && share.in_flight >= 2 && share.in_flight_bytes >= options_.limits.lane_window_bytes);
   };
   const auto less = [](const Share& a, const Lane& of_a, const Share& b, const Lane& of_b) {
@@ -81,7 +82,7 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
     if (!usable(lane) || done_in_s(lane) > kClearlySlower * soonest_s) continue;
     const auto known = pull.shares.find(connection);
     const Share share = known == pull.shares.end() ? Share{} : known->second;
-    if (full(share) || (best != nullptr && !less(share, lane, least, *best))) continue;
+    if (full(lane, share) || (best != nullptr && !less(share, lane, least, *best))) continue;
     best = &lane;
     least = share;
   }
@@ -100,12 +101,11 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   return best;
 }
 
-std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) const {
+std::uint32_t Sink::ready_blocks(const Pull& pull, std::uint32_t layer) {
   const std::uint32_t tokens = pull.ready_tokens[layer];
-  const auto all = static_cast<std::uint32_t>(pull.blocks.size());
-  if (tokens >= pull.tokens) return all;
-  const std::uint32_t whole = tokens / geometry_.block_tokens;
-  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, all);
+  if (tokens >= pull.tokens) return pull.pool_blocks;
+  const std::uint32_t whole = tokens / pull.pool.block_tokens;
+  return whole <= pull.first_block ? 0 : std::min(whole - pull.first_block, pull.pool_blocks);
 }
 
 void Sink::request_more(double now_s, Pull& pull) {
@@ -120,6 +120,13 @@ void Sink::request_more(double now_s, Pull& pull) {
   }
 }
 
+// A lane is there, or has room again: any of the source's pulls may have waited for it.
+void Sink::request_more(double now_s, const std::string& endpoint) {
+  for (auto& [id, pull] : pulls_) {
+    if (pull.endpoint == endpoint) request_more(now_s, pull);
+  }
+}
+
 std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
   if (!pull.again.empty()) {
     const Run run = pull.again.back();
@@ -127,11 +134,11 @@ std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
     return run;
   }
   // Lower layers first: the engine that waits reads them first.
-  for (std::uint32_t layer = 0; layer < geometry_.layers; ++layer) {
-    const std::uint32_t ready = ready_blocks(pull, layer);
-    std::uint32_t& next = pull.requested[layer];
+  for (std::uint32_t tensor = 0; tensor < pull.pool.tensors(); ++tensor) {
+    const std::uint32_t ready = ready_blocks(pull, tensor / pull.pool.tensors_per_layer());
+    std::uint32_t& next = pull.requested[tensor];
     if (next >= ready) continue;
-    const Run run{layer, next, std::min(chunk_blocks(geometry_, options_.limits), ready - next)};
+    const Run run{tensor, next, std::min(chunk_blocks(pull.pool, options_.limits), ready - next)};
     next += run.blocks;
     return run;
   }
@@ -141,13 +148,14 @@ std::optional<Sink::Run> Sink::next_run(Pull& pull) const {
 void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
   if (!pull.shares.contains(lane.connection)) ask(now_s, pull, lane.connection, true);
   Share& share = pull.shares.at(lane.connection);
-  const std::uint64_t bytes = run.blocks * geometry_.block_bytes;
+  const std::uint64_t bytes = run.blocks * pull.pool.block_bytes;
   ++share.in_flight;
   share.in_flight_bytes += bytes;
   share.asked_bytes += bytes;
   lane.ask_for(now_s, bytes);
   const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
-  pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
+  Chunk& chunk = pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
+  if (lane.staging) chunk.staged = lane.staging->take(pull.id);
   out_.send(lane.connection, frames::Request{.pull = pull.id,
                                              .generation = pull.generation,
                                              .sequence = sequence,

@@ -57,21 +57,32 @@ std::uint64_t Sink::expected_incarnation(ConnectionId connection) const {
   return found == endpoints_.end() ? 0 : peers_.at(found->second).incarnation;
 }
 
-void Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
+bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& handshake) {
   Peer* peer = peer_on(connection);
-  if (peer == nullptr) return;
+  if (peer == nullptr) return true;
+  if (peer->pool.layers == 0) {
+    peer->pool = handshake.peer();
+    for (auto& [id, pull] : pulls_) {
+      if (pull.endpoint == peer->endpoint) measure(pull, peer->pool);
+    }
+  } else if (peer->pool != handshake.peer()) {
+    return false;
+  }
   Lane& lane = peer->lanes.at(connection);
   lane.agreed = true;
   lane.backend = handshake.backend();
   lane.checksum = handshake.checksum();
   lane.declined = handshake.declined();
+  if (handshake.converts()) lane.staging.emplace(peer->pool, options_.limits);
   lane.hear(now_s);
   peer->rails[lane.rail].retry_s = 0;
   peer->lease_ttl_s = handshake.lease_ttl_s();
-  if (peer->control == 0) return lead(now_s, *peer, connection);
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
+  if (peer->control == 0) {
+    lead(now_s, *peer, connection);
+    return true;
   }
+  request_more(now_s, peer->endpoint);
+  return true;
 }
 
 // From now on this is the lane on which the source is asked, and tells.
@@ -134,15 +145,17 @@ void Sink::on_closed(double now_s, ConnectionId connection, const std::string& d
       }
       chunk = next;
     }
+    std::erase_if(pull.converting, [&](const auto& entry) {
+      if (entry.second.connection == connection) pull.again.push_back(entry.second.run);
+      return entry.second.connection == connection;
+    });
     if (pull.state == State::verifying) pull.state = State::pulling;
   }
   const auto lost = peer->lanes.extract(connection);
   note_lost(now_s, *peer, lost.mapped());
   for (auto& [id, pull] : pulls_) pull.shares.erase(connection);
   if (peer->control == connection || peer->control == 0) follow(now_s, *peer, detail);
-  for (auto& [id, pull] : pulls_) {
-    if (pull.endpoint == peer->endpoint) request_more(now_s, pull);
-  }
+  request_more(now_s, peer->endpoint);
 }
 
 void Sink::fail_all(const std::string& endpoint, Cause cause, const std::string& detail) {

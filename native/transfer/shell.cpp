@@ -145,6 +145,10 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
     check_usable_locked();
     core_.check_geometry(geometry);
   }
+  if (pool.layers.size() != geometry.tensors()) {
+    throw std::invalid_argument(std::to_string(pool.layers.size()) + " addresses are not those of a pool of " +
+                                std::to_string(geometry.tensors()) + " tensors");
+  }
   if (pool.stride_bytes < geometry.block_bytes) throw std::invalid_argument("blocks overlap: the stride is too small");
   pool.blocks = geometry.blocks;
   if (pool.region != nullptr) {
@@ -159,12 +163,15 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
     }
   }
   if (pool.device >= 0) {
+    if (geometry.layout) throw std::invalid_argument("a pool in CUDA memory has no layout: nothing converts into it");
     for (const std::string& name : core_.options().backends) {
       if (find_backend(name)->device) continue;
       throw std::invalid_argument(
           "a pool in CUDA memory moves by cuda-ipc and cuda-put only, and this agent's backends name " + name);
     }
   }
+  std::optional<layout::Pool> layout_pool;
+  if (geometry.layout) layout_pool.emplace(*geometry.layout, pool.layers, pool.blocks, pool.stride_bytes);
   // Not under the lock: it may take seconds.
   Fabrics fabrics;
   for (const std::string& name : core_.options().backends) {
@@ -177,6 +184,7 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
   core_.set_geometry(std::move(geometry));
   chunk_bytes_max_ = chunk_blocks(core_.geometry(), core_.options().limits) * core_.geometry().block_bytes;
   pool_ = std::move(pool);
+  layout_pool_ = std::move(layout_pool);
   fabrics_ = std::move(fabrics);
 }
 
@@ -356,10 +364,17 @@ void Agent::carry_out(Action& action) {
                    if (!at->path->credit(a.slot)) return drop(a.connection, kBrokenProtocol);
                    working_.push_back(a.connection);
                  },
+                 [&](const Stage& a) { stage(a); },
                  [&](const Place& a) {
                    Connection* at = find(a.connection);
                    if (at == nullptr || at->path == nullptr) return;
                    if (!at->path->place(a)) return drop(a.connection, kBrokenProtocol);
+                   working_.push_back(a.connection);
+                 },
+                 [&](const Convert& a) {
+                   Connection* at = find(a.connection);
+                   if (at == nullptr || at->converter == nullptr) return;
+                   at->converter->convert(a);
                    working_.push_back(a.connection);
                  },
                  [&](const Discard& a) {

@@ -13,6 +13,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include "transfer/converter.h"
 #include "transfer/core.h"
 #include "transfer/data_path.h"
 #include "transfer/endpoint.h"
@@ -47,7 +48,8 @@ class Agent {
  private:
   struct Connection {
     std::unique_ptr<Stream> stream;
-    std::unique_ptr<DataPath> tried;  // Between offer and agreement.
+    std::unique_ptr<Converter> converter;  // Sink, where the source's blocks are not its own.
+    std::unique_ptr<DataPath> tried;       // Between offer and agreement.
     const Backend* tried_backend = nullptr;
     double answer_by_s = 0;  // Sink, while its proof is awaited.
     std::unique_ptr<DataPath> path;
@@ -86,6 +88,7 @@ class Agent {
   void carry_out(Action& action);
   void connect(const Connect& action);
   [[nodiscard]] Site site(ConnectionId id, Connection& connection);
+  void stage(const Stage& action);
   void offer(const OfferBackend& action);
   void accept_offer(const AcceptBackend& action);
   void answer(ConnectionId id, Connection& connection);
@@ -124,7 +127,8 @@ class Agent {
   bool closed_ = false;
 
   std::atomic<bool> stopping_ = false;
-  Pool pool_;  // Written once, before any chunk can be asked for, as are the fabrics.
+  Pool pool_;                                // Written once, before any chunk can be asked for, as are the next two.
+  std::optional<layout::Pool> layout_pool_;  // The same with its layout, if it has one.
   Fabrics fabrics_;
   std::unordered_map<ConnectionId, Connection> connections_;
   std::vector<Event> happened_;

@@ -23,7 +23,20 @@ constexpr double kFenceS = 0.5;    // What an adapter has begun to write ends wi
 // ---------------------------------------------------------------- backends
 
 Site Agent::site(ConnectionId id, Connection& connection) {
-  return {id, *connection.stream, pool_, chunk_bytes_max_, happened_, fabrics_};
+  const Converter* converter = connection.converter.get();
+  const Pool& pool = converter == nullptr ? pool_ : converter->pool();
+  const std::uint64_t chunk_bytes_max = converter == nullptr ? chunk_bytes_max_ : converter->chunk_bytes_max();
+  return {id, *connection.stream, pool, chunk_bytes_max, happened_, fabrics_};
+}
+
+void Agent::stage(const Stage& action) {
+  Connection* at = find(action.connection);
+  if (at == nullptr) return;
+  try {
+    at->converter = std::make_unique<Converter>(action.source, core_.options().limits, layout_pool_.value());
+  } catch (const std::bad_alloc&) {
+    drop(action.connection, "there is no memory to convert the source's blocks in");
+  }
 }
 
 void Agent::offer(const OfferBackend& action) {
@@ -43,7 +56,10 @@ void Agent::accept_offer(const AcceptBackend& action) {
   std::string why = "the sink has no such backend";
   const Backend* backend = find_backend(action.backend);
   const bool again = at->tried != nullptr && at->tried_backend == backend;
-  if (!again) {
+  if (backend != nullptr && backend->prepare != nullptr && at->converter != nullptr) {
+    at->tried = nullptr;
+    why = "it reads into registered memory only, and the KV layouts differ";
+  } else if (!again) {
     at->tried = backend == nullptr ? nullptr : backend->at_sink(site(action.connection, *at), action.offer, why);
     at->tried_backend = backend;
     if (at->tried != nullptr) watch_path(action.connection, *at->tried);
@@ -108,7 +124,7 @@ void Agent::watch_path(ConnectionId id, const DataPath& path) {
   }
 }
 
-// One chunk per connection; whether there are more.
+// One chunk per connection, and one conversion; whether there are more.
 bool Agent::advance_all() {
   std::vector<ConnectionId> working = std::exchange(working_, {});
   if (!proving_.empty()) working.insert(working.end(), proving_.begin(), proving_.end());
@@ -127,9 +143,10 @@ bool Agent::advance_all() {
     if (turn == DataPath::Turn::broken) {
       const std::string why = path->why();
       drop(id, why);
-    } else if (turn == DataPath::Turn::more) {
-      working_.push_back(id);
+      continue;
     }
+    const bool converts = at->converter != nullptr && at->converter->advance(happened_);
+    if (converts || turn == DataPath::Turn::more) working_.push_back(id);
   }
   lift_fences();
   carry_out_all();
@@ -141,6 +158,7 @@ bool Agent::advance_all() {
 void Agent::stop_placing(PullId pull) {
   for (auto& [id, connection] : connections_) {
     if (connection.path != nullptr) connection.path->stop_placing(pull);
+    if (connection.converter != nullptr) connection.converter->stop(pull);
   }
   fences_.push_back({pull, now_s() + kFenceS});
   lift_fences();

@@ -37,8 +37,9 @@ enum class Cause : std::uint8_t {
   expired,
   checksum,
   stalled,
+  layout,
 };
-inline constexpr std::uint8_t kCauses = 9;
+inline constexpr std::uint8_t kCauses = 10;
 
 enum class ReportKind : std::uint8_t { pull_progress, pull_done, pull_failed, lease_released, lease_ended };
 
@@ -68,15 +69,6 @@ struct Report {
   std::vector<RailShare> rails;
 };
 
-// What both ends must agree on before bytes move.
-struct Geometry {
-  std::string fingerprint;
-  std::uint32_t layers = 0;
-  std::uint32_t blocks = 0;  // Of this side's pool; the other side's may differ.
-  std::uint64_t block_bytes = 0;
-  std::uint32_t block_tokens = 0;
-};
-
 struct Faults {
   double delay_s = 0;
   std::uint32_t corrupt_every = 0;
@@ -97,6 +89,7 @@ struct Limits {
   std::uint32_t chunk_bytes = 1 << 20;        // A chunk is at least one block, whatever this says.
   std::uint32_t chunk_blocks = 1024;          // So that a grant fits a frame.
   std::uint32_t chunks_in_flight = 16;        // Per pull and lane, asked for by the sink.
+  std::uint64_t staging_bytes = 8 << 20;      // Per lane to a source with other blocks; two chunks are allowed.
   std::uint64_t lane_window_bytes = 2 << 20;  // The same, where several lanes share a pull; two chunks are allowed.
   std::size_t lanes = 16;                     // Per source.
   std::size_t rails = 1024;                   // That statistics are kept of.
@@ -156,11 +149,5 @@ struct Stats {
   std::uint64_t lanes_retired = 0;    // Connections to sources that were lost or hung.
   std::vector<RailShare> rails;       // Of sources, that this sink has used.
 };
-
-// How many blocks one chunk has at most. Both ends compute it from what they agreed on.
-[[nodiscard]] inline std::uint32_t chunk_blocks(const Geometry& geometry, const Limits& limits) {
-  const std::uint64_t blocks = limits.chunk_bytes / geometry.block_bytes;
-  return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(blocks, 1, limits.chunk_blocks));
-}
 
 }  // namespace baton::transfer

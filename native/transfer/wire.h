@@ -22,7 +22,7 @@
 namespace baton::transfer {
 
 inline constexpr std::uint32_t kMagic = 0x4E544142;  // "BATN"
-inline constexpr std::uint16_t kVersion = 3;
+inline constexpr std::uint16_t kVersion = 4;
 inline constexpr std::size_t kLengthBytes = 4;
 inline constexpr std::size_t kFrameBytesMax = 16 << 10;
 inline constexpr std::size_t kTextBytesMax = 4 << 10;
@@ -79,9 +79,10 @@ struct Identity {
   std::string backends;  // Joined by commas, the preferred first.
   bool checksum = true;
   std::uint32_t lease_ttl_ms = 0;  // Of the leases of this side.
+  std::string layout;              // Empty: it does not say.
   auto fields() {
     return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum,
-                    lease_ttl_ms);
+                    lease_ttl_ms, layout);
   }
 };
 struct Identify {  // sink → source
@@ -98,8 +99,9 @@ struct Welcome {  // source → sink
 };
 struct Refuse {  // source → sink
   static constexpr auto type = FrameType::refuse;
+  Cause cause = Cause::refused;
   std::string detail;
-  auto fields() { return std::tie(detail); }
+  auto fields() { return std::tie(cause, detail); }
 };
 struct Offer {  // source → sink
   static constexpr auto type = FrameType::offer;
@@ -166,7 +168,7 @@ struct Request {  // sink → source
   PullId pull = 0;
   std::uint64_t generation = 0;
   std::uint32_t sequence = 0;
-  std::uint32_t layer = 0;
+  std::uint32_t layer = 0;  // Counts tensors, see Geometry; `Ready` counts layers.
   std::uint32_t first_block = 0;
   std::uint32_t blocks = 0;
   auto fields() { return std::tie(pull, generation, sequence, layer, first_block, blocks); }

@@ -14,10 +14,10 @@ from baton_native import DeviceMemory, GpuUnavailable
 from bus_world import World, memory_world, nats_world
 from fake_library import FakeGpu, FakeVerbs
 from servers import Server, start_nats
-from transfer_rig import BLOCK_BYTES, OPTIONS, RAILS, Fabric, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, OPTIONS, RAILS, Fabric, MakeAgent, MakeNode, Node
 from ucx_library import ucx_library
 
-from baton.transfer import NativeAgent
+from baton.transfer import NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
 from tests.contract.frozen_index import frozen_indexes
 
@@ -126,21 +126,41 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def make_node(backend: str, fabric: Fabric) -> Iterator[MakeNode]:
-    """Make nodes whose transfer agents talk over one backend; close them afterwards."""
-    nodes: list[Node] = []
+def make_agent(backend: str, fabric: Fabric) -> Iterator[MakeAgent]:
+    """Make agents that talk over one backend; close them afterwards."""
+    agents: list[TransferAgent] = []
     memory_fabric = MemoryFabric()
 
-    def make(*, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, **changes: object) -> Node:
+    def make(**changes: object) -> TransferAgent:
         options = replace(OPTIONS, **{**fabric, **changes})  # pyright: ignore[reportArgumentType]
         if backend == "memory":
-            agent = memory_fabric.agent(options)
+            agents.append(memory_fabric.agent(options))
         else:
-            agent = NativeAgent(replace(options, backends=(backend,)))
-        gpu_library = fabric.get("gpu_library")
-        shared = backend == "direct"
+            agents.append(NativeAgent(replace(options, backends=(backend,))))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+@pytest.fixture
+def make_node(make_agent: MakeAgent, backend: str, fabric: Fabric) -> Iterator[MakeNode]:
+    """Make nodes whose transfer agents talk over one backend; close them afterwards."""
+    nodes: list[Node] = []
+
+    def make(
+        *, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, layout: str = "", **changes: object
+    ) -> Node:
         nodes.append(
-            Node(agent, fingerprint=fingerprint, block_bytes=block_bytes, shared=shared, gpu_library=gpu_library)
+            Node(
+                make_agent(**changes),
+                fingerprint=fingerprint,
+                block_bytes=block_bytes,
+                layout=layout,
+                shared=backend == "direct",
+                gpu_library=fabric.get("gpu_library"),
+            )
         )
         return nodes[-1]
 

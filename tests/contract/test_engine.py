@@ -10,7 +10,7 @@ import pytest
 
 from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
-from baton.errors import TransferFailed
+from baton.errors import LayoutMismatch, TransferFailed
 from baton.messages import Role
 from baton.transfer import AgentOptions, Faults, NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
@@ -75,9 +75,20 @@ async def test_without_checksums_a_corrupted_transfer_gives_another_answer(make_
         assert wrong.tokens[0] != right.tokens[0]
 
 
+@pytest.mark.parametrize("block_tokens", [8, 128])
+async def test_engines_with_blocks_of_different_size_hand_over(make_agent: MakeAgent, block_tokens: int) -> None:
+    async with open_pair(make_agent, block_tokens=block_tokens) as pair:
+        for tokens in (300, 77):
+            prompt = pair.prompt(tokens)
+            answer = await pair.hand_off(prompt)
+            assert answer.tokens == (await collect(pair.prefill, pair.request(prompt))).tokens
+            assert answer.last.transferred_tokens == tokens - 1
+        await pair.settled()
+
+
 async def test_engines_that_do_not_fit_refuse_each_other(make_agent: MakeAgent) -> None:
     async with open_pair(make_agent, layers=2) as pair:
-        with pytest.raises(TransferFailed, match=r"4 layers.*2 layers|2 layers.*4 layers"):
+        with pytest.raises(LayoutMismatch, match=r"layers=4 .*layers=2 |layers=2 .*layers=4 "):
             await pair.hand_off(pair.prompt(100))
         request = pair.request(pair.prompt(20))
         assert len((await collect(pair.decode, request)).tokens) == request.sampling.max_tokens

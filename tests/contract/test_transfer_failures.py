@@ -20,7 +20,8 @@ from transfer_rig import (
     wait_until,
 )
 
-from baton.transfer import Cause, EventKind, Faults, lease_key
+from baton.errors import LayoutMismatch
+from baton.transfer import Cause, EventKind, Faults, lease_key, pull_failure
 
 # ---------------------------------------------------------------- revocation and expiry
 
@@ -180,6 +181,46 @@ def test_unlike_agents_refuse_each_other(
     assert all(word in failed.detail for word in words), failed.detail
     assert sink.is_poison()
     assert source.agent.stats().served_bytes == 0
+
+
+LAYOUT = "layers=4 kv_heads=12 dim=128 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=16 tp=0/1"
+
+
+OF_TWO = LAYOUT.replace("kv_heads=12", "kv_heads=24").replace("tp=0/1", "tp=0/2")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (LAYOUT, LAYOUT.replace("bfloat16", "float16")),
+        (LAYOUT, LAYOUT.replace("kv_heads=12 dim=128", "kv_heads=24 dim=64")),
+        (OF_TWO, OF_TWO.replace("tp=0/2", "tp=1/2")),  # They have no head in common.
+    ],
+)
+def test_caches_that_cannot_be_converted_refuse_each_other(make_node: MakeNode, theirs: str, ours: str) -> None:
+    source, sink = make_node(layout=theirs), make_node(layout=ours)
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    failed = sink.wait_end(KEY, 2.0)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.LAYOUT)
+    assert all(f"'{layout}'" in failed.detail for layout in (ours, theirs)), failed.detail
+    assert isinstance(pull_failure(failed.cause, failed.detail), LayoutMismatch)
+    assert sink.is_poison()
+
+
+def test_equal_layouts_move_whole_blocks(make_node: MakeNode) -> None:
+    source, sink, silent = make_node(layout=LAYOUT), make_node(layout=LAYOUT), make_node()
+    for number, node in enumerate((sink, silent)):  # Who says nothing of a layout is believed if the sizes fit.
+        source.offer(key := lease_key("equal", number), SOURCE_BLOCKS)
+        pull(node, source, key)
+        assert node.wait_end(key).kind == EventKind.PULL_DONE
+        assert node.holds(SINK_BLOCKS)
+
+
+@pytest.mark.parametrize("layout", ["KV", LAYOUT.replace("dim=128", "dim=64"), LAYOUT.replace("layers=4", "layers=2")])
+def test_a_layout_must_be_that_of_the_pool(make_node: MakeNode, layout: str) -> None:
+    with pytest.raises(ValueError, match=r"does not describe|is not one of|addresses"):
+        make_node(layout=layout)
 
 
 def test_a_sink_that_wants_more_than_the_lease_has_is_refused(source: Node, sink: Node) -> None:

@@ -68,7 +68,45 @@ class HostMemory:
         ctypes.memset(self.address + offset, value, size)
 
 
-class Node:
+class Party:
+    """An agent, and waiting for what it reports."""
+
+    def __init__(self, agent: TransferAgent) -> None:
+        self.agent = agent
+        self.events: list[TransferEvent] = []
+
+    def lease(self, key: bytes, blocks: Sequence[int]) -> int:
+        generation = self.agent.open_lease(key)
+        self.agent.extend_lease(key, generation, blocks)
+        return generation
+
+    def wait(
+        self, *kinds: EventKind, key: bytes | None = None, layers: int = 0, timeout_s: float = WAIT_S
+    ) -> TransferEvent:
+        """Return the first event of these kinds, taking it out; earlier events of other kinds stay in `events`."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            for event in self.events:
+                if event.kind in kinds and key in (None, event.key) and event.layers >= layers:
+                    self.events.remove(event)
+                    return event
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise AssertionError(f"no {kinds} within {timeout_s} s; saw {self.events}, {self.agent.stats()}")
+            select.select([self.agent], [], [], left_s)
+            self.events += self.agent.poll()
+
+    def wait_end(self, key: bytes, timeout_s: float = WAIT_S) -> TransferEvent:
+        return self.wait(*TERMINAL, key=key, timeout_s=timeout_s)
+
+    def rest(self) -> list[TransferEvent]:
+        """Return every event not waited for."""
+        self.events += self.agent.poll()
+        taken, self.events = self.events, []
+        return taken
+
+
+class Node(Party):
     """An agent and the pool it reads and writes; between two blocks lies a gap that nothing may touch."""
 
     def __init__(
@@ -77,11 +115,12 @@ class Node:
         *,
         fingerprint: str = "model",
         block_bytes: int = BLOCK_BYTES,
+        layout: str = "",
         shared: bool = False,
         gpu_library: str | None = None,
     ) -> None:
         """`gpu_library`: the pool lies in CUDA memory of that library's."""
-        self.agent = agent
+        super().__init__(agent)
         self.block_bytes = block_bytes
         self.stride_bytes = block_bytes + GAP_BYTES
         self.layer_bytes = BLOCKS * self.stride_bytes
@@ -89,7 +128,6 @@ class Node:
         host = HostMemory(size, shared=shared) if gpu_library is None else None
         self.memory: Memory = host or DeviceMemory(size, 0, gpu_library or "")
         self.poison()
-        self.events: list[TransferEvent] = []
         agent.set_pool(
             Pool(
                 layer_addresses=tuple(self.memory.address + self._at(layer, 0) for layer in range(LAYERS)),
@@ -100,6 +138,7 @@ class Node:
                 fingerprint=fingerprint,
                 region=host and host.region,
                 device=None if host else 0,
+                layout=layout,
             )
         )
 
@@ -147,11 +186,6 @@ class Node:
             for position, block in enumerate(blocks)
         )
 
-    def lease(self, key: bytes, blocks: Sequence[int]) -> int:
-        generation = self.agent.open_lease(key)
-        self.agent.extend_lease(key, generation, blocks)
-        return generation
-
     def offer(self, key: bytes, blocks: Sequence[int], *, seed: int = 0) -> int:
         """Fill the blocks and lease them, all ready."""
         self.fill(blocks, seed)
@@ -160,31 +194,6 @@ class Node:
         self.agent.post_ready(key, generation, -1, tokens)
         self.agent.complete_lease(key, generation, tokens)
         return generation
-
-    def wait(
-        self, *kinds: EventKind, key: bytes | None = None, layers: int = 0, timeout_s: float = WAIT_S
-    ) -> TransferEvent:
-        """Return the first event of these kinds, taking it out; earlier events of other kinds stay in `events`."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            for event in self.events:
-                if event.kind in kinds and key in (None, event.key) and event.layers >= layers:
-                    self.events.remove(event)
-                    return event
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise AssertionError(f"no {kinds} within {timeout_s} s; saw {self.events}, {self.agent.stats()}")
-            select.select([self.agent], [], [], left_s)
-            self.events += self.agent.poll()
-
-    def wait_end(self, key: bytes, timeout_s: float = WAIT_S) -> TransferEvent:
-        return self.wait(*TERMINAL, key=key, timeout_s=timeout_s)
-
-    def rest(self) -> list[TransferEvent]:
-        """Return every event not waited for."""
-        self.events += self.agent.poll()
-        taken, self.events = self.events, []
-        return taken
 
 
 def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> bytes:
@@ -201,8 +210,10 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
         time.sleep(0.002)
 
 
+MakeAgent = Callable[..., TransferAgent]
+"""Of the fixture `make_agent`: fields of AgentOptions may be given."""
 MakeNode = Callable[..., Node]
-"""Of the fixture `make_node`: fields of AgentOptions, `fingerprint` and `block_bytes` may be given."""
+"""Of the fixture `make_node`: beside those `fingerprint`, `block_bytes` and `layout`."""
 
 
 def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = 10.0) -> None:
@@ -213,8 +224,8 @@ def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, bu
     )
 
 
-def assert_nothing_left(*nodes: Node) -> None:
-    def is_empty(node: Node) -> bool:
+def assert_nothing_left(*nodes: Party) -> None:
+    def is_empty(node: Party) -> bool:
         stats = node.agent.stats()
         return (stats.leases, stats.leased_blocks, stats.pulls, stats.parked) == (0, 0, 0, 0)
 

@@ -156,6 +156,8 @@ class Node:
                 self.world.queue.append((self, core.BackendChecked(end.connection, action.proof == b"proof")))
             case core.UseBackend():
                 end.backend = action.backend
+            case core.Stage() | core.Convert():
+                raise AssertionError("these pools have no layouts")
 
 
 class World:

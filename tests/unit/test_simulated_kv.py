@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
+from baton.transfer.layout import Layout
 
 LAYERS = 3
 WORDS = 4
@@ -135,6 +136,7 @@ def test_many_contexts_are_read_and_written_as_if_alone() -> None:
 def test_the_pool_lies_in_memory_as_it_says() -> None:
     pool, _ = written(TOKENS)
     described = pool.describe("a fingerprint")
+    assert Layout.parse(described.layout).block_bytes == described.block_bytes
     assert described.block_bytes == described.block_stride_bytes == 16 * WORDS * 8
     assert len(described.layer_addresses) == LAYERS
     for layer, address in enumerate(described.layer_addresses):

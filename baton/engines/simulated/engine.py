@@ -112,7 +112,7 @@ class SimulatedEngine:
             self._cache, running_max=options.running_max, step_tokens_max=options.step_tokens_max
         )
         agent = self._make_agent(self._agent_options)
-        agent.set_pool(self._pool.describe(f"{digest}/{ENGINE}/{options.layers} layers/{options.layer_words} words"))
+        agent.set_pool(self._pool.describe(f"{digest}/{ENGINE}"))
         self._handoff = Handoff(agent, self._pull_over, self._lease_over, self._agent_broke)
         self._handoff.watch(asyncio.get_running_loop())
         self._failure = None

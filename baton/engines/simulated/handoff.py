@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.engines.engine import TransferFigures
 from baton.engines.simulated.scheduler import Pull
 from baton.errors import BatonError, DeadlineExceeded, PeerUnreachable, TransferFailed
-from baton.transfer import Cause, EventKind, PullTally, PullWatch, TransferAgent, TransferEvent
+from baton.transfer import Cause, EventKind, PullTally, PullWatch, TransferAgent, TransferEvent, pull_failure
 
 
 @dataclass(slots=True, eq=False)
@@ -168,5 +168,4 @@ class Handoff:
 def _pull_error(event: TransferEvent) -> BatonError:
     if event.cause is Cause.DEADLINE:
         return DeadlineExceeded(f"the budget was spent before the KV cache had arrived: {event.detail}")
-    detail = f"the KV cache did not arrive ({event.cause}): {event.detail}"
-    return PeerUnreachable(detail) if event.cause is Cause.UNREACHABLE else TransferFailed(detail)
+    return pull_failure(event.cause, f"the KV cache did not arrive ({event.cause}): {event.detail}")

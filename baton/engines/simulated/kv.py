@@ -25,11 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.transfer import Pool
+from baton.transfer.layout import Layout
 
 Words = NDArray[np.uint64]
 Indexes = NDArray[np.int64]
 
 MASK: Final = (1 << 64) - 1
+_FLOAT_BYTES: Final = 4
+"""Words are moved, never computed with, as two elements of the widest type that layouts know."""
 GUARD_TOKENS: Final = 16
 """Every so many tokens, one whose state is read again at each step."""
 
@@ -83,6 +86,19 @@ class KvPool:
         self._weights: Words = mix(numbers * _POSITION + _LAYER) | np.uint64(1)
         self._layer_numbers: Words = np.arange(layers, dtype=np.uint64)[:, None] * _LAYER
 
+    @property
+    def layout(self) -> Layout:
+        """Return what a block holds, as transfer agents say it: one row of words for each token."""
+        return Layout(
+            layers=self.layers,
+            kv_heads=1,
+            dim=self.words.itemsize // _FLOAT_BYTES * self.layer_words,
+            dtype="float32",
+            order="NHD",
+            form="latent",
+            block_tokens=self.block_tokens,
+        )
+
     def describe(self, fingerprint: str) -> Pool:
         """Return the pool as a transfer agent wants to know it."""
         block_bytes = self.block_tokens * self.layer_words * self.words.itemsize
@@ -94,6 +110,7 @@ class KvPool:
             block_stride_bytes=block_bytes,
             block_tokens=self.block_tokens,
             fingerprint=fingerprint,
+            layout=str(self.layout),
         )
 
     def slots(self, table: Sequence[int], start: int, end: int) -> Indexes:

@@ -34,11 +34,10 @@ from baton.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
-    PeerUnreachable,
     TransferFailed,
 )
 from baton.messages import FinishReason, Role
-from baton.transfer import AgentOptions, Cause, Faults, lease_key
+from baton.transfer import AgentOptions, Faults, lease_key, pull_failure
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -331,7 +330,7 @@ def _failure(outcome: PullOutcome | None) -> BatonError:
     if outcome is None or not outcome.failed:
         return EngineFailed("vLLM ended the request with an error")
     detail = f"the prompt's KV did not arrive ({outcome.cause}): {outcome.detail}".removesuffix(": ")
-    return PeerUnreachable(detail) if outcome.cause is Cause.UNREACHABLE else TransferFailed(detail)
+    return pull_failure(outcome.cause, detail)
 
 
 async def _until(deadline_s: float, stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:

@@ -251,6 +251,9 @@ class Granted:
 class Placed:
     def __init__(self, connection: int, pull: int, sequence: int, slot: int, crc: int) -> None: ...
 
+class Converted:
+    def __init__(self, connection: int, pull: int, sequence: int) -> None: ...
+
 class PlacingStopped:
     def __init__(self, pull: int) -> None: ...
 
@@ -325,6 +328,32 @@ class Place:
     @property
     def where(self) -> bytes: ...
 
+class Stage:
+    @property
+    def connection(self) -> int: ...
+
+class Convert:
+    @property
+    def connection(self) -> int: ...
+    @property
+    def pull(self) -> int: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def layer(self) -> int: ...
+    @property
+    def staged(self) -> list[int]: ...
+    @property
+    def staged_origin(self) -> int: ...
+    @property
+    def blocks(self) -> list[int]: ...
+    @property
+    def origin(self) -> int: ...
+    @property
+    def first_token(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+
 class Discard:
     @property
     def connection(self) -> int: ...
@@ -365,7 +394,9 @@ class UseBackend:
 
 class Core:
     def __init__(self, options: Options) -> None: ...
-    def set_geometry(self, fingerprint: str, layers: int, blocks: int, block_bytes: int, block_tokens: int) -> None: ...
+    def set_geometry(
+        self, fingerprint: str, layers: int, blocks: int, block_bytes: int, block_tokens: int, layout: str = ""
+    ) -> None: ...
     def step(
         self,
         now_s: float,
@@ -388,6 +419,7 @@ class Core:
             | Served
             | Granted
             | Placed
+            | Converted
             | PlacingStopped
             | BackendOffered
             | BackendAccepted
@@ -400,7 +432,9 @@ class Core:
         | Serve
         | StopServing
         | Credit
+        | Stage
         | Place
+        | Convert
         | Discard
         | StopPlacing
         | OfferBackend
@@ -464,6 +498,7 @@ class Agent:
         fingerprint: str,
         region: Region | None = None,
         device: int = -1,
+        layout: str = "",
     ) -> None:
         """Lend the pool. `device`: the CUDA device whose memory it is; -1: the host's. Raises ValueError."""
     def open_lease(self, key: bytes, unclaimed_ttl_s: float) -> int: ...

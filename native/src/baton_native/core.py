@@ -15,6 +15,8 @@ from baton_native._core import (
     CompleteLease,
     Connect,
     Connected,
+    Convert,
+    Converted,
     Core,
     Credit,
     DataArrived,
@@ -37,6 +39,7 @@ from baton_native._core import (
     Served,
     SetFaults,
     Shutdown,
+    Stage,
     StartPull,
     Stats,
     StopPlacing,
@@ -63,6 +66,7 @@ Event: TypeAlias = (
     | Served
     | Granted
     | Placed
+    | Converted
     | PlacingStopped
     | BackendOffered
     | BackendAccepted
@@ -75,7 +79,9 @@ Action: TypeAlias = (
     | Serve
     | StopServing
     | Credit
+    | Stage
     | Place
+    | Convert
     | Discard
     | StopPlacing
     | OfferBackend
@@ -99,6 +105,8 @@ __all__ = [
     "CompleteLease",
     "Connect",
     "Connected",
+    "Convert",
+    "Converted",
     "Core",
     "Credit",
     "DataArrived",
@@ -122,6 +130,7 @@ __all__ = [
     "Served",
     "SetFaults",
     "Shutdown",
+    "Stage",
     "StartPull",
     "Stats",
     "StopPlacing",

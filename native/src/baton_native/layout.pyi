@@ -169,6 +169,9 @@ def shares(source: Layout, sink: Layout) -> list[Share]:
     `source` may be any rank's. Where several ranks hold the same heads, sinks are spread over them.
     """
 
+def common_heads(source: Layout, sink: Layout) -> tuple[int, int]:
+    """Return the heads that both ranks hold; raises Mismatch where there are none."""
+
 def plan(
     source: Layout, source_table: Table, sink: Layout, sink_table: Table, first_token: int, tokens: int
 ) -> list[Move]:

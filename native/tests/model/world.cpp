@@ -20,7 +20,7 @@ const char* name_of(ReportKind kind) {
 }
 const char* name_of(Cause cause) {
   static constexpr const char* kNames[] = {"none",    "cancelled", "deadline", "unreachable", "refused",
-                                           "revoked", "expired",   "checksum", "stalled"};
+                                           "revoked", "expired",   "checksum", "stalled",     "layout"};
   static_assert(std::size(kNames) == kCauses);
   return kNames[static_cast<std::size_t>(cause)];
 }

@@ -53,7 +53,7 @@ MUTATIONS = [
     Mutation(
         "chunks are served beyond the watermark",
         "transfer/lease.cpp",
-        "  if (lease->ready_tokens[request.layer] < needed_tokens) return false;\n",
+        "  if (lease->ready_tokens[request.layer / geometry_.tensors_per_layer()] < needed_tokens) return false;\n",
         "",
     ),
     Mutation(

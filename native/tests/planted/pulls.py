@@ -38,8 +38,8 @@ MUTATIONS = [
     Mutation(
         "a restart keeps what was verified",
         "transfer/pull.cpp",
-        "  pull.verified.assign(geometry_.layers, 0);\n",
-        "  pull.verified.resize(geometry_.layers);\n",
+        "  pull.verified.assign(pull.pool.tensors(), 0);\n",
+        "  pull.verified.resize(pull.pool.tensors());\n",
     ),
     Mutation(
         "a restart keeps the chunks in flight",
@@ -50,14 +50,14 @@ MUTATIONS = [
     Mutation(
         "a restart keeps the watermarks",
         "transfer/pull.cpp",
-        "  pull.ready_tokens.assign(geometry_.layers, 0);\n",
-        "  pull.ready_tokens.resize(geometry_.layers);\n",
+        "  pull.ready_tokens.assign(pull.pool.layers, 0);\n",
+        "  pull.ready_tokens.resize(pull.pool.layers);\n",
     ),
     Mutation(
         "a pull is done one chunk early",
         "transfer/pull.cpp",
-        "  if (pull.blocks_verified == std::uint64_t{pull.blocks.size()} * geometry_.layers)",
-        "  if (pull.blocks_verified + 1 >= std::uint64_t{pull.blocks.size()} * geometry_.layers)",
+        "  if (pull.blocks_verified == std::uint64_t{pull.pool_blocks} * pull.pool.tensors())",
+        "  if (pull.blocks_verified + 1 >= std::uint64_t{pull.pool_blocks} * pull.pool.tensors())",
     ),
     Mutation(
         "a chunk counts before it lies in place",
@@ -68,7 +68,7 @@ MUTATIONS = [
     Mutation(
         "an inline payload's length is not checked",
         "transfer/pull.cpp",
-        "  if (chunk->run.blocks * geometry_.block_bytes != data.bytes) return false;\n",
+        "  if (chunk->run.blocks * pull->pool.block_bytes != data.bytes) return false;\n",
         "",
     ),
     Mutation(
@@ -80,8 +80,8 @@ MUTATIONS = [
     Mutation(
         "a chunk goes to the blocks of another",
         "transfer/pull.cpp",
-        "  const auto first = pull.blocks.begin() + chunk.run.first;\n  out_.put(Place{",
-        "  const auto first = pull.blocks.begin() + (chunk.run.first > 0 ? chunk.run.first - 1 : 0);\n  out_.put(Place{",
+        "    const auto first = pull.blocks.begin() + chunk.run.first;\n",
+        "    const auto first = pull.blocks.begin() + (chunk.run.first > 0 ? chunk.run.first - 1 : 0);\n",
     ),
     Mutation(
         "blocks before the pull's first are asked for",
@@ -152,8 +152,8 @@ MUTATIONS = [
     Mutation(
         "a lane's chunks are not counted",
         "transfer/pull_lanes.cpp",
-        "    return share.in_flight >= options_.limits.chunks_in_flight ||",
-        "    return",
+        "           share.in_flight >= options_.limits.chunks_in_flight ||\n",
+        "",
     ),
     Mutation(
         "a lane that hangs is kept",

@@ -1,0 +1,48 @@
+"""What vLLM's KV cache on a CPU looks like, in the words of `baton.transfer.layout`: see docs/wire-layout.md."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from baton.transfer.layout import Layout
+
+PACKINGS: Final = {"vec": "vec", "vec16": "vec", "amx": "amx"}
+"""By the instruction set that a layer's attention was compiled for."""
+DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
+"""Not those of eight bits: their scales would have to be equal, too, and nothing compares them yet."""
+
+
+def describe_cache(
+    *,
+    layers: int,
+    kv_heads: int,
+    dim: int,
+    dtype: str,
+    isa: str,
+    latent: bool,
+    block_tokens: int,
+    block_bytes: int,
+    tp_rank: int,
+    tp_size: int,
+) -> Layout | None:
+    """Return the layout; None where it cannot be described, so that only caches that are alike exchange blocks."""
+    packing = "plain" if latent else PACKINGS.get(isa)
+    if packing is None or dtype not in DTYPES:
+        return None
+    try:
+        layout = Layout(
+            layers=layers,
+            kv_heads=1 if latent else kv_heads,
+            dim=dim,
+            dtype=dtype,
+            order="NHD" if latent else "HND",
+            form="latent" if latent else "fused",
+            packing=packing,
+            block_tokens=block_tokens,
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+        )
+    except ValueError:
+        return None
+    # Padding, K and V of different widths and whatever else was not thought of show in the size.
+    return layout if layout.block_bytes == block_bytes else None

@@ -1,0 +1,47 @@
+// Where the chunks of a lane lie until they are converted, if the source's blocks are not the sink's: slots of a
+// chunk's size beside the pool. A chunk gets its slot before it is asked for, so that nothing ever has to wait on the
+// connection for one: the trailers that would set others free may be behind it.
+//
+//   take ──▶ asked for ──▶ placed into its slot ──▶ verified ──▶ converted into the pool ──▶ release
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "transfer/geometry.h"
+
+namespace baton::transfer {
+
+class Staging {
+ public:
+  Staging(const Geometry& source, const Limits& limits) : owners_(slots(source, limits), kNobody) {}
+
+  [[nodiscard]] static std::uint32_t slots(const Geometry& source, const Limits& limits) {
+    const std::uint64_t bytes = chunk_blocks(source, limits) * source.block_bytes;
+    return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(limits.staging_bytes / bytes, 2, 64));
+  }
+
+  // Whether a pull may have one more, where so many share the slots.
+  [[nodiscard]] bool has_room(PullId pull, std::size_t pulls) const {
+    const auto held = static_cast<std::size_t>(std::count(owners_.begin(), owners_.end(), pull));
+    return held < std::max<std::size_t>(1, owners_.size() / std::max<std::size_t>(1, pulls)) &&
+           std::find(owners_.begin(), owners_.end(), kNobody) != owners_.end();
+  }
+  // There is room.
+  [[nodiscard]] std::uint32_t take(PullId pull) {
+    const auto free = std::find(owners_.begin(), owners_.end(), kNobody);
+    *free = pull;
+    return static_cast<std::uint32_t>(free - owners_.begin());
+  }
+  void release(std::uint32_t slot) { owners_[slot] = kNobody; }
+  // A pull gives all its slots back.
+  void forget(PullId pull) { std::replace(owners_.begin(), owners_.end(), pull, kNobody); }
+
+ private:
+  static constexpr PullId kNobody = 0;  // Pulls are numbered from 1 on.
+
+  std::vector<PullId> owners_;  // By slot.
+};
+
+}  // namespace baton::transfer
