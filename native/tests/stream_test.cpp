@@ -157,7 +157,7 @@ TEST(streams_spoil_a_payload_after_it_was_summed) {
 
 TEST(streams_do_not_wait_for_ever_for_a_peer_that_does_not_read) {
   Ends ends;
-  const Blob frame = encode(frames::Refuse{std::string(1000, 'x')});
+  const Blob frame = encode(frames::Refuse{.detail = std::string(1000, 'x')});
   std::size_t sent = 0;
   while (sent < 100'000 && ends.source.send(frame)) CHECK(ends.source.flush() && ++sent > 0);
   CHECK(sent > 1000 && sent < 100'000);

@@ -286,7 +286,7 @@ void Source::serve(const ReaderId& id, const Lease& lease, const frames::Request
                  .sequence = request.sequence,
                  .layer = request.layer,
                  .blocks = {first, first + request.blocks},
-                 .released = lease.released[request.layer],
+                 .released = lease.released[request.layer / geometry_.tensors_per_layer()],
                  .corrupt = every != 0 && chunks_served_ % every == 0});
 }
 
