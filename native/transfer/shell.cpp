@@ -163,7 +163,6 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
     }
   }
   if (pool.device >= 0) {
-    if (geometry.layout) throw std::invalid_argument("a pool in CUDA memory has no layout: nothing converts into it");
     for (const std::string& name : core_.options().backends) {
       if (find_backend(name)->device) continue;
       throw std::invalid_argument(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fake_verbs import FakeVerbs
+from fake_library import FakeVerbs
 from transfer_caches import CacheNode, scattered
 from transfer_rig import KEY, OPTIONS, MakeAgent, assert_nothing_left, wait_until
 
