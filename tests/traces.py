@@ -24,8 +24,12 @@ class TracedSpan:
 class Trace:
     """All spans of one trace, which must be one tree."""
 
-    def __init__(self, spans: Iterable[TracedSpan]) -> None:
+    def __init__(self, spans: Iterable[TracedSpan], *, after_kill: bool = False) -> None:
+        """`after_kill`: leave out what a killed process had sent below spans that it could not send any more."""
         self.spans = {span.span: span for span in spans}
+        while after_kill and (lost := [span for span in self.spans.values() if span.parent not in {"", *self.spans}]):
+            for span in lost:
+                del self.spans[span.span]
         assert len({span.trace for span in self.spans.values()}) == 1
         roots = [span for span in self.spans.values() if span.parent not in self.spans]
         assert len(roots) == 1, f"not one tree: {[(root.service, root.name) for root in roots]}"

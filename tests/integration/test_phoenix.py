@@ -135,7 +135,7 @@ async def cluster(tmp_path: Path, phoenix: Phoenix, monkeypatch: pytest.MonkeyPa
         yield cluster
 
 
-async def stored(phoenix: Phoenix, answer: Answer, *legs: str) -> Trace:
+async def stored(phoenix: Phoenix, answer: Answer, *legs: str, after_kill: bool = False) -> Trace:
     """Return an answer's trace as Phoenix has it, once the request's span and those of all `legs` are there."""
     give_up_at_s = time.monotonic() + 60
     while True:
@@ -143,7 +143,7 @@ async def stored(phoenix: Phoenix, answer: Answer, *legs: str) -> Trace:
         roots = [span.trace for span in spans if _request_id(span) == answer.request_id]
         trace = [span for span in spans if span.trace in roots]
         if {*legs, "match", "send"} <= {span.name for span in trace}:
-            return Trace(trace)
+            return Trace(trace, after_kill=after_kill)
         assert time.monotonic() < give_up_at_s, f"Phoenix has only {sorted(span.name for span in trace)}"
         await asyncio.sleep(0.5)
 
@@ -159,4 +159,4 @@ async def test_phoenix_shows_a_request_as_one_tree_also_after_a_killed_worker(
     await start_workers(cluster, prefill=1, decode=2)
     check_whole(await stored(phoenix, await ask(cluster), "prefill", "decode"))
     struck = await ask_while_decode_is_killed(cluster, prompt="another " * 300)
-    check_retried(await stored(phoenix, struck, "decode"))
+    check_retried(await stored(phoenix, struck, "decode", after_kill=True))

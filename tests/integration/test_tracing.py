@@ -50,7 +50,7 @@ async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
         yield cluster
 
 
-async def collected(collector: Collector, answer: Answer, *legs: str) -> Trace:
+async def collected(collector: Collector, answer: Answer, *legs: str, after_kill: bool = False) -> Trace:
     """Return an answer's trace once the request's own span and those of all `legs` have arrived."""
 
     def trace_of(spans: list[TracedSpan]) -> list[TracedSpan]:
@@ -61,7 +61,7 @@ async def collected(collector: Collector, answer: Answer, *legs: str) -> Trace:
         names = [span.name for span in trace_of(spans)]
         return {*legs, "match", "send"} <= set(names)
 
-    return Trace(trace_of(await asyncio.to_thread(collector.wait_for, complete)))
+    return Trace(trace_of(await asyncio.to_thread(collector.wait_for, complete)), after_kill=after_kill)
 
 
 async def baton_trace(cluster: Cluster, *arguments: str, **environ: str) -> tuple[int, str, str]:
@@ -90,7 +90,7 @@ async def test_a_request_is_one_tree_through_all_services_also_after_a_killed_wo
     }
     struck = await ask_while_decode_is_killed(cluster, prompt="another " * 300)
     assert struck.text.rstrip().endswith("data: [DONE]")
-    retried = await collected(collector, struck, "decode")
+    retried = await collected(collector, struck, "decode", after_kill=True)
     check_retried(retried)
     failed, again = retried.named("attempt")
     assert again.links == (failed.span,)
@@ -157,7 +157,7 @@ async def test_of_unsampled_requests_the_failed_are_exported_by_every_service(
     await start_workers(cluster, prefill=1, decode=2)
     well = await ask(cluster)
     struck = await ask_while_decode_is_killed(cluster, prompt="a story " * 300)
-    check_retried(await collected(collector, struck, "decode"))
+    check_retried(await collected(collector, struck, "decode", after_kill=True))
     assert not [span for span in collector.spans if span.attributes.get("baton.request_id") == well.request_id]
     assert len({span.trace for span in collector.spans}) == 1
 
