@@ -186,6 +186,21 @@ async def test_a_stream_beyond_the_drain_budget_is_cancelled(nats_url: str) -> N
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
 
 
+async def test_a_new_gateway_knows_the_workers_before_it_answers(nats_url: str) -> None:
+    async with AsyncExitStack() as stack:
+        await stack.enter_async_context(actors(nats_url))
+        _, url = await stack.enter_async_context(gateway(nats_url))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30.0))
+        async with asyncio.timeout(60.0):
+            while True:
+                try:
+                    first = await client.get("/v1/models")
+                    break
+                except httpx.ConnectError:
+                    await asyncio.sleep(0.01)
+        assert [model["id"] for model in first.json()["data"]] == [MODEL]
+
+
 async def test_nats_goes_away_and_comes_back() -> None:
     with start_nats() as server:
         async with AsyncExitStack() as stack:

@@ -51,6 +51,8 @@ async def serve(settings: Settings, stop: Stop) -> None:
             async with gateway.running():
                 status.check_ready = gateway.check_ready
                 log.info("gateway %s listens on %s port %d", gateway_id, settings.host, listener.getsockname()[1])
+                # Connections wait meanwhile: whoever knows no worker yet would say that there is no such model.
+                await clock.sleep(settings.learn_s)
                 await server.serve_until(stop, listener)
         finally:
             tokenizers.close()

@@ -35,6 +35,9 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     first_token_s: Annotated[Seconds, Meta(description="Time for the first token of an accepted attempt.")] = 120.0
     progress_s: Annotated[Seconds, Meta(description="Time without a token after which an attempt is stuck.")] = 30.0
     resend_s: Annotated[Seconds, Meta(description="Time for missing frames to come before asking again.")] = 0.25
+    learn_s: Annotated[
+        float, Meta(ge=0, description="How long to hear which workers there are before the first request is answered.")
+    ] = 0.6
     worker_dead_s: Annotated[Seconds, Meta(description="A worker without heartbeat for this long is dead.")] = 1.5
 
     admission_wait_s: Annotated[
