@@ -1,6 +1,6 @@
 // An index for several threads: changes run in batches, and a match waits for one batch at most.
 //
-//   writer    ─ room ─▓ 128 blocks ▓─ room ─▓ 128 blocks ▓─ room ─▓ rest ▓─      one writer at a time
+//   writer    ─ room ─▓ 64 blocks ▓─ room ─▓ 64 blocks ▓─ room ─▓ rest ▓─        one writer at a time
 //   readers   ────── match ───┘ waits └▶ match ──────────── match ────────
 //
 // What takes long is done between two batches, beside the readers: growing the table, fetching memory, looking for what

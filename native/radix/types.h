@@ -11,9 +11,9 @@
 
 namespace baton::radix {
 
-// Blocks that one batch changes at most: how long a reader may have to wait. 128 take 2 to 10 µs, less than
-// half of what a match may take, and are enough to make the cost of the lock itself vanish.
-inline constexpr std::size_t kBatchBlocks = 128;
+// Blocks that one batch changes at most: how long a reader may have to wait. 64 take 1 to 5 µs, a quarter of what a
+// match may take, and the cost of the lock itself still vanishes beside them.
+inline constexpr std::size_t kBatchBlocks = 64;
 
 // Where the next block hangs: behind the block in a slot, at the root, or nobody knows.
 using Place = std::uint32_t;
