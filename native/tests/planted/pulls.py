@@ -9,14 +9,14 @@ from planted import Mutation
 MUTATIONS = [
     Mutation(
         "the trailer's generation is not compared",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (chunk.trailer_generation != pull.generation) return restart(pull);\n",
         "",
         "another_generation",
     ),
     Mutation(
         "the checksum is ignored",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (lane.checksum && chunk.placed_crc != chunk.trailer_crc) {",
         "  if (false) {",
     ),
@@ -55,31 +55,31 @@ MUTATIONS = [
     ),
     Mutation(
         "a pull is done one chunk early",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (pull.blocks_verified == std::uint64_t{pull.pool_blocks} * pull.pool.tensors())",
         "  if (pull.blocks_verified + 1 >= std::uint64_t{pull.pool_blocks} * pull.pool.tensors())",
     ),
     Mutation(
         "a chunk counts before it lies in place",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (chunk->ended || (frame.slot < 0 && !chunk->placed) ||",
         "  if (chunk->ended ||",
     ),
     Mutation(
         "an inline payload's length is not checked",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (chunk->run.blocks * pull->pool.block_bytes != data.bytes) return false;\n",
         "",
     ),
     Mutation(
         "a grant is taken twice",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (chunk->placing) return false;\n  chunk->granted = true;",
         "  chunk->granted = true;",
     ),
     Mutation(
         "a chunk goes to the blocks of another",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "    const auto first = pull.blocks.begin() + chunk.run.first;\n",
         "    const auto first = pull.blocks.begin() + (chunk.run.first > 0 ? chunk.run.first - 1 : 0);\n",
     ),
@@ -109,7 +109,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the slot of a chunk nobody wants is not credited",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "    if (frame.slot >= 0) out_.send(connection, frames::CreditSlot{frame.slot});\n",
         "",
     ),
