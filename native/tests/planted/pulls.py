@@ -180,4 +180,25 @@ MUTATIONS = [
         "  for (auto& [id, pull] : pulls_) pull.shares.erase(connection);\n",
         "",
     ),
+    Mutation(
+        "what a lane lets go stays under way",
+        "transfer/lane.h",
+        "    in_flight_bytes -= bytes;\n",
+        "",
+        "lanes_know",
+    ),
+    Mutation(
+        "a lane with nothing under way owes an answer",
+        "transfer/lane.h",
+        "    if (--in_flight == 0) owed_since_s = kNever;\n",
+        "    --in_flight;\n",
+        "lanes_owe",
+    ),
+    Mutation(
+        "a lane's idle time counts",
+        "transfer/lane.h",
+        "    if (in_flight++ == 0) busy_from_s = now_s;\n",
+        "    ++in_flight;\n",
+        "lanes_measure",
+    ),
 ]
