@@ -10,9 +10,8 @@ from threading import Condition, Thread
 from typing import Final, Protocol
 
 from baton.errors import TransferFailed
+from baton.transfer.memory_leases import Lease, Leases
 from baton.transfer.memory_state import (
-    EndedLease,
-    Lease,
     Pull,
     check_blocks,
     check_layout,
@@ -28,7 +27,6 @@ from baton.transfer.protocol import KEY_BYTES, AgentOptions, AgentStats, Cause, 
 
 BACKEND: Final = "memory"
 SCHEME: Final = "memory://"
-_ENDED_MAX: Final = 4096
 _KEEP_ALIVES_PER_TTL: Final = 3
 _NO_STATS: Final = AgentStats(
     leases=0,
@@ -68,9 +66,7 @@ class MemoryAgent:
         self._fabric = fabric
         self._options = options
         self._faults = options.faults
-        self._leases: dict[bytes, Lease] = {}
-        self._ended: dict[bytes, EndedLease] = {}
-        """The newest leases that are over, so that a late sink need not wait."""
+        self._leases = Leases(self._on_lease_end)
         self._pulls: dict[bytes, Pull] = {}
         self._events: list[TransferEvent] = []
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -80,7 +76,7 @@ class MemoryAgent:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._pulls or self._leases)
+        return bool(self._pulls or self._leases.held)
 
     def fileno(self) -> int:
         return self._eventfd
@@ -104,27 +100,19 @@ class MemoryAgent:
     def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
         with self._fabric.changed:
             pool = self._ready_pool(key)
-            lease = self._leases.get(key)
-            if lease is not None and lease.open:
-                raise ValueError("this lease is open already")
-            ended = self._ended.pop(key, None)
-            if lease is None:
-                lease = Lease(1, self._fabric.now_s(), layers_of(pool))
-                self._leases[key] = lease
-            lease.open = True
-            lease.unclaimed_ttl_s = self._options.unclaimed_ttl_s if unclaimed_ttl_s is None else unclaimed_ttl_s
-            lease.reset()
-            if ended is not None:
-                lease.generation = ended.generation + 1
-                if ended.by_sink:
-                    self._end_lease(key, ended.cause, by_sink=True)
+            generation = self._leases.open(
+                key,
+                self._fabric.now_s(),
+                layers=layers_of(pool),
+                unclaimed_ttl_s=self._options.unclaimed_ttl_s if unclaimed_ttl_s is None else unclaimed_ttl_s,
+            )
             self._fabric.changed.notify_all()
-            return lease.generation
+            return generation
 
     def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None:
         with self._fabric.changed:
             check_blocks(tuple(blocks), self._ready_pool(key))
-            lease = self._current(key, generation)
+            lease = self._leases.current(key, generation)
             if lease is not None:
                 lease.blocks.extend(blocks)
 
@@ -133,7 +121,7 @@ class MemoryAgent:
             pool = self._ready_pool(key)
             if not -1 <= layer < layers_of(pool):
                 raise ValueError(f"layer {layer} is not one of the pool's {layers_of(pool)} layers")
-            lease = self._current(key, generation)
+            lease = self._leases.current(key, generation)
             if lease is None:
                 return
             if tokens > len(lease.blocks) * pool.block_tokens:
@@ -144,7 +132,7 @@ class MemoryAgent:
 
     def complete_lease(self, key: bytes, generation: int, tokens: int) -> None:
         with self._fabric.changed:
-            lease = self._current(key, generation)
+            lease = self._leases.current(key, generation)
             if lease is not None:
                 lease.complete_tokens = tokens
                 self._fabric.changed.notify_all()
@@ -153,16 +141,8 @@ class MemoryAgent:
         # Bytes are copied under the same lock, so nobody reads while this runs.
         with self._fabric.changed:
             self._check_open()
-            lease = self._leases.get(key)
-            if lease is not None and (lease.open or final):
+            if self._leases.revoke(key, final=final):
                 self._count(leases_revoked=1)
-                lease.open = False
-                lease.generation += 1
-                lease.reset()
-            if final and lease is not None:
-                self._end_lease(key, Cause.REVOKED)
-            elif final and key not in self._ended:
-                self._remember(key, EndedLease(Cause.REVOKED, 0, by_sink=False))
             self._fabric.changed.notify_all()
 
     # Sink.
@@ -207,11 +187,11 @@ class MemoryAgent:
             _check_endpoint(endpoint)
             source = self._fabric.reach(self.endpoint, endpoint)
             if source is not None:
-                source.take_release(key, Cause.NONE)
+                source._leases.release(key, Cause.NONE)
 
     def stats(self) -> AgentStats:
         with self._fabric.changed:
-            opened = [lease for lease in self._leases.values() if lease.open]
+            opened = [lease for lease in self._leases.held.values() if lease.open]
             now_s = self._fabric.now_s()
             parked = [
                 key
@@ -221,10 +201,10 @@ class MemoryAgent:
             ]
             return replace(
                 self._stats,
-                leases=len(self._leases),
+                leases=len(self._leases.held),
                 leased_blocks=sum(len(lease.blocks) for lease in opened),
                 pulls=len(self._pulls),
-                parked=sum(1 for key in parked if key not in self._leases),
+                parked=sum(1 for key in parked if key not in self._leases.held),
             )
 
     def set_faults(self, faults: Faults) -> None:
@@ -237,8 +217,8 @@ class MemoryAgent:
                 return
             for key in list(self._pulls):
                 self._fail(key, Cause.CANCELLED, "the agent was closed")
-            for key in list(self._leases):
-                self._end_lease(key, Cause.CANCELLED)
+            for key in list(self._leases.held):
+                self._leases.end(key, Cause.CANCELLED)
             self._closed = True
         thread = self._fabric.forget(self)
         if thread is not None:
@@ -250,17 +230,8 @@ class MemoryAgent:
     def step(self, now_s: float) -> None:
         for key, pull in list(self._pulls.items()):
             self._step_pull(key, pull, now_s)
-        for key, lease in list(self._leases.items()):
-            if now_s >= lease.expires_s(self._options.lease_ttl_s):
-                self._count(leases_expired=1)
-                self._end_lease(key, Cause.EXPIRED)
-
-    def take_release(self, key: bytes, cause: Cause) -> None:
-        """The sink is done with a lease, or gave it up; that may cross the lease's opening."""
-        if key in self._leases:
-            self._end_lease(key, cause, by_sink=True)
-        elif key not in self._ended:
-            self._remember(key, EndedLease(cause, 0, by_sink=True))
+        if expired := self._leases.expire(now_s, self._options.lease_ttl_s):
+            self._count(leases_expired=expired)
 
     def _step_pull(self, key: bytes, pull: Pull, now_s: float) -> None:
         source = self._fabric.reach(self.endpoint, pull.endpoint)
@@ -270,11 +241,11 @@ class MemoryAgent:
             self._fail(key, Cause.UNREACHABLE, f"no agent answers at {pull.endpoint}")
         elif source._options.secret != self._options.secret:
             self._fail(key, Cause.REFUSED, f"{source.endpoint} and {self.endpoint} do not share a secret", held=False)
-        elif ended := source._ended.get(key):
+        elif ended := source._leases.ended.get(key):
             cause = Cause.EXPIRED if ended.cause is Cause.NONE else ended.cause
             self._fail(key, cause, "the lease is over at its source")
         elif now_s >= pull.deadline_s:
-            lease = source._leases.get(key)
+            lease = source._leases.held.get(key)
             revoked = lease is not None and not lease.open
             self._fail(key, Cause.REVOKED if revoked else Cause.DEADLINE, "the budget is spent")
         else:
@@ -290,7 +261,7 @@ class MemoryAgent:
         keeps_alive = now_s >= pull.kept_alive_s + interval_s and not self._faults.silent
         if keeps_alive:
             pull.kept_alive_s = now_s
-        lease = source._leases.get(key)
+        lease = source._leases.held.get(key)
         if lease is not None and (keeps_alive or lease.claimed_s is None):
             lease.claimed_s = now_s
         if lease is None or not lease.open:
@@ -364,7 +335,7 @@ class MemoryAgent:
     def _finish(self, key: bytes, pull: Pull, source: MemoryAgent) -> None:
         del self._pulls[key]
         self._count(pulls_done=1)
-        source.take_release(key, Cause.NONE)
+        source._leases.release(key, Cause.NONE)
         self._emit_figures(EventKind.PULL_DONE, key, pull)
 
     def _emit_figures(self, kind: EventKind, key: bytes, pull: Pull) -> None:
@@ -382,10 +353,6 @@ class MemoryAgent:
             )
         )
 
-    def _current(self, key: bytes, generation: int) -> Lease | None:
-        lease = self._leases.get(key)
-        return lease if lease is not None and lease.open and lease.generation == generation else None
-
     def _check_open(self) -> None:
         if self._closed:
             raise TransferFailed("the transfer agent is closed")
@@ -402,20 +369,13 @@ class MemoryAgent:
         pull = self._pulls.pop(key)
         source = self._fabric.reach(self.endpoint, pull.endpoint)
         if source is not None and held:
-            source.take_release(key, cause)
+            source._leases.release(key, cause)
         self._count(pulls_failed=1)
         self._emit(TransferEvent(kind=EventKind.PULL_FAILED, key=key, cause=cause, detail=detail))
 
-    def _end_lease(self, key: bytes, cause: Cause, *, by_sink: bool = False) -> None:
-        lease = self._leases.pop(key)
-        self._remember(key, EndedLease(cause, lease.generation, by_sink))
+    def _on_lease_end(self, key: bytes, cause: Cause) -> None:
         kind = EventKind.LEASE_RELEASED if cause is Cause.NONE else EventKind.LEASE_ENDED
         self._emit(TransferEvent(kind=kind, key=key, cause=cause))
-
-    def _remember(self, key: bytes, ended: EndedLease) -> None:
-        self._ended[key] = ended
-        if len(self._ended) > _ENDED_MAX:
-            del self._ended[next(iter(self._ended))]
 
     def _emit(self, event: TransferEvent) -> None:
         if not self._events and not self._closed:

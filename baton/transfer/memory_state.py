@@ -1,51 +1,15 @@
-"""What an in-memory transfer agent keeps of each lease and pull, and how it copies a block."""
+"""What an in-memory transfer agent keeps of a pull, and how it copies a block."""
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from zlib import crc32
 
 from baton.errors import LayoutMismatch
 from baton.transfer.layout import Layout, Table, convert, matches, read_layout
 from baton.transfer.layout import Pool as LayoutPool
 from baton.transfer.protocol import Cause, Pool
-
-
-@dataclass(slots=True)
-class Lease:
-    """A lease at its source; while it is revoked it is not open, and has the next generation already."""
-
-    generation: int
-    opened_s: float
-    layers: int
-    open: bool = False
-    unclaimed_ttl_s: float = 0.0
-    blocks: list[int] = field(default_factory=list[int])
-    ready_tokens: list[int] = field(default_factory=list[int])
-    """Per layer."""
-    complete_tokens: int | None = None
-    claimed_s: float | None = None
-    """When a sink last said that it wants the lease."""
-
-    def reset(self) -> None:
-        self.blocks = []
-        self.ready_tokens = [0] * self.layers
-        self.complete_tokens = None
-
-    def expires_s(self, claimed_ttl_s: float) -> float:
-        if self.claimed_s is None:
-            return self.opened_s + self.unclaimed_ttl_s
-        return self.claimed_s + claimed_ttl_s
-
-
-@dataclass(frozen=True, slots=True)
-class EndedLease:
-    cause: Cause
-    """NONE: the sink released it."""
-    generation: int
-    by_sink: bool
-    """The sink is done with it: when it is opened, for the first time or again, it ends at once."""
 
 
 @dataclass(slots=True)

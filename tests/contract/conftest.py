@@ -132,11 +132,8 @@ def make_agent(backend: str, fabric: Fabric) -> Iterator[MakeAgent]:
     memory_fabric = MemoryFabric()
 
     def make(**changes: object) -> TransferAgent:
-        options = replace(OPTIONS, **{**fabric, **changes})  # pyright: ignore[reportArgumentType]
-        if backend == "memory":
-            agents.append(memory_fabric.agent(options))
-        else:
-            agents.append(NativeAgent(replace(options, backends=(backend,))))
+        options = replace(OPTIONS, **{"backends": (backend,), **fabric, **changes})  # pyright: ignore[reportArgumentType]
+        agents.append(memory_fabric.agent(options) if backend == "memory" else NativeAgent(options))
         return agents[-1]
 
     yield make
@@ -150,7 +147,12 @@ def make_node(make_agent: MakeAgent, backend: str, fabric: Fabric) -> Iterator[M
     nodes: list[Node] = []
 
     def make(
-        *, fingerprint: str = "model", block_bytes: int = BLOCK_BYTES, layout: str = "", **changes: object
+        *,
+        fingerprint: str = "model",
+        block_bytes: int = BLOCK_BYTES,
+        layout: str = "",
+        host: bool = False,
+        **changes: object,
     ) -> Node:
         nodes.append(
             Node(
@@ -159,7 +161,7 @@ def make_node(make_agent: MakeAgent, backend: str, fabric: Fabric) -> Iterator[M
                 block_bytes=block_bytes,
                 layout=layout,
                 shared=backend == "direct",
-                gpu_library=fabric.get("gpu_library"),
+                gpu_library=None if host else fabric.get("gpu_library"),
             )
         )
         return nodes[-1]

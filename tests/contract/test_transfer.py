@@ -22,7 +22,7 @@ from transfer_rig import (
     wait_until,
 )
 
-from baton.transfer import EventKind, Faults, lease_key
+from baton.transfer import Cause, EventKind, Faults, lease_key
 
 
 def test_a_whole_pull(source: Node, sink: Node, request: pytest.FixtureRequest) -> None:
@@ -138,19 +138,20 @@ def test_two_agents_pull_from_each_other(source: Node, sink: Node) -> None:
 
 def test_pulls_do_not_wait_for_a_delayed_one(make_node: MakeNode) -> None:
     source, sink = make_node(), make_node()
-    slow, fast = lease_key("slow", 0), lease_key("fast", 0)
+    slow, short, fast = (lease_key(name, 0) for name in ("slow", "short", "fast"))
     source.offer(slow, SOURCE_BLOCKS)
-    source.offer(fast, SOURCE_BLOCKS)
-    source.agent.set_faults(Faults(delay_s=0.5))
-    began_s = time.monotonic()
+    source.offer(short, [1])
+    source.agent.set_faults(Faults(delay_s=60.0))
     pull(sink, source, slow)
-    time.sleep(0.1)
+    pull(sink, source, short)
+    # There is less than it wants: it ends by a frame each way, behind those that the slow one was asked for by.
+    source.wait(EventKind.LEASE_ENDED, key=short)
     source.agent.set_faults(Faults())
-    sink.agent.pull(fast, source.agent.endpoint, first_token=0, tokens=TOKENS, blocks=list(range(12)), budget_s=5.0)
+    source.offer(fast, SOURCE_BLOCKS)
+    sink.agent.pull(fast, source.agent.endpoint, first_token=0, tokens=TOKENS, blocks=list(range(12)), budget_s=9.0)
     assert sink.wait_end(fast).kind == EventKind.PULL_DONE
-    assert time.monotonic() - began_s < 0.4
-    assert sink.wait_end(slow).kind == EventKind.PULL_DONE
-    assert time.monotonic() - began_s > 0.5
+    sink.agent.cancel_pull(slow)
+    assert sink.wait_end(slow).cause == Cause.CANCELLED
 
 
 def test_many_pulls_at_once(make_node: MakeNode) -> None:
@@ -166,13 +167,11 @@ def test_many_pulls_at_once(make_node: MakeNode) -> None:
             blocks=[47 - 2 * attempt, 46 - 2 * attempt],
             budget_s=5.0,
         )
-    began_s = time.monotonic()
     for attempt, key in enumerate(keys):
         assert sink.wait_end(key).kind == EventKind.PULL_DONE
         for layer in range(LAYERS):
             for position, block in enumerate([47 - 2 * attempt, 46 - 2 * attempt]):
                 assert sink.read(layer, block) == content(layer, position, 7, 20_000)
-    assert time.monotonic() - began_s < 1.0, "the delays must run side by side"
     for _ in keys:
         source.wait(EventKind.LEASE_RELEASED)
     assert_nothing_left(source, sink)

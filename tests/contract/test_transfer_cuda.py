@@ -1,16 +1,14 @@
-"""CUDA memory over the stand-in for GPUs: failures, the fence, releases by the device, what is missing or left."""
+"""CUDA memory over the stand-in for GPUs, what only it has: epochs, releases by the device, what is missing."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -18,48 +16,35 @@ import baton_native
 import pytest
 from baton_native import DeviceMemory, GpuError, GpuUnavailable, layout
 from fake_library import FakeGpu
-from test_transfer_processes import Peer
 from transfer_rig import (
-    BLOCK_BYTES,
     KEY,
-    LAYERS,
-    OPTIONS,
     SINK_BLOCKS,
     SOURCE_BLOCKS,
     TOKENS,
+    MakeNode,
     Node,
     pull,
+    pull_whole,
     wait_until,
 )
 
-from baton.transfer import Cause, EventKind, NativeAgent, TransferEvent
+from baton.transfer import Cause, EventKind, NativeAgent
 
-Make = Callable[..., Node]
-BACKENDS = ("cuda-ipc", "cuda-put")
 Order = Literal["NHD", "HND"]
 Form = Literal["split", "fused"]
 PLANES: tuple[Literal["k", "v"], ...] = ("k", "v")
 
 
-@pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["cuda-ipc", "cuda-put"])
+def way(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture
-def make(fake_gpu: FakeGpu, backend: str) -> Iterator[Make]:
-    nodes: list[Node] = []
-
-    def make(*, host: bool = False, block_bytes: int = BLOCK_BYTES, **changes: object) -> Node:
-        given = {"backends": (backend,), "gpu_library": fake_gpu.library, **changes}
-        agent = NativeAgent(replace(OPTIONS, **given))  # pyright: ignore[reportArgumentType]
-        nodes.append(Node(agent, block_bytes=block_bytes, gpu_library=None if host else fake_gpu.library))
-        return nodes[-1]
-
-    yield make
+def make(make_node: MakeNode, fake_gpu: FakeGpu) -> Iterator[MakeNode]:
+    """Make nodes; nothing is held back any more when they are closed."""
+    yield make_node
     fake_gpu.set(hold=0, hold_streams=0)
-    for node in nodes:
-        node.close()
 
 
 def native(node: Node) -> NativeAgent:
@@ -67,38 +52,10 @@ def native(node: Node) -> NativeAgent:
     return node.agent
 
 
-def whole_pull(make: Make, *, ends: EventKind = EventKind.PULL_DONE, **of_sink: object) -> TransferEvent:
-    source, sink = make(), make(**of_sink)
-    source.offer(KEY, SOURCE_BLOCKS, seed=3)
-    pull(sink, source)
-    end = sink.wait_end(KEY)
-    assert end.kind == ends, end
-    assert end.kind == EventKind.PULL_FAILED or sink.holds(SINK_BLOCKS, seed=3)
-    assert sink.gaps_are_untouched()
-    return end
-
-
 # ---------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("fault", ["fail_launch", "fail_run"])
-@pytest.mark.parametrize("nth", [3, 4, 6])
-def test_a_launch_that_fails_is_made_again_on_a_new_connection(
-    make: Make, fake_gpu: FakeGpu, fault: str, nth: int
-) -> None:
-    source, sink = make(), make()
-    source.fill(SOURCE_BLOCKS)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
-    fake_gpu.set(**{fault: nth})
-    pull(sink, source)
-    for layer in range(LAYERS):  # One after the other, so that there are launches enough.
-        source.agent.post_ready(KEY, generation, layer, TOKENS)
-        sink.wait(EventKind.PULL_PROGRESS, layers=layer + 1)
-    assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
-    assert sink.holds(SINK_BLOCKS)
-
-
-def test_bytes_that_change_on_their_way_never_count(make: Make, fake_gpu: FakeGpu) -> None:
+def test_bytes_that_change_on_their_way_never_count(make: MakeNode, fake_gpu: FakeGpu) -> None:
     source, sink = make(), make()
     source.offer(KEY, SOURCE_BLOCKS)
     fake_gpu.set(corrupt=9)
@@ -107,8 +64,8 @@ def test_bytes_that_change_on_their_way_never_count(make: Make, fake_gpu: FakeGp
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.CHECKSUM)
 
 
-@pytest.mark.parametrize("backend", ["cuda-ipc"], indirect=True)
-def test_a_chunk_that_is_stale_on_the_device_alone_never_counts(make: Make, fake_gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("way", ["cuda-ipc"], indirect=True)
+def test_a_chunk_that_is_stale_on_the_device_alone_never_counts(make: MakeNode, fake_gpu: FakeGpu) -> None:
     """Nobody but the sink's GPU saw the epoch change: the pull fails, though the source says that all is well."""
     source, sink = make(), make(stall_timeout_s=0.4)
     source.offer(KEY, SOURCE_BLOCKS)
@@ -118,79 +75,19 @@ def test_a_chunk_that_is_stale_on_the_device_alone_never_counts(make: Make, fake
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.STALLED)
 
 
-@pytest.mark.parametrize("backend", ["cuda-put"], indirect=True)
-def test_a_put_into_a_window_that_was_given_up_ends_the_connection(make: Make, fake_gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("way", ["cuda-put"], indirect=True)
+def test_a_put_into_a_window_that_was_given_up_ends_the_connection(make: MakeNode, fake_gpu: FakeGpu) -> None:
     fake_gpu.set(stale=5)
-    assert whole_pull(make).backend == "cuda-put"
-
-
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_source_that_ends_under_a_read(make: Make, fake_gpu: FakeGpu, backend: str, end: signal.Signals) -> None:
-    sink = make(connect_timeout_s=0.3, stall_timeout_s=0.3)
-    peer = Peer({"gpu_library": fake_gpu.library}, backend)
-    try:
-        peer.lease()
-        sink.agent.pull(KEY, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=10.0)
-        peer.ready(0)
-        sink.wait(EventKind.PULL_PROGRESS)
-        fake_gpu.set(delay_ms=250)
-        peer.ready(-1)
-        time.sleep(0.1)
-        peer.signal(end)
-        failed = sink.wait_end(KEY, 3.0)
-        assert failed.cause == (Cause.UNREACHABLE if end == signal.SIGKILL else Cause.STALLED)
-    finally:
-        peer.close()
-
-
-# ---------------------------------------------------------------- the fence
-
-
-def test_a_cancelled_pull_ends_when_its_launch_has(make: Make, fake_gpu: FakeGpu) -> None:
-    source, sink = make(), make()
-    source.fill(SOURCE_BLOCKS)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
-    source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source)
-    sink.wait(EventKind.PULL_PROGRESS)
-    fake_gpu.set(delay_ms=100)
-    source.agent.post_ready(KEY, generation, -1, TOKENS)
-    time.sleep(0.15)
-    sink.agent.cancel_pull(KEY)
-    assert sink.wait_end(KEY, 3.0).cause == Cause.CANCELLED
-    sink.poison()
-    time.sleep(0.3)
-    assert sink.is_poison(), "a late chunk was written into blocks that were given back"
-
-
-@pytest.mark.parametrize("end", ["cancel", "stall", "close"])
-def test_launches_that_never_begin_are_ended_by_force(make: Make, fake_gpu: FakeGpu, end: str) -> None:
-    source, sink = make(), make(stall_timeout_s=0.3)
-    source.fill(SOURCE_BLOCKS)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
-    source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source)
-    sink.wait(EventKind.PULL_PROGRESS)
-    fake_gpu.set(hold=1)
-    source.agent.post_ready(KEY, generation, -1, TOKENS)
-    time.sleep(0.1)
-    if end == "cancel":
-        sink.agent.cancel_pull(KEY)
-    elif end == "close":
-        sink.agent.close()
-    failed = sink.wait_end(KEY, 3.0)
-    assert failed.cause == (Cause.STALLED if end == "stall" else Cause.CANCELLED)
-    sink.poison()
-    fake_gpu.set(hold=0)
-    time.sleep(0.1)
-    assert sink.is_poison()
+    assert pull_whole(make(), make()).backend == "cuda-put"
 
 
 # ---------------------------------------------------------------- releases by the device
 
 
 @pytest.mark.parametrize("checksum", [True, False])
-def test_the_gpu_waits_for_layers_that_are_released_by_a_stream(make: Make, fake_gpu: FakeGpu, checksum: bool) -> None:
+def test_the_gpu_waits_for_layers_that_are_released_by_a_stream(
+    make: MakeNode, fake_gpu: FakeGpu, checksum: bool
+) -> None:
     """What was posted behind a stream is asked for at once, and read only when that stream has come there."""
     source, sink = make(checksum=checksum), make(checksum=checksum)
     generation = source.lease(KEY, SOURCE_BLOCKS)
@@ -206,7 +103,7 @@ def test_the_gpu_waits_for_layers_that_are_released_by_a_stream(make: Make, fake
     assert sink.holds(SINK_BLOCKS, seed=7) and sink.gaps_are_untouched()
 
 
-def test_what_is_released_does_not_wait_for_what_is_not(make: Make, fake_gpu: FakeGpu) -> None:
+def test_what_is_released_does_not_wait_for_what_is_not(make: MakeNode, fake_gpu: FakeGpu) -> None:
     source, sink = make(), make()
     source.fill(SOURCE_BLOCKS, seed=2)
     generation = source.lease(KEY, SOURCE_BLOCKS)
@@ -222,7 +119,7 @@ def test_what_is_released_does_not_wait_for_what_is_not(make: Make, fake_gpu: Fa
 
 
 @pytest.mark.parametrize("end", ["cancel", "revoke", "close"])
-def test_a_pull_that_waits_on_the_device_ends_at_once(make: Make, fake_gpu: FakeGpu, end: str) -> None:
+def test_a_pull_that_waits_on_the_device_ends_at_once(make: MakeNode, fake_gpu: FakeGpu, end: str) -> None:
     source, sink = make(), make()
     generation = source.lease(KEY, SOURCE_BLOCKS)
     fake_gpu.set(hold_streams=1)
@@ -256,21 +153,21 @@ def test_a_pull_that_waits_on_the_device_ends_at_once(make: Make, fake_gpu: Fake
     ],
 )
 def test_what_is_missing_is_named(
-    make: Make, fake_gpu: FakeGpu, control: dict[str, int], options: dict[str, object], why: str
+    make: MakeNode, fake_gpu: FakeGpu, control: dict[str, int], options: dict[str, object], why: str
 ) -> None:
     fake_gpu.set(**control)
-    failed = whole_pull(make, ends=EventKind.PULL_FAILED, **options)
+    failed = pull_whole(make(**options), make())
     assert failed.cause == Cause.REFUSED
     assert re.search(why, failed.detail), failed.detail
 
 
-def test_blocks_that_are_not_whole_16_bytes_are_refused(make: Make) -> None:
+def test_blocks_that_are_not_whole_16_bytes_are_refused(make: MakeNode) -> None:
     source, sink = make(block_bytes=1000), make(block_bytes=1000)
     pull(sink, source)
     assert "blocks are not made of whole, aligned 16 bytes" in sink.wait_end(KEY).detail
 
 
-def test_host_memory_goes_another_way(make: Make, backend: str) -> None:
+def test_host_memory_goes_another_way(make: MakeNode, backend: str) -> None:
     source, sink = make(host=True, backends=(backend, "tcp")), make(host=True, backends=(backend, "tcp"))
     source.offer(KEY, SOURCE_BLOCKS, seed=3)
     pull(sink, source)
@@ -279,12 +176,12 @@ def test_host_memory_goes_another_way(make: Make, backend: str) -> None:
     assert sink.holds(SINK_BLOCKS, seed=3)
 
 
-def test_memory_of_a_gpu_goes_no_other_way(make: Make, backend: str) -> None:
+def test_memory_of_a_gpu_goes_no_other_way(make: MakeNode, backend: str) -> None:
     with pytest.raises(ValueError, match="by cuda-ipc and cuda-put only, and this agent's backends name tcp"):
         make(backends=(backend, "tcp"))
 
 
-def test_only_memory_of_a_gpu_is_released_by_it(make: Make) -> None:
+def test_only_memory_of_a_gpu_is_released_by_it(make: MakeNode) -> None:
     source = make(host=True, backends=("tcp",))
     generation = source.lease(KEY, SOURCE_BLOCKS)
     with pytest.raises(ValueError, match="does not lie in CUDA memory"):
@@ -397,15 +294,8 @@ def test_the_gpu_check_finds_all_right(fake_gpu: FakeGpu, tmp_path: Path) -> Non
 # ---------------------------------------------------------------- what it costs
 
 
-def test_an_idle_connection_costs_nothing(make: Make) -> None:
-    whole_pull(make)
-    before_s = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before_s < 0.02
-
-
-def test_many_chunks_go_in_few_launches(make: Make, fake_gpu: FakeGpu) -> None:
-    whole_pull(make)
+def test_many_chunks_go_in_few_launches(make: MakeNode, fake_gpu: FakeGpu) -> None:
+    pull_whole(make(), make())
     counts = fake_gpu.counts()
     assert counts["chunks"] >= counts["launches"]
     assert set(fake_gpu.left_open()) == set(FakeGpu.open)

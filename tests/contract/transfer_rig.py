@@ -213,7 +213,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
 MakeAgent = Callable[..., TransferAgent]
 """Of the fixture `make_agent`: fields of AgentOptions may be given."""
 MakeNode = Callable[..., Node]
-"""Of the fixture `make_node`: beside those `fingerprint`, `block_bytes` and `layout`."""
+"""Of the fixture `make_node`: beside those `fingerprint`, `block_bytes`, `layout`; `host`: not in a GPU's memory."""
 
 
 def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = 10.0) -> None:
@@ -222,6 +222,16 @@ def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, bu
     sink.agent.pull(
         key, source.agent.endpoint, first_token=first_token, tokens=TOKENS, blocks=blocks, budget_s=budget_s
     )
+
+
+def pull_whole(sink: Node, source: Node) -> TransferEvent:
+    """Offer all and pull it; return the end of the pull, having looked at every byte where it is done."""
+    source.offer(KEY, SOURCE_BLOCKS, seed=3)
+    pull(sink, source)
+    end = sink.wait_end(KEY)
+    assert end.kind == EventKind.PULL_FAILED or sink.holds(SINK_BLOCKS, seed=3)
+    assert sink.gaps_are_untouched()
+    return end
 
 
 def assert_nothing_left(*nodes: Party) -> None:

@@ -18,22 +18,11 @@ from tests.contract.index_world import block, chain
 from tests.index_actors import MODEL, Cache
 from tests.index_actors import chain as prompt
 
-
-@pytest.fixture
-async def world() -> World:
-    return World()
-
-
-@pytest.fixture
-async def cold() -> tuple[World, Cache]:
-    return await cold_prompt()
-
-
 # ---------------------------------------------------------------- leaving and coming back
 
 
-async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory() -> None:
+    world, cache = await cold_prompt()
     assert world.follower.match(MODEL, prompt(PATH)) == {}
     assert world.is_true(cache)
     assert world.follower.size() == IndexSize(workers=1, blocks=len(PATH), holdings=len(PATH))
@@ -44,8 +33,8 @@ async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory(c
     assert world.store.asked == 1, "what ends in memory asks nobody"
 
 
-async def test_what_came_back_is_forgotten_elsewhere(cold: tuple[World, Cache]) -> None:
-    world, _ = cold
+async def test_what_came_back_is_forgotten_elsewhere() -> None:
+    world, _ = await cold_prompt()
     await world.freezer.match(MODEL, prompt(PATH))
     world.settings = IndexSettings(memory_bytes_max=1 << 20)
     await Freezer(store=world.store, follower=world.follower, clock=world.clock, settings=world.settings).make_room()
@@ -83,8 +72,8 @@ async def test_no_more_leaves_than_must() -> None:
     assert limit / 2 < world.index.used_bytes <= limit
 
 
-async def test_a_branch_that_changed_while_it_was_written_stays(world: World) -> None:
-    cache = Cache()
+async def test_a_branch_that_changed_while_it_was_written_stays() -> None:
+    world, cache = World(), Cache()
     world.tell(cache, PATH)
     changes: list[Callable[[], None]] = [
         lambda: world.tell(cache, PATH + " and goes on"),
@@ -127,8 +116,8 @@ def test_a_branch_that_left_again_while_it_was_looked_for_is_not_lost() -> None:
     assert index.match(chain("abc")) == {"a": 2}
 
 
-async def test_a_match_beside_a_branch_that_leaves_is_right(world: World) -> None:
-    cache = Cache()
+async def test_a_match_beside_a_branch_that_leaves_is_right() -> None:
+    world, cache = World(), Cache()
     world.tell(cache, PATH)
     world.store.may_end.clear()
     leaving = asyncio.create_task(world.freezer.make_room())
@@ -194,8 +183,8 @@ def test_what_takes_less_than_its_stub_stays() -> None:
 # ---------------------------------------------------------------- changes of what is cold
 
 
-async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not() -> None:
+    world, cache = await cold_prompt()
     other = Cache(name="other")
     world.remove(cache, prompt(PATH)[-32:])
     world.tell(cache, "later")
@@ -209,8 +198,8 @@ async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not(cold: t
     assert (world.follower.counters.gaps, world.follower.counters.unknown_blocks) == (0, 0)
 
 
-async def test_half_of_a_message_is_not_taken_for_drift(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_half_of_a_message_is_not_taken_for_drift() -> None:
+    world, cache = await cold_prompt()
     before = cache.heartbeat()
     cache.stored("new")
     removed = cache.removed(prompt(PATH)[-16:]).events
@@ -224,16 +213,16 @@ async def test_half_of_a_message_is_not_taken_for_drift(cold: tuple[World, Cache
     assert world.follower.lives()[cache.name].agreed_sequence == 2
 
 
-async def test_a_prompt_goes_on_behind_what_is_cold(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_prompt_goes_on_behind_what_is_cold() -> None:
+    world, cache = await cold_prompt()
     world.tell(cache, PATH + " and goes on")
     await world.recall()
     assert world.is_true(cache)
     assert world.follower.match(MODEL, prompt(PATH + " and goes on")) == {"w": len(PATH) + 12}
 
 
-async def test_a_removal_of_what_is_nowhere_is_looked_for_once(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_removal_of_what_is_nowhere_is_looked_for_once() -> None:
+    world, cache = await cold_prompt()
     for _ in range(3):
         world.remove(cache, prompt("never stored"))
         await world.recall()
@@ -241,8 +230,8 @@ async def test_a_removal_of_what_is_nowhere_is_looked_for_once(cold: tuple[World
     assert world.is_true(cache)
 
 
-async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_back(world: World) -> None:
-    cache, other = Cache(), Cache(name="other")
+async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_back() -> None:
+    world, cache, other = World(), Cache(), Cache(name="other")
     world.tell(cache, PATH)
     world.tell(other, PATH[:10])
     await world.freezer.make_room()
@@ -257,16 +246,16 @@ async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_ba
     assert world.follower.size() == IndexSize(workers=0, blocks=0, holdings=0)
 
 
-async def test_nobodys_cold_branch_is_forgotten_elsewhere_too(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
+    world, cache = await cold_prompt()
     world.follower.on_events(cache.cleared(), 9, 0.0)
     assert (world.index.branches, world.index.cold_blocks) == (0, 0)
     await world.freezer.make_room()
     assert world.store.branches == {}
 
 
-async def test_a_resync_replaces_what_is_cold(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_resync_replaces_what_is_cold() -> None:
+    world, cache = await cold_prompt()
     world.follower.on_heartbeat(cache.heartbeat(), 0.0)
     known = world.follower.lives()[cache.name]
     known.read_anew()
@@ -281,8 +270,8 @@ async def test_a_resync_replaces_what_is_cold(cold: tuple[World, Cache]) -> None
     assert world.follower.match(MODEL, prompt(PATH)) == {"w": 5}
 
 
-async def test_a_worker_is_written_as_a_whole_with_what_is_cold(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_worker_is_written_as_a_whole_with_what_is_cold() -> None:
+    world, cache = await cold_prompt()
     world.follower.go_on_from({})
     batch = await world.freezer.until_here(world.follower.take_batch)
     change = batch.workers[cache.name]

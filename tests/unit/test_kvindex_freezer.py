@@ -14,18 +14,8 @@ from tests.index_actors import MODEL, Cache
 from tests.index_actors import chain as prompt
 
 
-@pytest.fixture
-async def world() -> World:
-    return World()
-
-
-@pytest.fixture
-async def cold() -> tuple[World, Cache]:
-    return await cold_prompt()
-
-
-async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_back(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_back() -> None:
+    world, cache = await cold_prompt()
     world.store.away = True
     world.remove(cache, prompt(PATH)[-16:])
     waiting = asyncio.create_task(world.recall())
@@ -39,8 +29,8 @@ async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_ba
     assert world.follower.counters.lost_cold == 0
 
 
-async def test_when_it_is_away_for_long_the_worker_is_read_anew(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_when_it_is_away_for_long_the_worker_is_read_anew() -> None:
+    world, cache = await cold_prompt()
     world.follower.on_heartbeat(cache.heartbeat(), 0.0)
     world.store.away = True
     world.remove(cache, prompt(PATH)[-16:])
@@ -68,8 +58,8 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", ["lost", *DAMAGES])
-async def test_what_it_lost_or_damaged_is_read_anew(world: World, damage: str) -> None:
-    cache = Cache()
+async def test_what_it_lost_or_damaged_is_read_anew(damage: str) -> None:
+    world, cache = World(), Cache()
     world.tell(cache, PATH)
     world.follower.on_heartbeat(cache.heartbeat(), 0.0)
     await world.freezer.make_room()
@@ -81,8 +71,8 @@ async def test_what_it_lost_or_damaged_is_read_anew(world: World, damage: str) -
     assert world.follower.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]
 
 
-async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer() -> None:
+    world, cache = await cold_prompt()
     old = dict(world.store.branches)
     await world.freezer.match(MODEL, prompt(PATH))
     world.remove(cache, prompt(PATH)[-16:])
@@ -91,8 +81,8 @@ async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer(col
     assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 1}
 
 
-async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed() -> None:
+    world, cache = await cold_prompt()
     world.remove(cache, prompt(PATH)[-16:])
     due = world.follower.due_recalls()
     cache.restart()
@@ -106,8 +96,8 @@ async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(
     assert world.follower.counters.malformed == 1
 
 
-async def test_a_loss_is_seen_before_anybody_asks(cold: tuple[World, Cache]) -> None:
-    world, cache = cold
+async def test_a_loss_is_seen_before_anybody_asks() -> None:
+    world, cache = await cold_prompt()
     world.store.branches.clear()
     world.tell(cache, "meanwhile, something else is stored")
     await world.freezer.make_room()

@@ -1,14 +1,10 @@
-// A libbaton_gpu.so for hosts without a GPU: device memory that the host cannot touch, mapped between processes, and a
-// thread for each queue that moves pieces as the kernel does.
-//
-// An address of this "device" is reserved and nothing else, so that whoever uses it as a pointer crashes; behind it
-// lies a file in memory that other processes map as well, and which outlives its process while they do. A piece outside
-// of what was allocated or mapped aborts: on a GPU it ends the context of the process that launched it.
+// A libbaton_gpu.so for hosts without a GPU: device memory that the host cannot touch, mapped between processes
+// (device_memory.h), and a thread for each queue that moves pieces as the kernel does. A piece outside of what was
+// allocated or mapped aborts: on a GPU it ends the context of the process that launched it.
 //
 // $FAKE_GPU_DIR holds a file `control` of 32-bit words that tests may set at any time (see Control), and one file of
 // counts for each process, named after its id (see Counts).
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -16,14 +12,14 @@
 #include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <map>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "gpu/baton_gpu.h"
 #include "gpu/sum.h"
-#include "tests/fabric/tables.h"
+#include "tests/fabric/device_memory.h"
 
 using namespace baton::tests;
 
@@ -31,93 +27,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-struct Control {
-  Word no_driver, no_device, no_share, no_map;  // What cannot be had.
-  Word delay_ms;                                // Of each launch; its bytes move at the end of it.
-  Word hold;                                    // Launches do not begin while it is set.
-  Word hold_streams;                            // Nothing in a caller's stream ends while it is set.
-  Word fail_launch;                             // The n-th launch from now on is refused.
-  Word fail_run;                                // The n-th launch from now on fails on the device.
-  Word stale;                                   // The n-th chunk with an epoch from now on finds it changed.
-  Word corrupt;                                 // The n-th chunk from now on arrives with a byte changed.
-};
-
-struct Counts {
-  Word devices, allocations, mappings, queues;  // Open.
-  Word launches, chunks, not_ready, stale;
-};
-
-struct Allocation {
-  std::uint64_t bytes = 0;
-  std::uint8_t* backing = nullptr;
-  int fd = -1;  // -1: of another process.
-  int mapped = 0;
-  bool freed = false;
-};
-
 struct Handle {
   std::int32_t pid, fd;
   std::uint64_t base, bytes;
 };
 
 thread_local std::string why;
-
-// All memory of this process that is on the "device", by address.
-class World {
- public:
-  static World& get() {
-    static World* world = new World;
-    return *world;
-  }
-
-  Control* control;
-  Counts* counts;
-  std::mutex lock;
-  std::map<std::uint64_t, Allocation> memory;
-
-  std::uint64_t add(std::uint64_t bytes, int fd, bool own) {
-    void* backing = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-    void* reserved = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (backing == MAP_FAILED || reserved == MAP_FAILED) return 0;
-    const auto base = reinterpret_cast<std::uint64_t>(reserved);
-    const std::lock_guard held(lock);
-    memory[base] = {bytes, static_cast<std::uint8_t*>(backing), own ? fd : -1, own ? 0 : 1};
-    return base;
-  }
-  void remove(std::map<std::uint64_t, Allocation>::iterator at) {
-    ::munmap(at->second.backing, at->second.bytes);
-    ::munmap(reinterpret_cast<void*>(at->first), at->second.bytes);
-    if (at->second.fd >= 0) ::close(at->second.fd);
-    memory.erase(at);
-  }
-  // End where nothing is there. Under the lock.
-  std::map<std::uint64_t, Allocation>::iterator find(std::uint64_t address, std::uint64_t bytes = 1) {
-    auto at = memory.upper_bound(address);
-    if (at == memory.begin()) return memory.end();
-    --at;
-    const std::uint64_t offset = address - at->first;
-    return bytes <= at->second.bytes && offset <= at->second.bytes - bytes ? at : memory.end();
-  }
-  // What lies behind an address that a kernel uses.
-  std::uint8_t* behind(std::uint64_t address, std::uint64_t bytes) {
-    const std::lock_guard held(lock);
-    const auto at = find(address, bytes);
-    if (at == memory.end()) misused("an illegal address was used on the device");
-    return at->second.backing + (address - at->first);
-  }
-  std::atomic<std::uint64_t>& word(std::uint64_t address) {
-    return *reinterpret_cast<std::atomic<std::uint64_t>*>(behind(address, sizeof(std::uint64_t)));
-  }
-  static bool strikes(Word& countdown) { return countdown > 0 && --countdown == 0; }
-
- private:
-  World() {
-    const std::string folder = folder_of("FAKE_GPU_DIR");
-    control = map_file<Control>(folder + "/control", O_CREAT);
-    counts = map_file<Counts>(folder + "/" + std::to_string(::getpid()), O_CREAT);
-    if (control == nullptr || counts == nullptr) misused("FAKE_GPU_DIR cannot be used");
-  }
-};
 
 BatonGpuStatus fail(BatonGpuStatus status, const char* text) {
   why = text;

@@ -7,7 +7,7 @@ from planted import Mutation
 MUTATIONS = [
     Mutation(
         "a chunk counts before it is converted",
-        "transfer/pull.cpp",
+        "transfer/pull_chunks.cpp",
         "  if (!lane.staging) return count(now_s, pull, chunk);\n",
         "  if (lane.staging) convert(pull, sequence, chunk);\n  if (true) return count(now_s, pull, chunk);\n",
         "staging",

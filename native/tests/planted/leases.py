@@ -9,20 +9,20 @@ from planted import Mutation
 MUTATIONS = [
     Mutation(
         "the generation is not read again after the bytes",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "    trailer.generation = leases_.at(reader.ask.key).generation;\n  }\n  out_.send(id.first, trailer);",
         "    trailer.generation = leases_.at(reader.ask.key).generation;\n  }\n"
         "  if (trailer.generation == 0) trailer.generation = 1;\n  out_.send(id.first, trailer);",
     ),
     Mutation(
         "a revocation forgets the chunks that are being read",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  reader.held.clear();\n  reader.in_flight.clear();\n",
         "  reader.held.clear();\n",
     ),
     Mutation(
         "a revocation forgets the chunks that are held back",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  reader.held.clear();\n  reader.in_flight.clear();\n",
         "  reader.in_flight.clear();\n",
     ),
@@ -52,19 +52,19 @@ MUTATIONS = [
     ),
     Mutation(
         "chunks are served beyond the watermark",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  if (lease->ready_tokens[request.layer / geometry_.tensors_per_layer()] < needed_tokens) return false;\n",
         "",
     ),
     Mutation(
         "the watermark is compared with whole blocks rounded down",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "std::min<std::uint64_t>(last * geometry_.block_tokens, reader.ask.tokens)",
         "std::min<std::uint64_t>((last - 1) * geometry_.block_tokens, reader.ask.tokens)",
     ),
     Mutation(
         "chunks are served after a revocation",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  Lease* lease = current(reader.ask.key, request.generation);\n"
         "  if (lease == nullptr) return true;  // It crossed a revocation.",
         "  const auto any = leases_.find(reader.ask.key);\n"
@@ -72,55 +72,55 @@ MUTATIONS = [
     ),
     Mutation(
         "a chunk may lie outside what was asked for",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "request.first_block < reader.ask.first_block ||\n      last > asked_last || last > lease->blocks.size() ||",
         "last > lease->blocks.size() ||",
     ),
     Mutation(
         "a chunk may have any size",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "      request.blocks > chunk_blocks(geometry_, options_.limits) || request.first_block",
         "      request.first_block",
     ),
     Mutation(
         "a sink may ask for any number of chunks",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         " ||\n      reader.in_flight.size() >= options_.limits.chunks_served) {",
         ") {",
     ),
     Mutation(
         "a sequence number may be used again while it is in use",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         " || reader.in_flight.contains(request.sequence) ||",
         " ||",
     ),
     Mutation(
         "a sink may say that it has read what it was not granted",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  if (chunk != nullptr && !chunk->granted) return false;\n",
         "",
     ),
     Mutation(
         "any number of asks is parked",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         " || (parks && parked_.size() >= options_.limits.parked)) {",
         ") {",
     ),
     Mutation(
         "any number of sinks reads a lease",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  if (beside >= options_.limits.readers_per_lease || (",
         "  if ((",
     ),
     Mutation(
         "readers are kept after their connection closed",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "    ++reader;\n    detach(id);\n",
         "    ++reader;\n",
     ),
     Mutation(
         "parked asks are kept after their connection closed",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  } else {\n    unpark(id, key);\n  }\n  readers_.erase(id);",
         "  }\n  readers_.erase(id);",
     ),
@@ -144,7 +144,7 @@ MUTATIONS = [
     ),
     Mutation(
         "keep-alives do not keep a lease",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  if (const auto lease = leases_.find(reader->second.ask.key); lease != leases_.end()) claim(now_s, lease->second);\n",
         "",
     ),
@@ -176,7 +176,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sink that wants more than there is waits",
-        "transfer/lease.cpp",
+        "transfer/lease_readers.cpp",
         "  if (!lease.complete_tokens || wanted <= *lease.complete_tokens) return false;\n",
         "  return false;\n",
     ),

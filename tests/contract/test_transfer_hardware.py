@@ -1,0 +1,179 @@
+"""Backends of adapters and of GPUs alike, over stand-ins: work that fails, never ends, or ends after its pull.
+
+What only one of them has is in `test_transfer_verbs.py` and `test_transfer_cuda.py`.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+from fake_library import FakeLibrary
+from test_transfer_processes import Peer
+from transfer_rig import (
+    KEY,
+    LAYERS,
+    SINK_BLOCKS,
+    SOURCE_BLOCKS,
+    TOKENS,
+    Fabric,
+    MakeNode,
+    Node,
+    pull,
+    pull_whole,
+    wait_until,
+)
+
+from baton.transfer import Cause, EventKind
+
+LOCAL_PROTECTION, REMOTE_ACCESS, RETRIES_EXCEEDED = 4, 10, 12
+WAYS = ("verbs", "cuda-ipc", "cuda-put")
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def fake(request: pytest.FixtureRequest, way: str, make_node: MakeNode) -> Iterator[FakeLibrary]:
+    """Lend what stands in for the hardware; nothing is held back any more when the nodes are closed."""
+    fake: FakeLibrary = request.getfixturevalue("fake_verbs" if way == "verbs" else "fake_gpu")
+    yield fake
+    fake.set(hold=0)
+
+
+def begin(source: Node, sink: Node) -> int:
+    """Let a pull get its first layer and wait for the others."""
+    source.fill(SOURCE_BLOCKS)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    source.agent.post_ready(KEY, generation, 0, TOKENS)
+    pull(sink, source)
+    sink.wait(EventKind.PULL_PROGRESS)
+    return generation
+
+
+# ---------------------------------------------------------------- failures
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [
+        *(
+            ("verbs", {"fail_nth": nth, "fail_status": status})
+            for nth in (2, 9, 30)
+            for status in (LOCAL_PROTECTION, REMOTE_ACCESS, RETRIES_EXCEEDED)
+        ),
+        *(("verbs", {"fail_post": nth}) for nth in (2, 9, 30)),
+        *((way, {"fail_launch": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (3, 4, 6)),
+        *((way, {"fail_run": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (3, 4, 6)),
+    ],
+    indirect=["way"],
+)
+def test_what_fails_is_done_again_on_a_new_connection(
+    make_node: MakeNode, fake: FakeLibrary, fault: dict[str, int]
+) -> None:
+    source, sink = make_node(), make_node()
+    source.fill(SOURCE_BLOCKS, seed=3)
+    generation = source.lease(KEY, SOURCE_BLOCKS)
+    fake.set(**fault)
+    pull(sink, source)
+    for layer in range(LAYERS):  # One after the other, so that there is work enough for the fault to strike.
+        source.agent.post_ready(KEY, generation, layer, TOKENS)
+        sink.wait(EventKind.PULL_PROGRESS, layers=layer + 1)
+    assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
+    assert sink.holds(SINK_BLOCKS, seed=3) and sink.gaps_are_untouched()
+    assert sink.agent.stats().lanes_retired == 1
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_source_that_ends_under_a_read(
+    make_node: MakeNode, fake: FakeLibrary, backend: str, fabric: Fabric, end: signal.Signals
+) -> None:
+    sink = make_node(connect_timeout_s=0.3, stall_timeout_s=0.3)
+    peer = Peer(fabric, backend)
+    try:
+        peer.lease()
+        sink.agent.pull(KEY, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=10.0)
+        peer.ready(0)
+        sink.wait(EventKind.PULL_PROGRESS)
+        fake.set(delay_ms=250)
+        done = fake.counts()
+        peer.ready(-1)
+        time.sleep(0.1)
+        assert fake.counts() == done, "the work is under way"
+        peer.signal(end)
+        failed = sink.wait_end(KEY, 3.0)
+        # A stopped process is read, as its adapter goes on; but it says nothing about what was read.
+        assert failed.cause == (Cause.UNREACHABLE if end == signal.SIGKILL else Cause.STALLED)
+    finally:
+        peer.close()
+
+
+# ---------------------------------------------------------------- the fence
+
+
+def test_nothing_is_written_after_the_end_of_a_cancelled_pull(make_node: MakeNode, fake: FakeLibrary) -> None:
+    source, sink = make_node(), make_node()
+    generation = begin(source, sink)
+    fake.set(delay_ms=200)
+    source.agent.post_ready(KEY, generation, -1, TOKENS)
+    time.sleep(0.1)  # The work has begun, and waits.
+    sink.agent.cancel_pull(KEY)
+    assert sink.wait_end(KEY, 3.0).cause == Cause.CANCELLED
+    sink.poison()
+    time.sleep(0.3)
+    assert sink.is_poison(), "a late chunk was written into blocks that were given back"
+
+
+@pytest.mark.parametrize("end", ["cancel", "stall", "close"])
+def test_work_that_never_ends_is_ended_by_force(make_node: MakeNode, fake: FakeLibrary, end: str) -> None:
+    source, sink = make_node(), make_node(stall_timeout_s=0.3)
+    generation = begin(source, sink)
+    fake.set(hold=1)
+    source.agent.post_ready(KEY, generation, -1, TOKENS)
+    time.sleep(0.1)
+    if end == "cancel":
+        sink.agent.cancel_pull(KEY)
+    elif end == "close":
+        sink.agent.close()
+    failed = sink.wait_end(KEY, 3.0)
+    assert failed.cause == (Cause.STALLED if end == "stall" else Cause.CANCELLED)
+    sink.poison()
+    fake.set(hold=0)
+    time.sleep(0.1)
+    assert sink.is_poison(), "a late chunk was written into blocks that were given back"
+
+
+def test_a_restart_is_not_overtaken_by_old_work(make_node: MakeNode, fake: FakeLibrary) -> None:
+    source, sink = make_node(), make_node()
+    fake.set(delay_ms=60)
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    for seed in range(1, 4):
+        time.sleep(0.09)
+        source.agent.revoke_lease(KEY, final=False)
+        source.fill(SOURCE_BLOCKS, seed=200)
+        source.offer(KEY, SOURCE_BLOCKS, seed=seed)
+    assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
+    assert any(sink.holds(SINK_BLOCKS, seed=seed) for seed in range(4))
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def test_an_idle_connection_costs_nothing(make_node: MakeNode, fake: FakeLibrary) -> None:
+    source, sink = make_node(), make_node()
+    assert pull_whole(sink, source).kind == EventKind.PULL_DONE
+    wait_until(lambda: source.agent.stats().leases == 0)
+    before_s = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before_s < 0.01
+
+
+def test_the_stand_in_counts_what_is_open(make_node: MakeNode, fake: FakeLibrary) -> None:
+    """Else nothing would be left open in any test."""
+    pull_whole(make_node(), make_node())
+    assert set(fake.left_open()) == set(fake.open)
