@@ -3,8 +3,8 @@
     python peer_blocks.py nixl|mooncake CORE_OF_SINK CORE_OF_SOURCE
 
 A line of JSON says the shape: layers, blocks, block_bytes, the order on both sides, and whether each layer is a
-transfer of its own. Each "run" after it reads everything once and answers with three durations in seconds: until
-everything was asked for, until it was there, and of CPU time.
+transfer of its own. Ready is answered with a zero; each "run" after it reads everything once and answers with three
+durations in seconds: until everything was asked for, until it was there, and of CPU time.
 """
 
 # These libraries are not among this project's packages.
@@ -155,6 +155,7 @@ def main(library: str, sink_core: int, source_core: int) -> None:
     ]
     if not shape["layerwise"]:
         layers = [tuple(numpy.concatenate(side) for side in zip(*layers, strict=True))]
+    print(0, file=answers, flush=True)
     for _ in sys.stdin:
         line.send(True)
         began_s, began_cpu_s = time.perf_counter(), time.process_time() + line.recv()

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import time
@@ -57,7 +58,8 @@ class Peers:
 
     @contextmanager
     def start(self, shape: Shape, order: Sequence[int], source_order: Sequence[int]) -> Generator[dict[str, Peer]]:
-        """Start the peers' processes; each peer reads everything once per call."""
+        """Start the peers' processes; each peer reads everything once per call, and is stopped between its calls."""
+        print(f"{shape.name} …", flush=True)
         cores = sorted(os.sched_getaffinity(os.getppid()))
         described = {
             "layers": shape.layers,
@@ -80,8 +82,10 @@ class Peers:
                     stderr=subprocess.DEVNULL,
                     text=True,
                     env={**os.environ, **settings, "PYTHONPATH": ""},
+                    start_new_session=True,
                 )
                 _ask(processes[name], described)
+                _answer(name, processes[name])
             peers = {name: _peer(name, process) for name, process in processes.items()}
             if self.perftest is not None:
                 for name, settings in UCX_ALONE:
@@ -89,7 +93,7 @@ class Peers:
             yield peers
         finally:
             for process in processes.values():
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
 
@@ -99,14 +103,21 @@ def _ask(process: subprocess.Popen[str], message: Any) -> None:
     process.stdin.flush()
 
 
+def _answer(name: str, process: subprocess.Popen[str]) -> Any:
+    """Return what a peer says next, and stop it: some spin where they have nothing to do, in the others' turns."""
+    assert process.stdout is not None
+    answer = process.stdout.readline()
+    if not answer:
+        raise RuntimeError(f"the process of {name} ended")
+    os.killpg(process.pid, signal.SIGSTOP)
+    return json.loads(answer)
+
+
 def _peer(name: str, process: subprocess.Popen[str]) -> Peer:
     def run() -> tuple[float, float, float]:
+        os.killpg(process.pid, signal.SIGCONT)
         _ask(process, "run")
-        assert process.stdout is not None
-        answer = process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the process of {name} ended")
-        asked_s, wall_s, cpu_s = json.loads(answer)
+        asked_s, wall_s, cpu_s = _answer(name, process)
         return asked_s, wall_s, cpu_s
 
     return run
