@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import socket
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -165,10 +166,10 @@ def limit_of(way: Way, shown: Mapping[str, float]) -> str:
 def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) -> list[Row]:
     """One row per shape and way of ours; beside it limits and peers of its kind, what limits it the first of them."""
     rows: list[Row] = []
-    figures: dict[str, Callable[[Samples], float]] = {
-        "GB/s": lambda samples: samples.gb_per_s,
-        "CPU s/GB": lambda samples: samples.cpu_s_per_gb,
-        "ms to ask": lambda samples: samples.asked_ms,
+    figures: dict[str, Callable[[Samples], list[float]]] = {
+        "GB/s": lambda samples: [samples.bytes / wall_s / 1e9 for wall_s in samples.wall_s],
+        "CPU s/GB": lambda samples: [cpu_s / samples.bytes * 1e9 for cpu_s in samples.cpu_s],
+        "ms to ask": lambda samples: [asked_s * 1e3 for asked_s in samples.asked_s],
     }
     ours = [str(path) for path in paths]
     for shape, ways in results.items():
@@ -176,19 +177,32 @@ def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) 
         for unit, figure in figures.items():
             if (unit == "ms to ask") != (shape == MANY.name):
                 continue
-            others = {name: value for name, samples in ways.items() if name not in ours and (value := figure(samples))}
+            others = {
+                name: values for name, samples in ways.items() if name not in ours and any(values := figure(samples))
+            }
             for path in paths:
                 first = limit_of(path, speeds)
-                alike = {name: value for name, value in others.items() if ("TCP" in name) == (path.backend == "tcp")}
+                alike = {name: values for name, values in others.items() if ("TCP" in name) == (path.backend == "tcp")}
                 beside = {first: others[first], **alike} if first in others else alike
-                rows.append(Row.against(f"{shape}: {path}", unit, figure(ways[str(path)]), **beside))
+                rows.append(_row(f"{shape}: {path}", unit, figure(ways[str(path)]), beside))
         if shape != MANY.name:
             for path in paths:
                 if path.checksum:
-                    without = speeds[str(path._replace(checksum=False))]
-                    lost = 100 * (1 - speeds[str(path)] / without)
-                    rows.append(Row.against(f"{shape}: {path}: speed that the checksum costs", "%", lost))
+                    without = ways[str(path._replace(checksum=False))]
+                    kept = _median_ratio(without.wall_s, ways[str(path)].wall_s)
+                    rows.append(Row.against(f"{shape}: {path}: speed that the checksum costs", "%", 100 * (1 - kept)))
     return rows
+
+
+def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Of each round, since the machine's speed changes from round to round."""
+    return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
+
+
+def _row(name: str, unit: str, ours: Sequence[float], others: Mapping[str, Sequence[float]]) -> Row:
+    ratio = _median_ratio(ours, next(iter(others.values()))) if others else None
+    medians = {other: statistics.median(values) for other, values in others.items()}
+    return Row(name=name, unit=unit, ours=statistics.median(ours), peers=medians, ratio=ratio)
 
 
 def main() -> None:
@@ -202,7 +216,8 @@ def main() -> None:
     pythons = {library: getattr(arguments, f"{library}_python") for library in libraries}
     ucx = next(UCX.glob("lib/python*/site-packages/libucx"), None)
     paths = list(PATHS)
-    notes = "Medians; both processes of each way on a core of their own. "
+    notes = f"Medians of {arguments.repeats} interleaved rounds, ratios by round; "
+    notes += "both processes of each way on a core of their own. "
     notes += f"Load of the machine at the start: {os.getloadavg()[0]:.1f}."
     if ucx is not None:
         os.environ[UCX_LIBRARY] = str(ucx / "lib/libucp.so.0")

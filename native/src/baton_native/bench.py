@@ -43,7 +43,7 @@ PATHS = tuple(
     for streams in (STREAMS if backend == "tcp" else (1,))
     for checksum in (False, True)
 )
-REPEATS = 7
+REPEATS = 11
 WAIT_S = 60.0
 LIMIT = "limit: "
 
