@@ -38,7 +38,7 @@ help:
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
-	@echo 'make test-nightly  the C++ core for long: sanitizers, fuzzers, planted faults'
+	@echo 'make test-nightly  for long: many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
@@ -109,6 +109,8 @@ test-native: environment
 
 # What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
 test-nightly: test-native
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m pytest -q -n 3 --timeout 900 --hypothesis-profile many -m hypothesis tests/unit tests/contract
 	$(call build-native,asan,address$(COMMA)undefined,baton_tests)
 	$(call build-native,tsan,thread,baton_tests)
 	native/build/asan/baton_model --operations 100000

@@ -14,7 +14,7 @@ from baton_native import DeviceMemory, GpuUnavailable
 from bus_world import World, memory_world, nats_world
 from fake_library import FakeGpu, FakeVerbs
 from servers import Server, start_nats
-from transfer_rig import BLOCK_BYTES, OPTIONS, RAILS, Fabric, MakeAgent, MakeNode, Node
+from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, RAILS, Fabric, MakeAgent, MakeNode, Node
 from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent, TransferAgent
@@ -51,7 +51,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
 
 @pytest.fixture(scope="session")
 def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
-    return FakeVerbs(tmp_path_factory.mktemp("verbs"))
+    return FakeVerbs(tmp_path_factory)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
 
 @pytest.fixture(scope="session")
 def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    return FakeGpu(tmp_path_factory.mktemp("gpu"))
+    return FakeGpu(tmp_path_factory)
 
 
 @pytest.fixture
@@ -72,7 +72,8 @@ def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
     """Lend the fake GPUs; afterwards nothing of them may be in use."""
     fake_gpu_library.reset()
     yield fake_gpu_library
-    gc.collect()  # Memory of pools that tests have let go.
+    if fake_gpu_library.left_open():
+        gc.collect()  # Memory in a cycle that a test has let go. It takes longer than most tests do.
     assert not fake_gpu_library.left_open()
 
 
@@ -150,6 +151,7 @@ def make_node(make_agent: MakeAgent, backend: str, fabric: Fabric) -> Iterator[M
         *,
         fingerprint: str = "model",
         block_bytes: int = BLOCK_BYTES,
+        blocks: int = BLOCKS,
         layout: str = "",
         host: bool = False,
         **changes: object,
@@ -159,6 +161,7 @@ def make_node(make_agent: MakeAgent, backend: str, fabric: Fabric) -> Iterator[M
                 make_agent(**changes),
                 fingerprint=fingerprint,
                 block_bytes=block_bytes,
+                blocks=blocks,
                 layout=layout,
                 shared=backend == "direct",
                 gpu_library=None if host else fabric.get("gpu_library"),

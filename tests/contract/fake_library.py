@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import shutil
@@ -37,15 +38,26 @@ class FakeLibrary:
     done: tuple[str, ...]
     """Counts of what was done for it."""
 
-    def __init__(self, folder: Path) -> None:
-        self.library = str(folder / self.file)
-        self.tables = folder / "tables"
-        self.tables.mkdir()
+    def __init__(self, folders: pytest.TempPathFactory) -> None:
+        self.library = self._compiled(folders.getbasetemp())
+        self.tables = folders.mktemp("tables")
         (self.tables / "control").write_bytes(bytes(_WORD.size * len(self.controls)))
-        source = NATIVE / "tests" / "fabric" / self.source
-        arguments = ["-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(source), "-o", self.library, "-lpthread"]
-        subprocess.run([*compiler(), *arguments], check=True)
         os.environ[self.folder_variable] = str(self.tables)
+
+    def _compiled(self, folder: Path) -> str:
+        """Return the library, which the first process of a test run has made for all."""
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            folder = folder.parent
+        library = folder / self.file
+        with (folder / f"{self.file}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not library.exists():
+                unfinished = library.with_suffix(".unfinished")
+                source = NATIVE / "tests" / "fabric" / self.source
+                options = ["-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(source), "-lpthread"]
+                subprocess.run([*compiler(), *options, "-o", str(unfinished)], check=True)
+                unfinished.rename(library)
+        return str(library)
 
     def set(self, **words: int) -> None:
         """Set words of the fake's `Control`, for every process; those not named keep their values."""

@@ -31,7 +31,7 @@ async def stage() -> AsyncIterator[Stage]:
 
 @pytest.fixture
 async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0) as opened:
+    async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0, verify=False) as opened:
         yield opened
 
 
@@ -236,7 +236,7 @@ async def test_health_and_readiness(stage: Stage, client: httpx.AsyncClient) -> 
 
 async def test_missing_keys() -> None:
     settings = Settings(port=0, api_keys=("secret",))
-    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, verify=False) as client:
         for authorization in ("", "Basic secret", "Bearer", "Bearer  wrong"):
             refused = await client.get("/v1/models", headers={"authorization": authorization})
             error_of(refused, 401, "invalid_api_key")

@@ -96,7 +96,7 @@ def test_a_revoked_lease_that_stays_closed_fails_at_the_deadline(source: Node, s
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     source.agent.post_ready(KEY, generation, 0, TOKENS)
-    pull(sink, source, budget_s=1.0)
+    pull(sink, source, budget_s=0.6)
     sink.wait(EventKind.PULL_PROGRESS)
     source.agent.revoke_lease(KEY, final=False)
     assert sink.wait_end(KEY).cause == Cause.REVOKED
@@ -125,7 +125,7 @@ def test_a_live_sink_keeps_its_lease(make_node: MakeNode) -> None:
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     pull(sink, source)
-    time.sleep(1.2)
+    time.sleep(0.8)
     source.agent.post_ready(KEY, generation, -1, TOKENS)
     assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
 

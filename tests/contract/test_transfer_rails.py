@@ -11,7 +11,7 @@ import pytest
 from transfer_proxy import Proxy
 from transfer_rig import BLOCK_TOKENS, KEY, LAYERS, OPTIONS, RAILS, Node, assert_nothing_left, wait_until
 
-from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, RailShare, TransferEvent
+from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, RailShare, TransferEvent, lease_key
 
 BLOCK_BYTES = 520 << 10
 """So that a chunk is one block, and a pull has enough of them to be spread."""
@@ -30,9 +30,9 @@ MakeProxy = Callable[..., Proxy]
 def make_agent() -> Iterator[MakeAgent]:
     nodes: list[Node] = []
 
-    def make(**changes: Any) -> Node:
+    def make(blocks: int = len(BLOCKS) + 1, **changes: Any) -> Node:
         options: AgentOptions = replace(OPTIONS, backends=("tcp",), **changes)
-        nodes.append(Node(NativeAgent(options), block_bytes=BLOCK_BYTES))
+        nodes.append(Node(NativeAgent(options), block_bytes=BLOCK_BYTES, blocks=blocks))
         return nodes[-1]
 
     yield make
@@ -87,6 +87,22 @@ def use_every_rail(source: Node, sink: Node, rails: list[str]) -> None:
             return sink.poison()
 
 
+def pull_until(proxy: Proxy, source: Node, sink: Node, address: str) -> tuple[TransferEvent, int]:
+    """Pull until the proxy breaks: on a busy machine a rail may seem so slow that a pull does without it.
+
+    Return the end of the last pull, and what the proxy had passed before.
+    """
+    for attempt in range(20):
+        before_bytes, key = proxy.passed_bytes, lease_key("request", attempt)
+        source.offer(key, BLOCKS)
+        done = pull(sink, address, key)
+        if proxy.broke.is_set():
+            return done, before_bytes
+        source.wait(EventKind.LEASE_RELEASED)
+        sink.poison()
+    raise AssertionError("the rail that breaks is not used")
+
+
 def assert_arrived(done: TransferEvent, source: Node, sink: Node, blocks: list[int] = BLOCKS) -> None:
     size = LAYERS * len(blocks) * BLOCK_BYTES
     assert (done.kind, done.bytes) == (EventKind.PULL_DONE, size), done
@@ -97,8 +113,8 @@ def assert_arrived(done: TransferEvent, source: Node, sink: Node, blocks: list[i
     assert_nothing_left(source, sink)
 
 
-def test_equal_rails_carry_equal_bytes(make_agent: MakeAgent, source: Node) -> None:
-    sink = make_agent()
+def test_equal_rails_carry_equal_bytes(make_agent: MakeAgent) -> None:
+    source, sink = make_agent(len(MANY), rails=RAILS), make_agent(len(MANY))
     source.offer(first := KEY[::-1], MANY)  # While it runs the rails are connected.
     before = carried(pull(sink, source.agent.endpoint, first, MANY))
     source.wait(EventKind.LEASE_RELEASED)
@@ -121,27 +137,24 @@ def test_equal_rails_carry_equal_bytes(make_agent: MakeAgent, source: Node) -> N
 @pytest.mark.parametrize("broken", [0, 2])
 def test_a_rail_dies_in_the_middle(make_agent: MakeAgent, make_proxy: MakeProxy, broken: int, hangs: bool) -> None:
     """Rail 0 is the first to be connected: asks and answers go there."""
-    source, sink = make_agent(rails=RAILS, **IMPATIENT), make_agent(**IMPATIENT)
+    source, sink = make_agent(len(MANY), rails=RAILS, **IMPATIENT), make_agent(len(MANY), **IMPATIENT)
     rails = rails_of(source)
     proxy = make_proxy(rails[broken], hangs=hangs)
     rails[broken] = proxy.address
     use_every_rail(source, sink, rails)
     proxy.break_after(2 * BLOCK_BYTES)
-    before_bytes = proxy.passed_bytes
-    source.offer(KEY, BLOCKS)
-    done = pull(sink, endpoint(source, rails))
-    assert proxy.broke.wait(5.0)
+    done, before_bytes = pull_until(proxy, source, sink, endpoint(source, rails))
     assert_arrived(done, source, sink)
     lost = carried(done).pop(proxy.address)
     assert lost.retired == 1
     assert lost.bytes < proxy.passed_bytes - before_bytes, "what was cut in the middle came another way"
-    assert [share.retired for share in done.rails if share.rail != proxy.address] == [0, 0, 0]
+    assert not any(share.retired for share in done.rails if share.rail != proxy.address)
     assert sink.agent.stats().lanes_retired == 1
     sink.poison()
     proxy.mend()  # What was on the way arrives at a closed connection.
     wait_until(lambda: sink.agent.stats().pulls == 0)
     source.offer(KEY[::-1], BLOCKS, seed=5)
-    sink.agent.pull(KEY[::-1], endpoint(source, rails), first_token=0, tokens=BLOCK_TOKENS, blocks=[45], budget_s=5.0)
+    sink.agent.pull(KEY[::-1], endpoint(source, rails), first_token=0, tokens=BLOCK_TOKENS, blocks=[16], budget_s=5.0)
     assert sink.wait_end(KEY[::-1]).kind == EventKind.PULL_DONE
     sink.poison()
     assert sink.is_poison()
@@ -149,7 +162,7 @@ def test_a_rail_dies_in_the_middle(make_agent: MakeAgent, make_proxy: MakeProxy,
 
 @pytest.mark.parametrize(("hangs", "cause"), [(False, Cause.UNREACHABLE), (True, Cause.STALLED)])
 def test_all_rails_die(make_agent: MakeAgent, make_proxy: MakeProxy, hangs: bool, cause: Cause) -> None:
-    source, sink = make_agent(rails=RAILS, **IMPATIENT), make_agent(**IMPATIENT)
+    source, sink = make_agent(len(MANY), rails=RAILS, **IMPATIENT), make_agent(len(MANY), **IMPATIENT)
     proxies = [make_proxy(rail, hangs=hangs) for rail in rails_of(source)]
     rails = [proxy.address for proxy in proxies]
     use_every_rail(source, sink, rails)

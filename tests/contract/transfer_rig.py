@@ -6,6 +6,7 @@ import ctypes
 import select
 import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Protocol, TypedDict
 
 from baton_native import DeviceMemory
@@ -115,6 +116,7 @@ class Node(Party):
         *,
         fingerprint: str = "model",
         block_bytes: int = BLOCK_BYTES,
+        blocks: int = BLOCKS,
         layout: str = "",
         shared: bool = False,
         gpu_library: str | None = None,
@@ -123,7 +125,8 @@ class Node(Party):
         super().__init__(agent)
         self.block_bytes = block_bytes
         self.stride_bytes = block_bytes + GAP_BYTES
-        self.layer_bytes = BLOCKS * self.stride_bytes
+        self.blocks = blocks
+        self.layer_bytes = blocks * self.stride_bytes
         size = LAYERS * self.layer_bytes
         host = HostMemory(size, shared=shared) if gpu_library is None else None
         self.memory: Memory = host or DeviceMemory(size, 0, gpu_library or "")
@@ -131,7 +134,7 @@ class Node(Party):
         agent.set_pool(
             Pool(
                 layer_addresses=tuple(self.memory.address + self._at(layer, 0) for layer in range(LAYERS)),
-                blocks=BLOCKS,
+                blocks=blocks,
                 block_bytes=block_bytes,
                 block_stride_bytes=self.stride_bytes,
                 block_tokens=BLOCK_TOKENS,
@@ -151,7 +154,7 @@ class Node(Party):
         self.memory.fill(0, self.memory.bytes, POISON)
 
     def is_poison(self) -> bool:
-        return self.memory.read(0, self.memory.bytes) == bytes([POISON]) * self.memory.bytes
+        return self.memory.read(0, self.memory.bytes) == all_poison(self.memory.bytes)
 
     def _at(self, layer: int, block: int) -> int:
         return layer * self.layer_bytes + block * self.stride_bytes
@@ -168,7 +171,7 @@ class Node(Party):
         return all(
             self.memory.read(self._at(layer, block) + self.block_bytes, GAP_BYTES) == gap
             for layer in range(LAYERS)
-            for block in range(BLOCKS)
+            for block in range(self.blocks)
         )
 
     def fill(self, blocks: Sequence[int], seed: int = 0) -> None:
@@ -196,6 +199,11 @@ class Node(Party):
         return generation
 
 
+@cache
+def all_poison(size: int) -> bytes:
+    return bytes([POISON]) * size
+
+
 def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> bytes:
     pattern = bytes((layer, position, seed, layer ^ position)) + (layer * 7919 + position * 131 + seed).to_bytes(
         4, "little"
@@ -213,7 +221,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
 MakeAgent = Callable[..., TransferAgent]
 """Of the fixture `make_agent`: fields of AgentOptions may be given."""
 MakeNode = Callable[..., Node]
-"""Of the fixture `make_node`: beside those `fingerprint`, `block_bytes`, `layout`; `host`: not in a GPU's memory."""
+"""Of the fixture `make_node`: beside those what `Node` takes; `host`: not in a GPU's memory."""
 
 
 def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = 10.0) -> None:

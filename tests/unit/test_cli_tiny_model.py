@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from safetensors import deserialize
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer
 
 from baton.cli import tiny_model
 from baton.cli.tiny_model import VOCABULARY, make_tiny_model
@@ -70,6 +69,8 @@ def test_every_token_has_a_row_and_text_survives(model: Path) -> None:
 
 
 def test_transformers_reads_it_with_its_chat_template(model: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer  # It takes a second, of each process that collects tests.
+
     tokenizer = AutoTokenizer.from_pretrained(str(model))
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}], add_generation_prompt=True, tokenize=False

@@ -430,4 +430,4 @@ class LossyStream(RuleBasedStateMachine):
 
 
 TestLossyStream = LossyStream.TestCase
-TestLossyStream.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestLossyStream.settings = settings(stateful_step_count=40)

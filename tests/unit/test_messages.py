@@ -55,9 +55,10 @@ def _of(kind: object) -> st.SearchStrategy[object]:
     return st.from_type(cast(type[object], kind))
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_bus(kind: type[Message]) -> None:
-    @settings(max_examples=25)
+    @settings(max_examples=settings().max_examples // 2)
     @given(_of(kind))
     def survives(message: AnyMessage) -> None:
         again = decode(encode(message))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.engines.engine import EngineBlocksRemoved, EngineBlocksStored, Leg
@@ -202,7 +202,6 @@ def test_a_preempted_decode_computes_instead_of_pulling_again() -> None:
     assert step.chunks[0].attempt is decode
 
 
-@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), blocks=st.integers(8, 40), budget=st.integers(1, 40), running=st.integers(1, 6))
 def test_whatever_happens_no_block_is_lost_or_shared_by_writers(
     seed: int, blocks: int, budget: int, running: int

@@ -419,4 +419,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLedger.settings = settings(stateful_step_count=40)
