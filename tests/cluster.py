@@ -241,9 +241,10 @@ class Cluster:
     async def close(self) -> None:
         if self.bus is not None:
             await self.bus.close()
-        # The gateway first, so that no request is retried while workers leave.
-        for service in sorted(self.services.values(), key=lambda service: not service.name.startswith("gateway")):
-            await service.end()
+        # Gateways first, so that no request is retried while workers leave.
+        gateways = {name for name in self.services if name.startswith("gateway")}
+        for names in (gateways, self.services.keys() - gateways):
+            await asyncio.gather(*(self.services[name].end() for name in names))
 
 
 @asynccontextmanager

@@ -54,6 +54,8 @@ HEALTH_TIMEOUT_S: Final = 10.0
 DRAIN_POLL_S: Final = 0.05
 LAST_WORDS_S: Final = 2.0
 """For the ends of attempts that a drain cut short."""
+LISTENS_ON_S: Final = 1.0
+"""How long a draining worker refuses at least what was placed before its heartbeat was heard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,7 +358,8 @@ class WorkerService:
 
     async def _drain(self) -> None:
         """Take nothing more, and let what runs finish or be moved by its gateway; after the budget, end it as lost."""
-        self._leaves_at_s = self._clock.now_s() + self._timers.drain_s
+        began_s = self._clock.now_s()
+        self._leaves_at_s = began_s + self._timers.drain_s
         self._ledger.draining = True
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
         _log.info("draining: %d attempts, %g s at most", len(self._ledger), self._timers.drain_s)
@@ -369,6 +372,9 @@ class WorkerService:
                 self._tasks.create_task(self._runner.abort(attempt))
             await self._runner.conclude(attempt)
         await self._wait_empty(LAST_WORDS_S)
+        # A placement that is on its way gets an answer, and is no failure of its request.
+        listens_until_s = began_s + min(LISTENS_ON_S, self._timers.drain_s)
+        await self._clock.sleep(max(0.0, listens_until_s - self._clock.now_s()))
         for run in list(self._running.values()):
             run.cancel()
 

@@ -450,6 +450,18 @@ async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None
     assert isinstance(decode.heard[-1], Goodbye)
 
 
+async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_it_said_so(decode: World) -> None:
+    decode.stop.set()
+    await decode.clock.settle()
+    await decode.clock.advance(0.9)
+    refusal = await decode.ask(decode_task("on its way"))
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "draining"
+    await decode.clock.advance(0.2)
+    await decode.running
+    assert isinstance(decode.heard[-1], Goodbye)
+
+
 async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was_moved(decode: World) -> None:
     await decode.ask(decode_task())
     assert decode.heartbeat().leaves_in_s == 0.0
