@@ -230,9 +230,8 @@ void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
   if (at == nullptr) return;
   if (at->connecting) return finish_connect(token, *at);
   if ((events & EPOLLOUT) != 0) dirty_.push_back(token);
+  // What is answered goes out at the turn's end, in one message with what its chunk came to.
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) read(token);
-  carry_out_all();
-  flush_all();
 }
 
 void Agent::accept_all() {

@@ -155,8 +155,8 @@ bool Stream::receive(bool& more) {
   const ssize_t taken = ::recv(fd_, buffer_.data() + buffer_end_, buffer_.size() - buffer_end_, MSG_DONTWAIT);
   if (taken == 0) return fail("the peer closed the connection");
   if (taken < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || fail(std::strerror(errno));
-  more = true;
   buffer_end_ += static_cast<std::size_t>(taken);
+  more = buffer_end_ == buffer_.size();  // Else it was all, and epoll says when there is more.
   return true;
 }
 
