@@ -118,6 +118,8 @@ class ReadingSink : public DataPath {
   // Asks for notice of what ends next; false: something has, already.
   [[nodiscard]] virtual bool rest() { return true; }
   void ended(Read& read, std::size_t pieces);
+  // Whether a chunk has ended of which the source has not been told.
+  [[nodiscard]] bool has_read() const { return !read_.empty(); }
   // What was begun has come to nothing. Not to be tried again: it waits for its pull's end, of which the source knows.
   void undo(Read& read, bool again);
 

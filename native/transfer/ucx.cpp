@@ -16,6 +16,7 @@ namespace baton::transfer {
 namespace {
 
 constexpr std::size_t kReadsUnderWay = 256;
+constexpr int kSteps = 64;  // Then other connections get their turn.
 constexpr std::size_t kOfferBytesMax = kFrameBytesMax - 256;
 
 void prepare(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) {
@@ -47,7 +48,8 @@ class UcxSource : public OneSidedSource {
   int fd() const override { return worker_.fd(); }
   std::string why() const override { return worker_.why(); }
   Turn advance() override {
-    worker_.progress();
+    for (int step = 0; step < kSteps && worker_.progress(); ++step) {
+    }
     const Turn turn = OneSidedSource::advance();
     if (turn != Turn::idle) return turn;
     const bool rests = worker_.rest();
@@ -94,7 +96,9 @@ class UcxSink : public ReadingSink {
 
  protected:
   bool poll() override {
-    worker_.progress();
+    // Where UCX copies by itself, from another process of this host, a chunk a turn.
+    for (int step = 0; step < kSteps && !has_read() && worker_.progress(); ++step) {
+    }
     return worker_.good();
   }
   bool begin(Read& read) override {

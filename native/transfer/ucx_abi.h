@@ -142,6 +142,9 @@ struct EndpointAttr {
 // The exported calls, under their names without "ucp_".
 struct Calls {
   void (*get_version)(unsigned* major, unsigned* minor, unsigned* release);
+  Status (*config_read)(const char* prefix, const char* file, Config** config);
+  Status (*config_modify)(Config* config, const char* name, const char* value);
+  void (*config_release)(Config* config);
   Status (*init_version)(unsigned major, unsigned minor, const Params* params, const Config* config, Context** context);
   void (*cleanup)(Context* context);
   Status (*mem_map)(Context* context, const MemoryParams* params, Memory** memory);

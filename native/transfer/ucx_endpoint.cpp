@@ -33,7 +33,13 @@ void UcxContext::open(const FabricOptions& options, const Pool& pool) {
                              std::to_string(ucx::kApiMinor) + " or later");
   }
   const ucx::Params params{.field_mask = ucx::kSetFeatures, .features = ucx::kRemoteMemory | ucx::kWakeup};
-  check(calls.init_version(ucx::kApiMajor, ucx::kApiMinor, &params, nullptr, &context), "UCX cannot be set up");
+  ucx::Config* settings = nullptr;
+  check(calls.config_read(nullptr, nullptr, &settings), "UCX's variables make no sense");
+  const std::unique_ptr<ucx::Config, decltype(calls.config_release)> owner(settings, calls.config_release);
+  // Rendezvous is of messages, which are not sent here. While it is on, UCX reads through the kernel only from peers
+  // that it does not watch, and over TCP from all others of this host.
+  check(calls.config_modify(settings, "RNDV_THRESH", "inf"), "UCX keeps to rendezvous");
+  check(calls.init_version(ucx::kApiMajor, ucx::kApiMinor, &params, settings, &context), "UCX cannot be set up");
   layers_.reserve(pool.layers.size());
   for (const std::uint8_t* layer : pool.layers) layers_.emplace_back(*this, layer, pool.layer_bytes());
 }
@@ -44,11 +50,12 @@ void UcxContext::load(const std::string& name) {
     return library.find(std::string("ucp_") + call_name, call);
   };
   const bool whole =
-      find("get_version", calls.get_version) && find("init_version", calls.init_version) &&
-      find("cleanup", calls.cleanup) && find("mem_map", calls.mem_map) && find("mem_unmap", calls.mem_unmap) &&
-      find("rkey_pack", calls.rkey_pack) && find("rkey_buffer_release", calls.rkey_buffer_release) &&
-      find("worker_create", calls.worker_create) && find("worker_destroy", calls.worker_destroy) &&
-      find("worker_get_address", calls.worker_get_address) &&
+      find("get_version", calls.get_version) && find("config_read", calls.config_read) &&
+      find("config_modify", calls.config_modify) && find("config_release", calls.config_release) &&
+      find("init_version", calls.init_version) && find("cleanup", calls.cleanup) && find("mem_map", calls.mem_map) &&
+      find("mem_unmap", calls.mem_unmap) && find("rkey_pack", calls.rkey_pack) &&
+      find("rkey_buffer_release", calls.rkey_buffer_release) && find("worker_create", calls.worker_create) &&
+      find("worker_destroy", calls.worker_destroy) && find("worker_get_address", calls.worker_get_address) &&
       find("worker_release_address", calls.worker_release_address) && find("worker_progress", calls.worker_progress) &&
       find("worker_get_efd", calls.worker_get_efd) && find("worker_arm", calls.worker_arm) &&
       find("ep_create", calls.ep_create) && find("ep_close_nbx", calls.ep_close_nbx) &&
@@ -132,13 +139,13 @@ Blob UcxWorker::address() const {
   return blob;
 }
 
-void UcxWorker::progress() {
-  constexpr int kRounds = 64;  // Then other connections get their turn.
-  for (int round = 0; round < kRounds && context_.calls.worker_progress(worker_) != 0; ++round) {
-  }
+bool UcxWorker::progress() {
+  stirs_ = context_.calls.worker_progress(worker_) != 0;
+  return stirs_;
 }
 
 bool UcxWorker::rest() {
+  if (stirs_) return false;
   const ucx::Status status = context_.calls.worker_arm(worker_);
   if (status != ucx::kOk && status != ucx::kBusy && good()) why_ = "UCX does not wake: " + context_.text(status);
   return status != ucx::kBusy;
@@ -198,12 +205,15 @@ std::string UcxWorker::transports() const {
   ucx::EndpointAttr attr{.field_mask = ucx::kGetTransports,
                          .transports = {used, std::size(used), sizeof(ucx::Transport)}};
   if (context_.calls.ep_query(endpoint_, &attr) != ucx::kOk) return {};
-  std::string names;
+  // TCP reads only where there is nothing else. Beside others it sets up the way, and watches the peer.
+  std::string names, tcp;
   for (unsigned i = 0; i < attr.transports.num_entries; ++i) {
-    const std::string name = std::string(used[i].transport_name) + "/" + used[i].device_name;
-    if (names.find(name) == std::string::npos) names += (names.empty() ? "" : ", ") + name;
+    const std::string_view transport = used[i].transport_name;
+    const std::string name = std::string(transport) + "/" + used[i].device_name;
+    std::string& list = transport == "tcp" ? tcp : names;
+    if (list.find(name) == std::string::npos) list += (list.empty() ? "" : ", ") + name;
   }
-  return names;
+  return names.empty() ? tcp : names;
 }
 
 }  // namespace baton::transfer

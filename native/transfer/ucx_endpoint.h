@@ -76,7 +76,8 @@ class UcxWorker {
   [[nodiscard]] Blob address() const;
   // Readable when `progress` should be called, after `rest` returned true.
   [[nodiscard]] int fd() const { return fd_; }
-  void progress();
+  // One step; false: there was none to do.
+  bool progress();
   // Asks for notice of what happens next; false: something has, already.
   [[nodiscard]] bool rest();
 
@@ -90,7 +91,7 @@ class UcxWorker {
   // False after the peer failed or a read did.
   [[nodiscard]] bool good() const { return why_.empty(); }
   [[nodiscard]] const std::string& why() const { return why_; }
-  // What the endpoint goes over, such as "rc_mlx5/mlx5_0:1"; empty where UCX does not say.
+  // What reads go over, such as "rc_mlx5/mlx5_0:1"; empty where UCX does not say.
   [[nodiscard]] std::string transports() const;
 
  private:
@@ -109,6 +110,7 @@ class UcxWorker {
   ucx::Worker* worker_ = nullptr;
   ucx::Endpoint* endpoint_ = nullptr;
   bool watches_peer_ = false;
+  bool stirs_ = false;  // The last step may not be the last that there is to do.
   std::vector<ucx::RemoteKey*> keys_;
   int fd_ = -1;
   std::list<Get> under_way_;

@@ -71,6 +71,15 @@ def test_shared_memory_is_said_and_no_warning(
     assert not caplog.records
 
 
+def test_between_processes_of_a_host_it_reads_through_the_kernel(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv("UCX_TLS")
+    monkeypatch.setenv("UCX_RNDV_THRESH", "8k")  # Is of messages, and would keep it to TCP.
+    assert whole_pull(make).declined == "ucx: goes over cma/memory"
+    assert not caplog.records
+
+
 def test_without_the_library_the_next_way_is_taken(make: Make) -> None:
     done = whole_pull(make, ucx_library="/nowhere/libucp.so.0")
     assert done.backend == "tcp"
