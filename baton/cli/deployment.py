@@ -20,7 +20,7 @@ from baton.cli.engine_defaults import context_limit, engine_defaults, worker_thr
 from baton.cli.processes import Program
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
-from baton.engines.vllm.options import local_model
+from baton.engines.options import local_model
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation, Role
 

@@ -32,7 +32,7 @@ from vllm.v1.request import RequestStatus
 from baton.connectors.cache_layout import describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
-from baton.engines.vllm.process import bind_to_parent
+from baton.engines.processes import bind_to_parent
 from baton.errors import ConfigurationError
 from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent
 
