@@ -102,6 +102,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Where the gateway finds the tokenizer: a folder or a hub id."""
     model_digest: str
     """Hex digest over configuration and weights: the root of block identity."""
+    kv_identity: str = ""
+    """See `baton.identity`: KV is handed over between workers of which it is equal; empty: the digest stands for it."""
     engine: str
     block_tokens: int
     """Size of a canonical block (the index's unit), in tokens."""

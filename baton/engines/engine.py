@@ -82,6 +82,8 @@ class EngineFacts:
     kv_bytes_per_token: int
     running_max: int
     context_tokens_max: int
+    kv_identity: str = ""
+    """See `baton.identity`; the fingerprint of the agents' pools."""
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
 
