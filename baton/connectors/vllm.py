@@ -31,12 +31,13 @@ from vllm.v1.request import RequestStatus
 
 from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
+from baton.connectors.place import RankPlace
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.engines.vllm.process import bind_to_parent
 from baton.errors import ConfigurationError
 from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
 from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent
-from baton.transfer.layout import Layout
+from baton.transfer.layout import Layout, read_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -195,7 +196,12 @@ class BatonConnector(KVConnectorBase_V1):
         pool = self._pool(tensors, blocks)
         self.kv_identity = pool.fingerprint
         agent.set_pool(pool)
-        self._rank = HandoffRank(agent, get_tensor_model_parallel_rank())
+        place = RankPlace(
+            rank=get_tensor_model_parallel_rank(),
+            size=self._vllm_config.parallel_config.tensor_parallel_size,
+            layout=read_layout(pool.layout) if pool.layout else None,
+        )
+        self._rank = HandoffRank(agent, place)
 
     def make_agent(self, options: AgentOptions) -> TransferAgent:
         """Return this rank's agent; tests may bring their own."""

@@ -16,6 +16,7 @@ from baton.engines.vllm.events import KvEventListener, decode_batch
 from baton.engines.vllm.options import (
     PROFILES,
     Device,
+    check_handoff,
     engine_arguments,
     engine_environment,
     local_model,
@@ -46,6 +47,12 @@ def test_profile_is_overridden_by_options() -> None:
 def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         engine_arguments(options, KNOWN, CPU)
+
+
+def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
+    check_handoff({"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
+    with pytest.raises(ConfigurationError, match="decode_context_parallel_size"):
+        check_handoff({"tensor_parallel_size": 2, "decode_context_parallel_size": 2})
 
 
 @pytest.mark.parametrize("options", [{"device": "tpu"}, {"handoff": "yes"}, {"connector": "module.Class"}])

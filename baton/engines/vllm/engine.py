@@ -252,7 +252,8 @@ class VllmEngine:
         if not self._own.handoff:
             raise TransferFailed("this engine was started without a transfer agent (handoff=false)")
         if request.leg is Leg.PREFILL:
-            return prefill_params(msgspec.to_builtins(Handoff(leg=HandoffLeg.PREFILL, key=key), builtin_types=(bytes,)))
+            lease = Handoff(leg=HandoffLeg.PREFILL, key=key, sink_ranks=request.sink_ranks)
+            return prefill_params(msgspec.to_builtins(lease, builtin_types=(bytes,)))
         if request.source is None or not request.source.address.agents:
             raise TransferFailed("the decode task names no source with a transfer agent")
         handoff = Handoff(

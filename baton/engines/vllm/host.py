@@ -15,6 +15,7 @@ from baton.engines.vllm.options import (
     PROFILES,
     Device,
     OwnOptions,
+    check_handoff,
     engine_arguments,
     engine_environment,
     local_model,
@@ -121,6 +122,8 @@ class VllmHost:
             arguments: dict[str, Any] = engine_arguments(
                 self._options, (field.name for field in fields(AsyncEngineArgs)), profile
             )
+            if self._own.handoff:
+                check_handoff(arguments)
             with engine_environment(profile):
                 engine_args = AsyncEngineArgs(
                     **arguments,

@@ -124,6 +124,15 @@ def engine_arguments(options: Mapping[str, object], known: Iterable[str], profil
     return arguments
 
 
+def check_handoff(arguments: Mapping[str, object]) -> None:
+    """Raise ConfigurationError where ranks divide something else than heads, which no layout describes."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if arguments.get(name, 1) != 1:
+            raise ConfigurationError(
+                f"engine option {name} is 1 where KV is handed over (handoff=false serves requests whole)", param=name
+            )
+
+
 @contextmanager
 def engine_environment(profile: DeviceProfile | None = None) -> Generator[None]:
     """Set what the engine's processes inherit, and undo it, with whatever vLLM itself sets meanwhile."""
