@@ -33,7 +33,7 @@ from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
-from baton.engines.vllm.process import bind_to_parent
+from baton.engines.vllm.process import bind_to_parent, unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
 from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent
@@ -185,6 +185,7 @@ class BatonConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        unname_shared_memory()
         names = sorted(kv_caches, key=extract_layer_index)
         self._layers = {name: layer for layer, name in enumerate(names)}
         tensors = [kv_caches[name] for name in names]
