@@ -19,7 +19,8 @@ BatonError
 │   ├── WorkerLost              502  a worker died, stalled or was restarted
 │   ├── TransferFailed          502  the KV cache did not arrive whole and verified
 │   │   ├── PeerUnreachable     502  two agents cannot reach each other
-│   │   └── LayoutMismatch      502  one KV layout cannot be converted into the other
+│   │   ├── LayoutMismatch      502  one KV layout cannot be converted into the other
+│   │   └── ModelMismatch       502  two engines differ in model, weights, RoPE, or type or scales of their KV
 │   ├── EngineFailed            502  the engine ended the request with an error
 │   └── NotResumable            502  tokens were delivered, and the rest cannot be continued exactly
 ├── MalformedMessage            500  bytes from the bus or a peer that are no message of ours
@@ -139,6 +140,10 @@ class PeerUnreachable(TransferFailed):
 
 class LayoutMismatch(TransferFailed):
     code = "layout_mismatch"
+
+
+class ModelMismatch(TransferFailed):
+    code = "model_mismatch"
 
 
 class EngineFailed(AttemptFailed):

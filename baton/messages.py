@@ -19,6 +19,8 @@ import msgspec
 from baton.errors import BatonError, MalformedMessage, error_from_code
 
 TOKEN_BYTES: Final = 4
+RANKS_MAX: Final = 256
+"""Tensor-parallel ranks of an engine."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
@@ -102,6 +104,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Where the gateway finds the tokenizer: a folder or a hub id."""
     model_digest: str
     """Hex digest over configuration and weights: the root of block identity."""
+    kv_identity: str = ""
+    """See `baton.identity`: KV is handed over between workers of which it is equal; empty: the digest stands for it."""
     engine: str
     block_tokens: int
     """Size of a canonical block (the index's unit), in tokens."""
@@ -271,6 +275,8 @@ class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
     prompt_tokens: int
     sampling: Sampling
     cache_salt: str = ""
+    sink_ranks: int = 0
+    """Tensor-parallel ranks of the decode worker, each of which pulls; 0: as many as this worker has."""
 
 
 class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):

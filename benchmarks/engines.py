@@ -70,7 +70,8 @@ def request(name: str, leg: Leg, tokens: list[int], source: EngineFacts | None =
 
 
 async def answer(engine: RemoteEngine, asked: EngineRequest) -> Run:
-    began_s, arrivals_s, moving_s = time.monotonic(), [], 0.0
+    began_s, moving_s = time.monotonic(), 0.0
+    arrivals_s: list[float] = []
     async with aclosing(engine.generate(asked)) as deltas:
         async for delta in deltas:
             arrivals_s.append(time.monotonic())

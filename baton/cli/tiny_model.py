@@ -1,10 +1,11 @@
 """A tiny language model with random weights, made locally: for the demo and the tests, no download.
 
-Shape: 4 layers, hidden size 256, 8 heads over 2 KV heads of 64, 8,192 tokens: 12 MB in bfloat16. The
+Shape: 4 layers, hidden size 256, 8 heads over 2 KV heads of 64, 8,192 tokens: 12 MB in bfloat16. As `deepseek` it
+has latent attention (rows of 512 and 64, the only ones that vLLM computes on a CPU), 8 experts and 2 layers. The
 tokenizer is a byte-level BPE trained on Python's own standard library, with a ChatML template. What the
 model says is noise, but always the same noise: weights come from a fixed seed.
 
-    python -m baton.cli.tiny_model DIR [--arch qwen3|llama] [--dtype bfloat16|float32]
+    python -m baton.cli.tiny_model DIR [--arch qwen3|llama|deepseek] [--dtype bfloat16|float32]
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-Arch = Literal["qwen3", "llama"]
+Arch = Literal["qwen3", "llama", "deepseek"]
 Dtype = Literal["bfloat16", "float32"]
 
 LAYERS: Final = 4
@@ -32,6 +33,11 @@ INTERMEDIATE: Final = 768
 HEADS: Final = 8
 KV_HEADS: Final = 2
 HEAD_DIM: Final = 64
+LATENT_LAYERS: Final = 2
+LATENT_DIM: Final = 512
+ROPE_DIM: Final = 64
+EXPERTS: Final = 8
+EXPERT_INTERMEDIATE: Final = 256
 VOCABULARY: Final = 8192
 CONTEXT_TOKENS_MAX: Final = 8192
 WEIGHT_DEVIATION: Final = 0.15
@@ -103,10 +109,37 @@ def _write_tokenizer(folder: Path) -> None:
     )
 
 
+_OF_ARCH: Final[Mapping[Arch, Mapping[str, object]]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+    "llama": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+    "deepseek": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "num_hidden_layers": LATENT_LAYERS,
+        "num_key_value_heads": HEADS,
+        "head_dim": ROPE_DIM,
+        "kv_lora_rank": LATENT_DIM,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": ROPE_DIM,
+        "qk_nope_head_dim": HEAD_DIM,
+        "v_head_dim": HEAD_DIM,
+        "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": EXPERT_INTERMEDIATE,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "greedy",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "tie_word_embeddings": False,
+    },
+}
+
+
 def _config(arch: Arch, dtype: Dtype) -> dict[str, object]:
     return {
-        "architectures": [{"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[arch]],
-        "model_type": arch,
         "vocab_size": VOCABULARY,
         "hidden_size": HIDDEN,
         "intermediate_size": INTERMEDIATE,
@@ -125,27 +158,52 @@ def _config(arch: Arch, dtype: Dtype) -> dict[str, object]:
         "pad_token_id": PAD_ID,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **_OF_ARCH[arch],
     }
 
 
 def _weight_shapes(arch: Arch) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield every weight's name and shape, in a fixed order; the output head is tied to the embedding."""
+    """Yield every weight's name and shape, in a fixed order; the output head may be tied to the embedding."""
+    latent = arch == "deepseek"
     yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(LAYERS):
+    for layer in range(LATENT_LAYERS if latent else LAYERS):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}.self_attn.q_proj.weight", (HEADS * HEAD_DIM, HIDDEN)
-        yield f"{prefix}.self_attn.k_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
-        yield f"{prefix}.self_attn.v_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
-        yield f"{prefix}.self_attn.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
-        if arch == "qwen3":
-            yield f"{prefix}.self_attn.q_norm.weight", (HEAD_DIM,)
-            yield f"{prefix}.self_attn.k_norm.weight", (HEAD_DIM,)
+        yield from _latent_attention(f"{prefix}.self_attn") if latent else _attention(f"{prefix}.self_attn", arch)
         yield f"{prefix}.post_attention_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}.mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
-        yield f"{prefix}.mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
-        yield f"{prefix}.mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
+        if latent and layer:
+            yield f"{prefix}.mlp.gate.weight", (EXPERTS, HIDDEN)
+            for expert in ("shared_experts", *(f"experts.{number}" for number in range(EXPERTS))):
+                yield from _mlp(f"{prefix}.mlp.{expert}", EXPERT_INTERMEDIATE)
+        else:
+            yield from _mlp(f"{prefix}.mlp", INTERMEDIATE)
     yield "model.norm.weight", (HIDDEN,)
+    if latent:
+        yield "lm_head.weight", (VOCABULARY, HIDDEN)
+
+
+def _attention(prefix: str, arch: Arch) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.q_proj.weight", (HEADS * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.k_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.v_proj.weight", (KV_HEADS * HEAD_DIM, HIDDEN)
+    yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
+    if arch == "qwen3":
+        yield f"{prefix}.q_norm.weight", (HEAD_DIM,)
+        yield f"{prefix}.k_norm.weight", (HEAD_DIM,)
+
+
+def _latent_attention(prefix: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.q_proj.weight", (HEADS * (HEAD_DIM + ROPE_DIM), HIDDEN)
+    yield f"{prefix}.kv_a_proj_with_mqa.weight", (LATENT_DIM + ROPE_DIM, HIDDEN)
+    yield f"{prefix}.kv_a_layernorm.weight", (LATENT_DIM,)
+    yield f"{prefix}.kv_b_proj.weight", (HEADS * 2 * HEAD_DIM, LATENT_DIM)
+    yield f"{prefix}.o_proj.weight", (HIDDEN, HEADS * HEAD_DIM)
+
+
+def _mlp(prefix: str, intermediate: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield f"{prefix}.gate_proj.weight", (intermediate, HIDDEN)
+    yield f"{prefix}.up_proj.weight", (intermediate, HIDDEN)
+    yield f"{prefix}.down_proj.weight", (HIDDEN, intermediate)
 
 
 def _write_weights(path: Path, arch: Arch, dtype: Dtype, seed: int) -> None:
@@ -180,7 +238,7 @@ def _bfloat16_bytes(values: NDArray[np.float32]) -> bytes:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="baton.cli.tiny_model", description="Make a tiny model with random weights.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where to write it; left alone if a model is there")
-    parser.add_argument("--arch", choices=("qwen3", "llama"), default="qwen3", help="default: %(default)s")
+    parser.add_argument("--arch", choices=get_args(Arch), default="qwen3", help="default: %(default)s")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights; default: %(default)s")
     arguments = parser.parse_args()

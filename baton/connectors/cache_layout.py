@@ -8,8 +8,9 @@ from baton.transfer.layout import Layout
 
 PACKINGS: Final = {"vec": "vec", "vec16": "vec", "amx": "amx"}
 """By the instruction set that a layer's attention was compiled for."""
-DTYPES: Final = frozenset({"float32", "bfloat16", "float16"})
-"""Not those of eight bits: their scales would have to be equal, too, and nothing compares them yet."""
+DTYPES: Final = frozenset({"float32", "bfloat16", "float16", "float8_e4m3"})
+FLOAT8: Final = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3"}
+"""By vLLM's name: it keeps such caches as plain bytes. Their scales are compared by `baton.identity`."""
 
 
 def describe_cache(

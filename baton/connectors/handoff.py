@@ -33,6 +33,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     leg: HandoffLeg
     key: bytes
     """See `baton.transfer.lease_key`."""
+    sink_ranks: int = 0
+    """Tensor-parallel ranks that will pull; 0: as many as there are here. Prefill only."""
     endpoints: tuple[str, ...] = ()
     """Of the source's agents, by tensor-parallel rank. Decode only."""
     deadline_s: float = 0.0
@@ -40,7 +42,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How one rank's pull ended."""
+    """How a pull ended: from one source's rank, on one rank, or on all together."""
 
     key: bytes
     cause: Cause = Cause.NONE
@@ -50,6 +52,16 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
     moving_s: float = 0.0
     failed: bool = False
     groups: tuple[LayerGroup, ...] = ()
+
+    def joined(self, other: PullOutcome) -> PullOutcome:
+        """Return what both were together: both's bytes, the slower's time, and whose failure came first."""
+        first = other if other.failed and not self.failed else self
+        return msgspec.structs.replace(
+            first,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            moving_s=max(self.moving_s, other.moving_s),
+            groups=self.groups + other.groups,
+        )
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +90,7 @@ class LeaseStep:
     ready_after: int
     tokens: int
     """Of the whole prompt."""
+    sink_ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +255,7 @@ class HandoffScheduler:
             ready_before=tokens_before,
             ready_after=min(tokens_after, prompt.tokens),
             tokens=prompt.tokens,
+            sink_ranks=prompt.handoff.sink_ranks,
         )
 
     # Both.

@@ -55,6 +55,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     """The engine is loaded."""
 
     version: str
+    kv_identity: str
+    """See `baton.identity`."""
     endpoint: str
     """Of the rank's agent; empty: it has none."""
     block_tokens: int

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from baton.connectors.handoff import LeaseStep, PullOutcome, PullStep, StepPlan, TransferReport
+from baton.connectors.place import RankPlace
 from baton.transfer import AgentStats, Cause, EventKind, PullWatch, TransferAgent, TransferEvent
 
 _log = logging.getLogger(__name__)
@@ -32,12 +33,24 @@ cost of a processor core. Such steps wait this long for news: none of a transfer
 @dataclass(slots=True)
 class _Lease:
     request: str
-    generation: int = 0
+    generations: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    """By key of the agent's leases that have not ended, of the same blocks: one for each rank that reads them."""
     blocks: int = 0
     ended: bool = False
     """No peer reads the blocks any more, for good."""
     held: bool = False
     """The engine is done with the request and waits."""
+
+
+@dataclass(slots=True)
+class _Pull:
+    step: PullStep
+    watches: dict[bytes, PullWatch] = field(default_factory=dict[bytes, PullWatch])
+    """By key of the agent's pulls that run, into the same blocks: one from each rank that has some of the heads."""
+    layers: dict[bytes, int] = field(default_factory=dict[bytes, int])
+    """How many have arrived, of ended ones too."""
+    outcome: PullOutcome | None = None
+    """Of those that have ended."""
 
 
 @dataclass(slots=True)
@@ -50,17 +63,18 @@ class RankResults:
 
 
 class HandoffRank:
-    def __init__(self, agent: TransferAgent, rank: int, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, agent: TransferAgent, place: RankPlace, now_s: Callable[[], float] = time.monotonic) -> None:
         self.agent = agent
         self.layers_arrived: dict[bytes, int] = {}
         """Of the pulls that run now: how many leading layers are here, whole and verified."""
-        self._rank = rank
+        self._place = place
         self._news = select.poll()
         self._news.register(agent.fileno(), select.POLLIN)
         self._now_s = now_s
         self._leases: dict[bytes, _Lease] = {}
-        self._pulls: dict[bytes, PullStep] = {}
-        self._watches: dict[bytes, PullWatch] = {}
+        self._pulls: dict[bytes, _Pull] = {}
+        self._whole: dict[bytes, bytes] = {}
+        """By key of an agent's lease or pull: the key of what it is a part of."""
         self._computing: list[tuple[_Lease, LeaseStep]] = []
         self._idle = False
         self._results = RankResults()
@@ -76,7 +90,8 @@ class HandoffRank:
             if (lease := self._leases.get(key)) and not lease.ended:
                 lease.blocks = 0
                 with self._ending_lease_on_error(key):
-                    self.agent.revoke_lease(key, final=False)
+                    for reader in lease.generations:
+                        self.agent.revoke_lease(reader, final=False)
         for key in plan.end:
             self.end_lease(key)
 
@@ -88,24 +103,25 @@ class HandoffRank:
                 self._settle(key, lease)
         self._idle = not plan.computes
         self._computing = [(lease, step) for step in plan.leases if (lease := self._lease_step(step)) is not None]
-        for key in plan.cancel:
-            with self._failing_pull_on_error(key):
-                self.agent.cancel_pull(key)
         for key, endpoints in plan.release:
             # A source that is not told frees by its time limit.
             with self._logged("release"):
-                self.agent.release(key, self._endpoint(endpoints))
+                for part, endpoint in self._place.parts(key, endpoints).items():
+                    self.agent.release(part, endpoint)
         for step in plan.pulls:
-            self._pulls[step.key] = step
-            with self._failing_pull_on_error(step.key):
-                self._pull(step)
+            self._begin_pull(step)
+        # A request that was aborted at once is in both lists.
+        for key in plan.cancel:
+            if pull := self._pulls.get(key):
+                self._cancel(pull)
 
     def layer_saved(self, layer: int) -> None:
         """The step has written its tokens' KV of this layer; `ALL_LAYERS` at the end of the step."""
         for lease, step in self._computing:
             if not lease.ended:
                 with self._ending_lease_on_error(step.key):
-                    self.agent.post_ready(step.key, lease.generation, layer, step.ready_after)
+                    for reader, generation in lease.generations.items():
+                        self.agent.post_ready(reader, generation, layer, step.ready_after)
 
     def end(self) -> RankResults:
         """Close the step and return what has been finished since the last one."""
@@ -124,11 +140,11 @@ class HandoffRank:
             return None
         agents: dict[int, AgentStats] = {}
         with self._logged("stats"):
-            agents = {self._rank: self.agent.stats()}
+            agents = {self._place.rank: self.agent.stats()}
         report = TransferReport(
             pulls=tuple(self._outcomes),
             leases_ended=tuple(self._leases_ended),
-            leased_blocks={self._rank: leased_blocks},
+            leased_blocks={self._place.rank: leased_blocks},
             agents=agents,
         )
         self._outcomes, self._leases_ended, self._leased_blocks_told = [], [], leased_blocks
@@ -141,88 +157,127 @@ class HandoffRank:
         lease = self._leases.get(key)
         if lease is None or lease.ended:
             return
-        with self._logged("revoke"):
-            self.agent.revoke_lease(key, final=True)
+        for reader in lease.generations:
+            with self._logged("revoke"):
+                self.agent.revoke_lease(reader, final=True)
         self._lease_ended(key, lease)
 
     # Inside.
 
     def _lease_step(self, step: LeaseStep) -> _Lease | None:
-        lease = self._leases.setdefault(step.key, _Lease(step.request))
+        if step.key not in self._leases:
+            self._new_lease(step)
+        lease = self._leases[step.key]
+        with self._ending_lease_on_error(step.key):
+            for reader, generation in lease.generations.items():
+                if step.opens:
+                    generation = lease.generations[reader] = self.agent.open_lease(reader)  # noqa: PLW2901
+                if step.blocks:
+                    self.agent.extend_lease(reader, generation, step.blocks)
+                if step.ready_after == step.tokens:
+                    self.agent.complete_lease(reader, generation, step.tokens)
+                if step.opens and step.ready_before:
+                    self.agent.post_ready(reader, generation, ALL_LAYERS, step.ready_before)
         if lease.ended:
             return None
+        lease.blocks += len(step.blocks)
+        return lease
+
+    def _new_lease(self, step: LeaseStep) -> None:
+        lease = self._leases[step.key] = _Lease(step.request)
         with self._ending_lease_on_error(step.key):
-            if step.opens:
-                lease.generation = self.agent.open_lease(step.key)
-            if step.blocks:
-                self.agent.extend_lease(step.key, lease.generation, step.blocks)
-                lease.blocks += len(step.blocks)
-            if step.ready_after == step.tokens:
-                self.agent.complete_lease(step.key, lease.generation, step.tokens)
-            if step.opens and step.ready_before:
-                self.agent.post_ready(step.key, lease.generation, ALL_LAYERS, step.ready_before)
-        return None if lease.ended else lease
+            lease.generations = dict.fromkeys(self._place.readers(step.key, step.sink_ranks), 0)
+        self._whole |= dict.fromkeys(lease.generations, step.key)
+        if not lease.generations and not lease.ended:
+            # All that reads this rank's heads reads them elsewhere.
+            self._lease_ended(step.key, lease)
 
-    def _pull(self, step: PullStep) -> None:
-        self.layers_arrived[step.key] = 0
-        endpoint = self._endpoint(step.endpoints)
-        self._watches[step.key] = PullWatch(self._now_s(), endpoint)
-        self.agent.pull(
-            step.key,
-            endpoint,
-            first_token=step.first_token,
-            tokens=step.tokens,
-            blocks=step.blocks,
-            budget_s=max(step.deadline_s - self._now_s(), 0.0),
-        )
+    def _begin_pull(self, step: PullStep) -> None:
+        pull = self._pulls[step.key] = _Pull(step)
+        now_s = self._now_s()
+        try:
+            parts = self._place.parts(step.key, step.endpoints)
+            pull.layers = dict.fromkeys(parts, 0)
+            self.layers_arrived[step.key] = 0
+            for part, endpoint in parts.items():
+                self.agent.pull(
+                    part,
+                    endpoint,
+                    first_token=step.first_token,
+                    tokens=step.tokens,
+                    blocks=step.blocks,
+                    budget_s=max(step.deadline_s - now_s, 0.0),
+                )
+                self._whole[part] = step.key
+                pull.watches[part] = PullWatch(now_s, endpoint)
+        except Exception as error:  # noqa: BLE001
+            _log.exception("the pull of one request failed")
+            # What was not started writes no blocks.
+            self._note_end(pull, PullOutcome(key=step.key, cause=Cause.REFUSED, detail=str(error), failed=True))
 
-    def _endpoint(self, endpoints: tuple[str, ...]) -> str:
-        if self._rank >= len(endpoints):
-            raise ValueError(
-                f"the source has {len(endpoints)} tensor-parallel ranks, this engine has rank {self._rank}"
-            )
-        return endpoints[self._rank]
+    def _cancel(self, pull: _Pull) -> None:
+        """Stop what still runs of a pull; each part's end follows."""
+        for part in pull.watches:
+            # An agent that does not take it ends the pull by its deadline.
+            with self._logged("cancel"):
+                self.agent.cancel_pull(part)
 
     def _take(self, event: TransferEvent) -> None:
+        if (key := self._whole.get(event.key)) is None:
+            return
         match event.kind:
             case EventKind.PULL_PROGRESS:
-                if event.key in self.layers_arrived:
-                    self.layers_arrived[event.key] = event.layers
-                    self._watches[event.key].note(event)
+                pull = self._pulls[key]
+                pull.watches[event.key].note(event)
+                pull.layers[event.key] = event.layers
+                self.layers_arrived[key] = min(pull.layers.values())
             case EventKind.PULL_DONE | EventKind.PULL_FAILED:
-                failed = event.kind is EventKind.PULL_FAILED
-                self._pull_ended(event.key, event.cause, event.detail, event.bytes, event.moving_s, failed=failed)
+                self._part_ended(self._pulls[key], event)
             case EventKind.LEASE_RELEASED | EventKind.LEASE_ENDED:
-                lease = self._leases.get(event.key)
                 # A revocation that we asked for ends nothing: the prompt may be computed again, and an end
                 # for good was noted when we asked.
-                if lease is not None and not lease.ended and event.cause is not Cause.REVOKED:
-                    self._lease_ended(event.key, lease)
+                if event.cause is not Cause.REVOKED:
+                    self._reader_ended(key, event.key)
 
-    def _pull_ended(
-        self, key: bytes, cause: Cause, detail: str, moved_bytes: int = 0, moving_s: float = 0.0, *, failed: bool
-    ) -> None:
-        step = self._pulls.pop(key, None)
-        if step is None:
-            return
-        self.layers_arrived.pop(key, None)
-        watch = self._watches.pop(key, None)
-        self._results.received.add(step.request)
-        if failed:
-            self._results.failed.add(step.request)
+    def _part_ended(self, pull: _Pull, event: TransferEvent) -> None:
+        del self._whole[event.key]
+        watch, failed = pull.watches.pop(event.key), event.kind is EventKind.PULL_FAILED
         outcome = PullOutcome(
-            key=key,
-            cause=cause,
-            detail=detail,
-            tokens=0 if failed else step.tokens - step.first_token,
-            moved_bytes=moved_bytes,
-            moving_s=moving_s,
+            key=pull.step.key,
+            cause=event.cause,
+            detail=event.detail,
+            tokens=0 if failed else pull.step.tokens - pull.step.first_token,
+            moved_bytes=event.bytes,
+            moving_s=event.moving_s,
             failed=failed,
-            groups=watch.groups() if watch is not None else (),
+            groups=watch.groups(),
         )
-        self._outcomes.append(outcome)
+        self._note_end(pull, outcome)
+
+    def _note_end(self, pull: _Pull, outcome: PullOutcome) -> None:
+        """One part of a pull has ended. Without it the others are of no use."""
+        pull.outcome = pull.outcome.joined(outcome) if pull.outcome else outcome
+        if pull.watches:
+            if outcome.failed:
+                self._cancel(pull)
+            return
+        del self._pulls[pull.step.key]
+        self.layers_arrived.pop(pull.step.key, None)
+        self._results.received.add(pull.step.request)
+        if pull.outcome.failed:
+            self._results.failed.add(pull.step.request)
+        self._outcomes.append(pull.outcome)
+
+    def _reader_ended(self, key: bytes, reader: bytes) -> None:
+        lease = self._leases[key]
+        del self._whole[reader], lease.generations[reader]
+        if not lease.generations:
+            self._lease_ended(key, lease)
 
     def _lease_ended(self, key: bytes, lease: _Lease) -> None:
+        for reader in lease.generations:
+            del self._whole[reader]
+        lease.generations = {}
         lease.ended = True
         lease.blocks = 0
         self._leases_ended.append(key)
@@ -242,15 +297,6 @@ class HandoffRank:
         except Exception:  # noqa: BLE001
             _log.exception("the lease of one request failed")
             self.end_lease(key)
-
-    @contextmanager
-    def _failing_pull_on_error(self, key: bytes) -> Generator[None]:
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001
-            _log.exception("the pull of one request failed")
-            # Nothing was started, so nothing writes the blocks.
-            self._pull_ended(key, Cause.REFUSED, str(error), failed=True)
 
     @contextmanager
     def _logged(self, what: str) -> Generator[None]:

@@ -15,24 +15,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import torch
 import zmq
-from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
-from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req  # pyright: ignore[reportPrivateUsage]
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.version import __version__ as VERSION
 
-from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep
 from baton.connectors.link import (
-    HANDOFF_PARAMETER,
     KV_DID_NOT_ARRIVE,
     AskStats,
     EndLease,
@@ -44,9 +38,12 @@ from baton.connectors.link import (
     Stats,
     StepReport,
 )
-from baton.connectors.rank import ALL_LAYERS, HandoffRank
-from baton.connectors.sglang_cache import Arrival, HandoffCache
+from baton.connectors.place import RankPlace
+from baton.connectors.rank import HandoffRank
+from baton.connectors.sglang_cache import HandoffCache
+from baton.connectors.sglang_handoffs import Handoffs
 from baton.errors import ConfigurationError
+from baton.identity import KvIdentity, describe_rope
 from baton.transfer import NativeAgent, Pool
 from baton.transfer.layout import Layout
 
@@ -57,160 +54,6 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Pulling:
-    req: Req
-    arrival: Arrival
-    spare_tokens: int
-    aborted: bool = False
-
-
-class Handoffs:
-    """One engine's hand-offs. Requests are named by SGLang's ids, which are our keys."""
-
-    def __init__(
-        self, cache: HandoffCache, pool: MHATokenToKVPool, rank: HandoffRank, enqueue: Callable[[Req], None]
-    ) -> None:
-        self.rank = rank
-        self.pulled_tokens = 0
-        """Of all requests whose KV has come."""
-        self._cache = cache
-        self._enqueue = enqueue
-        self._decisions = HandoffScheduler(cache.page_size)
-        self._parked: deque[Req] = deque()
-        self._pulling: dict[str, _Pulling] = {}
-        self._leased_pages: dict[str, torch.Tensor] = {}
-        self._moved: list[LeaseStep] = []
-        cache.keeper = self
-        # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
-        pool.baton_layer_saved = lambda layer: rank.layer_saved(layer - pool.start_layer)  # pyright: ignore
-
-    @property
-    def waiting(self) -> int:
-        return len(self._parked) + len(self._pulling)
-
-    @property
-    def is_idle(self) -> bool:
-        return self._decisions.is_idle and not self.waiting and self._cache.is_empty_handed
-
-    # Requests.
-
-    def admit(self, req: Req) -> bool:
-        """Note a new request's hand-off; return whether it has to wait for KV."""
-        parameters = req.sampling_params.custom_params
-        text = parameters.get(HANDOFF_PARAMETER) if parameters else None
-        if text is None or req.is_retracted:
-            return False
-        handoff = msgspec.json.decode(text, type=Handoff)
-        self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))
-        if handoff.leg is HandoffLeg.DECODE:
-            self._parked.append(req)
-            return True
-        return False
-
-    def aborted(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """Forget the requests that wait for KV and match; what is being written stays until nothing writes it."""
-        ended = [req for req in self._parked if matches(req)]
-        self._parked = deque(req for req in self._parked if not matches(req))
-        for pulling in self._pulling.values():
-            if not pulling.aborted and matches(pulling.req):
-                pulling.aborted = True
-                ended.append(pulling.req)
-        for req in ended:
-            self._decisions.finished(req.rid, computed=False)
-        return ended
-
-    def dropped(self, req: Req) -> None:
-        """SGLang took a request out of its queue, or stopped computing its prompt."""
-        self._decisions.finished(req.rid, computed=False)
-        self._cache.withdraw(req.rid)
-
-    # Steps.
-
-    def settle(self) -> list[Req]:
-        """Between two steps: take what the agent has finished, and start what there is room for.
-
-        Returns the requests whose KV did not come.
-        """
-        results, failed = self.rank.end(), []
-        for rid in results.received:
-            self._decisions.pulled(rid)
-            pulling = self._pulling.pop(rid)
-            if rid in results.failed or pulling.aborted:
-                self._cache.give_up(pulling.arrival)
-                self._decisions.finished(rid, computed=False)
-                if not pulling.aborted:
-                    failed.append(pulling.req)
-            else:
-                self.pulled_tokens += pulling.arrival.tokens - pulling.arrival.cached_tokens
-                self._cache.offer(rid, pulling.arrival)
-                self._enqueue(pulling.req)
-        for rid in results.sent:
-            self._decisions.freed(rid)
-            self._leased_pages.pop(rid, None)
-            self._cache.let_go(rid)
-        while self._parked and self._start_pull(self._parked[0]):
-            self._parked.popleft()
-        return failed
-
-    def begin(self, batch: ScheduleBatch | None) -> None:
-        """SGLang has chosen what to compute next; nothing of it is written yet."""
-        leases, self._moved = self._moved, []
-        for req in batch.reqs if batch is not None and batch.forward_mode.is_extend() else ():
-            if self._decisions.leases(req.rid):
-                leases.append(self._lease(req, req.prefix_len, req.extend_end))
-        plan = self._decisions.plan(leases, computes=batch is not None)
-        self.rank.revoke(plan)
-        self.rank.begin(plan)
-
-    def computed(self) -> None:
-        self.rank.layer_saved(ALL_LAYERS)
-
-    def _start_pull(self, req: Req) -> bool:
-        tokens = len(req.origin_input_ids) - 1
-        # Room for the answers, too: requests that have their prompts' KV and cannot start would block each other.
-        spare = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) + 2 * self._cache.page_size
-        promised = sum(pulling.spare_tokens for pulling in self._pulling.values())
-        arrival = self._cache.make_room(req, tokens, spare + promised)
-        if arrival is None:
-            return False
-        external = self._decisions.tokens_from_source(req.rid, arrival.cached_tokens)
-        self._decisions.allocated(req.rid, self._pages(arrival.slots), external)
-        if external:
-            self._pulling[req.rid] = _Pulling(req, arrival, spare)
-        else:
-            self._cache.offer(req.rid, arrival)
-            self._enqueue(req)
-        return True
-
-    # What the cache asks.
-
-    def checkpointed(self, req: Req, tokens: int) -> None:
-        leased = self._leased_pages.get(req.rid)
-        if leased is None or torch.equal(leased, self._row_pages(req, len(leased) * self._cache.page_size)):
-            return
-        # Another request computed the same prompt meanwhile, and its slots were first. Ours are free now: what was
-        # promised of them is revoked before anything else is written there, and promised anew where it is now.
-        self._decisions.preempted(req.rid)
-        self._moved.append(self._lease(req, tokens, tokens))
-
-    def finished(self, req: Req) -> bool:
-        computed = isinstance(req.finished_reason, FINISH_LENGTH | FINISH_MATCHED_TOKEN)
-        return self._decisions.finished(req.rid, computed=computed) and computed
-
-    def _lease(self, req: Req, before: int, after: int) -> LeaseStep:
-        pages = self._row_pages(req, after)
-        self._leased_pages[req.rid] = pages
-        return self._decisions.computes(req.rid, pages.tolist(), before, after)
-
-    def _row_pages(self, req: Req, tokens: int) -> torch.Tensor:
-        row = self._cache.req_to_token_pool.req_to_token[req.kv.req_pool_idx, :tokens]
-        return row[:: self._cache.page_size] // self._cache.page_size
-
-    def _pages(self, slots: torch.Tensor) -> Sequence[int]:
-        return (slots[:: self._cache.page_size] // self._cache.page_size).tolist()
 
 
 class BatonScheduler(Scheduler):
@@ -240,16 +83,19 @@ class BatonScheduler(Scheduler):
         return _ReportingStreamer
 
     def _open(self, setup: Setup) -> None:
-        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        pool, identity = self.token_to_kv_pool_allocator.get_kvcache(), ""
         if setup.agent is not None:
-            agent = self.make_agent(setup)
-            agent.set_pool(self._pool(pool, setup.model_digest))
-            self.handoffs = Handoffs(self.tree_cache, pool, HandoffRank(agent, 0), self._enqueue)
+            agent, layout = self.make_agent(setup), self._layout(pool)
+            identity = self._identity(layout, setup.model_digest)
+            agent.set_pool(self._pool(pool, layout, identity))
+            rank = HandoffRank(agent, RankPlace(layout=layout))
+            self.handoffs = Handoffs(self.tree_cache, pool, rank, self._enqueue)
         self.output_streamer.report = self._report
         if self.idle_sleeper is not None:
             self.idle_sleeper.poller.register(self._link.fileno(), zmq.POLLIN)
         opened = Opened(
             version=VERSION,
+            kv_identity=identity,
             endpoint=self.handoffs.rank.agent.endpoint if self.handoffs else "",
             block_tokens=self.page_size,
             blocks=self.max_total_num_tokens // self.page_size,
@@ -265,7 +111,7 @@ class BatonScheduler(Scheduler):
         assert setup.agent is not None
         return NativeAgent(setup.agent)
 
-    def _pool(self, pool: Any, model_digest: str) -> Pool:
+    def _layout(self, pool: Any) -> Layout:
         """Describe the pool. K and V of a layer have a tensor each, `[slots, heads, dimensions]`."""
         if (
             type(pool) is not MHATokenToKVPool
@@ -276,13 +122,18 @@ class BatonScheduler(Scheduler):
                 f"SGLang keeps this model's KV in a {type(pool).__name__} that Baton cannot hand off "
                 "(engine option handoff=false serves requests whole)"
             )
-        key, page = pool.k_buffer[0], self.page_size
+        key = pool.k_buffer[0]
         if key.device.type != "cpu":
             raise ConfigurationError(
                 f"the KV cache lies on {key.device.type}, and this build moves host memory only "
                 "(engine option handoff=false serves requests whole)"
             )
-        layout = Layout(
+        if key.element_size() == 1:
+            raise ConfigurationError(
+                "KV of eight bits is handed over with its scales, which Baton does not read out of SGLang "
+                "(engine option handoff=false serves requests whole)"
+            )
+        return Layout(
             layers=len(pool.k_buffer),
             kv_heads=self.model_config.get_total_num_kv_heads(),
             dim=key.shape[2],
@@ -290,17 +141,32 @@ class BatonScheduler(Scheduler):
             order="NHD",
             form="split",
             packing="plain",
-            block_tokens=page,
+            block_tokens=self.page_size,
         )
+
+    def _identity(self, layout: Layout, model_digest: str) -> str:
+        config = self.model_config.hf_text_config.to_dict()
+        identity = KvIdentity(
+            model=str(config.get("model_type")),
+            digest=model_digest,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            dim=layout.dim,
+            dtype=layout.dtype,
+            rope=describe_rope(config),
+        )
+        return str(identity)
+
+    def _pool(self, pool: Any, layout: Layout, identity: str) -> Pool:
+        page = pool.k_buffer[0][: self.page_size]
+        pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
         return Pool(
-            layer_addresses=tuple(
-                tensor.data_ptr() for pair in zip(pool.k_buffer, pool.v_buffer, strict=True) for tensor in pair
-            ),
-            blocks=key.shape[0] // page,
-            block_bytes=key[:page].nbytes,
-            block_stride_bytes=key[:page].nbytes,
-            block_tokens=page,
-            fingerprint=model_digest,
+            layer_addresses=tuple(tensor.data_ptr() for pair in pairs for tensor in pair),
+            blocks=pool.k_buffer[0].shape[0] // self.page_size,
+            block_bytes=page.nbytes,
+            block_stride_bytes=page.nbytes,
+            block_tokens=self.page_size,
+            fingerprint=identity,
             layout=str(layout),
         )
 

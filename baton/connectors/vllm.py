@@ -29,12 +29,16 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.request import RequestStatus
 
-from baton.connectors.cache_layout import describe_cache
+from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
+from baton.connectors.place import RankPlace
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.engines.processes import bind_to_parent
+from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
+from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
 from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent
+from baton.transfer.layout import Layout, read_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -111,6 +115,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._layers: dict[str, int] = {}
         self.kv_block_bytes = 0
         """Of one block of the cache, all layers of this rank."""
+        self.kv_identity = ""
         if self._agent_options is None:
             return
         if len(kv_cache_config.kv_cache_groups) != 1:
@@ -181,6 +186,7 @@ class BatonConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        unname_shared_memory()
         names = sorted(kv_caches, key=extract_layer_index)
         self._layers = {name: layer for layer, name in enumerate(names)}
         tensors = [kv_caches[name] for name in names]
@@ -189,8 +195,15 @@ class BatonConnector(KVConnectorBase_V1):
         if self._agent_options is None:
             return
         agent = self.make_agent(self._agent_options)
-        agent.set_pool(self._pool(tensors, blocks))
-        self._rank = HandoffRank(agent, get_tensor_model_parallel_rank())
+        pool = self._pool(tensors, blocks)
+        self.kv_identity = pool.fingerprint
+        agent.set_pool(pool)
+        place = RankPlace(
+            rank=get_tensor_model_parallel_rank(),
+            size=self._vllm_config.parallel_config.tensor_parallel_size,
+            layout=read_layout(pool.layout) if pool.layout else None,
+        )
+        self._rank = HandoffRank(agent, place)
 
     def make_agent(self, options: AgentOptions) -> TransferAgent:
         """Return this rank's agent; tests may bring their own."""
@@ -211,39 +224,52 @@ class BatonConnector(KVConnectorBase_V1):
                     f"the KV cache is not one contiguous span per block and layer: {tuple(tensor.shape)}, "
                     f"strides {tensor.stride()}"
                 )
-        model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
-        block_tokens = self._vllm_config.cache_config.block_size
-        layout = describe_cache(
-            layers=len(tensors),
-            kv_heads=model.get_total_num_kv_heads(),
-            dim=first.shape[-1] if model.use_mla else model.get_head_size(),
-            dtype=str(first.dtype).removeprefix("torch."),
-            isa=self._isa(),
-            latent=model.use_mla,
-            block_tokens=block_tokens,
-            block_bytes=block_bytes,
-            tp_rank=get_tensor_model_parallel_rank(),
-            tp_size=parallel.tensor_parallel_size,
-        )
-        fingerprint = self._model_digest
-        if layout is None:
-            # Then all of this must be equal on both sides for a block's bytes to mean the same.
-            shape = "x".join(map(str, first.shape[1:]))
-            fingerprint += f"/{first.dtype}/{shape}/inner={self._isa()}/tp={parallel.tensor_parallel_size}"
+        layout, identity = self._describe(tensors, block_bytes)
         return Pool(
             layer_addresses=tuple(tensor.data_ptr() for tensor in tensors),
             blocks=blocks,
             block_bytes=block_bytes,
             block_stride_bytes=first.stride(0) * first.element_size(),
-            block_tokens=block_tokens,
-            fingerprint=fingerprint,
+            block_tokens=self._vllm_config.cache_config.block_size,
+            fingerprint=str(identity),
             layout="" if layout is None else str(layout),
         )
 
-    def _isa(self) -> str:
-        """Return how the CPU kernels pack a block's inside, which depends on the processor."""
-        layer = self._vllm_config.compilation_config.static_forward_context[next(iter(self._layers))]
-        return str(getattr(layer, "isa", "unknown"))
+    def _describe(self, tensors: list[torch.Tensor], block_bytes: int) -> tuple[Layout | None, KvIdentity]:
+        """Return what is in a block, if there are words for it, and what the KV means."""
+        first = tensors[0]
+        model, tp_size = self._vllm_config.model_config, self._vllm_config.parallel_config.tensor_parallel_size
+        block_tokens = self._vllm_config.cache_config.block_size
+        kv_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
+        dim = first.shape[-1] if model.use_mla else model.get_head_size()
+        layers = [self._vllm_config.compilation_config.static_forward_context[name] for name in self._layers]
+        isa = str(getattr(layers[0], "isa", "unknown"))
+        dtype = FLOAT8.get(layers[0].kv_cache_dtype, str(first.dtype).removeprefix("torch."))
+        layout = describe_cache(
+            layers=len(tensors),
+            kv_heads=kv_heads,
+            dim=dim,
+            dtype=dtype,
+            isa=isa,
+            latent=model.use_mla,
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            tp_rank=get_tensor_model_parallel_rank(),
+            tp_size=tp_size,
+        )
+        config = model.hf_text_config.to_dict()
+        scales = ((layer._k_scale_float, layer._v_scale_float) for layer in layers)
+        return layout, KvIdentity(
+            model=str(config.get("model_type")),
+            digest=self._model_digest,
+            layers=len(tensors),
+            kv_heads=kv_heads,
+            dim=dim,
+            dtype=dtype,
+            scales=describe_scales(scales) if first.element_size() == 1 else NONE,
+            rope=describe_rope(config),
+            blocks=DESCRIBED if layout else f"{'x'.join(map(str, first.shape[1:]))},inner={isa},tp={tp_size}",
+        )
 
     @property
     def rank(self) -> HandoffRank | None:

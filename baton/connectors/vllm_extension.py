@@ -22,12 +22,13 @@ class BatonWorker:
         return connector
 
     def baton_facts(self) -> dict[str, object]:
-        """Return the agent's endpoint, empty without one, and the bytes of one KV block on this rank."""
+        """Return the agent's endpoint, empty without one; bytes of one KV block on this rank; what its KV means."""
         connector = self._baton()
         rank = connector.rank
         return {
             "endpoint": rank.agent.endpoint if rank is not None else "",
             "kv_block_bytes": connector.kv_block_bytes,
+            "kv_identity": connector.kv_identity,
         }
 
     def baton_end_lease(self, key: bytes) -> None:

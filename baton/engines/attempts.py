@@ -104,7 +104,7 @@ def handoff_of(attempt: Attempt, *, context_tokens_max: int, enabled: bool) -> H
     if not enabled:
         raise TransferFailed("this engine was started without a transfer agent (handoff=false)")
     if request.leg is Leg.PREFILL:
-        return Handoff(leg=HandoffLeg.PREFILL, key=attempt.key)
+        return Handoff(leg=HandoffLeg.PREFILL, key=attempt.key, sink_ranks=request.sink_ranks)
     if request.source is None or not request.source.address.agents:
         raise TransferFailed("the decode task names no source with a transfer agent")
     return Handoff(

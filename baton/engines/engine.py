@@ -34,6 +34,8 @@ class EngineRequest:
     cache_salt: str = ""
     source: KvSource | None = None
     """Set exactly when `leg` is DECODE."""
+    sink_ranks: int = 0
+    """For PREFILL: agents that will pull, one of each rank of the decode engine; 0: as many as this engine has."""
     budget_s: float
     """The engine gives up after this; for DECODE it also bounds the pull."""
     trace: str = ""
@@ -82,6 +84,8 @@ class EngineFacts:
     kv_bytes_per_token: int
     running_max: int
     context_tokens_max: int
+    kv_identity: str = ""
+    """See `baton.identity`; the fingerprint of the agents' pools."""
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Final
-
-import msgspec
 
 from baton.connectors.handoff import PullOutcome, TransferReport
 from baton.engines.engine import EngineLoad, TransferFigures
@@ -35,6 +33,8 @@ class LoadRecorder:
         self._ranks = ranks
         self._leased_blocks: dict[int, int] = {}
         self._agents: dict[int, AgentStats] = {}
+        self._leases_ended = Counter[bytes]()
+        """Of leases that some ranks still have: how many have not."""
         self._tally = PullTally()
         self._outcomes: OrderedDict[bytes, _RankOutcomes] = OrderedDict()
         self._changed = asyncio.Event()
@@ -76,7 +76,10 @@ class LoadRecorder:
                 moving_s=outcome.moving_s,
             )
         for key in report.leases_ended:
-            self.on_lease_ended(key)
+            self._leases_ended[key] += 1
+            if self._leases_ended[key] == self._ranks:
+                del self._leases_ended[key]
+                self.on_lease_ended(key)
         self.load = replace(
             self.load,
             # All ranks lease the same blocks of their parts of the model.
@@ -90,19 +93,8 @@ class LoadRecorder:
         if known is None:
             merged = _RankOutcomes(1, outcome)
         else:
-            first, second = (known.outcome, outcome) if known.outcome.failed else (outcome, known.outcome)
-            merged = _RankOutcomes(known.ranks + 1, _joined(first, second))
+            merged = _RankOutcomes(known.ranks + 1, known.outcome.joined(outcome))
         self._outcomes[outcome.key] = merged
         while len(self._outcomes) > OUTCOMES_MAX:
             self._outcomes.popitem(last=False)
         self._changed.set()
-
-
-def _joined(first: PullOutcome, second: PullOutcome) -> PullOutcome:
-    """Return what two ranks' pulls were together: the first's words, both's bytes, the slower's time."""
-    return msgspec.structs.replace(
-        first,
-        moved_bytes=first.moved_bytes + second.moved_bytes,
-        moving_s=max(first.moving_s, second.moving_s),
-        groups=first.groups + second.groups,
-    )

@@ -30,6 +30,7 @@ FACTS = EngineFacts(
     kv_bytes_per_token=64,
     running_max=8,
     context_tokens_max=2048,
+    kv_identity="model=scripted",
     agents=("scripted",),
 )
 

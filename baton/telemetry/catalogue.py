@@ -207,6 +207,12 @@ WITHOUT_INDEX: Final = _counter(
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
 )
+UNLIKE_PAIRS: Final = _gauge(
+    "baton_unlike_pairs",
+    SCHEDULER,
+    "Pairs of a prefill and a decode worker of one model that cannot hand over, since their KV does not mean the same.",
+    "model",
+)
 
 # ---------------------------------------------------------------- kvindex
 

@@ -43,6 +43,7 @@ __all__ = [
     "gather",
     "identical",
     "matches",
+    "on_rank",
     "plan",
     "read_layout",
     "scatter",
@@ -67,6 +68,22 @@ def agree(source: Layout, sink: Layout) -> list[Share]:
         return shares(source, sink)
     except Mismatch as failure:
         raise LayoutMismatch(str(failure)) from failure
+
+
+def on_rank(layout: Layout, rank: int, ranks: int) -> Layout:
+    """Return the layout of such a cache on one of a number of ranks. Raises ValueError where heads do not divide so."""
+    return Layout(
+        layers=layout.layers,
+        kv_heads=layout.kv_heads,
+        dim=layout.dim,
+        dtype=layout.dtype,
+        order=layout.order,
+        form=layout.form,
+        packing=layout.packing,
+        block_tokens=layout.block_tokens,
+        tp_rank=rank,
+        tp_size=ranks,
+    )
 
 
 def matches(source: Layout, sink: Layout) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from baton.errors import LayoutMismatch
+from baton.identity import unlike
 from baton.transfer.layout import Layout, Table, convert, matches, read_layout
 from baton.transfer.layout import Pool as LayoutPool
 from baton.transfer.protocol import Cause, Pool
@@ -88,16 +89,18 @@ class Pull:
 def refusal(source: Pool, sink: Pool) -> tuple[Cause, str]:
     """Return why two pools cannot exchange blocks, naming both sides; NONE where they can."""
     with_layouts = bool(source.layout and sink.layout)
-    compared = [("fingerprint", source.fingerprint, sink.fingerprint)]
+    if source.fingerprint != sink.fingerprint:
+        ours, theirs = unlike(sink.fingerprint, source.fingerprint)
+        return Cause.MODEL, f"model differs: the sink has '{ours}', the source has '{theirs}'"
     if not with_layouts:
-        compared += [
+        compared = [
             ("number of layers", str(len(source.layer_addresses)), str(len(sink.layer_addresses))),
             ("bytes per block", str(source.block_bytes), str(sink.block_bytes)),
             ("tokens per block", str(source.block_tokens), str(sink.block_tokens)),
         ]
-    for name, theirs, ours in compared:
-        if theirs != ours:
-            return Cause.REFUSED, f"{name} differs: the source has '{theirs}', the sink '{ours}'"
+        for name, theirs, ours in compared:
+            if theirs != ours:
+                return Cause.REFUSED, f"{name} differs: the source has '{theirs}', the sink '{ours}'"
     if with_layouts:
         try:
             matches(read_layout(source.layout), read_layout(sink.layout))

@@ -18,7 +18,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from typing import Protocol
 
-from baton.errors import LayoutMismatch, PeerUnreachable, TransferFailed
+from baton.errors import LayoutMismatch, ModelMismatch, PeerUnreachable, TransferFailed
 
 KEY_BYTES = 16
 
@@ -60,9 +60,9 @@ class Pool:
     block_stride_bytes: int
     block_tokens: int
     fingerprint: str
-    """Of the model and its weights, and of all that `layout` does not say.
+    """What the KV means, beyond `layout`: the text of a `baton.identity.KvIdentity`.
 
-    Agents with different fingerprints refuse each other, naming both.
+    Agents with different ones refuse each other under the cause MODEL, naming the words that differ.
     """
     device: int | None = None
     """The CUDA device whose memory it is; None: the host's. Such a pool moves by cuda-ipc and cuda-put only. In one
@@ -168,7 +168,7 @@ class Cause(StrEnum):
     UNREACHABLE = "unreachable"
     """No connection to the source, or it was lost and could not be made again."""
     REFUSED = "refused"
-    """Secret, fingerprint or lengths do not match; `detail` names both sides."""
+    """Secret or lengths do not match; `detail` names both sides."""
     REVOKED = "revoked"
     """The source gave the lease up and did not open a new generation before the deadline."""
     EXPIRED = "expired"
@@ -176,6 +176,8 @@ class Cause(StrEnum):
     STALLED = "stalled"
     LAYOUT = "layout"
     """One KV layout cannot be converted into the other; `detail` names both in full."""
+    MODEL = "model"
+    """The KV does not mean the same on both sides; `detail` names what differs."""
 
 
 def pull_failure(cause: Cause, detail: str) -> TransferFailed:
@@ -185,6 +187,8 @@ def pull_failure(cause: Cause, detail: str) -> TransferFailed:
             return PeerUnreachable(detail)
         case Cause.LAYOUT:
             return LayoutMismatch(detail)
+        case Cause.MODEL:
+            return ModelMismatch(detail)
         case _:
             return TransferFailed(detail)
 

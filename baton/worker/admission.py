@@ -8,7 +8,7 @@ from typing import Final
 
 from baton.engines.engine import EngineFacts, EngineRequest, Leg
 from baton.errors import MalformedMessage
-from baton.messages import DecodeTask, PrefillTask, Role, WorkerAddress, unpack_tokens
+from baton.messages import RANKS_MAX, DecodeTask, PrefillTask, Role, WorkerAddress, unpack_tokens
 from baton.worker.assembly import Assembly
 from baton.worker.ledger import Ask, Key, Refusal
 
@@ -55,10 +55,11 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
         leg = Leg.DECODE if task.source else Leg.WHOLE
     if leg is not Leg.WHOLE and not facts.agents:
         return Refusal("malformed", "this worker's engine has no transfer agent, it cannot hand off")
-    if isinstance(task, DecodeTask) and task.source and len(task.source.address.agents) != len(facts.agents):
+    if isinstance(task, PrefillTask) and not 0 <= task.sink_ranks <= RANKS_MAX:
+        return Refusal("malformed", f"a decode worker of {task.sink_ranks} ranks; there are at most {RANKS_MAX}")
+    if isinstance(task, DecodeTask) and task.source and not 0 < len(task.source.address.agents) <= RANKS_MAX:
         return Refusal(
-            "malformed",
-            f"the source has {len(task.source.address.agents)} transfer agents, this worker {len(facts.agents)}",
+            "malformed", f"a source with {len(task.source.address.agents)} transfer agents; it has 1 to {RANKS_MAX}"
         )
     return Ask(
         key=key_of(task),
@@ -88,5 +89,6 @@ def engine_request(task: PrefillTask | DecodeTask, ask: Ask, tokens: list[int], 
         sampling=task.sampling,
         cache_salt=task.cache_salt,
         source=task.source if isinstance(task, DecodeTask) else None,
+        sink_ranks=task.sink_ranks if isinstance(task, PrefillTask) else 0,
         budget_s=budget_s,
     )

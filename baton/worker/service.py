@@ -297,6 +297,7 @@ class WorkerService:
             model=identity.model_name,
             model_path=identity.model_path,
             model_digest=facts.model_digest,
+            kv_identity=facts.kv_identity,
             engine=facts.engine,
             block_tokens=identity.block_tokens,
             context_tokens_max=facts.context_tokens_max,

@@ -14,7 +14,7 @@ from msgspec import Meta
 from baton.blocks import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 from baton.engines.engine import Engine
 from baton.errors import ConfigurationError
-from baton.messages import Role
+from baton.messages import RANKS_MAX, Role
 from baton.telemetry import TelemetrySettings
 from baton.telemetry.export import traces_url
 from baton.transfer import AgentOptions, Faults
@@ -51,6 +51,9 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the engine runs: auto, cpu or cuda.")] = (
         "auto"
     )
+    tensor_parallel: Annotated[
+        int, Meta(ge=1, le=RANKS_MAX, description="Ranks over which the engine divides the model's heads.")
+    ] = 1
 
     block_tokens: Annotated[
         int,
@@ -146,6 +149,8 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
         if settings.engine == "simulated":
             from baton.engines.simulated.engine import SimulatedEngine
 
+            if settings.tensor_parallel > 1:
+                raise ConfigurationError("the simulated engine has one rank", param="tensor_parallel")
             return SimulatedEngine(settings.model, role=role, options=settings.engine_options, agent=agent)
         if settings.engine == "sglang":
             from baton.engines.sglang.engine import SglangEngine
@@ -155,7 +160,8 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
         from baton.engines.vllm.engine import VllmEngine
 
         traces = {"otlp_traces_endpoint": traces_url(settings.otlp_endpoint)} if settings.otlp_endpoint else {}
-        options = {"device": settings.device, **traces, **settings.engine_options}
+        ranks = {"tensor_parallel_size": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}
+        options = {"device": settings.device, **ranks, **traces, **settings.engine_options}
         return VllmEngine(settings.model, role=role, options=options, agent=agent)
     except ModuleNotFoundError as error:
         raise ConfigurationError(

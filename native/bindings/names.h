@@ -22,8 +22,8 @@ inline const char* name_of(ReportKind kind) {
 }
 
 inline const char* name_of(Cause cause) {
-  constexpr const char* kNames[kCauses] = {"none",    "cancelled", "deadline", "unreachable", "refused",
-                                           "revoked", "expired",   "checksum", "stalled",     "layout"};
+  constexpr const char* kNames[kCauses] = {"none",    "cancelled", "deadline", "unreachable", "refused", "revoked",
+                                           "expired", "checksum",  "stalled",  "layout",      "model"};
   return kNames[static_cast<std::uint8_t>(cause)];
 }
 

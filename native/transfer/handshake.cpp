@@ -16,15 +16,25 @@ std::string join(const std::vector<std::string>& names) {
   return joined;
 }
 
-std::vector<std::string> split(const std::string& joined) {
+std::vector<std::string> split(const std::string& joined, char between = ',') {
   std::vector<std::string> names;
   std::size_t start = 0;
   while (start <= joined.size()) {
-    const std::size_t end = std::min(joined.find(',', start), joined.size());
+    const std::size_t end = std::min(joined.find(between, start), joined.size());
     if (end > start) names.push_back(joined.substr(start, end - start));
     start = end + 1;
   }
   return names;
+}
+
+// The words of a text that another lacks.
+std::string words_beyond(const std::string& other, const std::string& text) {
+  const auto known = split(other, ' ');
+  std::string words;
+  for (const auto& word : split(text, ' ')) {
+    if (std::find(known.begin(), known.end(), word) == known.end()) words += (words.empty() ? "" : " ") + word;
+  }
+  return words;
 }
 
 // Takes the same time wherever the first difference lies, so a peer cannot guess a proof byte by byte.
@@ -107,14 +117,18 @@ Handshake::Outcome Handshake::compare(const frames::Identity& identity, Outbox& 
   const bool own_is_sink = side_ == Side::sink;
   const Geometry& sink = own_is_sink ? geometry_ : peer_;
   const Geometry& source = own_is_sink ? peer_ : geometry_;
-  const auto differ = [&](const char* what, const std::string& of_sink, const std::string& of_source) {
+  const auto differ = [&](const char* what, const std::string& of_sink, const std::string& of_source,
+                          Cause cause = Cause::refused) {
     return refuse(std::string(what) + " differs: the sink has '" + of_sink + "', the source has '" + of_source + "'",
-                  out);
+                  out, cause);
   };
   const auto number = [&](const char* what, std::uint64_t of_sink, std::uint64_t of_source) {
     return differ(what, std::to_string(of_sink), std::to_string(of_source));
   };
-  if (sink.fingerprint != source.fingerprint) return differ("fingerprint", sink.fingerprint, source.fingerprint);
+  if (sink.fingerprint != source.fingerprint) {
+    return differ("model", words_beyond(source.fingerprint, sink.fingerprint),
+                  words_beyond(sink.fingerprint, source.fingerprint), Cause::model);
+  }
   if (sink.layout && source.layout) {
     try {
       (void)layout::common_heads(*source.layout, *sink.layout);
@@ -166,7 +180,8 @@ Handshake::Outcome Handshake::on_frame(FrameType type, Bytes body, Outbox& out) 
     case FrameType::refuse: {
       const auto frame = decode<frames::Refuse>(body);
       if (side_ != Side::sink || !frame) return Outcome::malformed;
-      return refuse(frame->detail, out, frame->cause == Cause::layout ? Cause::layout : Cause::refused);
+      const bool named = frame->cause == Cause::layout || frame->cause == Cause::model;
+      return refuse(frame->detail, out, named ? frame->cause : Cause::refused);
     }
     case FrameType::offer: {
       const auto frame = decode<frames::Offer>(body);

@@ -38,8 +38,9 @@ enum class Cause : std::uint8_t {
   checksum,
   stalled,
   layout,
+  model,
 };
-inline constexpr std::uint8_t kCauses = 10;
+inline constexpr std::uint8_t kCauses = 11;
 
 enum class ReportKind : std::uint8_t { pull_progress, pull_done, pull_failed, lease_released, lease_ended };
 

@@ -10,9 +10,9 @@ import pytest
 
 from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
-from baton.errors import LayoutMismatch, TransferFailed
+from baton.errors import ModelMismatch, TransferFailed
 from baton.messages import Role
-from baton.transfer import AgentOptions, Faults, NativeAgent, TransferAgent
+from baton.transfer import AgentOptions, Cause, Faults, NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
 from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
 
@@ -88,8 +88,9 @@ async def test_engines_with_blocks_of_different_size_hand_over(make_agent: MakeA
 
 async def test_engines_that_do_not_fit_refuse_each_other(make_agent: MakeAgent) -> None:
     async with open_pair(make_agent, layers=2) as pair:
-        with pytest.raises(LayoutMismatch, match=r"layers=4 .*layers=2 |layers=2 .*layers=4 "):
+        with pytest.raises(ModelMismatch, match=r"the sink has 'layers=2 dim=64', the source has 'layers=4 dim=32'"):
             await pair.hand_off(pair.prompt(100))
+        assert pair.decode.transfers().pulls.failed == {Cause.MODEL: 1}
         request = pair.request(pair.prompt(20))
         assert len((await collect(pair.decode, request)).tokens) == request.sampling.max_tokens
 

@@ -20,7 +20,7 @@ from transfer_rig import (
     wait_until,
 )
 
-from baton.errors import LayoutMismatch
+from baton.errors import LayoutMismatch, ModelMismatch
 from baton.transfer import Cause, EventKind, Faults, lease_key, pull_failure
 
 # ---------------------------------------------------------------- revocation and expiry
@@ -166,7 +166,6 @@ def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node) -> None:
     ("changes", "words"),
     [
         ({"secret": "other"}, ("secret",)),
-        ({"fingerprint": "other"}, ("fingerprint", "'other'", "'model'")),
         ({"block_bytes": 64}, ("bytes per block", "'64'", f"'{BLOCK_BYTES}'")),
     ],
 )
@@ -179,6 +178,22 @@ def test_unlike_agents_refuse_each_other(
     failed = sink.wait_end(KEY, 2.0)
     assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.REFUSED)
     assert all(word in failed.detail for word in words), failed.detail
+    assert sink.is_poison()
+    assert source.agent.stats().served_bytes == 0
+
+
+def test_agents_whose_kv_means_something_else_refuse_each_other(make_node: MakeNode) -> None:
+    source = make_node(fingerprint="model=a layers=4 rope=after,default,rope_theta=10000.0 dtype=float32")
+    sink = make_node(fingerprint="model=a layers=4 rope=after,default,rope_theta=500000.0 dtype=float32 scales=1.0/1.0")
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    failed = sink.wait_end(KEY, 2.0)
+    assert (failed.kind, failed.cause) == (EventKind.PULL_FAILED, Cause.MODEL)
+    assert failed.detail == (
+        "model differs: the sink has 'rope=after,default,rope_theta=500000.0 scales=1.0/1.0',"
+        " the source has 'rope=after,default,rope_theta=10000.0'"
+    )
+    assert isinstance(pull_failure(failed.cause, failed.detail), ModelMismatch)
     assert sink.is_poison()
     assert source.agent.stats().served_bytes == 0
 

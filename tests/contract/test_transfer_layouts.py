@@ -184,9 +184,11 @@ def test_nothing_is_written_after_a_cancel(make_cache: MakeCache) -> None:
 
 
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2), (4, 2), (2, 4)])
-def test_ranks_of_different_number(make_cache: MakeCache, ranks: tuple[int, int]) -> None:
-    sources = [make_cache(200, tp_size=ranks[0], tp_rank=rank) for rank in range(ranks[0])]
-    sinks = [make_cache(200, tp_size=ranks[1], tp_rank=rank, order="HND", block_tokens=32) for rank in range(ranks[1])]
+@pytest.mark.parametrize("changes", [{}, LATENT], ids=["heads", "latent"])
+def test_ranks_of_different_number(make_cache: MakeCache, ranks: tuple[int, int], changes: dict[str, Any]) -> None:
+    sources = [make_cache(200, tp_size=ranks[0], tp_rank=rank, **changes) for rank in range(ranks[0])]
+    ours = changes or {"order": "HND"}
+    sinks = [make_cache(200, tp_size=ranks[1], tp_rank=rank, block_tokens=32, **ours) for rank in range(ranks[1])]
     expected = 0
     for to, sink in enumerate(sinks):
         # One pull for each of the source's ranks that holds some of this one's heads, into the same blocks.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +57,17 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    with started_pair(tiny_model, tmp_path_factory) as pair:
+        yield pair
+
+
+@contextmanager
+def started_pair(model: Path, tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Generator[Pair]:
     started: list[EngineProcess] = []
     try:
         # One after another: two that load at once take longer than both in turn.
         for role in ("prefill", "decode"):
-            settings = {"model": str(tiny_model), "role": role, "options": OPTIONS, "agent": AGENT}
+            settings = {"model": str(model), "role": role, "options": OPTIONS | options, "agent": AGENT}
             engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
             started.append(engine)
             engine.wait_started()

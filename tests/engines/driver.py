@@ -43,6 +43,7 @@ def engine_request(command: dict[str, Any]) -> EngineRequest:
         sampling=msgspec.convert(command["sampling"], Sampling),
         cache_salt=command.get("cache_salt", ""),
         source=source,
+        sink_ranks=command.get("sink_ranks", 0),
         budget_s=command.get("budget_s", 60.0),
     )
 
@@ -117,7 +118,8 @@ class Driver:
             case "transfers":
                 return msgspec.to_builtins(engine.transfers())
             case "stats":
-                return (await engine.transfer_stats())[0]
+                rank: int = command.get("rank", 0)
+                return (await engine.transfer_stats())[rank]
             case "faults":
                 return await engine.set_faults(Faults(**command["faults"]))
             case "events":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from engine_process import Answer, EngineProcess, until
 
 LEASE_TTL_S: Final = 2.0
+NUMBERS: Final = itertools.count()
+"""Of requests: an engine may stand in several pairs."""
 
 
 @dataclass
@@ -18,14 +19,13 @@ class Pair:
 
     prefill: EngineProcess
     decode: EngineProcess
-    _numbers: Iterator[int] = field(default_factory=itertools.count, init=False)
 
     def name(self) -> str:
-        return f"request-{next(self._numbers)}"
+        return f"request-{next(NUMBERS)}"
 
     def send_prefill(self, name: str, tokens: list[int], **fields: Any) -> Answer:
-        sampling = {"max_tokens": 1}
-        return self.prefill.send("generate", request=name, leg="prefill", tokens=tokens, sampling=sampling, **fields)
+        fields |= {"sampling": {"max_tokens": 1}, "sink_ranks": len(self.decode.facts["agents"])}
+        return self.prefill.send("generate", request=name, leg="prefill", tokens=tokens, **fields)
 
     def send_decode(self, name: str, tokens: list[int], output_tokens: int, **fields: Any) -> Answer:
         fields = {"agents": self.prefill.facts["agents"]} | fields

@@ -112,9 +112,11 @@ class EngineProcess:
         """Wait until nothing is left of any attempt: no KV in use, no lease, no pull. Raises AssertionError."""
 
         def left() -> dict[str, Any]:
-            load, stats = self.ask("load"), self.ask("stats")
+            load = self.ask("load")
             figures = {name: load[name] for name in ("running", "waiting", "kv_usage", "leased_blocks", "leased")}
-            figures |= {name: stats[name] for name in ("leases", "leased_blocks", "pulls", "parked")}
+            for rank in range(len(self.facts["agents"])):
+                stats = self.ask("stats", rank=rank)
+                figures |= {f"{name} of {rank}": stats[name] for name in ("leases", "leased_blocks", "pulls", "parked")}
             return {name: value for name, value in figures.items() if value}
 
         until(lambda: not left(), timeout_s, lambda: f"left: {left()}")

@@ -65,6 +65,8 @@ class RecordingAgent:
     def pull(
         self, key: bytes, endpoint: str, *, first_token: int, tokens: int, blocks: Sequence[int], budget_s: float
     ) -> None:
+        if endpoint == "unreadable":
+            raise ValueError("an endpoint that makes no sense")
         self._called("pull", key, endpoint, first_token, tokens, tuple(blocks), budget_s)
         self.pulls.add(key)
 

@@ -79,6 +79,11 @@ class RemoteEngine:
         async with asyncio.timeout(START_TIMEOUT_S):
             return msgspec.convert(await self._result(0), EngineFacts)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         number = self._send(
             "generate",

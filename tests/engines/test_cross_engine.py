@@ -13,16 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from engine_settings import engine_environ, engine_options, engine_python
 from remote_engine import RemoteEngine
 
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
-from baton.errors import PeerUnreachable, TransferFailed
+from baton.errors import EngineFailed, PeerUnreachable, TransferFailed
 from baton.messages import Role, Sampling
 from baton.transfer import AgentOptions, NativeAgent
-from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect
+from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect, first_delta
 
 AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
@@ -179,12 +180,13 @@ async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
 
 async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> None:
     prompt = pair.prompt(300)
-    await pair.prefill.set_faults(corrupt_every=1)  # pyright: ignore[reportAttributeAccessIssue]
+    assert isinstance(pair.prefill, RemoteEngine)
+    await pair.prefill.set_faults(corrupt_every=1)
     try:
         with pytest.raises(TransferFailed, match="checksum"):
             await pair.hand_off(prompt)
     finally:
-        await pair.prefill.set_faults()  # pyright: ignore[reportAttributeAccessIssue]
+        await pair.prefill.set_faults()
     await pair.settled()
     answer = await pair.hand_off(prompt)
     assert answer.last.cached_tokens == 0, "nothing of the failed pull may be cached"
@@ -199,3 +201,21 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
         await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request, budget_s=5.0))
     await pair.prefill.abort(prefill.request, prefill.attempt)
     await pair.settled()
+
+
+async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
+    running = await engines.get("sglang-e")
+    engine, worker = running.engine, psutil.Process(running.engine.pid)
+    pair = await make_pair(engines, "sglang-e", "sglang-e")
+    stream, _ = await first_delta(engine, pair.request(pair.prompt(60), changed(GREEDY, max_tokens=3000)))
+    children = worker.children(recursive=True)
+    (scheduler,) = (child for child in children if child.name().startswith("sglang::sched"))
+    scheduler.kill()
+    with pytest.raises(EngineFailed):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineFailed):
+        await engine.check_health()
+    assert worker.is_running(), "SGLang would have ended the process that started it"
+    worker.kill()
+    assert not psutil.wait_procs(children, 10)[1], "the engine outlives its worker"

@@ -66,14 +66,14 @@ async def test_an_answer_is_the_same_with_prefill_on_another_engine(
 async def test_one_engine_takes_over_from_the_other(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
     await start_worker(cluster, *WORKERS[2])
     await cluster.wait_ready()
-    number, struck = 2, ""
-    # Until a prompt is at vLLM's: placement is free to choose.
-    while struck != "prefill-vllm":
+    struck = "prefill-vllm"
+    number = 2
+    answer = asyncio.create_task(tell(client, number))
+    # Until a prompt is there: placement is free to choose.
+    while await cluster.observer.worker_in(Role.PREFILL, *PROMPT_STATES) != struck:
+        await answer
         number += 1
         answer = asyncio.create_task(tell(client, number))
-        struck = await cluster.observer.worker_in(Role.PREFILL, *PROMPT_STATES)
-        if struck != "prefill-vllm":
-            await answer
     cluster.services[struck].signal(signal.SIGKILL)
     said = await answer
     await cluster.services.pop(struck).end()

@@ -14,7 +14,7 @@ import zmq
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
 from baton.engines.kv_events import KvEventListener, decode_batch
 from baton.engines.options import Device, engine_arguments, engine_environment, local_model, split_options
-from baton.engines.vllm.options import DIALECT
+from baton.engines.vllm.options import DIALECT, check_handoff
 from baton.errors import ConfigurationError, EngineFailed
 
 CPU = DIALECT.profiles[Device.CPU]
@@ -40,6 +40,12 @@ def test_profile_is_overridden_by_options() -> None:
 def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         engine_arguments(options, KNOWN, CPU, DIALECT)
+
+
+def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
+    check_handoff({"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
+    with pytest.raises(ConfigurationError, match="decode_context_parallel_size"):
+        check_handoff({"tensor_parallel_size": 2, "decode_context_parallel_size": 2})
 
 
 @pytest.mark.parametrize("options", [{"device": "tpu"}, {"handoff": "yes"}, {"connector": "module.Class"}])

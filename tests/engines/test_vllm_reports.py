@@ -74,6 +74,8 @@ async def test_load_counts_waiting_for_kv_as_waiting_and_leases_once_for_all_ran
     assert (load.running, load.waiting, load.kv_usage, load.leased_blocks) == (2, 4, 0.25, 7)
     record(recorder, TransferReport(leased_blocks={0: 0, 1: 0}, leases_ended=(KEY,)))
     assert recorder.load.leased_blocks == 0
+    assert ended == [], "the other rank still has it"
+    record(recorder, TransferReport(leases_ended=(KEY,)))
     assert ended == [KEY]
 
 

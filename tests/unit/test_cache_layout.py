@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.connectors.cache_layout import describe_cache
+from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.transfer.layout import Layout
 
 
@@ -33,6 +33,13 @@ def test_a_packed_cache(isa: str, packing: str) -> None:
     assert str(describe(isa=isa)) == (
         f"layers=32 kv_heads=8 dim=128 dtype=bfloat16 order=HND form=fused packing={packing} block_tokens=32 tp=1/2"
     )
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+def test_a_cache_of_eight_bits(name: str) -> None:
+    layout = describe(dtype=FLOAT8[name], block_bytes=2 * 4 * 32 * 128)
+    assert layout is not None
+    assert "dtype=float8_e4m3 " in str(layout)
 
 
 def test_latent_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import fields
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 
@@ -36,7 +37,7 @@ def test_both_ends_understand_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
         first_layer=0, layers=4, began_s=1.0, ended_s=2.0, waiting_s=0.5, moved_bytes=7, backend="tcp", rail="r"
     )
     pulled = PullOutcome(key=b"k" * 16, cause=Cause.CHECKSUM, failed=True, groups=(group,))
-    stats = AgentStats(*range(12))
+    stats = AgentStats(**{figure.name: number for number, figure in enumerate(fields(AgentStats))})
     report = StepReport(running=1, transfers=TransferReport(pulls=(pulled,), agents={0: stats}))
     scheduler.tell(report)
     assert host.reports() == [report]

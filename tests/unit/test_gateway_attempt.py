@@ -15,6 +15,8 @@ from baton.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    LayoutMismatch,
+    ModelMismatch,
     NotResumable,
     NoWorkers,
     Overloaded,
@@ -307,6 +309,8 @@ def test_prefill_matters_until_the_first_token() -> None:
     ("error", "excluded", "pairs"),
     [
         (PeerUnreachable("cut"), (), (("p1", "d1"),)),
+        (ModelMismatch("another dtype"), (), (("p1", "d1"),)),
+        (LayoutMismatch("no common head"), (), (("p1", "d1"),)),
         (TransferFailed("stalled"), ("p1",), ()),
         (EngineFailed("crashed"), ("d1",), ()),
     ],

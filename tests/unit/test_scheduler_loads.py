@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement
+from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement, unlike_pairs
 
 from baton.errors import MalformedMessage
-from baton.messages import WorkerAddress
+from baton.messages import Role, WorkerAddress
 from tests.heartbeats import heartbeat
 
 
@@ -67,6 +67,17 @@ def test_an_older_generation_is_ignored_and_a_newer_one_starts_empty(loads: Load
     loads.on_heartbeat(heartbeat(generation=2, running=5), 0.2)
     (load,) = loads.live(0.2)
     assert load.heartbeat.running == 1
+
+
+def test_pairs_that_cannot_hand_over_are_counted_by_model(loads: Loads) -> None:
+    """Of three decode workers one is alike, one says something else, one says nothing; another model is no matter."""
+    alike = "digest=digest dtype=float32"
+    for name in ("p1", "p2"):
+        loads.on_heartbeat(heartbeat(name, Role.PREFILL, kv_identity=alike), 0.0)
+    loads.on_heartbeat(heartbeat("alike", kv_identity=alike), 0.0)
+    loads.on_heartbeat(heartbeat("unlike", kv_identity="digest=digest dtype=bfloat16"), 0.0)
+    loads.on_heartbeat(heartbeat("other", model="other"), 0.0)
+    assert unlike_pairs(loads.live(0.0)) == {"tiny": 4}
 
 
 def test_a_soft_placement_counts_until_the_attempt_is_listed(loads: Loads) -> None:

@@ -155,6 +155,24 @@ def test_workers_of_two_versions_of_a_model_are_never_paired() -> None:
     assert names(place(demand(ALWAYS), *pool)) == ("p1", "d2")
 
 
+def test_workers_whose_kv_means_something_else_are_never_paired() -> None:
+    """And whoever would have liked a pair reads why there is none."""
+    bf16 = {"kv_identity": "model=qwen3 dtype=bfloat16 scales=none"}
+    fp8 = {"kv_identity": "model=qwen3 dtype=float8_e4m3 scales=1.0/1.0"}
+    why = "p1 has dtype=bfloat16 scales=none, d1 has dtype=float8_e4m3 scales=1.0/1.0"
+    with pytest.raises(NoWorkers, match=why):
+        place(demand(ALWAYS), prefill(**bf16), decode(**fp8))
+    assert why in place(demand(AUTO), prefill(**bf16), decode(**fp8)).reason
+    pool = (prefill(**bf16), decode(**fp8), decode("d2", running=7, **bf16))
+    assert names(place(demand(ALWAYS), *pool)) == ("p1", "d2")
+
+
+def test_unlike_workers_take_no_place_on_the_shortlist() -> None:
+    idle = [prefill(f"a{number}", kv_identity="dtype=bfloat16") for number in range(OPTIONS.shortlist)]
+    busy = prefill("z", kv_identity="dtype=float32", prefill_tokens_queued=9000)
+    assert names(place(demand(ALWAYS), *idle, busy, decode(kv_identity="dtype=float32"))) == ("z", "d1")
+
+
 # ---------------------------------------------------------------- refusals
 
 

@@ -52,6 +52,7 @@ from baton.worker.service import Timers, WorkerService
 GENERATION = 7
 PROMPT = list(range(1, 101))
 PREFILL_ADDRESS = WorkerAddress(worker="p0", generation=3, agents=("scripted",))
+NO_AGENTS = WorkerAddress(worker="p1", generation=3)
 
 
 class World:
@@ -215,6 +216,7 @@ async def test_prefill_computes_tells_and_holds_until_its_lease_is_gone(prefill:
     await prefill.ask(prefill_task())
     assert await prefill.state() is AttemptState.COMPUTING
     assert prefill.heartbeat().prefill_tokens_queued == len(PROMPT)
+    assert prefill.heartbeat().kv_identity == FACTS.kv_identity
     prefill.engine.load_now = EngineLoad(leased_blocks=4, leased=frozenset({("r", 0)}))
     await prefill.step(EngineDelta(cached_tokens=64, finish=FinishReason.LENGTH))
     [told] = [message for message in prefill.heard if isinstance(message, Prefilled)]
@@ -315,6 +317,19 @@ async def test_resend_brings_everything_from_an_index_and_the_end(decode: World)
     assert len(decode.frames()) == 1
 
 
+@pytest.mark.parametrize(("ranks", "answer"), [(0, Accepted), (2, Accepted), (-1, Busy), (10**6, Busy)])
+async def test_prefill_leases_to_as_many_ranks_as_the_task_says(prefill: World, ranks: int, answer: type) -> None:
+    assert isinstance(await prefill.ask(msgspec.structs.replace(prefill_task(), sink_ranks=ranks)), answer)
+    if answer is Accepted:
+        assert prefill.engine.requests["r", 0].sink_ranks == ranks
+
+
+async def test_a_source_of_another_number_of_ranks_is_taken(decode: World) -> None:
+    two = WorkerAddress(worker="p0", generation=3, agents=("a", "b"))
+    task = msgspec.structs.replace(decode_task(), source=KvSource(address=two))
+    assert isinstance(await decode.ask(task), Accepted)
+
+
 async def test_a_prompt_in_chunks(decode: World) -> None:
     task = msgspec.structs.replace(decode_task(), tokens=pack_tokens(PROMPT[60:]))
     await decode.tell(TokenChunk(context=context(), offset=0, tokens=pack_tokens(PROMPT[:40])))
@@ -335,6 +350,7 @@ async def test_a_prompt_in_chunks(decode: World) -> None:
         (msgspec.structs.replace(decode_task(), gateway="a.*"), "malformed"),
         (msgspec.structs.replace(decode_task(), sampling=Sampling(max_tokens=0)), "malformed"),
         (decode_task(request=""), "malformed"),
+        (msgspec.structs.replace(decode_task(), source=KvSource(address=NO_AGENTS)), "malformed"),
         (decode_task(budget_s=0.0), "expired"),
     ],
 )

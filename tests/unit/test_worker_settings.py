@@ -80,6 +80,14 @@ def test_a_wrong_setting_stops_the_start_and_is_named(argv: list[str], names: st
         config.load(PrefillSettings, service="prefill", argv=argv, environ={})
 
 
+def test_an_engine_without_ranks_says_so() -> None:
+    settings = config.load(
+        PrefillSettings, service="prefill", argv=["--engine", "simulated", "--tensor-parallel", "2"], environ={}
+    )
+    with pytest.raises(ConfigurationError, match="one rank"):
+        create_engine(Role.PREFILL, settings)
+
+
 def test_a_wrong_engine_option_is_named() -> None:
     settings = WorkerSettings(model="m", engine="simulated", engine_options={"colour": 1})
     with pytest.raises(ConfigurationError, match="colour"):

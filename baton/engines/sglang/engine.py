@@ -88,6 +88,7 @@ class SglangEngine:
             kv_bytes_per_token=opened.block_bytes // opened.block_tokens,
             running_max=opened.running_max,
             context_tokens_max=opened.context_tokens_max,
+            kv_identity=opened.kv_identity,
             agents=(opened.endpoint,) if opened.endpoint else (),
         )
 

@@ -112,7 +112,8 @@ class SimulatedEngine:
             self._cache, running_max=options.running_max, step_tokens_max=options.step_tokens_max
         )
         agent = self._make_agent(self._agent_options)
-        agent.set_pool(self._pool.describe(f"{digest}/{ENGINE}"))
+        identity = self._pool.identity(ENGINE, digest)
+        agent.set_pool(self._pool.describe(identity))
         self._handoff = Handoff(agent, self._pull_over, self._lease_over, self._agent_broke)
         self._handoff.watch(asyncio.get_running_loop())
         self._failure = None
@@ -126,6 +127,7 @@ class SimulatedEngine:
             kv_bytes_per_token=options.kv_bytes_per_token,
             running_max=options.running_max,
             context_tokens_max=self._context_tokens_max,
+            kv_identity=identity,
             agents=(agent.endpoint,),
         )
 

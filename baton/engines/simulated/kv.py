@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.identity import NONE, KvIdentity
 from baton.transfer import Pool
 from baton.transfer.layout import Layout
 
@@ -97,6 +98,21 @@ class KvPool:
             order="NHD",
             form="latent",
             block_tokens=self.block_tokens,
+        )
+
+    def identity(self, model: str, digest: str) -> str:
+        """Return what the rows mean to other engines: only simulated ones of the same model can use them."""
+        layout = self.layout
+        return str(
+            KvIdentity(
+                model=model,
+                digest=digest,
+                layers=layout.layers,
+                kv_heads=layout.kv_heads,
+                dim=layout.dim,
+                dtype=layout.dtype,
+                rope=NONE,
+            )
         )
 
     def describe(self, fingerprint: str) -> Pool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 from baton.engines.host import EngineHost
 from baton.engines.options import Device, OwnOptions, choose_profile, engine_arguments, engine_environment
-from baton.engines.vllm.options import DIALECT
+from baton.engines.vllm.options import DIALECT, check_handoff
 from baton.engines.vllm.stats import StatLogger
 from baton.transfer import AgentOptions
 
@@ -46,6 +46,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
             arguments: dict[str, Any] = engine_arguments(
                 self._options, (field.name for field in fields(AsyncEngineArgs)), profile, DIALECT
             )
+            if self._own.handoff:
+                check_handoff(arguments)
             with engine_environment(DIALECT, profile):
                 engine_args = AsyncEngineArgs(
                     **arguments,

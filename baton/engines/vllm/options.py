@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 from baton.engines.options import Device, DeviceProfile, Dialect
+from baton.errors import ConfigurationError
 
 DIALECT: Final = Dialect(
     engine="vLLM",
@@ -38,3 +40,12 @@ DIALECT: Final = Dialect(
         Device.CUDA: DeviceProfile(environment={}, options={"block_size": 32}, block_tokens_multiple=16),
     },
 )
+
+
+def check_handoff(arguments: Mapping[str, object]) -> None:
+    """Raise ConfigurationError where ranks divide something else than heads, which no layout describes."""
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"):
+        if arguments.get(name, 1) != 1:
+            raise ConfigurationError(
+                f"engine option {name} is 1 where KV is handed over (handoff=false serves requests whole)", param=name
+            )

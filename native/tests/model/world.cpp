@@ -19,8 +19,8 @@ const char* name_of(ReportKind kind) {
   return kNames[static_cast<std::size_t>(kind)];
 }
 const char* name_of(Cause cause) {
-  static constexpr const char* kNames[] = {"none",    "cancelled", "deadline", "unreachable", "refused",
-                                           "revoked", "expired",   "checksum", "stalled",     "layout"};
+  static constexpr const char* kNames[] = {"none",    "cancelled", "deadline", "unreachable", "refused", "revoked",
+                                           "expired", "checksum",  "stalled",  "layout",      "model"};
   static_assert(std::size(kNames) == kCauses);
   return kNames[static_cast<std::size_t>(cause)];
 }

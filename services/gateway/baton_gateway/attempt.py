@@ -27,7 +27,9 @@ from baton.errors import (
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
+    LayoutMismatch,
     MalformedMessage,
+    ModelMismatch,
     NoWorkers,
     Overloaded,
     PeerUnreachable,
@@ -336,7 +338,8 @@ class AttemptMachine:
             self._fail(error)
             return
         decode, prefill = self.placement.decode.worker, self.placement.prefill
-        if isinstance(error, PeerUnreachable) and prefill is not None:
+        if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
+            # Neither is to blame: each may well serve with another.
             self._cut_pairs[prefill.worker, decode] = None
             self._retry(now_s, error, "")
         elif isinstance(error, TransferFailed) and prefill is not None:

@@ -336,6 +336,7 @@ class AnswerDriver:
                 prompt_tokens=prompt_tokens,
                 sampling=sampling,
                 cache_salt=order.cache_salt,
+                sink_ranks=len(decode.agents),
             )
 
         def decode_task(context: Context, tail: bytes) -> DecodeTask:

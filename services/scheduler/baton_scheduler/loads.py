@@ -9,7 +9,8 @@ decides in any case; soft placements only keep a burst between two heartbeats fr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from baton.errors import MalformedMessage
@@ -44,6 +45,10 @@ class WorkerLoad:
     @property
     def role(self) -> Role:
         return self.heartbeat.role
+
+    @property
+    def kv_identity(self) -> str:
+        return self.heartbeat.kv_identity or f"digest={self.heartbeat.model_digest}"
 
     @property
     def slots_free(self) -> int:
@@ -147,6 +152,19 @@ class Loads:
             soft_kv_tokens=sum(each.kv_tokens for each in soft),
             soft_prefill_tokens=sum(each.prefill_tokens for each in soft),
         )
+
+
+def unlike_pairs(loads: Sequence[WorkerLoad]) -> Counter[str]:
+    """Return, by model, the pairs of a prefill and a decode worker that cannot hand over to each other."""
+    prefills, decodes = (
+        Counter((load.heartbeat.model, load.kv_identity) for load in loads if load.role is role)
+        for role in (Role.PREFILL, Role.DECODE)
+    )
+    pairs = Counter[str]()
+    for (model, identity), count in prefills.items():
+        unlike = (decodes[kind] for kind in decodes if kind[0] == model and kind[1] != identity)
+        pairs[model] += count * sum(unlike)
+    return pairs
 
 
 def _check(heartbeat: Heartbeat) -> None:

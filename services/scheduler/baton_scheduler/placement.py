@@ -20,10 +20,12 @@ import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from random import Random
 from typing import Final
 
 from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
+from baton.identity import unlike
 from baton.messages import Candidate, Disaggregation, Placement, Role
 from baton_scheduler.loads import SoftPlacement, WorkerLoad
 
@@ -95,6 +97,7 @@ def choose(
     predict = _Prediction(demand, hints, options)
     decodes = _admit(Role.DECODE, serving, demand, options)
     wholes = [] if demand.disaggregation is Disaggregation.ALWAYS else [predict.whole(decode) for decode in decodes]
+    prefills: list[WorkerLoad] = []
     pairs: list[Candidate] = []
     if demand.disaggregation is not Disaggregation.NEVER:
         try:
@@ -102,17 +105,18 @@ def choose(
         except (NoWorkers, ContextLengthExceeded, Overloaded):
             if demand.disaggregation is Disaggregation.ALWAYS:
                 raise
-            prefills = []
         pairs = predict.pairs(prefills, decodes)
-        if not wholes and not pairs:
-            raise NoWorkers(f"no prefill worker of {demand.model} can reach a decode worker that is free")
+    misfit = "" if pairs else _misfit(prefills, decodes)
+    if not wholes and not pairs:
+        why = misfit or "their agents cannot reach each other"
+        raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker that is free: {why}")
     chosen = _pick([*wholes, *pairs], options, random)
     ranked = sorted([*wholes, *pairs], key=lambda candidate: _rank(candidate, options))
     addresses = {load.worker: load.heartbeat.address for load in serving}
     return Placement(
         decode=addresses[chosen.decode],
         prefill=addresses[chosen.prefill] if chosen.prefill else None,
-        reason=_explain(chosen, wholes, pairs, demand),
+        reason=_explain(chosen, wholes, pairs, demand, misfit),
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
     )
@@ -244,13 +248,13 @@ class _Prediction:
         def receive_s(decode: WorkerLoad) -> float:
             return self._pull_s(decode, _bandwidth(decode)) + self._entry_s(decode)
 
-        receivers = self._shortlist(decodes, receive_s) if prefills else []
         return [
             self._pair(prefill, decode)
-            for prefill in self._shortlist(prefills, self._prefill_s)
-            for decode in receivers
+            # Of all that are alike, so that the others take no place on the lists.
+            for identity in sorted({load.kv_identity for load in prefills})
+            for prefill in self._shortlist(prefills, self._prefill_s, identity)
+            for decode in self._shortlist(decodes, receive_s, identity)
             if (prefill.worker, decode.worker) not in self._demand.exclude_pairs
-            and prefill.heartbeat.model_digest == decode.heartbeat.model_digest
         ]
 
     def _pair(self, prefill: WorkerLoad, decode: WorkerLoad) -> Candidate:
@@ -265,11 +269,14 @@ class _Prediction:
             predicted_token_interval_s=_interval_s(decode),
         )
 
-    def _shortlist(self, loads: Sequence[WorkerLoad], cost_s: Callable[[WorkerLoad], float]) -> list[WorkerLoad]:
+    def _shortlist(
+        self, loads: Sequence[WorkerLoad], cost_s: Callable[[WorkerLoad], float], identity: str
+    ) -> list[WorkerLoad]:
         """Return the workers worth pairing: costs add up, so the best pairs are made of the best of each side."""
         # Each excluded pair may take one of the best from the list.
         count = self._options.shortlist + len(self._demand.exclude_pairs)
-        return heapq.nsmallest(count, loads, key=lambda load: (cost_s(load), load.worker))
+        alike = (load for load in loads if load.kv_identity == identity)
+        return heapq.nsmallest(count, alike, key=lambda load: (cost_s(load), load.worker))
 
     def _cached_tokens(self, load: WorkerLoad) -> int:
         """Return the prompt tokens held there, or soon to be."""
@@ -322,7 +329,19 @@ def _pick(candidates: Sequence[Candidate], options: PlacementOptions, random: Ra
     return random.choice([candidate for candidate in ties if merit(candidate) == most])
 
 
-def _explain(chosen: Candidate, wholes: Sequence[Candidate], pairs: Sequence[Candidate], demand: Demand) -> str:
+def _misfit(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> str:
+    """Return what keeps a prefill and a decode worker apart for good; empty where all are alike."""
+    sources, sinks = ({load.kv_identity: load.worker for load in loads} for loads in (prefills, decodes))
+    for source, sink in product(sources, sinks):
+        if source != sink:
+            ours, theirs = unlike(source, sink)
+            return f"{sources[source]} has {ours}, {sinks[sink]} has {theirs}"
+    return ""
+
+
+def _explain(
+    chosen: Candidate, wholes: Sequence[Candidate], pairs: Sequence[Candidate], demand: Demand, misfit: str
+) -> str:
     uncached_tokens = demand.prompt_tokens - chosen.cached_tokens
     where = f"everything on {chosen.decode}"
     if chosen.prefill:
@@ -333,7 +352,8 @@ def _explain(chosen: Candidate, wholes: Sequence[Candidate], pairs: Sequence[Can
     others = wholes if chosen.prefill else pairs
     kind = "the best aggregated worker" if chosen.prefill else "the best pair"
     if not others:
-        return f"{where}: {cost}; there is no {'aggregated worker' if chosen.prefill else 'pair'} to compare with."
+        why = f": {misfit}" if misfit else ""
+        return f"{where}: {cost}; there is no {'aggregated worker' if chosen.prefill else 'pair'} to compare with{why}."
     other = min(others, key=lambda candidate: candidate.predicted_ttft_s)
     return (
         f"{where}: {cost}, against {other.predicted_ttft_s:.3f} s and {other.predicted_token_interval_s:.3f} s "

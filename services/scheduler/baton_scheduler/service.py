@@ -44,7 +44,7 @@ from baton.messages import (
 from baton.stop import Stop
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_scheduler.config import SchedulerSettings
-from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad
+from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad, unlike_pairs
 from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose, soft_placements
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,8 @@ class SchedulerService:
         live = self._loads.live(self._clock.now_s())
         for (role, model), count in Counter((load.role, load.heartbeat.model) for load in live).items():
             yield Reading(catalogue.WORKERS, count, (role, model))
+        for model, pairs in unlike_pairs(live).items():
+            yield Reading(catalogue.UNLIKE_PAIRS, pairs, (model,))
         for role in Role:
             soft = sum(load.soft_slots for load in live if load.role is role)
             yield Reading(catalogue.SOFT_PLACEMENTS, soft, (role,))

@@ -1,0 +1,43 @@
+"""Which of a peer's ranks a rank deals with, and under which keys, where one side may have more of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.transfer import rank_key
+from baton.transfer.layout import Layout, agree, on_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """One tensor-parallel rank. Between equal numbers of ranks each deals with its like, under the lease's own key."""
+
+    rank: int = 0
+    size: int = 1
+    layout: Layout | None = None
+    """Of this rank's cache; None: it cannot be described, hence not be divided among other numbers of ranks."""
+
+    def readers(self, key: bytes, sink_ranks: int) -> tuple[bytes, ...]:
+        """Return the keys of what this rank leases: one for each rank of the sink that reads it, perhaps none."""
+        if sink_ranks in (0, self.size):
+            return (key,)
+        layout = self._divisible(sink_ranks)
+        return tuple(
+            rank_key(key, self.rank, sink)
+            for sink in range(sink_ranks)
+            if any(share.source_rank == self.rank for share in agree(layout, on_rank(layout, sink, sink_ranks)))
+        )
+
+    def parts(self, key: bytes, endpoints: Sequence[str]) -> dict[bytes, str]:
+        """Return what this rank pulls: keys, and endpoints of the source's ranks that have its heads."""
+        if len(endpoints) == self.size:
+            return {key: endpoints[self.rank]}
+        layout = self._divisible(len(endpoints))
+        shares = agree(on_rank(layout, 0, len(endpoints)), layout)
+        return {rank_key(key, share.source_rank, self.rank): endpoints[share.source_rank] for share in shares}
+
+    def _divisible(self, ranks: int) -> Layout:
+        if self.layout is None or ranks < 1:
+            raise ValueError(f"a peer with {ranks} tensor-parallel ranks, but this cache lies as it is on {self.size}")
+        return self.layout
