@@ -1,7 +1,7 @@
 """Real engines that hand off to each other: SGLang alone, and with vLLM both ways.
 
 The whole engine suite runs over each pair, and what only real KV can show. Every engine serves either leg, so
-three of them make all pairs.
+three of them make all pairs. What takes long and adds least is marked `nightly`: see docs/engines.md.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, coll
 AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 PROMPT_TOKENS = (1, 33, 200, 1500)
+SGLANG = "sglang-a-to-sglang-b"
+MIXED = ("vllm-a-to-sglang-a", "sglang-a-to-vllm-a")
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
@@ -97,17 +99,16 @@ async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
     )
 
 
-@pytest_asyncio.fixture(
-    scope="module",
-    loop_scope="module",
-    params=["sglang-a sglang-b", "vllm-a sglang-a", "sglang-a vllm-a"],
-    ids=lambda names: names.replace(" ", "-to-"),
-)
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
-    return await make_pair(engines, *request.param.split())
+    return await make_pair(engines, *request.param.split("-to-"))
 
 
-class TestRealEngines(EngineSuite):
+def over(*pairs: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", pairs, ids=str, indirect=True, scope="module")
+
+
+class Suite(EngineSuite):
     """All of the suite, by whichever engines."""
 
     @pytest.mark.parametrize("endpoint", ["malformed"])
@@ -118,6 +119,17 @@ class TestRealEngines(EngineSuite):
         with pytest.raises(PeerUnreachable):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(pair.dead_agent,)))
         await pair.settled()
+
+
+@over(SGLANG)
+class TestSglang(Suite):
+    pass
+
+
+@pytest.mark.nightly
+@over(*MIXED)
+class TestMixed(Suite):
+    pass
 
 
 def figures(load: EngineLoad) -> tuple[int, int]:
@@ -142,11 +154,13 @@ async def check_answers(pair: Pair, *, at_once: bool) -> None:
         assert answer.last.transferred_tokens == len(prompt) - 1
 
 
+@over(SGLANG, *MIXED)
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at_once: bool) -> None:
     await check_answers(pair, at_once=at_once)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("names", ["vllm-b-128 sglang-c-1", "sglang-c-1 vllm-b-128", "sglang-c-1 sglang-d-64"])
 async def test_blocks_and_pages_may_have_any_size(engines: Engines, names: str) -> None:
     pair = await make_pair(engines, *names.split())
@@ -154,6 +168,7 @@ async def test_blocks_and_pages_may_have_any_size(engines: Engines, names: str) 
     await check_answers(pair, at_once=True)
 
 
+@over(SGLANG, *MIXED)
 async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
     prompt, sampling = pair.prompt(200), changed(GREEDY, logprobs=2)
     moved = await pair.hand_off(prompt, sampling)
@@ -163,6 +178,7 @@ async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
+@over(SGLANG, *MIXED)
 async def test_one_token_is_an_answer(pair: Pair) -> None:
     prompt, sampling = pair.prompt(200), changed(GREEDY, max_tokens=1)
     answer = await pair.hand_off(prompt, sampling)
@@ -170,6 +186,7 @@ async def test_one_token_is_an_answer(pair: Pair) -> None:
     assert len(answer.tokens) == 1
 
 
+@over(SGLANG, *MIXED)
 async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     prompt = pair.prompt(200)
     first = (await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))).tokens[0]
@@ -178,6 +195,7 @@ async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     assert answer.last.finish == "stop"
 
 
+@over(SGLANG, *MIXED)
 async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> None:
     prompt = pair.prompt(300)
     assert isinstance(pair.prefill, RemoteEngine)
@@ -193,6 +211,7 @@ async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> N
     assert answer.tokens == (await collect(pair.decode, pair.request(prompt, salt="computed here"))).tokens
 
 
+@over(SGLANG, *MIXED)
 async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) -> None:
     prompt = pair.prompt(200)
     prefill = pair.request(prompt[:100], leg=Leg.PREFILL)
@@ -204,9 +223,10 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
 
 
 async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
-    running = await engines.get("sglang-e")
+    """The last test here: nobody wants this engine after it."""
+    running = await engines.get("sglang-b")
     engine, worker = running.engine, psutil.Process(running.engine.pid)
-    pair = await make_pair(engines, "sglang-e", "sglang-e")
+    pair = await make_pair(engines, "sglang-b", "sglang-b")
     stream, _ = await first_delta(engine, pair.request(pair.prompt(60), changed(GREEDY, max_tokens=3000)))
     children = worker.children(recursive=True)
     (scheduler,) = (child for child in children if child.name().startswith("sglang::sched"))

@@ -30,8 +30,13 @@ DIALECT: Final = Dialect(
     },
     profiles={
         Device.CPU: DeviceProfile(
-            # By default every engine pins its worker to core 0, so that two engines on a machine stall each other.
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+            environment={
+                # By default every engine pins its worker to core 0, so that two engines on a machine stall each other.
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": "1",
+                # Ranks of log-probabilities are compiled otherwise when the first request asks, and all others wait.
+                "TORCHDYNAMO_DISABLE": "1",
+            },
             options={"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": 1 << 30},
             # The attention kernels of vLLM on CPU stop the engine at any other size.
             block_tokens_multiple=32,
