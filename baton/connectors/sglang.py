@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -91,6 +92,9 @@ class BatonScheduler(Scheduler):
             rank = HandoffRank(agent, RankPlace(layout=layout))
             self.handoffs = Handoffs(self.tree_cache, pool, rank, self._enqueue)
         self.output_streamer.report = self._report
+        if self.load_snapshot_writer is not None:
+            # Shared memory with figures for SGLang's own server, which SGLang leaves behind.
+            Path(self.load_snapshot_writer.path).unlink(missing_ok=True)
         if self.idle_sleeper is not None:
             self.idle_sleeper.poller.register(self._link.fileno(), zmq.POLLIN)
         opened = Opened(

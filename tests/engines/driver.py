@@ -108,8 +108,9 @@ class Driver:
             case "abort":
                 return await engine.abort(command["request"], command.get("attempt", 0))
             case "stop":
-                # Closes the iterator, as a client that leaves does.
-                self._running[command["command"]].cancel()
+                # Closes the iterator, as a client that leaves does. It may have ended meanwhile.
+                if running := self._running.get(command["command"]):
+                    running.cancel()
                 return None
             case "health":
                 return await engine.check_health()

@@ -7,6 +7,8 @@ three of them make all pairs. What takes long and adds least is marked `nightly`
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -27,6 +29,7 @@ from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, coll
 
 AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
+_pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
 SGLANG = "sglang-a-to-sglang-b"
 MIXED = ("vllm-a-to-sglang-a", "sglang-a-to-vllm-a")
@@ -96,6 +99,9 @@ async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
         dead_agent=gone.endpoint,
         prefill_shadow=source.shadow,
         decode_shadow=sink.shadow,
+        # Pairs share engines, and so what these have cached.
+        numbers=itertools.count(next(_pairs) * 10_000),
+        budget_s=60.0,
     )
 
 
@@ -230,6 +236,8 @@ async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engi
     stream, _ = await first_delta(engine, pair.request(pair.prompt(60), changed(GREEDY, max_tokens=3000)))
     children = worker.children(recursive=True)
     (scheduler,) = (child for child in children if child.name().startswith("sglang::sched"))
+    left_behind = [file.path for file in scheduler.memory_maps() if Path(file.path).is_relative_to("/dev/shm")]
+    assert not any(map(os.path.exists, left_behind)), "SGLang ends without removing what it shares"
     scheduler.kill()
     with pytest.raises(EngineFailed):
         async for _ in stream:

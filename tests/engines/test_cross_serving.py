@@ -22,7 +22,7 @@ WORKERS: tuple[tuple[Role, str, EngineName], ...] = (
     (Role.PREFILL, "prefill-sglang", "sglang"),
 )
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
