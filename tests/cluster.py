@@ -187,6 +187,7 @@ class Cluster:
         engine: str = "simulated",
         options: Mapping[str, object] | None = None,
         module: str = "",
+        python: str = sys.executable,
     ) -> Service:
         return await self.start(
             name,
@@ -194,6 +195,7 @@ class Cluster:
             *("--worker", name, "--model", str(self.model), "--model-name", "tiny", "--engine", engine),
             *("--engine-options", json.dumps(dict(options or {}))),
             *flags,
+            python=python,
         )
 
     async def wait_log(self, name: str, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:

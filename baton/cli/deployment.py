@@ -20,17 +20,18 @@ from baton.cli.engine_defaults import context_limit, engine_defaults, worker_thr
 from baton.cli.processes import Program
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
-from baton.engines.vllm.options import local_model
+from baton.engines.options import local_model
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation, Role
 
-EngineName = Literal["vllm", "simulated"]
+EngineName = Literal["vllm", "sglang", "simulated"]
+ENGINES: Final[tuple[EngineName, ...]] = ("vllm", "sglang", "simulated")
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 TINY_NAME: Final = "tiny"
 SERVICE_START_TIMEOUT_S: Final = 30.0
 SIMULATED_START_TIMEOUT_S: Final = 30.0
-VLLM_START_TIMEOUT_S: Final = 600.0
+ENGINE_START_TIMEOUT_S: Final = 600.0
 """Real models load for minutes from slow disks."""
 DRAIN_S: Final = 2
 """Ctrl-C means now: what still streams gets this long."""
@@ -48,15 +49,29 @@ class Wishes:
     model: str = ""
     """A folder or a hub id; empty: the tiny model."""
     engine: EngineName = "vllm"
+    prefill_engine: EngineName | None = None
+    """None: `engine`."""
+    decode_engine: EngineName | None = None
     device: DeviceName = "auto"
     disaggregation: Disaggregation = Disaggregation.ALWAYS
     engine_options: Mapping[str, object]
+    """For every engine; what stands under an engine's name, for that engine only."""
     nats_url: str = ""
     redis_url: str = ""
-    vllm_python: Path
-    """The Python whose environment has vLLM: engines pin their own torch, so each has an environment."""
+    pythons: Mapping[EngineName, Path]
+    """The Pythons whose environments have vLLM and SGLang: they pin their own torch, so each has an environment."""
     folder: Path
     """Logs, servers' data and the tiny model go under it."""
+
+    @property
+    def engines(self) -> Mapping[Role, EngineName]:
+        return {Role.PREFILL: self.prefill_engine or self.engine, Role.DECODE: self.decode_engine or self.engine}
+
+    @property
+    def started_engines(self) -> tuple[EngineName, ...]:
+        """Those of which there is a worker, each once."""
+        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
+        return tuple(dict.fromkeys(engine for role, engine in self.engines.items() if counts[role]))
 
     @property
     def tiny(self) -> bool:
@@ -101,11 +116,14 @@ def check_wishes(wishes: Wishes) -> None:
         raise ConfigurationError(
             "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"
         )
-    if wishes.engine == "vllm" and not wishes.vllm_python.is_file():
-        raise ConfigurationError(
-            f"the environment with vLLM is missing ({wishes.vllm_python}): make it with `make environment-vllm`, "
-            "or try ENGINE=simulated, which needs none"
-        )
+    for engine in wishes.started_engines:
+        if engine in wishes.pythons and not wishes.pythons[engine].is_file():
+            raise ConfigurationError(
+                f"the environment with {engine} is missing ({wishes.pythons[engine]}): make it with "
+                f"`make environment-{engine}`, or try ENGINE=simulated, which needs none"
+            )
+    if "simulated" in wishes.started_engines and len(wishes.started_engines) > 1:
+        raise ConfigurationError("the simulated engine's KV means nothing to another engine: give both roles the same")
     if not (is_loopback(wishes.host) or wishes.api_key):
         raise ConfigurationError(
             f"HOST={wishes.host} lets other machines in: choose the key that they must send, with API_KEY=…"
@@ -187,7 +205,7 @@ def _variables(service: str, **settings: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """The settings that all workers of a deployment share, named as `baton.worker.settings` names them."""
+    """The settings that all workers with one engine share, named as `baton.worker.settings` names them."""
 
     model: str
     model_name: str
@@ -196,33 +214,41 @@ class EngineSettings:
     device: Literal["cpu", "cuda"]
 
 
-def engine_settings(wishes: Wishes, model_path: Path) -> EngineSettings:
+def engine_settings(wishes: Wishes, model_path: Path, engine: EngineName) -> EngineSettings:
     """Return what suits the model and the machine; what the user named wins."""
     device = choose_device(wishes.device)
     workers = wishes.prefill + wishes.decode
-    options = engine_defaults(wishes.engine, device=device, tiny=wishes.tiny, workers_per_device=workers)
-    if wishes.engine == "vllm" and not wishes.tiny:
-        options |= context_limit(_model_config(model_path), device=device)
+    options = engine_defaults(engine, device=device, tiny=wishes.tiny, workers_per_device=workers)
+    if engine != "simulated" and not wishes.tiny:
+        options |= context_limit(engine, _model_config(model_path), device=device)
     return EngineSettings(
         model=str(model_path),
         model_name=wishes.model_name,
-        engine=wishes.engine,
-        engine_options={**options, **wishes.engine_options},
+        engine=engine,
+        engine_options={**options, **_options_for(engine, wishes.engine_options)},
         device=device,
     )
 
 
+def _options_for(engine: EngineName, options: Mapping[str, object]) -> Mapping[str, object]:
+    try:
+        own = msgspec.convert(options.get(engine, {}), dict[str, object])
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"the engine options under {engine} are no JSON object of its flags") from error
+    return {**{name: value for name, value in options.items() if name not in ENGINES}, **own}
+
+
 def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
     """Return the workers, prefill first."""
-    settings = engine_settings(wishes, model_path)
-    threads = worker_threads(settings.device, cores=os.cpu_count() or 1, workers=wishes.prefill + wishes.decode)
-    python = str(wishes.vllm_python) if wishes.engine == "vllm" else sys.executable
+    device = choose_device(wishes.device)
+    threads = worker_threads(device, cores=os.cpu_count() or 1, workers=wishes.prefill + wishes.decode)
 
     # Known to this deployment's transfer agents only: no other process can read or write their KV.
     agent_secret = secrets.token_urlsafe(24)
 
     def program(role: Role, number: int) -> Program:
-        name = f"{role}-{number}"
+        name, engine = f"{role}-{number}", wishes.engines[role]
+        settings = engine_settings(wishes, model_path, engine)
         flags = [
             *("--worker", name, "--drain-s", str(DRAIN_S), "--engine-options", json.dumps(settings.engine_options)),
             *("--model", settings.model, "--model-name", settings.model_name),
@@ -230,10 +256,10 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
         ]
         return Program(
             name=name,
-            command=(python, "-m", f"baton_{role}", *flags),
+            command=(str(wishes.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),
             environ={**threads, **environ, **_variables(role, nats_url=nats_url, agent_secret=agent_secret)},
             log_path=wishes.logs_folder / f"{name}.log",
-            start_timeout_s=VLLM_START_TIMEOUT_S if wishes.engine == "vllm" else SIMULATED_START_TIMEOUT_S,
+            start_timeout_s=SIMULATED_START_TIMEOUT_S if engine == "simulated" else ENGINE_START_TIMEOUT_S,
         )
 
     counts = {Role.PREFILL: wishes.prefill, Role.DECODE: wishes.decode}

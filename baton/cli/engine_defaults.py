@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 TINY_BLOCKS: Final = 1024
+TINY_BLOCK_TOKENS: Final = 32
 TINY_STEP_TOKENS_MAX: Final = 512
 CPU_CONTEXT_TOKENS_MAX: Final = 8192
 """Long contexts of real models are slow on a CPU, and their KV takes memory that a laptop needs."""
@@ -15,6 +16,17 @@ SIMULATED_SPEED: Final = 1.0
 """As fast as the engine that it stands for: tokens are seen to come one by one."""
 
 
+# What the two engines call the same things.
+_STEP_TOKENS_MAX: Final = {"vllm": "max_num_batched_tokens", "sglang": "chunked_prefill_size"}
+_RUNNING_MAX: Final = {"vllm": "max_num_seqs", "sglang": "max_running_requests"}
+_MEMORY_SHARE: Final = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}
+_CONTEXT_TOKENS_MAX: Final = {"vllm": "max_model_len", "sglang": "context_length"}
+_TINY_CACHE: Final[Mapping[str, Mapping[str, object]]] = {
+    "vllm": {"num_gpu_blocks_override": TINY_BLOCKS},
+    "sglang": {"max_total_tokens": TINY_BLOCKS * TINY_BLOCK_TOKENS},
+}
+
+
 def engine_defaults(engine: str, *, device: str, tiny: bool, workers_per_device: int) -> dict[str, object]:
     """Return the options for each of `workers_per_device` workers that share this machine's CPU or GPU."""
     if engine == "simulated":
@@ -22,19 +34,19 @@ def engine_defaults(engine: str, *, device: str, tiny: bool, workers_per_device:
     options: dict[str, object] = {}
     if tiny:
         # float32: with random weights the best two tokens are often so close that bfloat16 decides by chance.
-        options |= {"dtype": "float32", "max_num_batched_tokens": TINY_STEP_TOKENS_MAX, "max_num_seqs": 32}
-        options |= {"num_gpu_blocks_override": TINY_BLOCKS} if device == "cpu" else {}
+        options |= {"dtype": "float32", _STEP_TOKENS_MAX[engine]: TINY_STEP_TOKENS_MAX, _RUNNING_MAX[engine]: 32}
+        options |= _TINY_CACHE[engine] if device == "cpu" else {}
     if device == "cuda":
-        options["gpu_memory_utilization"] = round(CUDA_MEMORY_SHARE / workers_per_device, 3)
+        options[_MEMORY_SHARE[engine]] = round(CUDA_MEMORY_SHARE / workers_per_device, 3)
     return options
 
 
-def context_limit(model_config: Mapping[str, object], *, device: str) -> dict[str, object]:
+def context_limit(engine: str, model_config: Mapping[str, object], *, device: str) -> dict[str, object]:
     """Return an option that bounds a real model's context on a CPU; none where its own limit is lower."""
     limit = model_config.get("max_position_embeddings")
     if device != "cpu" or not isinstance(limit, int) or limit <= CPU_CONTEXT_TOKENS_MAX:
         return {}
-    return {"max_model_len": CPU_CONTEXT_TOKENS_MAX}
+    return {_CONTEXT_TOKENS_MAX[engine]: CPU_CONTEXT_TOKENS_MAX}
 
 
 def worker_threads(device: str, *, cores: int, workers: int) -> dict[str, str]:

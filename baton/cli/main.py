@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from baton.cli.asking import find_nats_url
-from baton.cli.deployment import Wishes
+from baton.cli.deployment import ENGINES, Wishes
 from baton.cli.index import Question, index, parse_tokens
 from baton.cli.processes import die_with_parent
 from baton.cli.trace import trace
@@ -22,7 +22,7 @@ from baton.cli.up import up
 from baton.cli.waterfall import Look
 from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import BatonError, ConfigurationError
-from baton.messages import Disaggregation
+from baton.messages import Disaggregation, Role
 
 
 def main() -> int:
@@ -51,12 +51,14 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         decode=parsed.decode,
         model=parsed.model,
         engine=parsed.engine,
+        prefill_engine=parsed.prefill_engine or None,
+        decode_engine=parsed.decode_engine or None,
         device=parsed.device,
         disaggregation=Disaggregation(parsed.disaggregation),
         engine_options=parse_engine_options(parsed.engine_options),
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
         redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
-        vllm_python=parsed.vllm_python.absolute(),
+        pythons={"vllm": parsed.vllm_python.absolute(), "sglang": parsed.sglang_python.absolute()},
         folder=parsed.folder.absolute(),
     )
     up(wishes, environ, lambda text: print(f"baton: {text}", flush=True))
@@ -79,8 +81,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill", type=int, default=1, metavar="N", help="prefill workers; default: %(default)s")
     add("--decode", type=int, default=1, metavar="N", help="decode workers; default: %(default)s")
     add("--model", default="", metavar="MODEL", help="a folder or a hub id; default: a tiny model with random weights")
-    add("--engine", choices=("vllm", "simulated"), default="vllm", help="simulated needs no vLLM; default: %(default)s")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what vLLM computes on; default: %(default)s")
+    add("--engine", choices=ENGINES, default="vllm", help="simulated needs no environment; default: %(default)s")
+    for role in Role:
+        add(f"--{role}-engine", choices=("", *ENGINES), default="", help=f"another one for {role}")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what it computes on; default: %(default)s")
     add(
         "--disaggregation",
         choices=tuple(Disaggregation),
@@ -88,16 +92,22 @@ def _parser() -> argparse.ArgumentParser:
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
         "default: %(default)s",
     )
-    add("--engine-options", default="", metavar="JSON", help='flags for every engine, as {"max_model_len": 4096}')
+    add(
+        "--engine-options",
+        default="",
+        metavar="JSON",
+        help='flags for every engine, or one: {"vllm": {"block_size": 64}}',
+    )
     add("--nats-url", metavar="URL", help="use this NATS and start none; default: NATS_URL")
     add("--redis-url", metavar="URL", help="use this Redis and start none; default: REDIS_URL")
-    add(
-        "--vllm-python",
-        type=Path,
-        default=Path(sys.executable),
-        metavar="PATH",
-        help="Python that has vLLM; default: this",
-    )
+    for engine in ("vllm", "sglang"):
+        add(
+            f"--{engine}-python",
+            type=Path,
+            default=Path(sys.executable),
+            metavar="PATH",
+            help=f"Python that has {engine}; default: this",
+        )
     add("--folder", type=Path, default=Path(), metavar="DIR", help="where .run/ and .cache/ are made; default: here")
     add("--die-with-parent", action="store_true", help="end everything when the calling process ends, however it ends")
     return parser

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from baton.cli.deployment import Wishes, engine_settings, model_folder
+from baton.cli.deployment import ENGINES, Wishes, engine_settings, model_folder
 from baton.cli.main import parse_engine_options
 from baton.config import EXIT_MISCONFIGURED
 from baton.errors import BatonError
@@ -24,7 +24,7 @@ SETTINGS_FILE = "worker.toml"
 
 def prepare(wishes: Wishes) -> Path:
     """Make or load the model, and return the file with the workers' settings, which appears whole."""
-    settings = asdict(engine_settings(wishes, model_folder(wishes)))
+    settings = asdict(engine_settings(wishes, model_folder(wishes), wishes.engine))
     unfinished = wishes.folder / f".{SETTINGS_FILE}-{os.getpid()}"
     unfinished.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()), encoding="utf-8")
     return unfinished.rename(wishes.folder / SETTINGS_FILE)
@@ -44,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton.cli.prepare", description="Prepare a model and its workers' settings.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the model and worker.toml go")
     parser.add_argument("--model", default="", help="a folder or a hub id; default: a tiny one with random weights")
-    parser.add_argument("--engine", choices=("vllm", "simulated"), default="vllm", help="default: %(default)s")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="default: %(default)s")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
     parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
     parsed = parser.parse_args()
@@ -55,7 +55,7 @@ def main() -> int:
             engine=parsed.engine,
             device=parsed.device,
             engine_options=parse_engine_options(parsed.engine_options),
-            vllm_python=Path(sys.executable),
+            pythons={},
             prefill=0,
         )
         print(f"baton: the workers' settings are in {prepare(wishes)}")

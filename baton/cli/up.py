@@ -27,6 +27,7 @@ from baton.cli.deployment import (
 from baton.cli.processes import Child, Program, describe_exit, keep_alive
 from baton.cli.readiness import Roster, http_status
 from baton.errors import BatonError, ConfigurationError, Unavailable
+from baton.messages import Role
 
 Tell = Callable[[str], None]
 
@@ -172,7 +173,8 @@ class _Launch:
         started_s = loop.time()
         child = Child(program)
         self._services.append(child)
-        self._tell(f"{child.name}: starting {self._wishes.engine} on {choose_device(self._wishes.device)}")
+        engine = self._wishes.engines[Role(child.name.partition("-")[0])]
+        self._tell(f"{child.name}: starting {engine} on {choose_device(self._wishes.device)}")
         child.start()
         await self._ready(self._roster.next_life(child.name, after=None), child)
         self._tell(f"{child.name}: ready after {loop.time() - started_s:.0f} s")
@@ -233,11 +235,12 @@ class _Launch:
     def _tell_ready(self) -> None:
         wishes = self._wishes
         workers = f"{wishes.prefill} prefill and {wishes.decode} decode"
-        self._tell(f"ready: {wishes.address}/v1 serves {wishes.model_name} ({workers}, {wishes.engine})")
+        engines = " → ".join(wishes.started_engines)
+        self._tell(f"ready: {wishes.address}/v1 serves {wishes.model_name} ({workers}, {engines})")
         key = ' -H "Authorization: Bearer $API_KEY"' if wishes.api_key else ""
         print(READY_TEXT.format(address=wishes.address, model=wishes.model_name, key=key))
         print(f"  Where an answer's time went:  make trace PORT={wishes.port} ID=chatcmpl-…")
-        if wishes.engine == "simulated":
+        if "simulated" in wishes.started_engines:
             print("  The engine is simulated: its text is noise. A real one:  make up")
         elif wishes.tiny:
             print("  The model is tiny, with random weights made here: its text is noise. A real one, a folder or a")

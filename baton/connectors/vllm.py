@@ -33,7 +33,8 @@ from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
-from baton.engines.vllm.process import bind_to_parent, unname_shared_memory
+from baton.engines.processes import bind_to_parent
+from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
 from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent

@@ -44,7 +44,7 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
     model_name: Annotated[str, Meta(description="Name that clients use; empty: the last part of the model's path.")] = (
         ""
     )
-    engine: Annotated[Literal["vllm", "simulated"], Meta(description="vllm or simulated.")] = "vllm"
+    engine: Annotated[Literal["vllm", "sglang", "simulated"], Meta(description="vllm, sglang or simulated.")] = "vllm"
     engine_options: Annotated[
         dict[str, object], Meta(description="Flags of the engine, passed through as they are, as JSON.")
     ] = msgspec.field(default_factory=dict[str, object])
@@ -152,6 +152,11 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
             if settings.tensor_parallel > 1:
                 raise ConfigurationError("the simulated engine has one rank", param="tensor_parallel")
             return SimulatedEngine(settings.model, role=role, options=settings.engine_options, agent=agent)
+        if settings.engine == "sglang":
+            from baton.engines.sglang.engine import SglangEngine
+
+            options = {"device": settings.device, **settings.engine_options}
+            return SglangEngine(settings.model, role=role, options=options, agent=agent)
         from baton.engines.vllm.engine import VllmEngine
 
         traces = {"otlp_traces_endpoint": traces_url(settings.otlp_endpoint)} if settings.otlp_endpoint else {}

@@ -105,11 +105,14 @@ class Pair:
     decode_shadow: Shadow = field(default_factory=Shadow)
     settle_s: float = 5.0
     """How long freeing may take after a request has ended."""
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+    budget_s: float = 15.0
+    """Of requests whose budget is not the point."""
+    numbers: itertools.count[int] = field(default_factory=itertools.count)
+    """Of prompts and requests."""
 
     def prompt(self, tokens: int) -> list[int]:
         """Return a prompt that no test had before."""
-        source = random.Random(next(self._numbers) * 7919 + tokens)
+        source = random.Random(next(self.numbers) * 7919 + tokens)
         return [source.randrange(300, self.vocabulary) for _ in range(tokens)]
 
     def request(
@@ -121,18 +124,18 @@ class Pair:
         name: str | None = None,
         agents: tuple[str, ...] | None = None,
         salt: str = "",
-        budget_s: float = 15.0,
+        budget_s: float | None = None,
     ) -> EngineRequest:
         address = WorkerAddress(worker="prefill", generation=1, agents=agents or self.prefill_facts.agents)
         return EngineRequest(
-            request=name or f"request {next(self._numbers)}",
+            request=name or f"request {next(self.numbers)}",
             attempt=1,
             leg=leg,
             tokens=tokens,
             sampling=sampling,
             cache_salt=salt,
             source=KvSource(address=address) if leg is Leg.DECODE else None,
-            budget_s=budget_s,
+            budget_s=self.budget_s if budget_s is None else budget_s,
         )
 
     async def hand_off(self, tokens: Sequence[int], sampling: Sampling = GREEDY, *, salt: str = "") -> Answer:
@@ -382,7 +385,8 @@ class EngineSuite:
         sampling = Sampling(max_tokens=16, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True, logprobs=2)
         prompt = pair.prompt(100)
         answer = await pair.hand_off(prompt, sampling)
-        aggregated = await collect(pair.prefill, pair.request(prompt, sampling, salt="computed here"))
+        # Decode's own: what a seed means is each engine's to say.
+        aggregated = await collect(pair.decode, pair.request(prompt, sampling, salt="computed here"))
         assert answer.tokens == aggregated.tokens
         assert len(answer.logprobs) == 16
 

@@ -1,7 +1,8 @@
-"""One vLLM engine behind JSON lines: commands on standard input, answers on standard output.
+"""One real engine behind JSON lines: commands on standard input, answers on standard output.
 
 A command is `{"id": n, "do": name, …}`. Every command is answered by one line with its id and `result` or
-`error`; `generate` first sends a line with `delta` per step. End of input closes the engine.
+`error`; `generate` first sends a line with `delta` per step. Ahead of each line goes one with the engine's `load` and
+`transfers`, where they have changed, and one with each batch of KV `event`s. End of input closes the engine.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from typing import Any
 
 import msgspec
 
-from baton.engines.engine import EngineRequest, Leg
+from baton.engines.engine import EngineLoad, EngineRequest, Leg
+from baton.engines.sglang.engine import SglangEngine
 from baton.engines.vllm.engine import VllmEngine
 from baton.errors import BatonError, EngineFailed
 from baton.messages import KvSource, Role, Sampling, WorkerAddress
 from baton.transfer import AgentOptions, Faults
+
+ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
+LOAD_INTERVAL_S = 0.005
 
 
 def say(message: dict[str, Any]) -> None:
@@ -44,10 +49,11 @@ def engine_request(command: dict[str, Any]) -> EngineRequest:
 
 
 class Driver:
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: VllmEngine | SglangEngine) -> None:
         self._engine = engine
         self._events: list[dict[str, Any]] = []
         self._running: dict[int, asyncio.Task[None]] = {}
+        self._load: EngineLoad | None = None
 
     async def gather_events(self) -> None:
         with suppress(EngineFailed):
@@ -55,9 +61,26 @@ class Driver:
 
     async def _gather_events(self) -> None:
         async for batch in self._engine.events():
-            self._events.append(
-                msgspec.to_builtins(batch) | {"kinds": [type(event).__name__ for event in batch.events]}
-            )
+            kinds = [type(event).__name__ for event in batch.events]
+            self._events.append(msgspec.to_builtins(batch, builtin_types=(bytes,)) | {"kinds": kinds})
+            say({"event": self._events[-1]})
+
+    async def follow_load(self) -> None:
+        while True:
+            self.say_load()
+            await asyncio.sleep(LOAD_INTERVAL_S)
+
+    def say_load(self) -> None:
+        with suppress(EngineFailed):
+            load = self._engine.load()
+            if load != self._load:
+                self._load = load
+                transfers = self._engine.transfers()
+                say({"load": msgspec.to_builtins(load), "transfers": msgspec.to_builtins(transfers)})
+
+    def say(self, message: dict[str, Any]) -> None:
+        self.say_load()
+        say(message)
 
     async def do(self, command: dict[str, Any]) -> None:
         number = command["id"]
@@ -65,11 +88,11 @@ class Driver:
         assert task is not None
         self._running[number] = task
         try:
-            say({"id": number, "result": await self._result(command)})
+            self.say({"id": number, "result": await self._result(command)})
         except BatonError as error:
-            say({"id": number, "error": error.code, "detail": error.detail})
+            self.say({"id": number, "error": error.code, "detail": error.detail})
         except asyncio.CancelledError:
-            say({"id": number, "error": "stopped", "detail": "the driver was told to close the iterator"})
+            self.say({"id": number, "error": "stopped", "detail": "the driver was told to close the iterator"})
             raise
         finally:
             del self._running[number]
@@ -80,13 +103,14 @@ class Driver:
             case "generate":
                 async with aclosing(engine.generate(engine_request(command))) as deltas:
                     async for delta in deltas:
-                        say({"id": command["id"], "delta": msgspec.to_builtins(delta)})
+                        self.say({"id": command["id"], "delta": msgspec.to_builtins(delta)})
                 return None
             case "abort":
                 return await engine.abort(command["request"], command.get("attempt", 0))
             case "stop":
-                # Closes the iterator, as a client that leaves does.
-                self._running[command["command"]].cancel()
+                # Closes the iterator, as a client that leaves does. It may have ended meanwhile.
+                if running := self._running.get(command["command"]):
+                    running.cancel()
                 return None
             case "health":
                 return await engine.check_health()
@@ -110,7 +134,8 @@ class Driver:
 
 async def main(settings: dict[str, Any]) -> None:
     agent = msgspec.convert(settings.get("agent", {}), AgentOptions)
-    engine = VllmEngine(settings["model"], role=Role(settings["role"]), options=settings["options"], agent=agent)
+    engine_class = ENGINES[settings.get("engine", "vllm")]
+    engine = engine_class(settings["model"], role=Role(settings["role"]), options=settings["options"], agent=agent)
     try:
         facts = await engine.start()
     except BatonError as error:
@@ -122,13 +147,13 @@ async def main(settings: dict[str, Any]) -> None:
         stdin = asyncio.StreamReader(limit=16 << 20)
         await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
         async with asyncio.TaskGroup() as tasks:
-            listening = tasks.create_task(driver.gather_events())
+            followers = [tasks.create_task(follow()) for follow in (driver.gather_events, driver.follow_load)]
             commands: set[asyncio.Task[None]] = set()
             while line := await stdin.readline():
                 task = tasks.create_task(driver.do(json.loads(line)))
                 commands.add(task)
                 task.add_done_callback(commands.discard)
-            for task in (listening, *commands):
+            for task in (*followers, *commands):
                 task.cancel()
     finally:
         await engine.close()

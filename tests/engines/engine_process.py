@@ -64,10 +64,10 @@ class Answer:
 
 
 class EngineProcess:
-    def __init__(self, settings: dict[str, Any], gate: Path) -> None:
+    def __init__(self, settings: dict[str, Any], gate: Path, python: str = sys.executable) -> None:
         self.gate = gate
         self._process = subprocess.Popen(
-            [sys.executable, str(DRIVER), json.dumps(settings)],
+            [python, str(DRIVER), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | {"BATON_TEST_GATE": str(gate)},

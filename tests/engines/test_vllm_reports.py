@@ -10,13 +10,13 @@ from typing import Any, cast
 import msgspec
 
 from baton.connectors.handoff import PullOutcome, TransferReport
-from baton.engines.vllm.stats import LoadRecorder
+from baton.engines.vllm.stats import StatLogger
 from baton.transfer import AgentStats, Cause, LayerGroup, PullTotals
 
 KEY = b"k" * 16
 
 
-def record(recorder: LoadRecorder, report: TransferReport) -> None:
+def record(recorder: StatLogger, report: TransferReport) -> None:
     """Hand a report over as vLLM does, by way of MessagePack."""
     payload = msgspec.msgpack.decode(msgspec.msgpack.encode(msgspec.to_builtins(report, builtin_types=(bytes,))))
     stats = SimpleNamespace(
@@ -34,7 +34,7 @@ def pull(**fields: Any) -> TransferReport:
 
 
 async def test_outcome_is_there_once_all_ranks_have_ended() -> None:
-    recorder = LoadRecorder(ranks=2)
+    recorder = StatLogger(ranks=2)
     record(recorder, pull(tokens=99, moved_bytes=10, moving_s=0.1))
     assert recorder.take_outcome(KEY) is None
     record(recorder, pull(tokens=99, moved_bytes=20, moving_s=0.4))
@@ -46,7 +46,7 @@ async def test_outcome_is_there_once_all_ranks_have_ended() -> None:
 
 async def test_one_failed_rank_fails_the_pull() -> None:
     for ranks in ((True, False), (False, True)):
-        recorder = LoadRecorder(ranks=2)
+        recorder = StatLogger(ranks=2)
         for failed in ranks:
             cause = Cause.CHECKSUM if failed else Cause.NONE
             record(recorder, pull(failed=failed, cause=cause, tokens=0 if failed else 99))
@@ -56,7 +56,7 @@ async def test_one_failed_rank_fails_the_pull() -> None:
 
 
 async def test_waiting_for_an_outcome_ends_with_it_or_with_its_time() -> None:
-    recorder = LoadRecorder(ranks=1)
+    recorder = StatLogger(ranks=1)
     assert await recorder.wait_outcome(KEY, 0.01) is None
     asyncio.get_running_loop().call_later(0.01, record, recorder, pull(failed=True, cause=Cause.UNREACHABLE))
     outcome = await recorder.wait_outcome(KEY, 5)
@@ -65,7 +65,7 @@ async def test_waiting_for_an_outcome_ends_with_it_or_with_its_time() -> None:
 
 
 async def test_load_counts_waiting_for_kv_as_waiting_and_leases_once_for_all_ranks() -> None:
-    recorder = LoadRecorder(ranks=2)
+    recorder = StatLogger(ranks=2)
     ended: list[bytes] = []
     recorder.on_lease_ended = ended.append
     record(recorder, TransferReport(leased_blocks={0: 7}))
@@ -80,7 +80,7 @@ async def test_load_counts_waiting_for_kv_as_waiting_and_leases_once_for_all_ran
 
 
 def test_figures_are_of_all_ranks_together() -> None:
-    recorder = LoadRecorder(ranks=2)
+    recorder = StatLogger(ranks=2)
     assert recorder.transfers().agents is None
     stats = {figure.name: number for number, figure in enumerate(fields(AgentStats))}
     for rank in range(2):

@@ -12,6 +12,7 @@ from random import Random
 import openai
 import pytest
 import pytest_asyncio
+from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
 from baton.messages import AttemptState, Role
 from tests.cluster import Cluster, running_cluster
@@ -23,8 +24,6 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 400,
 }
-# Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
-PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -44,17 +43,6 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
 async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
         yield client
-
-
-async def wait_idle(cluster: Cluster) -> None:
-    """Wait until no attempt, run slot or KV block is held; a lease that was left would live longer than this."""
-    await asyncio.sleep(0.6)
-    beats = cluster.observer.heartbeats
-
-    def idle() -> bool:
-        return all(not beat.attempts and not beat.running and not beat.kv_blocks_used for beat in beats.values())
-
-    await cluster.observer.until(idle, timeout_s=20)
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -129,22 +117,6 @@ async def test_fifty_mixed_requests_with_random_cancels_leave_nothing(
     await wait_idle(cluster)
 
 
-async def tell(client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 100, mode: str = "always") -> str:
-    """Stream one greedy answer to a prompt of several chunks, and return its text."""
-    stream = await client.completions.create(
-        model="tiny",
-        prompt=f"story {number}: " + "it is interrupted " * 300,
-        max_tokens=output_tokens,
-        temperature=0,
-        stream=True,
-        extra_body={"ignore_eos": True},
-        extra_headers={"x-baton-disaggregation": mode, "x-baton-deadline-s": "60"},
-    )
-    return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
-
-
-PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
-"""A prompt of a tiny model is computed between two digests, now and then."""
 STRIKES: list[tuple[Role, tuple[AttemptState, ...], signal.Signals]] = [
     (Role.DECODE, (AttemptState.RUNNING,), signal.SIGSTOP),
     (Role.DECODE, (AttemptState.RUNNING,), signal.SIGKILL),

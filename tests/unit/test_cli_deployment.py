@@ -23,7 +23,11 @@ REDIS_URL = "redis://:redis-password@127.0.0.1:6379/0"
 
 
 def make_wishes(folder: Path, **changes: object) -> Wishes:
-    values: dict[str, object] = {"engine_options": {}, "vllm_python": folder / "python", "folder": folder}
+    values: dict[str, object] = {
+        "engine_options": {},
+        "pythons": {"vllm": folder / "python", "sglang": folder / "sglang-python"},
+        "folder": folder,
+    }
     values.update(changes)
     return Wishes(**values)  # pyright: ignore[reportArgumentType]
 
@@ -59,6 +63,34 @@ def test_vllm_workers_run_in_their_own_environment_and_others_here(tmp_path: Pat
     programs = {program.name: program for program in all_programs(make_wishes(tmp_path, engine="vllm", device="cpu"))}
     assert programs["decode-0"].command[0] == str(tmp_path / "python")
     assert programs["gateway"].command[0] != str(tmp_path / "python")
+
+
+def test_each_role_may_have_its_own_engine_with_its_own_flags(tmp_path: Path) -> None:
+    wishes = make_wishes(
+        tmp_path,
+        device="cpu",
+        prefill_engine="vllm",
+        decode_engine="sglang",
+        engine_options={"dtype": "float32", "vllm": {"block_size": 64}, "sglang": {"page_size": 1}},
+    )
+    programs = {program.name: program for program in all_programs(wishes)}
+    for name, python, engine, own, other in (
+        ("prefill-0", "python", "vllm", "block_size", "page_size"),
+        ("decode-0", "sglang-python", "sglang", "page_size", "block_size"),
+    ):
+        command = programs[name].command
+        assert command[0] == str(tmp_path / python)
+        assert command[command.index("--engine") + 1] == engine
+        options = json.loads(command[command.index("--engine-options") + 1])
+        assert options["dtype"] == "float32"
+        assert own in options
+        assert other not in options
+        assert "vllm" not in options
+
+
+def test_a_simulated_engine_hands_off_to_its_like_only(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="simulated"):
+        check_wishes(make_wishes(tmp_path, engine="simulated", decode_engine="sglang", pythons={}))
 
 
 def test_the_users_engine_options_win(tmp_path: Path) -> None:
@@ -150,10 +182,11 @@ def test_the_printed_address_is_one_that_a_client_here_can_use(tmp_path: Path) -
 
 
 def test_a_long_context_is_bounded_on_a_cpu_only() -> None:
-    assert context_limit({"max_position_embeddings": 40960}, device="cpu") == {"max_model_len": 8192}
-    assert context_limit({"max_position_embeddings": 40960}, device="cuda") == {}
-    assert context_limit({"max_position_embeddings": 4096}, device="cpu") == {}
-    assert context_limit({}, device="cpu") == {}
+    assert context_limit("vllm", {"max_position_embeddings": 40960}, device="cpu") == {"max_model_len": 8192}
+    assert context_limit("sglang", {"max_position_embeddings": 40960}, device="cpu") == {"context_length": 8192}
+    assert context_limit("vllm", {"max_position_embeddings": 40960}, device="cuda") == {}
+    assert context_limit("vllm", {"max_position_embeddings": 4096}, device="cpu") == {}
+    assert context_limit("vllm", {}, device="cpu") == {}
 
 
 def test_workers_share_the_machine() -> None:

@@ -27,7 +27,7 @@ def test_workers_read_what_was_prepared(tmp_path: Path, engine: str) -> None:
         engine=engine,  # pyright: ignore[reportArgumentType]
         device="cpu",
         engine_options=NAMED,
-        vllm_python=tmp_path,
+        pythons={},
     )
     settings = read(prepare(wishes))
     assert (settings.model_name, settings.engine, settings.device) == ("tiny", engine, "cpu")
@@ -42,7 +42,7 @@ def test_a_model_of_the_users_keeps_its_name(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 40960}')
     (model / "model.safetensors").touch()
-    wishes = Wishes(folder=tmp_path, model=str(model), device="cpu", engine_options={}, vllm_python=tmp_path)
+    wishes = Wishes(folder=tmp_path, model=str(model), device="cpu", engine_options={}, pythons={})
     settings = read(prepare(wishes))
     assert (settings.model, settings.model_name) == (str(model), "Qwen3")
     assert settings.engine_options["max_model_len"] == 8192

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import logging
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
+from baton.engines.attempts import Attempt, Attempts, handoff_of, pull_error, within_budget
 from baton.engines.engine import (
     EngineDelta,
     EngineEventBatch,
@@ -21,29 +19,19 @@ from baton.engines.engine import (
     EngineLoad,
     EngineRequest,
     Leg,
-    Stage,
     TransferFigures,
 )
-from baton.engines.stages import prompt_stages
-from baton.engines.vllm.events import KvEventListener
+from baton.engines.kv_events import KvEventListener
+from baton.engines.options import split_options
 from baton.engines.vllm.host import VllmHost
-from baton.engines.vllm.options import split_options
-from baton.errors import (
-    BatonError,
-    ContextLengthExceeded,
-    DeadlineExceeded,
-    EngineFailed,
-    InvalidRequest,
-    TransferFailed,
-)
+from baton.engines.vllm.options import DIALECT
+from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages import FinishReason, Role
-from baton.transfer import AgentOptions, Faults, lease_key, pull_failure
+from baton.transfer import AgentOptions, Faults, lease_key
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
-
-_log = logging.getLogger(__name__)
 
 EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
 RPC_TIMEOUT_S: Final = 10.0
@@ -59,23 +47,13 @@ _FINISH_REASONS: Final = {
 }
 
 
-@dataclass(slots=True)
-class _Attempt:
-    request: EngineRequest
-    key: bytes
-    entered_s: float
-    outcome: PullOutcome | None = None
-    begun: bool = False
-    finish: FinishReason | None = None
-
-
 class VllmEngine:
     """See `baton.engines.engine.Engine`."""
 
     def __init__(self, model: str, *, role: Role, options: Mapping[str, object], agent: AgentOptions) -> None:
         self._model = model
         self._role = role
-        self._own, self._options = split_options(options)
+        self._own, self._options = split_options(options, DIALECT)
         self._agent = agent
         self._host: VllmHost | None = None
         self._llm: AsyncLLM | None = None
@@ -83,17 +61,15 @@ class VllmEngine:
         self._watch: asyncio.Task[None] | None = None
         self._context_tokens_max = 0
         self._failure = "the engine has not been started"
-        self._attempts: dict[tuple[str, int], _Attempt] = {}
-        self._leases: dict[bytes, tuple[str, int]] = {}
-        """Of prefill legs, from their start until the connector reports the lease's end."""
+        self._attempts = Attempts()
 
     async def start(self) -> EngineFacts:
         self._host = VllmHost(self._model, self._own, self._options, self._agent)
-        self._listener = KvEventListener(self._host.events_endpoint)
+        self._listener = KvEventListener(DIALECT.engine, self._host.events_endpoint)
         self._listener.start()
         try:
             self._llm = await self._host.start()
-            self._host.recorder.on_lease_ended = self._lease_ended
+            self._host.recorder.on_lease_ended = self._attempts.lease_ended
             self._failure = ""
             self._watch = asyncio.create_task(self._watch_engine(self._llm), name="vllm-watch")
             await self._listener.connected(EVENTS_CONNECT_TIMEOUT_S)
@@ -124,47 +100,34 @@ class VllmEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         llm = self._alive()
-        name = (request.request, request.attempt)
-        key = lease_key(*name)
-        if name in self._attempts or key in self._leases:
-            raise InvalidRequest(f"attempt {request.attempt} of request {request.request} is already here")
-        params = self._params(request, key)
-        prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.tokens)}
-        if request.cache_salt:
-            prompt["cache_salt"] = request.cache_salt
-        deadline_s = asyncio.get_running_loop().time() + request.budget_s
-        attempt = self._attempts[name] = _Attempt(request, key, time.monotonic())
-        if request.leg is Leg.PREFILL:
-            self._leases[key] = name
-        try:
-            generating = llm.generate(prompt, params, _engine_id(*name), trace_headers=_trace_headers(llm, request))  # pyright: ignore[reportArgumentType]
-            async with aclosing(generating) as stream:
-                async for output in _until(deadline_s, stream):
-                    yield await self._delta(attempt, output)
-        except BatonError:
-            raise
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine did not finish within {request.budget_s:g} s") from error
-        except Exception as error:
-            raise self._translated(error) from error
-        finally:
-            del self._attempts[name]
-            if attempt.finish not in (FinishReason.LENGTH, FinishReason.STOP):
-                # Either nothing was leased, or the connector revokes it without being asked.
-                self._lease_ended(key)
+        with self._attempts.enter(request) as attempt:
+            params = self._params(attempt)
+            prompt: dict[str, Any] = {"type": "token", "prompt_token_ids": list(request.tokens)}
+            if request.cache_salt:
+                prompt["cache_salt"] = request.cache_salt
+            name = _engine_id(request.request, request.attempt)
+            try:
+                generating = llm.generate(prompt, params, name, trace_headers=_trace_headers(llm, request))  # pyright: ignore[reportArgumentType]
+                async with aclosing(generating) as stream:
+                    async for output in within_budget(attempt, stream):
+                        yield await self._delta(attempt, output)
+            except BatonError:
+                raise
+            except Exception as error:
+                raise self._translated(error) from error
 
     async def abort(self, request: str, attempt: int) -> None:
         llm = self._alive()
-        if (request, attempt) in self._attempts:
+        if self._attempts.runs(request, attempt):
             await llm.abort(_engine_id(request, attempt))
         key = lease_key(request, attempt)
-        if key in self._leases:
+        if self._attempts.holds(key):
             await self._ask_ranks("baton_end_lease", key)
 
     def load(self) -> EngineLoad:
         self._alive()
         assert self._host is not None
-        return replace(self._host.recorder.load, leased=frozenset(self._leases.values()))
+        return replace(self._host.recorder.load, leased=self._attempts.leased)
 
     def transfers(self) -> TransferFigures:
         self._alive()
@@ -202,9 +165,6 @@ class VllmEngine:
         """Return the agents' counters by rank, for tests and benchmarks."""
         return await self._ask_ranks("baton_transfer_stats")
 
-    def _lease_ended(self, key: bytes) -> None:
-        self._leases.pop(key, None)
-
     def _alive(self) -> AsyncLLM:
         if self._failure or self._llm is None:
             raise EngineFailed(self._failure)
@@ -237,35 +197,18 @@ class VllmEngine:
         except Exception as error:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
-    def _params(self, request: EngineRequest, key: bytes) -> SamplingParams:
+    def _params(self, attempt: Attempt) -> SamplingParams:
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
-        if not request.tokens:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if len(request.tokens) >= self._context_tokens_max:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(request.tokens)} tokens and leaves no room for an answer: "
-                f"the model's context has {self._context_tokens_max}"
-            )
-        if request.leg is Leg.WHOLE:
-            return sampling_params(request.sampling)
-        if not self._own.handoff:
-            raise TransferFailed("this engine was started without a transfer agent (handoff=false)")
-        if request.leg is Leg.PREFILL:
-            lease = Handoff(leg=HandoffLeg.PREFILL, key=key, sink_ranks=request.sink_ranks)
-            return prefill_params(msgspec.to_builtins(lease, builtin_types=(bytes,)))
-        if request.source is None or not request.source.address.agents:
-            raise TransferFailed("the decode task names no source with a transfer agent")
-        handoff = Handoff(
-            leg=HandoffLeg.DECODE,
-            key=key,
-            endpoints=request.source.address.agents,
-            # The loop's clock is CLOCK_MONOTONIC, as the ranks' is.
-            deadline_s=asyncio.get_running_loop().time() + request.budget_s,
-        )
-        return sampling_params(request.sampling, msgspec.to_builtins(handoff, builtin_types=(bytes,)))
+        handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._own.handoff)
+        if handoff is None:
+            return sampling_params(attempt.request.sampling)
+        transfer = msgspec.to_builtins(handoff, builtin_types=(bytes,))
+        if attempt.request.leg is Leg.PREFILL:
+            return prefill_params(transfer)
+        return sampling_params(attempt.request.sampling, transfer)
 
-    async def _delta(self, attempt: _Attempt, output: RequestOutput) -> EngineDelta:
+    async def _delta(self, attempt: Attempt, output: RequestOutput) -> EngineDelta:
         from baton.engines.vllm.sampling import token_logprobs
 
         assert self._host is not None
@@ -275,12 +218,12 @@ class VllmEngine:
         if not attempt.begun and attempt.request.leg is Leg.DECODE:
             # A pull's end is reported with an earlier step than the first token.
             attempt.outcome = recorder.take_outcome(attempt.key)
-        stages = () if attempt.begun else _stages(attempt, output)
+        stages = () if attempt.begun else attempt.stages(output.metrics.scheduled_ts if output.metrics else 0)
         attempt.begun = True
         attempt.finish = finish
         if finish is FinishReason.ERROR:
             outcome = attempt.outcome or await recorder.wait_outcome(attempt.key, OUTCOME_TIMEOUT_S)
-            raise _failure(outcome)
+            raise pull_error(DIALECT.engine, outcome)
         alternatives = attempt.request.sampling.logprobs
         rows: Any = completion.logprobs if alternatives is not None and attempt.request.leg is not Leg.PREFILL else None
         pulled = attempt.outcome
@@ -289,8 +232,8 @@ class VllmEngine:
             tokens=() if attempt.request.leg is Leg.PREFILL else completion.token_ids,
             logprobs=token_logprobs(completion.token_ids, rows, alternatives or 0) if rows else (),
             finish=finish,
-            cached_tokens=max((output.num_cached_tokens or 0) - (pulled.tokens if pulled else 0), 0),
-            transferred_tokens=pulled.tokens if pulled else 0,
+            cached_tokens=max((output.num_cached_tokens or 0) - attempt.pulled_tokens, 0),
+            transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,
             stages=stages,
@@ -320,27 +263,3 @@ def _trace_headers(llm: AsyncLLM, request: EngineRequest) -> dict[str, str] | No
     """Return what makes vLLM's span a part of the request's trace, where vLLM exports any."""
     wanted = request.trace and llm.vllm_config.observability_config.otlp_traces_endpoint
     return {"traceparent": request.trace} if wanted else None
-
-
-def _stages(attempt: _Attempt, output: RequestOutput) -> tuple[Stage, ...]:
-    pulled = attempt.outcome.groups if attempt.outcome else ()
-    begun_s = min(group.began_s for group in pulled) if pulled else output.metrics.scheduled_ts if output.metrics else 0
-    return prompt_stages(entered_s=attempt.entered_s, begun_s=begun_s, ended_s=time.monotonic(), pulled=pulled)
-
-
-def _failure(outcome: PullOutcome | None) -> BatonError:
-    if outcome is None or not outcome.failed:
-        return EngineFailed("vLLM ended the request with an error")
-    detail = f"the prompt's KV did not arrive ({outcome.cause}): {outcome.detail}".removesuffix(": ")
-    return pull_failure(outcome.cause, detail)
-
-
-async def _until(deadline_s: float, stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[RequestOutput, None]:
-    """Yield what `stream` yields; raise TimeoutError when the next item does not come in time."""
-    while True:
-        async with asyncio.timeout_at(deadline_s):
-            try:
-                item = await anext(stream)
-            except StopAsyncIteration:
-                return
-        yield item

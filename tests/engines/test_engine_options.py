@@ -1,4 +1,4 @@
-"""Engine options, environment and KV events on their way between Baton and vLLM; no engine runs here."""
+"""Engine options, environment and KV events on their way between Baton and an engine; no engine runs here."""
 
 from __future__ import annotations
 
@@ -12,24 +12,17 @@ import pytest
 import zmq
 
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
-from baton.engines.vllm.events import KvEventListener, decode_batch
-from baton.engines.vllm.options import (
-    PROFILES,
-    Device,
-    check_handoff,
-    engine_arguments,
-    engine_environment,
-    local_model,
-    split_options,
-)
+from baton.engines.kv_events import KvEventListener, decode_batch
+from baton.engines.options import Device, engine_arguments, engine_environment, local_model, split_options
+from baton.engines.vllm.options import DIALECT, check_handoff
 from baton.errors import ConfigurationError, EngineFailed
 
-CPU = PROFILES[Device.CPU]
+CPU = DIALECT.profiles[Device.CPU]
 KNOWN = ("dtype", "block_size", "max_num_seqs", "enforce_eager", "kv_cache_memory_bytes", "data_parallel_size")
 
 
 def test_profile_is_overridden_by_options() -> None:
-    arguments = engine_arguments({"block_size": 64, "dtype": "float32"}, KNOWN, CPU)
+    arguments = engine_arguments({"block_size": 64, "dtype": "float32"}, KNOWN, CPU, DIALECT)
     assert arguments == {**CPU.options, "block_size": 64, "dtype": "float32"}
 
 
@@ -46,7 +39,7 @@ def test_profile_is_overridden_by_options() -> None:
 )
 def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
-        engine_arguments(options, KNOWN, CPU)
+        engine_arguments(options, KNOWN, CPU, DIALECT)
 
 
 def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
@@ -59,14 +52,14 @@ def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
 def test_own_option_that_is_malformed_is_named(options: dict[str, object]) -> None:
     (name,) = options
     with pytest.raises(ConfigurationError, match=name):
-        split_options(options)
+        split_options(options, DIALECT)
 
 
 def test_environment_is_restored_and_the_users_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     before = dict(os.environ)
-    with engine_environment(CPU):
+    with engine_environment(DIALECT, CPU):
         assert os.environ["OMP_NUM_THREADS"] == "7"
         assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
         os.environ["SET_BY_VLLM"] = "1"
@@ -118,7 +111,7 @@ def test_events_are_decoded() -> None:
 
 async def test_listener_delivers_in_order_keeps_gaps_and_ends() -> None:
     endpoint = "ipc://@baton-test-events"
-    listener = KvEventListener(endpoint)
+    listener = KvEventListener("vLLM", endpoint)
     listener.start()
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         publisher.bind(endpoint)
@@ -136,7 +129,7 @@ async def test_listener_delivers_in_order_keeps_gaps_and_ends() -> None:
 
 async def test_events_that_cannot_be_read_end_the_stream_with_the_reason() -> None:
     endpoint = "ipc://@baton-test-broken"
-    listener = KvEventListener(endpoint)
+    listener = KvEventListener("vLLM", endpoint)
     listener.start()
     with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
         publisher.bind(endpoint)
@@ -149,7 +142,7 @@ async def test_events_that_cannot_be_read_end_the_stream_with_the_reason() -> No
 
 
 async def test_publisher_that_never_comes_is_an_error() -> None:
-    listener = KvEventListener("ipc://@baton-test-nobody")
+    listener = KvEventListener("vLLM", "ipc://@baton-test-nobody")
     listener.start()
     with pytest.raises(ConfigurationError):
         await listener.connected(0.2)

@@ -1,7 +1,8 @@
-"""vLLM's KV events: received and decoded on a thread of their own, so that token streams never wait for them.
+"""An engine's KV events: received and decoded on a thread of their own, so that token streams never wait for them.
 
-vLLM publishes over ZMQ: three frames (topic, sequence from 0 as 8 bytes big-endian, MessagePack
-`[timestamp, events, rank]`). Each event is a map with a `type`. Source: `vllm/distributed/kv_events.py` (0.32).
+vLLM and SGLang publish alike over ZMQ: three frames (topic, sequence from 0 as 8 bytes big-endian, MessagePack
+`[timestamp, events, rank]`). Each event is a map with a `type`. Sources: `vllm/distributed/kv_events.py` (0.32),
+`sglang/srt/disaggregation/kv_events.py` (0.5.23).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Final
 
 import msgspec
@@ -33,7 +35,9 @@ BATCHES_MAX: Final = 10_000
 """Batches waiting for the consumer. Beyond it the newest are dropped, and the gap in sequences says so."""
 
 _DEVICE_MEDIUM: Final = "GPU"
-"""vLLM's name for the engine's own cache, on a CPU too. Blocks of other tiers are not the engine's."""
+"""Both engines' name for their own cache, on a CPU too. Blocks of other tiers are not the engine's."""
+
+_HASH_BITS: Final = 64
 
 
 class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
@@ -43,6 +47,9 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     block_size: int
     medium: str | None = None
     extra_keys: list[tuple[object, ...] | None] | None = None
+    """vLLM's: what else the blocks are keyed by; a cache salt stands there with the first block of a prompt only."""
+    cache_salt: str | None = None
+    """SGLang's."""
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
@@ -63,7 +70,7 @@ _decoder = msgspec.msgpack.Decoder(_Batch)
 
 
 def decode_batch(sequence: bytes, payload: bytes) -> EngineEventBatch:
-    """Return one published batch. Raises msgspec.DecodeError where vLLM's format has changed."""
+    """Return one published batch. Raises msgspec.DecodeError where the format has changed."""
     batch = _decoder.decode(payload)
     events = tuple(event for published in batch.events if (event := _event(published)) is not None)
     return EngineEventBatch(sequence=int.from_bytes(sequence, "big") + 1, events=events)
@@ -84,16 +91,16 @@ def _event(published: _Stored | _Removed | _Cleared) -> EngineBlockEvent | None:
                 hashes=tuple(map(_opaque, published.block_hashes)),
                 tokens=tuple(published.token_ids),
                 block_tokens=published.block_size,
-                cache_salt=_salt(published.extra_keys),
+                cache_salt=published.cache_salt or _salt(published.extra_keys),
             )
 
 
 def _opaque(block_hash: bytes | int) -> bytes:
-    return block_hash if isinstance(block_hash, bytes) else block_hash.to_bytes(8, "big")
+    # SGLang's numbers are signed, vLLM's are not.
+    return block_hash if isinstance(block_hash, bytes) else (block_hash % (1 << _HASH_BITS)).to_bytes(8, "big")
 
 
 def _salt(extra_keys: list[tuple[object, ...] | None] | None) -> str:
-    """Return the cache salt, which vLLM names with the first block of a prompt only; its children inherit it."""
     first = extra_keys[0] if extra_keys else None
     return next((key for key in first or () if isinstance(key, str)), "")
 
@@ -101,7 +108,10 @@ def _salt(extra_keys: list[tuple[object, ...] | None] | None) -> str:
 class KvEventListener:
     """Receives one engine's events. `start` and `events` belong to one event loop."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, engine: str, endpoint: str, *, initial_batches: int = 0) -> None:
+        """`initial_batches`: what the engine publishes before it serves, which is no news and may be missed."""
+        self._engine = engine
+        self._initial_batches = initial_batches
         self._endpoint = endpoint
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._connected = threading.Event()
@@ -120,7 +130,9 @@ class KvEventListener:
     async def connected(self, timeout_s: float) -> None:
         """Return once the engine's publisher is there. Raises ConfigurationError when it does not come."""
         if not await asyncio.to_thread(self._connected.wait, timeout_s):
-            raise ConfigurationError(f"vLLM's KV events did not appear at {self._endpoint} within {timeout_s:g} s")
+            raise ConfigurationError(
+                f"{self._engine}'s KV events did not appear at {self._endpoint} within {timeout_s:g} s"
+            )
 
     async def events(self) -> AsyncIterator[EngineEventBatch]:
         """Yield batches until `close`, then raise EngineFailed."""
@@ -157,7 +169,7 @@ class KvEventListener:
             try:
                 self._receive(poller, subscriber, monitor)
             except (msgspec.DecodeError, ValueError) as error:
-                self._failure = f"vLLM published KV events that this version of Baton cannot read: {error}"
+                self._failure = f"{self._engine} published KV events that this version of Baton cannot read: {error}"
                 _log.exception("KV events stopped")
                 self._loop.call_soon_threadsafe(self._end)
             finally:
@@ -177,6 +189,9 @@ class KvEventListener:
                 self._deliver(decode_batch(sequence, payload))
 
     def _deliver(self, batch: EngineEventBatch) -> None:
+        batch = replace(batch, sequence=batch.sequence - self._initial_batches)
+        if batch.sequence < 1:
+            return
         if len(self._batches) >= BATCHES_MAX:
             _log.warning("dropped KV event batch %d: nobody takes them", batch.sequence)
             return

@@ -1,0 +1,178 @@
+"""What the scheduler process of an engine and our streaming process say to each other, where the engine has no way.
+
+vLLM carries our reports in its own messages; SGLang does not. So its scheduler process opens one connection to a
+socket of ours, whose abstract name it finds in its environment. Both ends know the key that Python gives to a
+process and to those that it spawns, and check it first. Messages are MessagePack.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import uuid
+from contextlib import suppress
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Final, cast
+
+import msgspec
+
+from baton.connectors.handoff import TransferReport
+from baton.transfer import AgentOptions, Faults
+
+ADDRESS_VARIABLE: Final = "BATON_ENGINE_LINK"
+HANDOFF_PARAMETER: Final = "baton"
+"""Among the parameters that SGLang passes on unread (`custom_params`): a request's `Handoff`, as JSON."""
+KV_DID_NOT_ARRIVE: Final = "the prompt's KV did not arrive"
+"""What the connector has SGLang say of a request whose pull failed; why is in the `StepReport` before."""
+SETUP_TIMEOUT_S: Final = 30.0
+
+
+class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
+    """Our first word."""
+
+    agent: AgentOptions | None
+    """None: the engine does not hand off."""
+    model_digest: str
+
+
+class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):
+    key: bytes
+
+
+class SetFaults(msgspec.Struct, tag="set_faults", frozen=True, kw_only=True):
+    faults: Faults
+
+
+class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):
+    """Answered by `Stats`, for tests and benchmarks."""
+
+
+Order = Setup | EndLease | SetFaults | AskStats
+
+
+class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
+    """The engine is loaded."""
+
+    version: str
+    kv_identity: str
+    """See `baton.identity`."""
+    endpoint: str
+    """Of the rank's agent; empty: it has none."""
+    block_tokens: int
+    blocks: int
+    block_bytes: int
+    running_max: int
+    context_tokens_max: int
+    vocabulary: int
+
+
+class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
+    """The process ends with this."""
+
+    reason: str
+
+
+class Stats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
+    figures: dict[str, int]
+    layers_arrived: dict[str, int]
+
+
+class StepReport(msgspec.Struct, tag="step", frozen=True, kw_only=True):
+    """How the scheduler stands after a step; sent when something has changed, before the step's tokens."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_usage: float = 0.0
+    prompt_tokens_computed: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_tokens_pulled: int = 0
+    preemptions: int = 0
+    begun: tuple[tuple[bytes, float], ...] = ()
+    """Keys of attempts first computed in this step, with the instant on this machine's monotonic clock."""
+    transfers: TransferReport | None = None
+
+
+Report = Opened | Failed | Stats | StepReport
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(Order)
+_reports = msgspec.msgpack.Decoder(Report)
+
+
+class SchedulerEnd:
+    """The end in the engine's scheduler process."""
+
+    def __init__(self) -> None:
+        address = os.environ.get(ADDRESS_VARIABLE, "")
+        if not address:
+            raise RuntimeError(f"{ADDRESS_VARIABLE} is not set: this process was not started by Baton")
+        self._connection = cast("Connection", Client("\0" + address, "AF_UNIX", authkey=_process_key()))
+
+    def fileno(self) -> int:
+        return self._connection.fileno()
+
+    def setup(self) -> Setup:
+        """Return the first word of our process. Raises RuntimeError when it does not come."""
+        if not self._connection.poll(SETUP_TIMEOUT_S):
+            raise RuntimeError(f"no settings came within {SETUP_TIMEOUT_S:g} s")
+        order = _orders.decode(self._connection.recv_bytes())
+        assert isinstance(order, Setup)
+        return order
+
+    def orders(self) -> list[Order]:
+        """Take what has come. Raises EOFError once our process is gone."""
+        orders: list[Order] = []
+        while self._connection.poll(0):
+            orders.append(_orders.decode(self._connection.recv_bytes()))
+        return orders
+
+    def tell(self, report: Report) -> None:
+        # A process that is gone needs no report, and this one will be ended with it.
+        with suppress(OSError):
+            self._connection.send_bytes(_encoder.encode(report))
+
+
+class HostEnd:
+    """The end in our process. Belongs to one thread, but for `address`."""
+
+    def __init__(self) -> None:
+        self.address = f"baton-engine-{uuid.uuid4().hex}"
+        self._listener = Listener("\0" + self.address, "AF_UNIX", authkey=_process_key())
+        self._connection: Connection | None = None
+
+    def accept(self, setup: Setup) -> None:
+        """Wait for the scheduler process, and tell it what it needs. Raises OSError when `close` ends the wait."""
+        self._connection = cast("Connection", self._listener.accept())
+        self.tell(setup)
+
+    def fileno(self) -> int:
+        assert self._connection is not None
+        return self._connection.fileno()
+
+    def tell(self, order: Order) -> None:
+        if self._connection is not None:
+            with suppress(OSError):
+                self._connection.send_bytes(_encoder.encode(order))
+
+    def reports(self) -> list[Report]:
+        """Take what has come; nothing more comes once the scheduler process is gone."""
+        reports: list[Report] = []
+        with suppress(EOFError, OSError):
+            while self._connection is not None and self._connection.poll(0):
+                reports.append(_reports.decode(self._connection.recv_bytes()))
+        return reports
+
+    def close(self) -> None:
+        # A listener that waits does not notice when it is closed; a shutdown wakes it.
+        waiting = cast("socket.socket", self._listener._listener._socket)  # pyright: ignore
+        with suppress(OSError):
+            waiting.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _process_key() -> bytes:
+    return bytes(multiprocessing.current_process().authkey)

@@ -1,0 +1,297 @@
+"""Baton inside SGLang's scheduler process: the scheduler, and the hand-off that it takes part in.
+
+`BatonScheduler` is SGLang's own, with the few steps overridden at which requests come, batches are chosen and end;
+it takes its place by SGLang's hooks (`HookRegistry`, a class replaced by its subclass). `Handoffs` feeds what
+happens there to `HandoffScheduler` and `HandoffRank`, as vLLM's connector does: one process is both here.
+
+A request on the decode leg does not enter SGLang's queue before its KV is here. Then it is one with a long prefix
+hit: SGLang computes the last token of the prompt, and samples the first of the answer.
+"""
+
+# pyright: basic, reportMissingImports=false
+# Types are checked where SGLang is not installed: engines pin their own torch, each in an environment of its own.
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+from sglang.srt.managers.scheduler import Scheduler, _make_abort_req  # pyright: ignore[reportPrivateUsage]
+from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.version import __version__ as VERSION
+
+from baton.connectors.link import (
+    KV_DID_NOT_ARRIVE,
+    AskStats,
+    EndLease,
+    Failed,
+    Opened,
+    SchedulerEnd,
+    SetFaults,
+    Setup,
+    Stats,
+    StepReport,
+)
+from baton.connectors.place import RankPlace
+from baton.connectors.rank import HandoffRank
+from baton.connectors.sglang_cache import HandoffCache
+from baton.connectors.sglang_handoffs import Handoffs
+from baton.errors import ConfigurationError
+from baton.identity import KvIdentity, describe_rope
+from baton.transfer import NativeAgent, Pool
+from baton.transfer.layout import Layout
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.io_struct import AbortReq
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+_log = logging.getLogger(__name__)
+
+
+class BatonScheduler(Scheduler):
+    handoffs: Handoffs | None = None
+
+    def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
+        self._link = SchedulerEnd()
+        setup = self._link.setup()
+        self._computed_tokens = self._cached_tokens = self._preemptions = 0
+        self._begun: list[tuple[bytes, float]] = []
+        self._batch: ScheduleBatch | None = None
+        self._told = StepReport()
+        with _ReportingFailure(self._link):
+            super().__init__(server_args, port_args)
+            self._open(setup)
+
+    def run_event_loop(self) -> None:
+        # SGLang would end its parent with SIGQUIT: that is our whole process.
+        try:
+            with _ReportingFailure(self._link):
+                super().run_event_loop()
+        finally:
+            if self.handoffs is not None:
+                self.handoffs.rank.agent.close()
+
+    def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
+        return _ReportingStreamer
+
+    def _open(self, setup: Setup) -> None:
+        pool, identity = self.token_to_kv_pool_allocator.get_kvcache(), ""
+        if setup.agent is not None:
+            agent, layout = self.make_agent(setup), self._layout(pool)
+            identity = self._identity(layout, setup.model_digest)
+            agent.set_pool(self._pool(pool, layout, identity))
+            rank = HandoffRank(agent, RankPlace(layout=layout))
+            self.handoffs = Handoffs(self.tree_cache, pool, rank, self._enqueue)
+        self.output_streamer.report = self._report
+        if self.load_snapshot_writer is not None:
+            # Shared memory with figures for SGLang's own server, which SGLang leaves behind.
+            Path(self.load_snapshot_writer.path).unlink(missing_ok=True)
+        if self.idle_sleeper is not None:
+            self.idle_sleeper.poller.register(self._link.fileno(), zmq.POLLIN)
+        opened = Opened(
+            version=VERSION,
+            kv_identity=identity,
+            endpoint=self.handoffs.rank.agent.endpoint if self.handoffs else "",
+            block_tokens=self.page_size,
+            blocks=self.max_total_num_tokens // self.page_size,
+            block_bytes=sum(tensor[: self.page_size].nbytes for tensor in (*pool.k_buffer, *pool.v_buffer)),
+            running_max=self.max_running_requests,
+            context_tokens_max=min(self.model_config.context_len, self.max_total_num_tokens),
+            vocabulary=self.model_config.vocab_size,
+        )
+        self._link.tell(opened)
+
+    def make_agent(self, setup: Setup) -> NativeAgent:
+        """Return this process's agent; tests may bring their own."""
+        assert setup.agent is not None
+        return NativeAgent(setup.agent)
+
+    def _layout(self, pool: Any) -> Layout:
+        """Describe the pool. K and V of a layer have a tensor each, `[slots, heads, dimensions]`."""
+        if (
+            type(pool) is not MHATokenToKVPool
+            or pool.kv_cache_layout != "nhd"
+            or not isinstance(self.tree_cache, HandoffCache)
+        ):
+            raise ConfigurationError(
+                f"SGLang keeps this model's KV in a {type(pool).__name__} that Baton cannot hand off "
+                "(engine option handoff=false serves requests whole)"
+            )
+        key = pool.k_buffer[0]
+        if key.device.type != "cpu":
+            raise ConfigurationError(
+                f"the KV cache lies on {key.device.type}, and this build moves host memory only "
+                "(engine option handoff=false serves requests whole)"
+            )
+        if key.element_size() == 1:
+            raise ConfigurationError(
+                "KV of eight bits is handed over with its scales, which Baton does not read out of SGLang "
+                "(engine option handoff=false serves requests whole)"
+            )
+        return Layout(
+            layers=len(pool.k_buffer),
+            kv_heads=self.model_config.get_total_num_kv_heads(),
+            dim=key.shape[2],
+            dtype=str(key.dtype).removeprefix("torch."),
+            order="NHD",
+            form="split",
+            packing="plain",
+            block_tokens=self.page_size,
+        )
+
+    def _identity(self, layout: Layout, model_digest: str) -> str:
+        config = self.model_config.hf_text_config.to_dict()
+        identity = KvIdentity(
+            model=str(config.get("model_type")),
+            digest=model_digest,
+            layers=layout.layers,
+            kv_heads=layout.kv_heads,
+            dim=layout.dim,
+            dtype=layout.dtype,
+            rope=describe_rope(config),
+        )
+        return str(identity)
+
+    def _pool(self, pool: Any, layout: Layout, identity: str) -> Pool:
+        page = pool.k_buffer[0][: self.page_size]
+        pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
+        return Pool(
+            layer_addresses=tuple(tensor.data_ptr() for pair in pairs for tensor in pair),
+            blocks=pool.k_buffer[0].shape[0] // self.page_size,
+            block_bytes=page.nbytes,
+            block_stride_bytes=page.nbytes,
+            block_tokens=self.page_size,
+            fingerprint=identity,
+            layout=str(layout),
+        )
+
+    # ------------------------------------------------------------ requests
+
+    def _add_request_to_queue(self, req: Req, is_retracted: bool = False) -> None:
+        self._preemptions += is_retracted
+        if self.handoffs is None or not self.handoffs.admit(req):
+            super()._add_request_to_queue(req, is_retracted)
+
+    def _enqueue(self, req: Req) -> None:
+        super()._add_request_to_queue(req)
+
+    def abort_request(self, recv_req: AbortReq) -> None:
+        if self.handoffs is not None:
+            ended = self.handoffs.aborted(lambda req: recv_req.abort_all or req.rid.startswith(recv_req.rid))
+            for req in ended:
+                self.send_abort_output(_make_abort_req(req, finished_reason=recv_req.finished_reason), req)
+        super().abort_request(recv_req)
+
+    def _release_aborted_request(self, req: Req) -> None:
+        super()._release_aborted_request(req)
+        if self.handoffs is not None:
+            self.handoffs.dropped(req)
+
+    # ------------------------------------------------------------ steps
+
+    def get_next_batch_to_run(self, running_batch: ScheduleBatch, last_batch: ScheduleBatch | None) -> Any:
+        self._follow_orders()
+        failed = self.handoffs.settle() if self.handoffs is not None else ()
+        self._report()
+        for req in failed:
+            reason = {"type": "abort", "message": KV_DID_NOT_ARRIVE}
+            self.send_abort_output(_make_abort_req(req, finished_reason=reason), req)
+        plan = super().get_next_batch_to_run(running_batch, last_batch)
+        self._batch = plan.batch_to_run
+        self._count(plan.batch_to_run)
+        if self.handoffs is not None:
+            self.handoffs.begin(plan.batch_to_run)
+        return plan
+
+    def run_batch(self, batch: ScheduleBatch, *arguments: object) -> GenerationBatchResult:
+        result = super().run_batch(batch, *arguments)
+        if self.handoffs is not None:
+            self.handoffs.computed()
+        return result
+
+    def is_fully_idle(self, *arguments: bool, **named: bool) -> bool:
+        return super().is_fully_idle(*arguments, **named) and (self.handoffs is None or self.handoffs.is_idle)
+
+    def _count(self, batch: ScheduleBatch | None) -> None:
+        if batch is None or not batch.forward_mode.is_extend():
+            return
+        now_s = time.monotonic()
+        decoding = batch.decoding_reqs or ()
+        for req in batch.reqs:
+            if req in decoding or req.retracted_stain:
+                continue
+            self._computed_tokens += req.extend_len
+            if req.extend_batch_idx == 1:
+                self._cached_tokens += req.prefix_len
+                self._begun.append((bytes.fromhex(req.rid), now_s))
+
+    def _follow_orders(self) -> None:
+        for order in self._link.orders():
+            rank = self.handoffs.rank if self.handoffs is not None else None
+            match order:
+                case EndLease(key=key) if rank is not None:
+                    rank.end_lease(key)
+                case SetFaults(faults=faults) if rank is not None:
+                    rank.agent.set_faults(faults)
+                case AskStats() if rank is not None:
+                    arrived = {key.hex(): layers for key, layers in rank.layers_arrived.items()}
+                    self._link.tell(Stats(figures=asdict(rank.agent.stats()), layers_arrived=arrived))
+                case _:
+                    pass
+
+    def _report(self) -> None:
+        handoffs, total = self.handoffs, self.max_total_num_tokens
+        free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        pulled = handoffs.pulled_tokens if handoffs is not None else 0
+        running = self.collect_inflight_reqs().union(self._batch.reqs if self._batch is not None else ())
+        report = StepReport(
+            running=sum(not req.finished() for req in running),
+            waiting=len(self.waiting_queue) + (handoffs.waiting if handoffs is not None else 0),
+            kv_usage=(total - free) / total,
+            prompt_tokens_computed=self._computed_tokens,
+            prompt_tokens_cached=max(self._cached_tokens - pulled, 0),
+            prompt_tokens_pulled=pulled,
+            preemptions=self._preemptions,
+            begun=tuple(self._begun),
+            transfers=handoffs.rank.report() if handoffs is not None else None,
+        )
+        self._begun.clear()
+        if report != self._told:
+            self._link.tell(report)
+            self._told = msgspec.structs.replace(report, begun=(), transfers=None)
+
+
+class _ReportingStreamer(SchedulerOutputStreamer):
+    """Sends ahead of a step's tokens what is needed to understand them, and how the scheduler stands with them."""
+
+    report: Callable[[], None] = staticmethod(lambda: None)
+
+    def stream_output(self, *arguments: object, **named: object) -> None:
+        self.report()
+        super().stream_output(*arguments, **named)
+
+
+class _ReportingFailure:
+    """Tells our process why this one ends, and ends it without SGLang's signal to its parent."""
+
+    def __init__(self, link: SchedulerEnd) -> None:
+        self._link = link
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, Exception):
+            _log.error("SGLang's scheduler ends", exc_info=error)
+            reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+            self._link.tell(Failed(reason=reason))
+            raise SystemExit(1) from error

@@ -1,0 +1,137 @@
+"""The attempts that run in an engine and the leases that it holds for them: what all real engines note alike."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
+from baton.engines.engine import EngineRequest, Leg, Stage
+from baton.engines.stages import prompt_stages
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    TransferFailed,
+)
+from baton.messages import FinishReason
+from baton.transfer import lease_key, pull_failure
+
+Item = TypeVar("Item")
+
+
+@dataclass(slots=True)
+class Attempt:
+    request: EngineRequest
+    key: bytes
+    entered_s: float
+    deadline_s: float
+    outcome: PullOutcome | None = None
+    begun: bool = False
+    finish: FinishReason | None = None
+
+    @property
+    def pulled_tokens(self) -> int:
+        return self.outcome.tokens if self.outcome else 0
+
+    def stages(self, scheduled_s: float) -> tuple[Stage, ...]:
+        """Return what it went through before its first token, which is here; `scheduled_s`: 0 where nobody said."""
+        pulled = self.outcome.groups if self.outcome else ()
+        begun_s = min(group.began_s for group in pulled) if pulled else scheduled_s
+        return prompt_stages(entered_s=self.entered_s, begun_s=begun_s, ended_s=time.monotonic(), pulled=pulled)
+
+
+class Attempts:
+    def __init__(self) -> None:
+        self._running: dict[tuple[str, int], Attempt] = {}
+        self._leases: dict[bytes, tuple[str, int]] = {}
+        """Of prefill legs, from their start until the connector reports the lease's end."""
+
+    @contextmanager
+    def enter(self, request: EngineRequest) -> Generator[Attempt]:
+        """Note an attempt for as long as it runs, and its lease for longer. Raises InvalidRequest where it is here."""
+        name = (request.request, request.attempt)
+        key = lease_key(*name)
+        if name in self._running or key in self._leases:
+            raise InvalidRequest(f"attempt {request.attempt} of request {request.request} is already here")
+        now_s = time.monotonic()
+        attempt = self._running[name] = Attempt(request, key, now_s, now_s + request.budget_s)
+        if request.leg is Leg.PREFILL:
+            self._leases[key] = name
+        try:
+            yield attempt
+        finally:
+            del self._running[name]
+            if attempt.finish not in (FinishReason.LENGTH, FinishReason.STOP):
+                # Either nothing was leased, or the connector revokes it without being asked.
+                self.lease_ended(key)
+
+    def runs(self, request: str, attempt: int) -> bool:
+        return (request, attempt) in self._running
+
+    def holds(self, key: bytes) -> bool:
+        return key in self._leases
+
+    def lease_ended(self, key: bytes) -> None:
+        self._leases.pop(key, None)
+
+    @property
+    def leased(self) -> frozenset[tuple[str, int]]:
+        return frozenset(self._leases.values())
+
+
+def handoff_of(attempt: Attempt, *, context_tokens_max: int, enabled: bool) -> Handoff | None:
+    """Return what the connector has to know of an attempt; None: it is no business of its.
+
+    Raises InvalidRequest, ContextLengthExceeded and TransferFailed for what no engine can do.
+    """
+    request = attempt.request
+    if not request.tokens:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if len(request.tokens) >= context_tokens_max:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(request.tokens)} tokens and leaves no room for an answer: "
+            f"the model's context has {context_tokens_max}"
+        )
+    if request.leg is Leg.WHOLE:
+        return None
+    if not enabled:
+        raise TransferFailed("this engine was started without a transfer agent (handoff=false)")
+    if request.leg is Leg.PREFILL:
+        return Handoff(leg=HandoffLeg.PREFILL, key=attempt.key, sink_ranks=request.sink_ranks)
+    if request.source is None or not request.source.address.agents:
+        raise TransferFailed("the decode task names no source with a transfer agent")
+    return Handoff(
+        leg=HandoffLeg.DECODE,
+        key=attempt.key,
+        endpoints=request.source.address.agents,
+        deadline_s=attempt.deadline_s,
+    )
+
+
+def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
+    """Return what to raise for a request that the engine ended by itself."""
+    if outcome is None or not outcome.failed:
+        return EngineFailed(f"{engine} ended the request with an error")
+    detail = f"the prompt's KV did not arrive ({outcome.cause}): {outcome.detail}".removesuffix(": ")
+    return pull_failure(outcome.cause, detail)
+
+
+async def within_budget(attempt: Attempt, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+    """Yield what `stream` yields; raise DeadlineExceeded when the next item does not come in the attempt's time."""
+    # The loop's clock is `time.monotonic`.
+    while True:
+        try:
+            async with asyncio.timeout_at(attempt.deadline_s):
+                item = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the engine did not finish within {attempt.request.budget_s:g} s") from error
+        yield item

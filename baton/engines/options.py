@@ -1,0 +1,154 @@
+"""From Baton's engine options to an engine's own arguments: device profiles, and the environment they need.
+
+Options are the engine's own flags, passed through as they are, and a few of ours (`OwnOptions`). A flag that
+Baton sets itself, and one that the engine does not know, stops the start. What an engine's flags are called
+stands in its `Dialect`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Final
+
+from baton.engines.processes import ENGINE_MARK
+from baton.errors import ConfigurationError
+
+
+class Device(StrEnum):
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnOptions:
+    """Engine options that are Baton's, not the engine's."""
+
+    device: Device = Device.AUTO
+    handoff: bool = True
+    """False: no transfer agent; the engine serves whole requests only."""
+    connector: str
+    """`module:Class` of what runs beside the engine's KV memory; tests derive their own."""
+
+
+OWN_OPTIONS: Final = ("device", "handoff", "connector")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What a kind of machine needs. An option or variable that the user sets wins."""
+
+    environment: Mapping[str, str]
+    options: Mapping[str, object]
+    block_tokens_multiple: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """What one engine's options are called, and which of them are not the user's."""
+
+    engine: str
+    connector: str
+    """The default of `OwnOptions.connector`."""
+    block_option: str
+    """The flag that sets the tokens of a block of KV."""
+    set_by_baton: frozenset[str]
+    one_only: Mapping[str, str]
+    """Flags that stay 1, and what to do instead."""
+    environment: Mapping[str, str]
+    """Of every engine, before it is imported."""
+    profiles: Mapping[Device, DeviceProfile]
+
+
+def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnOptions, dict[str, object]]:
+    """Return our own options and the engine's. Raises ConfigurationError naming a malformed one of ours."""
+    engine_options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    device = options.get("device", Device.AUTO)
+    if device not in list(Device):
+        raise ConfigurationError(f"engine option device is one of {', '.join(Device)}, not {device!r}", param="device")
+    handoff = options.get("handoff", True)
+    if not isinstance(handoff, bool):
+        raise ConfigurationError(f"engine option handoff is true or false, not {handoff!r}", param="handoff")
+    connector = options.get("connector", dialect.connector)
+    if not isinstance(connector, str) or connector.count(":") != 1:
+        raise ConfigurationError(f"engine option connector is 'module:Class', not {connector!r}", param="connector")
+    return OwnOptions(device=Device(str(device)), handoff=handoff, connector=connector), engine_options
+
+
+def choose_profile(wanted: Device, here: Device, dialect: Dialect) -> DeviceProfile:
+    """Return the profile of the device that the engine found. Raises ConfigurationError for another than `wanted`."""
+    if wanted not in (Device.AUTO, here):
+        raise ConfigurationError(
+            f"engine option device is {wanted}, but this {dialect.engine} is built for {here}", param="device"
+        )
+    return dialect.profiles[here]
+
+
+def engine_arguments(
+    options: Mapping[str, object], known: Iterable[str], profile: DeviceProfile, dialect: Dialect
+) -> dict[str, object]:
+    """Return the engine's arguments: the profile's, overridden by `options`. `known` are the engine's names."""
+    names = set(known)
+    for name in options:
+        if name in dialect.set_by_baton:
+            raise ConfigurationError(f"engine option {name} is set by Baton itself", param=name)
+        if name not in names:
+            close = difflib.get_close_matches(name, [*names, *OWN_OPTIONS], n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise ConfigurationError(f"{dialect.engine} has no engine option {name}{hint}", param=name)
+    arguments = {**profile.options, **options}
+    block_tokens = arguments.get(dialect.block_option)
+    if block_tokens is not None and (
+        not isinstance(block_tokens, int) or block_tokens <= 0 or block_tokens % profile.block_tokens_multiple
+    ):
+        multiple, option = profile.block_tokens_multiple, dialect.block_option
+        raise ConfigurationError(
+            f"engine option {option} is a multiple of {multiple} tokens on this device, not {block_tokens!r}",
+            param=option,
+        )
+    for name, instead in dialect.one_only.items():
+        if arguments.get(name, 1) != 1:
+            raise ConfigurationError(f"engine option {name} is 1 in Baton: {instead}", param=name)
+    return arguments
+
+
+@contextmanager
+def engine_environment(dialect: Dialect, profile: DeviceProfile | None = None) -> Generator[None]:
+    """Set what the engine's processes inherit, and undo it, with whatever the engine itself sets meanwhile."""
+    before = dict(os.environ)
+    wanted = {ENGINE_MARK: "1", **dialect.environment, **(profile.environment if profile else {})}
+    os.environ.update({name: value for name, value in wanted.items() if name not in before})
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
+
+
+def local_model(model: str) -> Path:
+    """Return the folder of a model: itself, or a hub id's snapshot, loaded when it is not here yet."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigurationError(f"the folder {model} holds no model: it has no config.json", param="model")
+        return path
+    if path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1:
+        raise ConfigurationError(f"there is no model folder {model}", param="model")
+    # Imported here: a model in a folder needs no hub client.
+    from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigurationError(
+            f"the model {model} is neither a folder here nor to be had from the hub: {reason}", param="model"
+        ) from error

@@ -1,0 +1,36 @@
+"""Engine processes die with the process that started them, however that one ends.
+
+Engines run their scheduler and workers as children. These notice a parent that ends in order, but not always
+one that is killed while they load a model or compute, and would then keep their memory. Linux can do it for
+them: a process may ask to be killed when its parent dies. `bind_to_parent` runs in each of these processes, from
+the engine's own plug-in hook: the earliest moment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from typing import Final
+
+ENGINE_MARK: Final = "BATON_ENGINE"
+"""Set for the children of our engines only, so that plug-ins leave other programs alone."""
+
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def bind_to_parent() -> None:
+    """Have the kernel kill this process when its parent dies. Does nothing in a process that was not spawned.
+
+    The kernel means the parent's *thread*: whoever spawns an engine must keep that thread alive.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    # The parent may have died before the call: then no signal will come.
+    if os.getppid() != parent.pid:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,267 @@
+"""SGLang in this process: `sglang.Engine`, whose scheduler and detokenizer are children that die with us."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from baton.connectors.link import (
+    HANDOFF_PARAMETER,
+    KV_DID_NOT_ARRIVE,
+    AskStats,
+    EndLease,
+    Opened,
+    Report,
+    SetFaults,
+    Stats,
+    StepReport,
+)
+from baton.engines.attempts import Attempt, Attempts, handoff_of, pull_error, within_budget
+from baton.engines.engine import (
+    EngineDelta,
+    EngineEventBatch,
+    EngineFacts,
+    EngineLoad,
+    EngineRequest,
+    Leg,
+    TransferFigures,
+)
+from baton.engines.kv_events import KvEventListener
+from baton.engines.options import split_options
+from baton.engines.recorder import LoadRecorder
+from baton.engines.sglang.host import SglangHost
+from baton.engines.sglang.options import DIALECT
+from baton.errors import BatonError, EngineFailed, InvalidRequest
+from baton.messages import FinishReason, Role
+from baton.transfer import AgentOptions, Faults, lease_key
+
+EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
+STATS_TIMEOUT_S: Final = 10.0
+
+_FINISH_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+
+
+class SglangEngine:
+    """See `baton.engines.engine.Engine`."""
+
+    def __init__(self, model: str, *, role: Role, options: Mapping[str, object], agent: AgentOptions) -> None:
+        self._model = model
+        self._role = role
+        self._own, self._options = split_options(options, DIALECT)
+        self._agent = agent
+        self._host: SglangHost | None = None
+        self._opened: Opened | None = None
+        self._listener: KvEventListener | None = None
+        self._failure = "the engine has not been started"
+        self._died = asyncio.Event()
+        self._recorder = LoadRecorder(ranks=1)
+        self._attempts = Attempts()
+        self._recorder.on_lease_ended = self._attempts.lease_ended
+        self._begun_s: dict[bytes, float] = {}
+        """When attempts were first computed, until their first token."""
+        self._stats: asyncio.Future[Stats] | None = None
+
+    async def start(self) -> EngineFacts:
+        self._host = SglangHost(self._model, self._own, self._options, self._agent)
+        self._host.on_report, self._host.on_death = self._take_report, self._died_unasked
+        # SGLang begins by saying that its cache is empty.
+        self._listener = KvEventListener(DIALECT.engine, self._host.events_endpoint, initial_batches=1)
+        self._listener.start()
+        try:
+            self._opened = await self._host.start()
+            self._failure = ""
+            await self._listener.connected(EVENTS_CONNECT_TIMEOUT_S)
+        except BaseException:
+            await self.close()
+            raise
+        opened = self._opened
+        return EngineFacts(
+            engine=f"sglang {opened.version}",
+            model_digest=self._host.digest,
+            block_tokens=opened.block_tokens,
+            kv_blocks=opened.blocks,
+            kv_bytes_per_token=opened.block_bytes // opened.block_tokens,
+            running_max=opened.running_max,
+            context_tokens_max=opened.context_tokens_max,
+            kv_identity=opened.kv_identity,
+            agents=(opened.endpoint,) if opened.endpoint else (),
+        )
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
+        host, opened = self._alive()
+        with self._attempts.enter(request) as attempt:
+            fields = self._fields(attempt, opened)
+            generating = host.generate(attempt.key.hex(), list(request.tokens), **fields)
+            try:
+                async with aclosing(generating), aclosing(self._until_death(generating)) as stream:
+                    async for step in within_budget(attempt, stream):
+                        yield self._delta(attempt, step)
+            except BatonError:
+                raise
+            except (ValueError, TypeError) as error:
+                raise InvalidRequest(f"the engine refuses the request: {str(error).partition(chr(10))[0]}") from error
+            except Exception as error:
+                raise EngineFailed(f"SGLang ended the request with {type(error).__name__}: {error}") from error
+            finally:
+                self._begun_s.pop(attempt.key, None)
+                self._recorder.take_outcome(attempt.key)
+
+    async def abort(self, request: str, attempt: int) -> None:
+        host, _ = self._alive()
+        key = lease_key(request, attempt)
+        if self._attempts.runs(request, attempt):
+            host.abort(key.hex())
+        if self._attempts.holds(key):
+            host.tell(EndLease(key=key))
+
+    def load(self) -> EngineLoad:
+        self._alive()
+        return replace(self._recorder.load, leased=self._attempts.leased)
+
+    def transfers(self) -> TransferFigures:
+        self._alive()
+        return self._recorder.transfers()
+
+    async def events(self) -> AsyncIterator[EngineEventBatch]:
+        self._alive()
+        assert self._listener is not None
+        async for batch in self._listener.events():
+            yield batch
+
+    async def check_health(self) -> None:
+        self._alive()
+
+    async def close(self) -> None:
+        self._end("the engine has been closed")
+        if self._host is not None:
+            await self._host.stop()
+            self._host = None
+
+    async def set_faults(self, faults: Faults) -> None:
+        """Inject faults at this engine's agent, for tests and benchmarks."""
+        self._alive()[0].tell(SetFaults(faults=faults))
+
+    async def transfer_stats(self) -> list[dict[str, Any]]:
+        """Return the agent's counters, for tests and benchmarks; one at a time."""
+        host, _ = self._alive()
+        self._stats = asyncio.get_running_loop().create_future()
+        host.tell(AskStats())
+        async with asyncio.timeout(STATS_TIMEOUT_S):
+            stats = await self._stats
+        return [{**stats.figures, "layers_arrived": stats.layers_arrived}]
+
+    # ------------------------------------------------------------ inside
+
+    def _alive(self) -> tuple[SglangHost, Opened]:
+        if self._failure or self._host is None or self._opened is None:
+            raise EngineFailed(self._failure)
+        return self._host, self._opened
+
+    def _died_unasked(self) -> None:
+        self._end("SGLang's engine process has died")
+
+    def _end(self, failure: str) -> None:
+        self._failure = self._failure or failure
+        self._died.set()
+        if self._listener is not None:
+            self._listener.close()
+
+    async def _until_death(
+        self, generating: AsyncGenerator[dict[str, Any], None]
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield what `generating` yields; a killed engine says nothing to the requests that wait for it."""
+        died = step = asyncio.ensure_future(self._died.wait())
+        try:
+            while True:
+                step = asyncio.ensure_future(anext(generating, None))
+                await asyncio.wait((step, died), return_when=asyncio.FIRST_COMPLETED)
+                if not step.done():
+                    raise EngineFailed(self._failure)
+                if (result := step.result()) is None:
+                    return
+                yield result
+        finally:
+            step.cancel()
+            died.cancel()
+            await asyncio.gather(step, died, return_exceptions=True)
+
+    def _fields(self, attempt: Attempt, opened: Opened) -> dict[str, object]:
+        from baton.engines.sglang.sampling import prefill_params, sampling_params
+
+        request, sampling = attempt.request, attempt.request.sampling
+        handoff = handoff_of(attempt, context_tokens_max=opened.context_tokens_max, enabled=bool(opened.endpoint))
+        stranger = max(request.tokens)
+        if stranger >= opened.vocabulary:
+            raise InvalidRequest(f"token id {stranger} is not in the vocabulary of {opened.vocabulary}", param="prompt")
+        if request.leg is Leg.PREFILL:
+            params = prefill_params()
+        else:
+            # SGLang refuses what its context has no room for; elsewhere an answer ends there.
+            room = opened.context_tokens_max - len(request.tokens)
+            params = sampling_params(sampling, opened.vocabulary) | {"max_new_tokens": min(sampling.max_tokens, room)}
+        if handoff is not None:
+            params["custom_params"] = {HANDOFF_PARAMETER: msgspec.json.encode(handoff).decode()}
+        asked = sampling.logprobs is not None and request.leg is not Leg.PREFILL
+        return {
+            "sampling_params": params,
+            "return_logprob": asked,
+            "logprob_start_len": -1,
+            "top_logprobs_num": sampling.logprobs or 0 if asked else 0,
+            "cache_salt": request.cache_salt or None,
+        }
+
+    def _delta(self, attempt: Attempt, step: dict[str, Any]) -> EngineDelta:
+        from baton.engines.sglang.sampling import token_logprobs
+
+        request, meta = attempt.request, step["meta_info"]
+        reason = meta["finish_reason"]
+        finish = _FINISH_REASONS.get(reason["type"], FinishReason.ERROR) if reason else None
+        if not attempt.begun and request.leg is Leg.DECODE:
+            attempt.outcome = self._recorder.take_outcome(attempt.key)
+        pulled = attempt.outcome
+        if (pulled is not None and pulled.failed) or (reason and reason.get("message") == KV_DID_NOT_ARRIVE):
+            raise pull_error(DIALECT.engine, pulled)
+        stages = () if attempt.begun else attempt.stages(self._begun_s.get(attempt.key, 0.0))
+        attempt.begun = True
+        attempt.finish = finish
+        # SGLang repeats the last token with a cancellation. What prefill samples is no part of the answer: decode
+        # samples the first token itself.
+        tokens = () if finish is FinishReason.CANCELLED or request.leg is Leg.PREFILL else tuple(step["output_ids"])
+        return EngineDelta(
+            tokens=tokens,
+            logprobs=token_logprobs(meta, request.sampling.logprobs)
+            if tokens and request.sampling.logprobs is not None
+            else (),
+            finish=finish,
+            cached_tokens=max(meta.get("cached_tokens", 0) - attempt.pulled_tokens, 0),
+            transferred_tokens=attempt.pulled_tokens,
+            transferred_bytes=pulled.moved_bytes if pulled else 0,
+            transfer_s=pulled.moving_s if pulled else 0.0,
+            stages=stages,
+        )
+
+    def _take_report(self, report: Report) -> None:
+        match report:
+            case StepReport():
+                self._begun_s.update((key, begun_s) for key, begun_s in report.begun)
+                self._recorder.load = replace(
+                    self._recorder.load,
+                    running=report.running,
+                    waiting=report.waiting,
+                    kv_usage=report.kv_usage,
+                    prompt_tokens_computed=report.prompt_tokens_computed,
+                    prompt_tokens_cached=report.prompt_tokens_cached,
+                    prompt_tokens_pulled=report.prompt_tokens_pulled,
+                    preemptions=report.preemptions,
+                )
+                if report.transfers is not None:
+                    self._recorder.record_transfers(report.transfers)
+            case Stats() if self._stats is not None and not self._stats.done():
+                self._stats.set_result(report)
+            case _:
+                pass

@@ -1,0 +1,69 @@
+"""Sampling parameters on their way into SGLang, and its log-probabilities on their way out."""
+
+# pyright: basic, reportMissingImports=false
+# Types are checked where SGLang is not installed: engines pin their own torch, each in an environment of its own.
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from baton.errors import InvalidRequest
+from baton.messages import Sampling, TokenLogprob
+
+EXTENSIONS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
+"""SGLang's own that Baton passes through: what shapes the output, not how it travels."""
+
+
+def prefill_params() -> dict[str, object]:
+    """Return parameters for computing a prompt: one token, which nobody reads."""
+    return {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+
+
+def sampling_params(sampling: Sampling, vocabulary: int) -> dict[str, object]:
+    """Return SGLang's form of `sampling`. Raises InvalidRequest naming what SGLang refuses or does not know."""
+    for name in sampling.extensions:
+        if name not in EXTENSIONS:
+            raise InvalidRequest(f"the engine has no parameter {name!r}", param=name)
+    if sampling.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens")
+    if sampling.logprobs is not None and not 0 <= sampling.logprobs <= vocabulary:
+        raise InvalidRequest(f"logprobs is 0 to {vocabulary}, not {sampling.logprobs}", param="logprobs")
+    fields: dict[str, object] = {
+        "max_new_tokens": sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "min_p": sampling.min_p,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": sampling.ignore_eos,
+        "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
+        "sampling_seed": None if sampling.seed is None else sampling.seed % (1 << 63),
+        # Text is the gateway's: SGLang is to leave the tokens as they are.
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        **sampling.extensions,
+    }
+    try:
+        params = SamplingParams(**fields)  # pyright: ignore[reportArgumentType]
+        params.verify(vocabulary)
+    except (ValueError, TypeError) as error:
+        sentence = str(error).partition("\n")[0]
+        raise InvalidRequest(f"the engine refuses these parameters: {sentence}") from error
+    return fields
+
+
+def token_logprobs(meta: Mapping[str, Any], alternatives: int) -> tuple[TokenLogprob, ...]:
+    """Return one entry per token of a step. SGLang's are (log-probability, token, text), the likeliest apart."""
+    sampled: Sequence[tuple[float, int, None]] = meta["output_token_logprobs"]
+    tops: Sequence[Sequence[tuple[float, int, None]]] = meta.get("output_top_logprobs") or [()] * len(sampled)
+    return tuple(
+        TokenLogprob(logprob=logprob, top=tuple((token, value) for value, token, _ in (top or ())[:alternatives]))
+        for (logprob, _token, _), top in zip(sampled, tops, strict=True)
+    )

@@ -1,0 +1,129 @@
+"""What does a hand-off cost, by which engines? `make bench-engines`.
+
+vLLM and SGLang on CPU with the tiny model in float32, one request at a time: prompts of 1,500 tokens in chunks of
+at most 512, answers of 32. Each combination of engines stands beside its decode engine alone, in interleaved runs.
+"Moving" is the time in which the pull's bytes moved, with their checks and, between different layouts, their
+conversion, which the sink does as they come; most of it hides behind prefill's own computing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from baton.cli.tiny_model import make_tiny_model
+from baton.engines.engine import EngineFacts, EngineRequest, Leg
+from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from benchmarks.report import Row, report
+from tests.engines.engine_settings import EngineName, engine_environ, engine_options, engine_python
+from tests.engines.remote_engine import RemoteEngine
+
+PROMPT_TOKENS: Final = 1500
+OUTPUT_TOKENS: Final = 32
+GREEDY: Final = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+ENGINES: Final[dict[str, EngineName]] = {"vllm": "vllm", "vllm 2": "vllm", "sglang": "sglang", "sglang 2": "sglang"}
+PAIRS: Final = (("vllm 2", "vllm"), ("sglang", "vllm"), ("sglang 2", "sglang"), ("vllm", "sglang"))
+
+
+@dataclass(frozen=True)
+class Run:
+    ttft_s: float
+    interval_s: float
+    moving_s: float
+
+
+@asynccontextmanager
+async def running(name: str, model: Path, folder: Path) -> AsyncGenerator[tuple[RemoteEngine, EngineFacts]]:
+    engine = ENGINES[name]
+    python = engine_python(engine)
+    if python is None:
+        raise SystemExit(f"there is no environment with {engine}: make environment-{engine}")
+    settings = {"engine": engine, "model": str(model), "role": Role.DECODE, "options": engine_options(engine)}
+    remote = RemoteEngine(python, settings, engine_environ(engine), folder / f"{name}.log")
+    try:
+        yield remote, await remote.start()
+    finally:
+        await remote.close()
+
+
+def request(name: str, leg: Leg, tokens: list[int], source: EngineFacts | None = None) -> EngineRequest:
+    address = WorkerAddress(worker="source", generation=1, agents=source.agents) if source else None
+    return EngineRequest(
+        request=name,
+        attempt=0,
+        leg=leg,
+        tokens=tokens,
+        sampling=GREEDY,
+        cache_salt=name,
+        source=KvSource(address=address) if address else None,
+        budget_s=60.0,
+    )
+
+
+async def answer(engine: RemoteEngine, asked: EngineRequest) -> Run:
+    began_s, moving_s = time.monotonic(), 0.0
+    arrivals_s: list[float] = []
+    async with aclosing(engine.generate(asked)) as deltas:
+        async for delta in deltas:
+            arrivals_s.append(time.monotonic())
+            moving_s = delta.transfer_s
+    interval_s = (arrivals_s[-1] - arrivals_s[0]) / (OUTPUT_TOKENS - 1)
+    return Run(arrivals_s[0] - began_s, interval_s, moving_s)
+
+
+async def measure(model: Path, folder: Path, runs: int) -> list[Row]:
+    rows: list[Row] = []
+    chance = random.Random(0)
+
+    def prompt() -> list[int]:
+        return [chance.randrange(300, 8192) for _ in range(PROMPT_TOKENS)]
+
+    for source_name, sink_name in PAIRS:
+        async with (
+            running(source_name, model, folder) as (source, facts),
+            running(sink_name, model, folder) as (sink, _),
+        ):
+            handed: list[Run] = []
+            alone: list[Run] = []
+            for number in range(runs + 1):
+                tokens, name = prompt(), f"{source_name}-{sink_name}-{number}"
+                prefill = asyncio.create_task(answer(source, request(name, Leg.PREFILL, tokens)))
+                handed.append(await answer(sink, request(name, Leg.DECODE, tokens, facts)))
+                await prefill
+                alone.append(await answer(sink, request(f"{name}-alone", Leg.WHOLE, tokens)))
+            # The first of each pays for what is made and connected then.
+            rows += _rows(f"{ENGINES[source_name]} → {ENGINES[sink_name]}", handed[1:], alone[1:])
+    return rows
+
+
+def _rows(pair: str, handed: list[Run], alone: list[Run]) -> list[Row]:
+    def median_ms(runs: list[Run], figure: str) -> float:
+        return statistics.median(getattr(run, figure) for run in runs) * 1e3
+
+    return [
+        Row.against(f"{pair}: {what}", "ms", median_ms(handed, figure), aggregated=median_ms(alone, figure))
+        for what, figure in (("time to first token", "ttft_s"), ("token interval", "interval_s"))
+    ] + [Row(name=f"{pair}: moving", unit="ms", ours=median_ms(handed, "moving_s"))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--runs", type=int, default=9, help="counted runs of each kind (default 9)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        make_tiny_model(Path(folder) / "tiny")
+        rows = asyncio.run(measure(Path(folder) / "tiny", Path(folder), arguments.runs))
+    report("engines", rows, notes=f"prompts of {PROMPT_TOKENS} tokens, medians of {arguments.runs} interleaved runs")
+
+
+if __name__ == "__main__":
+    main()

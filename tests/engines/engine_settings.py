@@ -1,0 +1,52 @@
+"""How this folder's tests start real engines."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Final, Literal
+
+EngineName = Literal["vllm", "sglang"]
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+
+_OPTIONS: Final[dict[EngineName, dict[str, Any]]] = {
+    "vllm": {
+        "max_model_len": 4096,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "num_gpu_blocks_override": 256,
+        "block_size": 32,
+    },
+    "sglang": {
+        "context_length": 4096,
+        "max_running_requests": 16,
+        "chunked_prefill_size": 512,
+        "max_total_tokens": 8192,
+        "page_size": 32,
+    },
+}
+_BLOCK_OPTION: Final[dict[EngineName, str]] = {"vllm": "block_size", "sglang": "page_size"}
+
+
+def engine_options(engine: EngineName, *, block_tokens: int = 32, dtype: str = "float32") -> dict[str, Any]:
+    """Return an engine's options. float32: in bf16 random weights give near-ties that any reordering flips."""
+    return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens}
+
+
+def engine_environ(engine: EngineName) -> dict[str, str]:
+    """Return what an engine of a test inherits: SGLang imports every model it knows, unless it is told not to."""
+    if engine != "sglang":
+        return dict(os.environ)
+    models = Path(str(engine_python(engine))).parents[1].glob("lib/python3.*/site-packages/sglang/srt/models/*.py")
+    unused = (path.stem for path in models if path.stem not in ("qwen3", "llama"))
+    return {**os.environ, "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)}
+
+
+def engine_python(engine: EngineName) -> str | None:
+    """Return the Python that has an engine: this one, or that of its own environment; None where it is not here."""
+    for folder in (Path(sys.prefix), ROOT / f".venv-{engine}"):
+        if list(folder.glob(f"lib/python3.*/site-packages/{engine}")):
+            return str(folder / "bin" / "python")
+    return None

@@ -1,0 +1,40 @@
+"""What tests of a whole Baton over real engines ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+
+from baton.messages import AttemptState
+from tests.cluster import Cluster
+
+# Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
+PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")
+PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
+"""A prompt of a tiny model is computed between two digests, now and then."""
+
+
+async def wait_idle(cluster: Cluster) -> None:
+    """Wait until no attempt, run slot or KV block is held; a lease that was left would live longer than this."""
+    await asyncio.sleep(0.6)
+    beats = cluster.observer.heartbeats
+
+    def idle() -> bool:
+        return all(not beat.attempts and not beat.running and not beat.kv_blocks_used for beat in beats.values())
+
+    await cluster.observer.until(idle, timeout_s=20)
+
+
+async def tell(client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 100, mode: str = "always") -> str:
+    """Stream one greedy answer to a prompt of several chunks, and return its text."""
+    stream = await client.completions.create(
+        model="tiny",
+        prompt=f"story {number}: " + "it is interrupted " * 300,
+        max_tokens=output_tokens,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+        extra_headers={"x-baton-disaggregation": mode, "x-baton-deadline-s": "60"},
+    )
+    return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])

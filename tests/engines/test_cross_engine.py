@@ -1,0 +1,249 @@
+"""Real engines that hand off to each other: SGLang alone, and with vLLM both ways.
+
+The whole engine suite runs over each pair, and what only real KV can show. Every engine serves either leg, so
+three of them make all pairs. What takes long and adds least is marked `nightly`: see docs/engines.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import pytest_asyncio
+from engine_settings import engine_environ, engine_options, engine_python
+from remote_engine import RemoteEngine
+
+from baton.engines.engine import EngineFacts, EngineLoad, Leg
+from baton.errors import EngineFailed, PeerUnreachable, TransferFailed
+from baton.messages import Role, Sampling
+from baton.transfer import AgentOptions, NativeAgent
+from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect, first_delta
+
+AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
+GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
+_pairs = itertools.count()
+PROMPT_TOKENS = (1, 33, 200, 1500)
+SGLANG = "sglang-a-to-sglang-b"
+MIXED = ("vllm-a-to-sglang-a", "sglang-a-to-vllm-a")
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+
+
+@dataclass
+class Running:
+    engine: RemoteEngine
+    facts: EngineFacts
+    shadow: Shadow = field(default_factory=Shadow)
+
+
+class Engines:
+    """Engines by name, started when they are first wanted, one after another: several at once take longer."""
+
+    def __init__(self, stack: AsyncExitStack, model: Path, folder: Path) -> None:
+        self._stack = stack
+        self._model = model
+        self._folder = folder
+        self._running: dict[str, Running] = {}
+
+    async def get(self, name: str) -> Running:
+        """Return an engine by `engine-letter` or `engine-letter-block_tokens`."""
+        if name not in self._running:
+            self._running[name] = await self._start(name)
+        return self._running[name]
+
+    async def _start(self, name: str) -> Running:
+        engine, _, *block = name.split("-")
+        assert engine in ("vllm", "sglang")
+        python = engine_python(engine)
+        if python is None:
+            pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
+        settings: dict[str, Any] = {
+            "engine": engine,
+            "model": str(self._model),
+            "role": Role.DECODE,
+            "options": engine_options(engine, block_tokens=int(block[0]) if block else 32),
+            "agent": AGENT,
+        }
+        remote = RemoteEngine(python, settings, engine_environ(engine), self._folder / f"{name}.log")
+        self._stack.push_async_callback(remote.close)
+        running = Running(remote, await remote.start())
+        follower = asyncio.create_task(running.shadow.follow(remote))
+        self._stack.callback(follower.cancel)
+        return running
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+    async with AsyncExitStack() as stack:
+        yield Engines(stack, tiny_model, tmp_path_factory.mktemp("engines"))
+
+
+async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
+    source, sink = await engines.get(prefill), await engines.get(decode)
+    gone = NativeAgent(AgentOptions(secret="tests"))
+    gone.close()
+    return Pair(
+        source.engine,
+        sink.engine,
+        source.facts,
+        sink.facts,
+        vocabulary=8192,
+        dead_agent=gone.endpoint,
+        prefill_shadow=source.shadow,
+        decode_shadow=sink.shadow,
+        # Pairs share engines, and so what these have cached.
+        numbers=itertools.count(next(_pairs) * 10_000),
+        budget_s=60.0,
+    )
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
+    return await make_pair(engines, *request.param.split("-to-"))
+
+
+def over(*pairs: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("pair", pairs, ids=str, indirect=True, scope="module")
+
+
+class Suite(EngineSuite):
+    """All of the suite, by whichever engines."""
+
+    @pytest.mark.parametrize("endpoint", ["malformed"])
+    async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+        """Real engines refuse what is no endpoint, rather than look for somebody there."""
+        with pytest.raises(TransferFailed, match="is not an endpoint"):
+            await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=("no endpoint",)))
+        with pytest.raises(PeerUnreachable):
+            await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(pair.dead_agent,)))
+        await pair.settled()
+
+
+@over(SGLANG)
+class TestSglang(Suite):
+    pass
+
+
+@pytest.mark.nightly
+@over(*MIXED)
+class TestMixed(Suite):
+    pass
+
+
+def figures(load: EngineLoad) -> tuple[int, int]:
+    return load.prompt_tokens_computed, load.prompt_tokens_pulled
+
+
+async def check_answers(pair: Pair, *, at_once: bool) -> None:
+    """Hand prompts off, and compare with what the decode engine says alone, which computes them all again."""
+    prompts = [pair.prompt(tokens) for tokens in PROMPT_TOKENS * (2 if at_once else 1)]
+    before = figures(pair.decode.load())
+    if at_once:
+        answers = await asyncio.gather(*(pair.hand_off(prompt, GREEDY) for prompt in prompts))
+    else:
+        answers = [await pair.hand_off(prompt, GREEDY) for prompt in prompts]
+    await pair.settled()
+    computed, pulled = (after - was for after, was in zip(figures(pair.decode.load()), before, strict=True))
+    assert computed == len(prompts), "of each prompt only the last token, which samples the first of the answer"
+    assert pulled == sum(map(len, prompts)) - len(prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))
+        assert answer.tokens == alone.tokens, len(prompt)
+        assert answer.last.transferred_tokens == len(prompt) - 1
+
+
+@over(SGLANG, *MIXED)
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at_once: bool) -> None:
+    await check_answers(pair, at_once=at_once)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("names", ["vllm-b-128 sglang-c-1", "sglang-c-1 vllm-b-128", "sglang-c-1 sglang-d-64"])
+async def test_blocks_and_pages_may_have_any_size(engines: Engines, names: str) -> None:
+    pair = await make_pair(engines, *names.split())
+    await check_answers(pair, at_once=False)
+    await check_answers(pair, at_once=True)
+
+
+@over(SGLANG, *MIXED)
+async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
+    prompt, sampling = pair.prompt(200), changed(GREEDY, logprobs=2)
+    moved = await pair.hand_off(prompt, sampling)
+    alone = await collect(pair.decode, pair.request(prompt, sampling, salt="computed here"))
+    for ours, theirs in zip(moved.logprobs, alone.logprobs, strict=True):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
+
+
+@over(SGLANG, *MIXED)
+async def test_one_token_is_an_answer(pair: Pair) -> None:
+    prompt, sampling = pair.prompt(200), changed(GREEDY, max_tokens=1)
+    answer = await pair.hand_off(prompt, sampling)
+    assert answer.tokens == (await collect(pair.decode, pair.request(prompt, sampling, salt="computed here"))).tokens
+    assert len(answer.tokens) == 1
+
+
+@over(SGLANG, *MIXED)
+async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
+    prompt = pair.prompt(200)
+    first = (await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))).tokens[0]
+    answer = await pair.hand_off(prompt, changed(GREEDY, stop_token_ids=(first,)))
+    assert answer.tokens == [first]
+    assert answer.last.finish == "stop"
+
+
+@over(SGLANG, *MIXED)
+async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> None:
+    prompt = pair.prompt(300)
+    assert isinstance(pair.prefill, RemoteEngine)
+    await pair.prefill.set_faults(corrupt_every=1)
+    try:
+        with pytest.raises(TransferFailed, match="checksum"):
+            await pair.hand_off(prompt)
+    finally:
+        await pair.prefill.set_faults()
+    await pair.settled()
+    answer = await pair.hand_off(prompt)
+    assert answer.last.cached_tokens == 0, "nothing of the failed pull may be cached"
+    assert answer.tokens == (await collect(pair.decode, pair.request(prompt, salt="computed here"))).tokens
+
+
+@over(SGLANG, *MIXED)
+async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) -> None:
+    prompt = pair.prompt(200)
+    prefill = pair.request(prompt[:100], leg=Leg.PREFILL)
+    await collect(pair.prefill, prefill)
+    with pytest.raises(TransferFailed):
+        await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request, budget_s=5.0))
+    await pair.prefill.abort(prefill.request, prefill.attempt)
+    await pair.settled()
+
+
+async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
+    """The last test here: nobody wants this engine after it."""
+    running = await engines.get("sglang-b")
+    engine, worker = running.engine, psutil.Process(running.engine.pid)
+    pair = await make_pair(engines, "sglang-b", "sglang-b")
+    stream, _ = await first_delta(engine, pair.request(pair.prompt(60), changed(GREEDY, max_tokens=3000)))
+    children = worker.children(recursive=True)
+    (scheduler,) = (child for child in children if child.name().startswith("sglang::sched"))
+    left_behind = [file.path for file in scheduler.memory_maps() if Path(file.path).is_relative_to("/dev/shm")]
+    assert not any(map(os.path.exists, left_behind)), "SGLang ends without removing what it shares"
+    scheduler.kill()
+    with pytest.raises(EngineFailed):
+        async for _ in stream:
+            pass
+    with pytest.raises(EngineFailed):
+        await engine.check_health()
+    assert worker.is_running(), "SGLang would have ended the process that started it"
+    worker.kill()
+    assert not psutil.wait_procs(children, 10)[1], "the engine outlives its worker"
