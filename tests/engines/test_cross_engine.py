@@ -21,6 +21,7 @@ import pytest_asyncio
 from engine_settings import engine_environ, engine_options, engine_python
 from remote_engine import RemoteEngine
 
+from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
 from baton.errors import EngineFailed, PeerUnreachable, TransferFailed
 from baton.messages import Role, Sampling
@@ -31,6 +32,8 @@ AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 _pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
+BFLOAT16_TOLERANCE = 0.15
+"""Of a log-probability: eight bits of numbers of a few units are some hundredths; 0.07 at most were seen."""
 SGLANG = "sglang-a-to-sglang-b"
 MIXED = ("vllm-a-to-sglang-a", "sglang-a-to-vllm-a")
 
@@ -47,29 +50,34 @@ class Running:
 class Engines:
     """Engines by name, started when they are first wanted, one after another: several at once take longer."""
 
-    def __init__(self, stack: AsyncExitStack, model: Path, folder: Path) -> None:
+    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
         self._stack = stack
-        self._model = model
         self._folder = folder
         self._running: dict[str, Running] = {}
 
     async def get(self, name: str) -> Running:
-        """Return an engine by `engine-letter` or `engine-letter-block_tokens`."""
+        """Return an engine by `engine-kind` or `engine-kind-block_tokens`; kinds: a letter, `llama`, `bfloat16`."""
         if name not in self._running:
             self._running[name] = await self._start(name)
         return self._running[name]
 
     async def _start(self, name: str) -> Running:
-        engine, _, *block = name.split("-")
+        engine, kind, *block = name.split("-")
         assert engine in ("vllm", "sglang")
+        model = self._folder / ("llama" if kind == "llama" else "qwen3")
+        make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
         python = engine_python(engine)
         if python is None:
             pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
         settings: dict[str, Any] = {
             "engine": engine,
-            "model": str(self._model),
+            "model": str(model),
             "role": Role.DECODE,
-            "options": engine_options(engine, block_tokens=int(block[0]) if block else 32),
+            "options": engine_options(
+                engine,
+                block_tokens=int(block[0]) if block else 32,
+                dtype="bfloat16" if kind == "bfloat16" else "float32",
+            ),
             "agent": AGENT,
         }
         remote = RemoteEngine(python, settings, engine_environ(engine), self._folder / f"{name}.log")
@@ -81,9 +89,9 @@ class Engines:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
     async with AsyncExitStack() as stack:
-        yield Engines(stack, tiny_model, tmp_path_factory.mktemp("engines"))
+        yield Engines(stack, tmp_path_factory.mktemp("engines"))
 
 
 async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
@@ -172,6 +180,27 @@ async def test_blocks_and_pages_may_have_any_size(engines: Engines, names: str) 
     pair = await make_pair(engines, *names.split())
     await check_answers(pair, at_once=False)
     await check_answers(pair, at_once=True)
+
+
+@over("vllm-llama-to-sglang-llama", "sglang-llama-to-vllm-llama")
+async def test_answers_of_another_model(pair: Pair) -> None:
+    await check_answers(pair, at_once=False)
+    await check_answers(pair, at_once=True)
+
+
+@over("vllm-bfloat16-to-sglang-bfloat16", "sglang-bfloat16-to-vllm-bfloat16")
+async def test_logprobs_in_bfloat16(pair: Pair) -> None:
+    """Engines round differently in bfloat16, so answers may part; how likely a first token is, they agree on."""
+    sampling = changed(GREEDY, max_tokens=1, logprobs=5)
+    for tokens in PROMPT_TOKENS:
+        prompt = pair.prompt(tokens)
+        moved = await pair.hand_off(prompt, sampling)
+        alone = await collect(pair.decode, pair.request(prompt, sampling, salt="computed here"))
+        ours, theirs = (dict(answer.logprobs[0].top) for answer in (moved, alone))
+        both = ours.keys() & theirs.keys()
+        assert len(both) >= 3, "nearly the same tokens are likely"
+        apart = {token: abs(ours[token] - theirs[token]) for token in both}
+        assert max(apart.values()) < BFLOAT16_TOLERANCE, tokens
 
 
 @over(SGLANG, *MIXED)
