@@ -250,7 +250,7 @@ class Sampling(Part, frozen=True, kw_only=True):
 
 
 class KvSource(Part, frozen=True, kw_only=True):
-    """Where a decode worker pulls the prompt's KV from. The lease's key is `lease_key(request, attempt)`."""
+    """Where a decode worker pulls the prompt's KV from. The lease's key is `lease_key(request, attempt, tokens)`."""
 
     address: WorkerAddress
 

@@ -50,20 +50,21 @@ class Attempt:
 class Attempts:
     def __init__(self) -> None:
         self._running: dict[tuple[str, int], Attempt] = {}
-        self._leases: dict[bytes, tuple[str, int]] = {}
+        self._leases: dict[tuple[str, int], bytes] = {}
         """Of prefill legs, from their start until the connector reports the lease's end."""
+        self._leased: dict[bytes, tuple[str, int]] = {}
+        """The other way round."""
 
     @contextmanager
     def enter(self, request: EngineRequest) -> Generator[Attempt]:
         """Note an attempt for as long as it runs, and its lease for longer. Raises InvalidRequest where it is here."""
         name = (request.request, request.attempt)
-        key = lease_key(*name)
-        if name in self._running or key in self._leases:
+        if name in self._running or name in self._leases:
             raise InvalidRequest(f"attempt {request.attempt} of request {request.request} is already here")
-        now_s = time.monotonic()
+        key, now_s = lease_key(*name, request.tokens), time.monotonic()
         attempt = self._running[name] = Attempt(request, key, now_s, now_s + request.budget_s)
         if request.leg is Leg.PREFILL:
-            self._leases[key] = name
+            self._leases[name], self._leased[key] = key, name
         try:
             yield attempt
         finally:
@@ -72,18 +73,20 @@ class Attempts:
                 # Either nothing was leased, or the connector revokes it without being asked.
                 self.lease_ended(key)
 
-    def runs(self, request: str, attempt: int) -> bool:
-        return (request, attempt) in self._running
+    def running(self, request: str, attempt: int) -> Attempt | None:
+        return self._running.get((request, attempt))
 
-    def holds(self, key: bytes) -> bool:
-        return key in self._leases
+    def lease(self, request: str, attempt: int) -> bytes | None:
+        """Return the key of the lease that an attempt still holds."""
+        return self._leases.get((request, attempt))
 
     def lease_ended(self, key: bytes) -> None:
-        self._leases.pop(key, None)
+        if (name := self._leased.pop(key, None)) is not None:
+            del self._leases[name]
 
     @property
     def leased(self) -> frozenset[tuple[str, int]]:
-        return frozenset(self._leases.values())
+        return frozenset(self._leases)
 
 
 def handoff_of(attempt: Attempt, *, context_tokens_max: int, enabled: bool) -> Handoff | None:

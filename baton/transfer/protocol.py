@@ -12,6 +12,7 @@ own thread, without the GIL. Results come as events (`poll`), announced by `file
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -23,9 +24,14 @@ from baton.errors import LayoutMismatch, ModelMismatch, PeerUnreachable, Transfe
 KEY_BYTES = 16
 
 
-def lease_key(request: str, attempt: int) -> bytes:
-    """Return the key under which prefill leases this attempt's KV and decode asks for it."""
-    return blake2b(f"{request}/{attempt}".encode(), digest_size=KEY_BYTES).digest()
+def lease_key(request: str, attempt: int, tokens: Sequence[int] = ()) -> bytes:
+    """Return the key under which prefill leases this attempt's KV and decode asks for it.
+
+    Both name all of the prompt: KV of another one, whoever mixed them up, is never found.
+    """
+    name = blake2b(f"{request}/{attempt}\0".encode(), digest_size=KEY_BYTES)
+    name.update(array("q", tokens))
+    return name.digest()
 
 
 def rank_key(key: bytes, source_rank: int, sink_rank: int) -> bytes:

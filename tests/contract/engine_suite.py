@@ -461,6 +461,16 @@ class EngineSuite:
             await collect(pair.decode, request)
         await pair.settled()
 
+    async def test_kv_of_another_prompt_is_not_found(self, pair: Pair) -> None:
+        """Whoever mixed them up: the attempt is the same, and so is the length."""
+        prefill = pair.request(pair.prompt(100), leg=Leg.PREFILL)
+        await collect(pair.prefill, prefill)
+        decode = pair.request(pair.prompt(100), leg=Leg.DECODE, name=prefill.request, budget_s=0.4)
+        with pytest.raises((AttemptFailed, DeadlineExceeded)):
+            await collect(pair.decode, decode)
+        await pair.prefill.abort(prefill.request, prefill.attempt)
+        await pair.settled()
+
     async def test_a_budget_that_runs_out_ends_the_generation(self, pair: Pair) -> None:
         with pytest.raises(DeadlineExceeded):
             await collect(pair.decode, pair.request(pair.prompt(50), changed(GREEDY, max_tokens=4000), budget_s=0.3))

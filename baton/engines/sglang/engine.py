@@ -38,7 +38,7 @@ from baton.engines.sglang.host import SglangHost
 from baton.engines.sglang.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages import FinishReason, Role
-from baton.transfer import AgentOptions, Faults, lease_key
+from baton.transfer import AgentOptions, Faults
 
 EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
 STATS_TIMEOUT_S: Final = 10.0
@@ -113,10 +113,9 @@ class SglangEngine:
 
     async def abort(self, request: str, attempt: int) -> None:
         host, _ = self._alive()
-        key = lease_key(request, attempt)
-        if self._attempts.runs(request, attempt):
-            host.abort(key.hex())
-        if self._attempts.holds(key):
+        if running := self._attempts.running(request, attempt):
+            host.abort(running.key.hex())
+        if key := self._attempts.lease(request, attempt):
             host.tell(EndLease(key=key))
 
     def load(self) -> EngineLoad:

@@ -44,7 +44,7 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.messages import FinishReason, Role, TokenLogprob
-from baton.transfer import AgentOptions, NativeAgent, TransferAgent, lease_key
+from baton.transfer import AgentOptions, NativeAgent, TransferAgent
 
 ENGINE: Final = "simulated 1"
 _EVENT_BATCHES_MAX: Final = 65_536
@@ -75,7 +75,8 @@ class SimulatedEngine:
         self._clock: Clock = clock or SystemClock()
         self._make_agent = make_agent
         self._random = random.Random(self._options.seed)
-        self._streams: dict[bytes, Stream] = {}
+        self._streams: dict[tuple[str, int], Stream] = {}
+        self._leases: dict[bytes, Stream] = {}
         self._batches: deque[EngineEventBatch] = deque(maxlen=_EVENT_BATCHES_MAX)
         self._batches_made = 0
         self._batches_changed = asyncio.Event()
@@ -159,6 +160,7 @@ class SimulatedEngine:
                 stream.error = failure
             stream.changed.set()
         self._streams.clear()
+        self._leases.clear()
         self._batches_changed.set()
 
     # ------------------------------------------------------------ requests
@@ -177,7 +179,7 @@ class SimulatedEngine:
 
     async def abort(self, request: str, attempt: int) -> None:
         self._check_alive()
-        stream = self._streams.get(lease_key(request, attempt))
+        stream = self._streams.get((request, attempt))
         if stream is not None:
             self._drop(stream)
             if stream.finish is None:
@@ -217,12 +219,11 @@ class SimulatedEngine:
     def _submit(self, request: EngineRequest) -> Stream:
         self._check_alive()
         check_request(request, vocabulary=self._model.vocabulary, context_tokens_max=self._context_tokens_max)
-        key = lease_key(request.request, request.attempt)
-        if key in self._streams:
+        if (request.request, request.attempt) in self._streams:
             raise InvalidRequest(f"attempt {request.attempt} of request {request.request!r} is here already")
         stop = stop_tokens(self._model, request.sampling)
         stream = Stream.of(request, ContextReader(self._pool), stop, self._clock.now_s())
-        self._streams[key] = stream
+        self._streams[stream.attempt.key] = self._leases[stream.lease.key] = stream
         self._scheduler.submit(stream.attempt)
         self._work.set()
         return stream
@@ -240,7 +241,7 @@ class SimulatedEngine:
 
     def _drop(self, stream: Stream) -> None:
         """Free what an attempt holds, wherever it stands; blocks that a pull writes follow when it has ended."""
-        if self._streams.get(stream.lease.key) is not stream:
+        if self._streams.get(stream.attempt.key) is not stream:
             return
         if stream.attempt.phase is Phase.PULLING:
             self._handoff.cancel_pull(stream.lease)
@@ -251,13 +252,13 @@ class SimulatedEngine:
 
     def _forget_ended(self, stream: Stream) -> None:
         if stream.attempt.phase is Phase.ENDED:
-            del self._streams[stream.lease.key]
+            del self._streams[stream.attempt.key], self._leases[stream.lease.key]
         self._work.set()
 
     # ------------------------------------------------------------ what the agent reports
 
     def _pull_over(self, key: bytes, error: BatonError | None) -> None:
-        stream = self._streams.get(key)
+        stream = self._leases.get(key)
         if stream is None:
             return
         if error is None:
@@ -275,7 +276,7 @@ class SimulatedEngine:
             self._steps.cancel()
 
     def _lease_over(self, key: bytes) -> None:
-        stream = self._streams.get(key)
+        stream = self._leases.get(key)
         if stream is None:
             return
         self._handoff.give_up(stream.lease)
@@ -409,7 +410,7 @@ class SimulatedEngine:
             self._batches_changed.set()
 
     def _stream(self, attempt: Attempt) -> Stream:
-        return self._streams[lease_key(*attempt.key)]
+        return self._streams[attempt.key]
 
 
 def _alive(chunks: list[Chunk] | tuple[Chunk, ...]) -> list[Chunk]:

@@ -45,7 +45,7 @@ class Stream:
             prompt_tokens=len(request.tokens),
             cache_salt=request.cache_salt,
         )
-        lease = Lease(lease_key(request.request, request.attempt))
+        lease = Lease(lease_key(request.request, request.attempt, request.tokens))
         return cls(request, attempt, lease, reader, stops, now_s)
 
     @property

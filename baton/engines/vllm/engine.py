@@ -27,7 +27,7 @@ from baton.engines.vllm.host import VllmHost
 from baton.engines.vllm.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages import FinishReason, Role
-from baton.transfer import AgentOptions, Faults, lease_key
+from baton.transfer import AgentOptions, Faults
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -118,10 +118,9 @@ class VllmEngine:
 
     async def abort(self, request: str, attempt: int) -> None:
         llm = self._alive()
-        if self._attempts.runs(request, attempt):
+        if self._attempts.running(request, attempt):
             await llm.abort(_engine_id(request, attempt))
-        key = lease_key(request, attempt)
-        if self._attempts.holds(key):
+        if key := self._attempts.lease(request, attempt):
             await self._ask_ranks("baton_end_lease", key)
 
     def load(self) -> EngineLoad:
