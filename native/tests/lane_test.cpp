@@ -48,7 +48,9 @@ TEST(lanes_measure_how_fast_they_are_while_they_are_busy) {
   CHECK(lane.bytes_per_s == 0);  // Too short to say.
   lane.finish(1.012, 1000);
   CHECK(about(lane.bytes_per_s, 2000 / 0.012));
-  lane.ask_for(7.0, 1000);  // After a while with nothing to do.
+  CHECK(lane.speed(1.5) == lane.bytes_per_s && lane.speed(2.1) == 0);  // It may be another by then.
+  lane.ask_for(7.0, 1000);                                             // After a while with nothing to do.
+  CHECK(lane.speed(9.0) == lane.bytes_per_s);
   lane.finish(7.012, 1000);
   CHECK(about(lane.bytes_per_s, (0.8 * 2000 + 0.2 * 1000) / 0.012));
 }

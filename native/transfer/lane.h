@@ -16,6 +16,7 @@ struct Lane {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
   static constexpr double kMeasureS = 10e-3;  // Busy, for one measurement.
   static constexpr double kNewest = 0.2;      // Share of the newest measurement.
+  static constexpr double kHoldsS = 1;        // A measurement does for so long after the lane was last asked.
 
   ConnectionId connection = 0;
   std::size_t rail = 0;  // Of the source's.
@@ -32,11 +33,16 @@ struct Lane {
   double busy_from_s = 0;
   double busy_s = 0;  // Since the last measurement, as the bytes.
   std::uint64_t busy_bytes = 0;
+  double asked_s = 0;            // When a chunk was last asked for.
   double heard_s = 0;            // When the source last said something here, or it was asked to connect.
   double owed_since_s = kNever;  // Since when it has owed an answer.
   double suspected_s = kNever;   // Since when it seems to hang.
 
   [[nodiscard]] bool ready() const { return agreed && !closing; }
+  // 0: not known. What was slow, and therefore left alone, is asked again after a while: it may have been a moment.
+  [[nodiscard]] double speed(double now_s) const {
+    return in_flight > 0 || now_s < asked_s + kHoldsS ? bytes_per_s : 0;
+  }
   void expect_answer(double now_s) { owed_since_s = std::min(owed_since_s, now_s); }
   void hear(double now_s) {
     heard_s = now_s;
@@ -47,6 +53,7 @@ struct Lane {
     if (in_flight++ == 0) busy_from_s = now_s;
     in_flight_bytes += bytes;
     asked_bytes += bytes;
+    asked_s = now_s;
     expect_answer(now_s);
   }
   // A chunk that is not waited for any more.

@@ -59,8 +59,8 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   };
   const auto bytes = chunk_blocks(pull.pool, options_.limits) * pull.pool.block_bytes;
   const auto done_in_s = [&](const Lane& lane) {
-    const double bytes_per_s = lane.bytes_per_s > 0 ? lane.bytes_per_s : std::max(fastest, 1.0);
-    return static_cast<double>(lane.in_flight_bytes + bytes) / bytes_per_s;
+    const double speed = lane.speed(now_s);
+    return static_cast<double>(lane.in_flight_bytes + bytes) / (speed > 0 ? speed : std::max(fastest, 1.0));
   };
   double soonest_s = Lane::kNever;
   for (const auto& [connection, lane] : peer.lanes) {
@@ -90,7 +90,8 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
   // Without this, whichever lane happens to be read first is sooner done and asked again: it waits for its equals.
   for (const auto& [connection, lane] : peer.lanes) {
     const auto known = pull.shares.find(connection);
-    const bool equal = usable(lane) && (lane.bytes_per_s == 0 || best->bytes_per_s <= kAboutEqual * lane.bytes_per_s);
+    const double speed = lane.speed(now_s);
+    const bool equal = usable(lane) && (speed == 0 || best->bytes_per_s <= kAboutEqual * speed);
     const bool gets_on = lane.in_flight > 0 && now_s < lane.owed_since_s + kLagS;
     const std::uint64_t asked_bytes = known == pull.shares.end() ? 0 : known->second.asked_bytes;
     if (equal && gets_on && least.asked_bytes >= asked_bytes + 2 * bytes) {

@@ -201,4 +201,11 @@ MUTATIONS = [
         "    ++in_flight;\n",
         "lanes_measure",
     ),
+    Mutation(
+        "a lane that was slow once is never asked again",
+        "transfer/lane.h",
+        "    return in_flight > 0 || now_s < asked_s + kHoldsS ? bytes_per_s : 0;\n",
+        "    return now_s < 0 ? 0 : bytes_per_s;\n",
+        "lanes_measure",
+    ),
 ]
