@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <set>
 #include <utility>
@@ -120,10 +121,11 @@ Blob honest_offer(const Backend& backend, PathEnd& source, std::unique_ptr<DataP
   return path->offer();
 }
 
-// An adapter whose reads end when the test says so.
+// An adapter whose reads end when the test says so, and which begins so many pieces at a time.
 class ManualSink : public ReadingSink {
  public:
-  using ReadingSink::ReadingSink;
+  explicit ManualSink(PathEnd& end, std::size_t room = 8)
+      : ReadingSink(end.site(), RemotePool::of(end.pool)), room_(room) {}
   Turn end(std::size_t pieces) {
     ending_ = pieces;
     return advance();
@@ -136,11 +138,12 @@ class ManualSink : public ReadingSink {
   }
   bool begin(Read& read) override {
     reading_ = &read;
-    read.begun = read.pieces.local.size();
+    read.begun = std::min(read.begun + room_, read.pieces.local.size());
     return true;
   }
 
  private:
+  std::size_t room_;
   Read* reading_ = nullptr;
   std::size_t ending_ = 0;
 };
@@ -291,9 +294,22 @@ TEST(paths_read_more_pieces_than_a_queue_has_room_for) {
   pair.check(0, from, to);
 }
 
+TEST(paths_wait_for_pieces_that_there_was_no_room_for) {
+  PathEnd end;
+  ManualSink path(end, 2);
+  Place chunk{.connection = 1, .pull = 1, .blocks = {1, 3, 5}};
+  Writer writer(chunk.where);
+  for (const std::uint32_t block : {2u, 4u, 6u}) writer.put(block);
+  CHECK(path.place(chunk) && path.end(0) == DataPath::Turn::idle);
+  path.end(2);
+  CHECK(path.places(1) && end.happened.empty());
+  path.end(1);
+  CHECK(!path.places(1) && end.happened.size() == 1);
+}
+
 TEST(paths_wait_for_every_piece_of_a_read) {
   PathEnd end;
-  ManualSink path(end.site(), RemotePool::of(end.pool));
+  ManualSink path(end);
   Place chunk{.connection = 1, .pull = 1, .blocks = {1, 3, 5}};
   Writer writer(chunk.where);
   for (const std::uint32_t block : {2u, 4u, 6u}) writer.put(block);
