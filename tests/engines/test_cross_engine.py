@@ -252,7 +252,7 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
     prefill = pair.request(prompt[:100], leg=Leg.PREFILL)
     await collect(pair.prefill, prefill)
     with pytest.raises(TransferFailed):
-        await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request, budget_s=5.0))
+        await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request))
     await pair.prefill.abort(prefill.request, prefill.attempt)
     await pair.settled()
 
