@@ -97,7 +97,11 @@ class HandoffCache(UnifiedRadixCache):
 
     def offer(self, rid: str, arrival: Arrival) -> None:
         """All of it is here: the request starts behind it when SGLang schedules it."""
-        self._arrivals[rid] = arrival
+        if arrival.tokens:
+            self._arrivals[rid] = arrival
+        else:
+            # Of a prompt of one token nothing is pulled, and nobody would come to take it.
+            self.give_up(arrival)
 
     def give_up(self, arrival: Arrival) -> None:
         self.token_to_kv_pool_allocator.free(arrival.own_slots)

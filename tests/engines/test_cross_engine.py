@@ -257,6 +257,23 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
     await pair.settled()
 
 
+@over(SGLANG, *MIXED)
+async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
+    """What is left of any request, be it a word in a table, keeps SGLang's scheduler from it."""
+    await pair.hand_off(pair.prompt(1), GREEDY)
+    await pair.settled()
+    for engine in (pair.prefill, pair.decode):
+        assert isinstance(engine, RemoteEngine)
+        processes = [process := psutil.Process(engine.pid), *process.children(recursive=True)]
+
+        def used_s() -> float:
+            return sum(sum(process.cpu_times()[:2]) for process in processes)  # noqa: B023
+
+        before_s = used_s()
+        await asyncio.sleep(1)
+        assert used_s() - before_s < 0.4
+
+
 async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
     """The last test here: nobody wants this engine after it."""
     running = await engines.get("sglang-b")

@@ -14,7 +14,7 @@ import zmq
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
 from baton.engines.kv_events import KvEventListener, decode_batch
 from baton.engines.options import Device, engine_arguments, engine_environment, local_model, split_options
-from baton.engines.vllm.options import DIALECT, check_handoff
+from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
 
 CPU = DIALECT.profiles[Device.CPU]
@@ -46,6 +46,19 @@ def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
     check_handoff({"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
     with pytest.raises(ConfigurationError, match="decode_context_parallel_size"):
         check_handoff({"tensor_parallel_size": 2, "decode_context_parallel_size": 2})
+
+
+def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:
+    def chosen(environ: Mapping[str, str], **arguments: object) -> object:
+        choose_executor(arguments, environ)
+        return arguments.get("distributed_executor_backend")
+
+    assert str(chosen(CPU.environment)).endswith("UniProcExecutor")
+    assert chosen(CPU.environment, tensor_parallel_size=2) is None
+    assert chosen(CPU.environment, pipeline_parallel_size=2) is None
+    assert chosen(CPU.environment, distributed_executor_backend="mp") == "mp"
+    assert chosen({"VLLM_CPU_OMP_THREADS_BIND": "0-31"}) is None, "the user binds the rank's threads to cores"
+    assert chosen({}) is None, "vLLM does it by itself on a GPU"
 
 
 @pytest.mark.parametrize("options", [{"device": "tpu"}, {"handoff": "yes"}, {"connector": "module.Class"}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from random import Random
 
@@ -16,6 +16,9 @@ from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
 from baton.messages import AttemptState, Role
 from tests.cluster import Cluster, running_cluster
+from tests.otlp import Collector, running_collector
+from tests.traced_cluster import PATHS, ask, export_traces
+from tests.traces import Trace, TracedSpan
 
 OPTIONS = {
     "dtype": "float32",
@@ -24,10 +27,23 @@ OPTIONS = {
     "max_num_batched_tokens": 512,
     "num_gpu_blocks_override": 400,
 }
+OF_VLLM = {
+    "chat tiny / attempt / dispatch / prefill / llm_request",
+    "chat tiny / attempt / dispatch / decode / llm_request",
+}
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    with running_collector() as collector, pytest.MonkeyPatch.context() as patch:
+        export_traces(patch, collector.url)
+        yield collector
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[Cluster]:
+async def cluster(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, collector: Collector
+) -> AsyncIterator[Cluster]:
     async with running_cluster(tmp_path_factory.mktemp("serving"), model=tiny_model) as cluster:
         await cluster.start_control_plane(gateway_flags=PATIENCE)
         for name in ("prefill-0", "decode-0", "prefill-1", "decode-1"):
@@ -46,6 +62,39 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+async def test_stages_and_vllms_own_spans_are_in_the_requests_trace(cluster: Cluster, collector: Collector) -> None:
+    """One trace: our stages with times out of vLLM's own processes, and vLLM's own spans."""
+    # The first request pays for what is compiled and connected then.
+    await ask(cluster, prompt="hello")
+    answer = await ask(cluster)
+
+    def spans_of(spans: list[TracedSpan]) -> list[TracedSpan]:
+        roots = [span.trace for span in spans if span.attributes.get("baton.request_id") == answer.request_id]
+        return [span for span in spans if span.trace in roots]
+
+    def complete(spans: list[TracedSpan]) -> bool:
+        names = [span.name for span in spans_of(spans)]
+        return {"match", "send", "prefill", "decode"} <= set(names) and names.count("llm_request") == 2
+
+    arrived = await asyncio.to_thread(collector.wait_for, complete, timeout_s=20)
+    trace = Trace(spans_of(arrived))
+    assert trace.paths() == PATHS | OF_VLLM
+    (prefill,), (transfer,) = trace.named("prefill"), trace.named("transfer")
+    layers = trace.named("layers")
+    assert sum(int(str(span.attributes["baton.transfer.layers"])) for span in layers) == 4
+    assert transfer.attributes["baton.transfer.bytes"] == sum(
+        int(str(span.attributes["baton.transfer.bytes"])) for span in layers
+    )
+    # Instants from vLLM's processes and from the transfer agents fit the worker's own.
+    for span in trace.spans.values():
+        if span.name in ("queue", "compute", "transfer", "layers", "first token", "generate"):
+            above = trace.spans[span.parent]
+            assert above.start_ns - 1e6 <= span.start_ns <= span.end_ns <= above.end_ns + 1e6, trace.path(span)
+    # The pull is asked for at once and moves layers while prefill still computes.
+    assert layers[0].start_ns < prefill.end_ns
+    assert trace.leaf_coverage() >= 0.95
 
 
 async def test_tokens_arrive_one_by_one(client: openai.AsyncOpenAI) -> None:

@@ -223,7 +223,8 @@ class SglangEngine:
         if not attempt.begun and request.leg is Leg.DECODE:
             attempt.outcome = self._recorder.take_outcome(attempt.key)
         pulled = attempt.outcome
-        if (pulled is not None and pulled.failed) or (reason and reason.get("message") == KV_DID_NOT_ARRIVE):
+        # An abort ends its pull as well, and that may be heard first.
+        if reason and reason.get("message") == KV_DID_NOT_ARRIVE:
             raise pull_error(DIALECT.engine, pulled)
         stages = () if attempt.begun else attempt.stages(self._begun_s.get(attempt.key, 0.0))
         attempt.begun = True

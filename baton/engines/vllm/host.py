@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from baton.engines.host import EngineHost
 from baton.engines.options import Device, OwnOptions, choose_profile, engine_arguments, engine_environment
-from baton.engines.vllm.options import DIALECT, check_handoff
+from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
 from baton.transfer import AgentOptions
 
@@ -49,6 +50,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
             if self._own.handoff:
                 check_handoff(arguments)
             with engine_environment(DIALECT, profile):
+                choose_executor(arguments, os.environ)
                 engine_args = AsyncEngineArgs(
                     **arguments,
                     model=model_path,

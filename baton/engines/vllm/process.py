@@ -6,7 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from baton.engines.processes import ENGINE_MARK, bind_to_parent
+from baton.engines.processes import ENGINE_MARK, bind_to_parent, end_at_once
 
 
 def unname_shared_memory(folder: Path = Path("/dev/shm")) -> None:
@@ -23,3 +23,4 @@ def plugin() -> None:
     """Entry point of the group `vllm.general_plugins`."""
     if os.environ.get(ENGINE_MARK):
         bind_to_parent()
+        end_at_once()
