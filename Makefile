@@ -99,7 +99,7 @@ test-fast: environment
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
 	.venv/bin/python -m pytest -q -n 3 tests/unit tests/contract
-	.venv/bin/python -m pytest -q -n 3 --dist loadgroup tests/integration
+	.venv/bin/python -m pytest -q -n 3 tests/integration
 
 FUZZED         = text stream core handshake offers
 FUZZ_S         = 120

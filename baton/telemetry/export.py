@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping, Sequence
 from threading import Thread
 from typing import Final
-from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -16,8 +15,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from baton.errors import ConfigurationError
 from baton.messages import SpanRecord
+from baton.telemetry.settings import traces_url
 
 log = logging.getLogger(__name__)
 
@@ -32,20 +31,6 @@ BATCH_INTERVAL_MS: Final = 2000.0
 
 _SCOPE: Final = InstrumentationScope("baton")
 _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
-
-
-def traces_url(endpoint: str) -> str:
-    """Return where spans are sent: `endpoint` itself where it has a path, else OTLP's usual one.
-
-    Raises ConfigurationError where it is no address.
-    """
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigurationError(
-            f"the setting otlp_endpoint is malformed: {endpoint!r} is no address such as http://127.0.0.1:4318",
-            param="otlp_endpoint",
-        )
-    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"
 
 
 class Collector:

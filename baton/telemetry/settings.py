@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from msgspec import Meta, Struct
+
+from baton.errors import ConfigurationError
 
 
 class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,3 +25,17 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="Its port; 0 takes any free one, none: it is not served."),
     ] = None
+
+
+def traces_url(endpoint: str) -> str:
+    """Return where spans are sent: `endpoint` itself where it has a path, else OTLP's usual one.
+
+    Raises ConfigurationError where it is no address.
+    """
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigurationError(
+            f"the setting otlp_endpoint is malformed: {endpoint!r} is no address such as http://127.0.0.1:4318",
+            param="otlp_endpoint",
+        )
+    return endpoint if parts.path.strip("/") else endpoint.rstrip("/") + "/v1/traces"

@@ -19,7 +19,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from os import getpid
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from opentelemetry.trace import SpanKind
 
@@ -27,9 +27,11 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.errors import BatonError
 from baton.messages import AttributeValue, SpanRecord, TracePage, TraceQuery, TraceWanted
-from baton.telemetry.export import Collector
 from baton.telemetry.recorder import Export, Recorder
 from baton.telemetry.settings import TelemetrySettings
+
+if TYPE_CHECKING:
+    from baton.telemetry.export import Collector
 
 TEXT_CHARACTERS_MAX: Final = 1024
 """Of an attribute, and of an error's sentence."""
@@ -128,6 +130,9 @@ class Tracing:
         self._instance = instance or f"{service}-{self._host}-{getpid()}"
         self._collector: Collector | None = None
         if export is None and settings.tracing and settings.otlp_endpoint:
+            # Here, since the exporter is a fifth of what a service imports, and most have no collector.
+            from baton.telemetry.export import Collector
+
             resource = {
                 "service.name": f"baton-{service}",
                 "service.namespace": "baton",

@@ -16,7 +16,7 @@ from baton.engines.engine import Engine
 from baton.errors import ConfigurationError
 from baton.messages import RANKS_MAX, Role
 from baton.telemetry import TelemetrySettings
-from baton.telemetry.export import traces_url
+from baton.telemetry.settings import traces_url
 from baton.transfer import AgentOptions, Faults
 
 _AGENT: Final = AgentOptions()

@@ -25,8 +25,7 @@ from baton.telemetry import catalogue
 from tests.cluster import Cluster, running_cluster
 from tests.prometheus import DEPLOY, RULES, Prometheus, needs_prometheus, promtool, start_prometheus
 
-# One system for all of them.
-pytestmark = [needs_prometheus, pytest.mark.timeout(180), pytest.mark.xdist_group("metrics")]
+pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
 
 WINDOW: Final = "10s"
 """Stands for Grafana's `$__rate_interval` at a scrape each second."""

@@ -20,10 +20,16 @@ def read(file: Path) -> DecodeSettings:
     return config.load(DecodeSettings, service="decode", argv=["--config", str(file)], environ={})
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all engines: a model is made once, settings are written anew."""
+    return tmp_path_factory.mktemp("prepared")
+
+
 @pytest.mark.parametrize("engine", ["vllm", "simulated"])
-def test_workers_read_what_was_prepared(tmp_path: Path, engine: str) -> None:
+def test_workers_read_what_was_prepared(folder: Path, engine: str) -> None:
     wishes = Wishes(
-        folder=tmp_path,
+        folder=folder,
         engine=engine,  # pyright: ignore[reportArgumentType]
         device="cpu",
         engine_options=NAMED,

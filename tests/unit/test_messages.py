@@ -58,7 +58,8 @@ def _of(kind: object) -> st.SearchStrategy[object]:
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
 def test_every_message_survives_the_bus(kind: type[Message]) -> None:
-    @settings(max_examples=settings().max_examples // 2)
+    # Few of each kind, since all kinds have the same types in their fields.
+    @settings(max_examples=settings().max_examples // 6)
     @given(_of(kind))
     def survives(message: AnyMessage) -> None:
         again = decode(encode(message))

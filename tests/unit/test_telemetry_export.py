@@ -10,7 +10,8 @@ import pytest
 from baton.errors import ConfigurationError
 from baton.telemetry import TelemetrySettings, Tracing
 from baton.telemetry import export as export_module
-from baton.telemetry.export import QUEUE_SPANS_MAX, traces_url
+from baton.telemetry.export import QUEUE_SPANS_MAX
+from baton.telemetry.settings import traces_url
 from tests.otlp import running_collector
 from tests.servers import free_port
 
