@@ -1,7 +1,7 @@
-"""Real engines that hand off to each other: SGLang alone, and with vLLM both ways.
+"""Real engines that hand off to each other: vLLM and SGLang, each alone and both ways.
 
 The whole engine suite runs over each pair, and what only real KV can show. Every engine serves either leg, so
-three of them make all pairs. What takes long and adds least is marked `nightly`: see docs/engines.md.
+four of them make all pairs; no two have blocks or pages of one size.
 """
 
 from __future__ import annotations
@@ -34,8 +34,13 @@ _pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
 BFLOAT16_TOLERANCE = 0.15
 """Of a log-probability: eight bits of numbers of a few units are some hundredths; 0.07 at most were seen."""
-SGLANG = "sglang-a-to-sglang-b"
-MIXED = ("vllm-a-to-sglang-a", "sglang-a-to-vllm-a")
+PAIRS = (
+    "sglang-64-to-sglang-1",
+    "vllm-32-to-vllm-128",
+    "vllm-128-to-sglang-1",
+    "sglang-1-to-vllm-128",
+)
+"""Each with the size of its blocks or pages, in tokens."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
@@ -56,13 +61,13 @@ class Engines:
         self._running: dict[str, Running] = {}
 
     async def get(self, name: str) -> Running:
-        """Return an engine by `engine-kind` or `engine-kind-block_tokens`; kinds: a letter, `llama`, `bfloat16`."""
+        """Return an engine by `engine-block_tokens` or `engine-kind`; kinds: `llama`, `bfloat16`."""
         if name not in self._running:
             self._running[name] = await self._start(name)
         return self._running[name]
 
     async def _start(self, name: str) -> Running:
-        engine, kind, *block = name.split("-")
+        engine, kind = name.split("-")
         assert engine in ("vllm", "sglang")
         model = self._folder / ("llama" if kind == "llama" else "qwen3")
         make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
@@ -75,7 +80,7 @@ class Engines:
             "role": Role.DECODE,
             "options": engine_options(
                 engine,
-                block_tokens=int(block[0]) if block else 32,
+                block_tokens=int(kind) if kind.isdecimal() else 32,
                 dtype="bfloat16" if kind == "bfloat16" else "float32",
             ),
             "agent": AGENT,
@@ -122,9 +127,8 @@ def over(*pairs: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pair", pairs, ids=str, indirect=True, scope="module")
 
 
-class Suite(EngineSuite):
-    """All of the suite, by whichever engines."""
-
+@over(*PAIRS)
+class TestSuite(EngineSuite):
     @pytest.mark.parametrize("endpoint", ["malformed"])
     async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
         """Real engines refuse what is no endpoint, rather than look for somebody there."""
@@ -133,17 +137,6 @@ class Suite(EngineSuite):
         with pytest.raises(PeerUnreachable):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(pair.dead_agent,)))
         await pair.settled()
-
-
-@over(SGLANG)
-class TestSglang(Suite):
-    pass
-
-
-@pytest.mark.nightly
-@over(*MIXED)
-class TestMixed(Suite):
-    pass
 
 
 def figures(load: EngineLoad) -> tuple[int, int]:
@@ -168,18 +161,10 @@ async def check_answers(pair: Pair, *, at_once: bool) -> None:
         assert answer.last.transferred_tokens == len(prompt) - 1
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at_once: bool) -> None:
     await check_answers(pair, at_once=at_once)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("names", ["vllm-b-128 sglang-c-1", "sglang-c-1 vllm-b-128", "sglang-c-1 sglang-d-64"])
-async def test_blocks_and_pages_may_have_any_size(engines: Engines, names: str) -> None:
-    pair = await make_pair(engines, *names.split())
-    await check_answers(pair, at_once=False)
-    await check_answers(pair, at_once=True)
 
 
 @over("vllm-llama-to-sglang-llama", "sglang-llama-to-vllm-llama")
@@ -203,7 +188,7 @@ async def test_logprobs_in_bfloat16(pair: Pair) -> None:
         assert max(apart.values()) < BFLOAT16_TOLERANCE, tokens
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
     prompt, sampling = pair.prompt(200), changed(GREEDY, logprobs=2)
     moved = await pair.hand_off(prompt, sampling)
@@ -213,7 +198,7 @@ async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 async def test_one_token_is_an_answer(pair: Pair) -> None:
     prompt, sampling = pair.prompt(200), changed(GREEDY, max_tokens=1)
     answer = await pair.hand_off(prompt, sampling)
@@ -221,7 +206,7 @@ async def test_one_token_is_an_answer(pair: Pair) -> None:
     assert len(answer.tokens) == 1
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     prompt = pair.prompt(200)
     first = (await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))).tokens[0]
@@ -230,7 +215,7 @@ async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     assert answer.last.finish == "stop"
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> None:
     prompt = pair.prompt(300)
     assert isinstance(pair.prefill, RemoteEngine)
@@ -246,7 +231,7 @@ async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> N
     assert answer.tokens == (await collect(pair.decode, pair.request(prompt, salt="computed here"))).tokens
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) -> None:
     prompt = pair.prompt(200)
     prefill = pair.request(prompt[:100], leg=Leg.PREFILL)
@@ -257,7 +242,7 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
     await pair.settled()
 
 
-@over(SGLANG, *MIXED)
+@over(*PAIRS)
 async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
     """What is left of any request, be it a word in a table, keeps SGLang's scheduler from it."""
     await pair.hand_off(pair.prompt(1), GREEDY)
@@ -276,9 +261,9 @@ async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
 
 async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
     """The last test here: nobody wants this engine after it."""
-    running = await engines.get("sglang-b")
+    running = await engines.get("sglang-1")
     engine, worker = running.engine, psutil.Process(running.engine.pid)
-    pair = await make_pair(engines, "sglang-b", "sglang-b")
+    pair = await make_pair(engines, "sglang-1", "sglang-1")
     stream, _ = await first_delta(engine, pair.request(pair.prompt(60), changed(GREEDY, max_tokens=3000)))
     children = worker.children(recursive=True)
     (scheduler,) = (child for child in children if child.name().startswith("sglang::sched"))
