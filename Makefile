@@ -40,7 +40,7 @@ help:
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
-	@echo 'make test-nightly  for long: engines of two kinds in all pairs, many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
+	@echo 'make test-nightly  for long: one engine that takes over from another, many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'

@@ -1,8 +1,8 @@
 """What every engine must do: one suite over all implementations of `baton.engines.engine.Engine`.
 
-A subclass gives a fixture `pair`: a prefill and a decode engine over the same model, started, and shared by as many tests as the engine's start is expensive. So each test
-uses prompts of its own (`Pair.prompt`) and compares loads before and after. Both engines compute in
-float32, or equality between them would be luck.
+A subclass gives a fixture `pair`: a prefill and a decode engine over the same model, started, and shared by as many
+tests as the engine's start is expensive. So each test uses prompts of its own (`Pair.prompt`) and compares loads before
+and after. Both engines compute in float32, or equality between them would be luck.
 """
 
 from __future__ import annotations
