@@ -12,7 +12,7 @@ from baton_gateway.config import Settings
 from openai.types import Completion
 from openai.types.chat import ChatCompletionMessageParam
 
-from baton.messages import Cancel, DecodeTask, PrefillTask, Role, unpack_tokens
+from baton.messages import Cancel, DecodeTask, PrefillTask, Role, TokenChunk, unpack_tokens
 from tests.gateway_actors import MODEL
 from tests.gateway_stage import Stage, forward, open_stage
 
@@ -222,6 +222,18 @@ async def test_a_long_prompt_travels_in_chunks(stage: Stage, client: openai.Asyn
     assert answer.choices[0].text == HELLO[: len(answer.choices[0].text)]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 3000
+
+
+async def test_parameters_that_fill_a_message_are_refused_before_a_token_is_sent(
+    stage: Stage, client: openai.AsyncOpenAI
+) -> None:
+    stage.network.payload_bytes_max = 8192
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.completions.create(
+            model=MODEL, prompt=[7] * 3000, extra_body={"guided_choice": ["a" * stage.network.payload_bytes_max]}
+        )
+    assert refused.value.status_code == 413
+    assert not stage.workers["d1"].got(TokenChunk)
 
 
 async def test_many_at_once(stage: Stage, client: openai.AsyncOpenAI) -> None:

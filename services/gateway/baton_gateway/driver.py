@@ -15,7 +15,15 @@ from baton import subjects
 from baton.blocks import hash_blocks
 from baton.bus import Bus
 from baton.clock import Clock
-from baton.errors import AttemptFailed, BatonError, ClientGone, DeadlineExceeded, NoResponders, WorkerLost
+from baton.errors import (
+    AttemptFailed,
+    BatonError,
+    ClientGone,
+    DeadlineExceeded,
+    NoResponders,
+    PayloadTooLarge,
+    WorkerLost,
+)
 from baton.messages import (
     TOKEN_BYTES,
     Accepted,
@@ -55,6 +63,8 @@ ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generatio
 """Reasons of `Busy` that say nothing against the worker: another one, or a later moment, will do."""
 HEADROOM_BYTES: Final = 64
 """What the length fields of a message may grow by once tokens are in it."""
+TOKENS_SHARE_MIN: Final = 0.25
+"""Of a message's room. Parameters that leave less would have a long prompt sent in thousands of messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,6 +379,8 @@ class AnswerDriver:
             context = self._context(attempt, span.trace)
             room = links.bus.payload_bytes_max - len(encode(make(context, b""))) - HEADROOM_BYTES
             try:
+                if room < links.bus.payload_bytes_max * TOKENS_SHARE_MIN:
+                    raise PayloadTooLarge("the request's parameters are too long for the message bus")
                 *chunks, tail = cut(tokens, room)
                 for index, chunk in enumerate(chunks):
                     offset = index * len(chunks[0]) // TOKEN_BYTES
