@@ -206,12 +206,20 @@ class Matched(Message, tag="matched", frozen=True, kw_only=True):
 
 
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
-    """Scheduler to every kvindex: these workers will soon hold this prompt. May be lost: it is a hint."""
+    """Scheduler to every kvindex and scheduler: these workers will soon run this attempt, and hold its prompt.
+
+    May be lost: it is a hint.
+    """
 
     context: Context
+    scheduler: str = ""
+    """Who placed it."""
     model_digest: str
     blocks: bytes
     workers: tuple[WorkerAddress, ...]
+    prompt_tokens: int = 0
+    output_tokens_max: int = 0
+    predicted: Candidate | None = None
 
 
 class Audited(Message, tag="audited", frozen=True, kw_only=True):
