@@ -99,6 +99,7 @@ async def test_tokens_arrive_one_by_one(stage: Stage, client: openai.AsyncOpenAI
 async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: openai.AsyncOpenAI) -> None:
     prefill = await stage.add("p1", Role.PREFILL)
     prefill.script.cached_tokens = 5
+    stage.scheduler.predicted_cached_tokens = 4
     await forward(stage, "p1")
     answer = await client.completions.create(
         model=MODEL, prompt=[7] * 40, max_tokens=50, extra_headers={"x-baton-disaggregation": "always"}
@@ -112,6 +113,7 @@ async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: open
     assert isinstance(decoded, DecodeTask)
     assert prefilled.tokens == decoded.tokens
     assert prefilled.sink_ranks == 1
+    assert (prefilled.cached_tokens, decoded.cached_tokens) == (4, 0), "for the queue of whoever computes the prompt"
     assert decoded.source is not None
     assert decoded.source.address == prefill.address
     await stage.wait_for(lambda: not prefill.attempts and not stage.workers["d1"].attempts)

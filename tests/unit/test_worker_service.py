@@ -205,6 +205,13 @@ async def test_an_attempt_streams_ends_and_is_forgotten(decode: World) -> None:
     assert await decode.state() is None
 
 
+@pytest.mark.parametrize(("cached", "queued"), [(0, 100), (64, 36), (100, 1), (9999, 1), (-5, 100)])
+async def test_a_queue_grows_by_what_is_taken_to_be_computed(prefill: World, cached: int, queued: int) -> None:
+    await prefill.ask(msgspec.structs.replace(prefill_task(), cached_tokens=cached))
+    assert await prefill.state() is AttemptState.COMPUTING
+    assert prefill.heartbeat().prefill_tokens_queued == queued
+
+
 async def test_digests_tell_pulling_from_running(decode: World) -> None:
     await decode.ask(decode_task())
     assert await decode.state() is AttemptState.PULLING

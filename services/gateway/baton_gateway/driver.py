@@ -347,6 +347,7 @@ class AnswerDriver:
                 sampling=sampling,
                 cache_salt=order.cache_salt,
                 sink_ranks=len(decode.agents),
+                cached_tokens=placement.predicted.cached_tokens,
             )
 
         def decode_task(context: Context, tail: bytes) -> DecodeTask:
@@ -359,6 +360,7 @@ class AnswerDriver:
                 sampling=sampling,
                 cache_salt=order.cache_salt,
                 source=None if prefill is None else KvSource(address=prefill),
+                cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
             )
 
         if prefill is not None:
