@@ -58,12 +58,12 @@ NO_AGENTS = WorkerAddress(worker="p1", generation=3)
 class World:
     """One worker, and one gateway's ears."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, engine: ScriptedEngine | None = None) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork(clock=self.clock)
         self.bus = MemoryBus(self.network)
         self.gateway_bus = MemoryBus(self.network)
-        self.engine = ScriptedEngine()
+        self.engine = engine or ScriptedEngine()
         self.heard: list[AnyMessage] = []
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
@@ -407,6 +407,22 @@ async def test_a_deadline_ends_the_attempt_with_an_error(decode: World) -> None:
     assert frame.finish is not None
     assert frame.finish.error is not None
     assert frame.finish.error.code == "deadline_exceeded"
+
+
+class Unabortable(ScriptedEngine):
+    async def abort(self, request: str, attempt: int) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+async def test_a_bug_in_an_abort_ends_no_worker() -> None:
+    world = World(Role.DECODE, Unabortable())
+    await world.start()
+    await world.ask(decode_task())
+    await world.tell(Cancel(context=context()))
+    await world.clock.advance(11.0)
+    assert not world.running.done()
+    assert await world.state() is None, "overruled"
+    await world.close()
 
 
 async def test_an_engine_that_ignores_aborts_is_overruled(decode: World) -> None:
