@@ -11,6 +11,7 @@ _HICCUP: Final = 4.0
 """A sample this many times off counts as that much: schedulers avoid a worker that seems slow, so it would measure
 nothing that shows that it only stood still for once. A change that stays is followed all the same."""
 _WINDOW_S: Final = 5.0
+_RELAXED_SHARE: Final = 0.05
 _PREFILL_SAMPLE_TOKENS_MIN: Final = 64
 """Fewer computed tokens say more about a step's fixed cost than about the rate."""
 _TRANSFER_SAMPLE_BYTES_MIN: Final = 64 << 10
@@ -22,6 +23,8 @@ class Average:
 
     value: float
     samples: int = 0
+    lowest: float = math.inf
+    """That it has been, since the first sample."""
 
     def add(self, sample: float) -> None:
         if self.samples:
@@ -29,6 +32,12 @@ class Average:
         self.samples += 1
         share = max(_NEWEST_SHARE_MIN, 1 / self.samples)
         self.value += share * (sample - self.value)
+        self.lowest = min(self.lowest, self.value)
+
+    def relax(self) -> None:
+        """Move on to the lowest that it has been: nothing was measured, since nothing runs."""
+        if self.samples:
+            self.value += _RELAXED_SHARE * (self.lowest - self.value)
 
 
 @dataclass(slots=True)
@@ -61,6 +70,10 @@ class BusyTime:
     _running: int = 0
     _since_s: float = 0.0
     _past_s: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._running > 0
 
     def began(self, now_s: float) -> None:
         if self._running == 0:
@@ -123,4 +136,7 @@ class Rates:
         """Take the token intervals since the last tick as one sample, so that long batches do not outweigh time."""
         if self._interval_tokens and self._intervals_s > 0:
             self.token_interval_s.add(self._intervals_s / self._interval_tokens)
+        elif not self.busy.is_on:
+            # Else a worker that was crowded once, and is empty now, would be avoided for ever.
+            self.token_interval_s.relax()
         self._interval_tokens, self._intervals_s = 0, 0.0

@@ -58,6 +58,22 @@ def test_an_engine_that_stood_still_for_once_is_not_taken_for_slow() -> None:
     assert rates.transfer_bytes_per_s.value > 5e8
 
 
+def test_a_worker_that_was_crowded_is_as_fast_as_before_when_it_is_empty() -> None:
+    rates = Rates()
+    rates.tick()
+    assert rates.decode_tokens_per_s == pytest.approx(50), "a guess is no measurement to return to"
+    for interval_s in [0.01] * 20 + [0.3] * 20:
+        rates.tokens_came(10, 10 * interval_s)
+        rates.tick()
+    rates.busy.began(0.0)
+    rates.tick()
+    assert rates.token_interval_s.value > 0.25, "it is not empty, it stands still"
+    rates.busy.ended(1.0)
+    for _ in range(100):
+        rates.tick()
+    assert rates.token_interval_s.value < 0.015
+
+
 def test_a_pace_that_stays_is_followed() -> None:
     rates = Rates()
     for step in range(60):
@@ -88,6 +104,7 @@ def test_token_intervals_of_a_tick_are_one_sample() -> None:
     assert rates.decode_tokens_per_s == pytest.approx(100)
     rates.tick()
     assert rates.token_interval_s.samples == 1
+    assert rates.decode_tokens_per_s == pytest.approx(100), "an empty tick says nothing"
 
 
 def test_transfers_count_only_the_time_in_which_bytes_moved() -> None:
