@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
@@ -56,6 +56,7 @@ from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.outbox import Outbox
 from baton_gateway.resumption import resumed
+from baton_gateway.routes import Routes
 from baton_gateway.tracing import AnswerTrace
 from baton_gateway.workers import Model
 
@@ -114,8 +115,7 @@ class Links:
     outbox: Outbox
     admission: AdmissionQueue
     timers: AttemptTimers
-    routes: MutableMapping[str, AnswerDriver]
-    """Drivers by request: where frames and digests go."""
+    routes: Routes
 
 
 class AnswerDriver:
@@ -169,7 +169,7 @@ class AnswerDriver:
     async def run(self) -> Outcome:
         """Produce the answer. Raises the error that ended it; both workers are told in any case."""
         links, order = self._links, self._order
-        links.routes[order.request] = self
+        links.routes.enter(order.request, self)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -183,7 +183,7 @@ class AnswerDriver:
                 for child in self._children:
                     child.cancel()
         finally:
-            links.routes.pop(order.request, None)
+            links.routes.leave(order.request)
             links.admission.leave(self._ticket)
             # On the way out by cancellation or a bug the workers must not go on for nobody.
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
@@ -335,6 +335,8 @@ class AnswerDriver:
         tokens, prompt_tokens = self._prompt()
         sampling = resumed(order.sampling, prompt_tokens - order.prompt_tokens)
         decode, prefill = placement.decode, placement.prefill
+        for address in filter(None, (decode, prefill)):
+            links.routes.give(order.request, address.worker)
 
         def prefill_task(context: Context, tail: bytes) -> PrefillTask:
             assert prefill is not None
