@@ -118,7 +118,7 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     engine_block_tokens: int
     """Size of the engine's own block, in tokens: the unit of `kv_blocks_*`."""
     prefill_tokens_queued: int = 0
-    """Prompt tokens accepted and not yet computed."""
+    """Prompt tokens accepted and still to be computed, without those that are taken to be cached."""
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
     """Of one sequence at the present batch size: the inverse of the token interval."""
@@ -206,12 +206,20 @@ class Matched(Message, tag="matched", frozen=True, kw_only=True):
 
 
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
-    """Scheduler to every kvindex: these workers will soon hold this prompt. May be lost: it is a hint."""
+    """Scheduler to every kvindex and scheduler: these workers will soon run this attempt, and hold its prompt.
+
+    May be lost: it is a hint.
+    """
 
     context: Context
+    scheduler: str = ""
+    """Who placed it."""
     model_digest: str
     blocks: bytes
     workers: tuple[WorkerAddress, ...]
+    prompt_tokens: int = 0
+    output_tokens_max: int = 0
+    predicted: Candidate | None = None
 
 
 class Audited(Message, tag="audited", frozen=True, kw_only=True):
@@ -277,6 +285,8 @@ class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
     cache_salt: str = ""
     sink_ranks: int = 0
     """Tensor-parallel ranks of the decode worker, each of which pulls; 0: as many as this worker has."""
+    cached_tokens: int = 0
+    """Of the prompt, what the placement takes this worker to hold: the rest is what its queue grows by."""
 
 
 class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
@@ -290,6 +300,8 @@ class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
     sampling: Sampling
     cache_salt: str = ""
     source: KvSource | None = None
+    cached_tokens: int = 0
+    """As in `PrefillTask`; without a source."""
 
 
 class Accepted(Message, tag="accepted", frozen=True, kw_only=True):

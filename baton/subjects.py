@@ -17,7 +17,7 @@ MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
 
 PLACED: Final = "baton.placed"
-"""Scheduler to every index: `Placed`."""
+"""Scheduler to every index and every scheduler: `Placed`."""
 
 AUDITS: Final = "baton.audits"
 """Gateway to every index: `Audited`."""

@@ -363,6 +363,7 @@ class Scheduler:
         self.answers: list[AnyMessage | None] = []
         """Answers to give first, in order; None: no answer."""
         self.refusal: BatonError | None = None
+        self.predicted_cached_tokens = 0
 
     async def handle(self, delivery: Delivery) -> None:
         place = delivery.message
@@ -382,7 +383,7 @@ class Scheduler:
             await delivery.respond(Refused(error=ErrorReport.of(NoWorkers("no worker is left"))))
             return
         source = prefill.address if wants_prefill and prefill is not None else None
-        predicted = Candidate(decode=decode.name, predicted_ttft_s=0.1)
+        predicted = Candidate(decode=decode.name, cached_tokens=self.predicted_cached_tokens, predicted_ttft_s=0.1)
         await delivery.respond(Placement(decode=decode.address, prefill=source, reason="scripted", predicted=predicted))
 
     def _pick(self, place: Place, role: Role) -> Worker | None:

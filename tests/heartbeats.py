@@ -14,7 +14,7 @@ MODEL_DIGEST = "digest"
 def heartbeat(worker: str = "w", role: Role = Role.DECODE, *, generation: int = 1, **changes: Any) -> Heartbeat:
     return msgspec.structs.replace(
         Heartbeat(
-            address=WorkerAddress(worker=worker, generation=generation),
+            address=WorkerAddress(worker=worker, generation=generation, agents=(f"agent-{worker}",)),
             role=role,
             model="tiny",
             model_path="tiny",

@@ -273,6 +273,11 @@ class NatsBus:
                 log.debug("message bus: %s", error)
                 await _end(self._client)
                 continue
+            except Exception:
+                # Nobody awaits this task: were it to end here, the bus would be away for good.
+                log.exception("connecting to the message bus anew")
+                await _end(self._client)
+                continue
             for follower in self._followers:
                 follower.restart()
             self.reconnects += 1
@@ -352,7 +357,8 @@ class _NatsSubscription:
             return
         await requests.client._send_unsubscribe(attached._id)  # pyright: ignore[reportPrivateUsage]
         await requests.round_trip(self._limits.reply_timeout_s)
-        while attached.pending_msgs:  # noqa: ASYNC110 - one pass of the loop empties it.
+        # One pass of the loop empties it, unless the connection has ended for good: then nothing ever does.
+        while attached.pending_msgs and not requests.client.is_closed:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 

@@ -220,7 +220,10 @@ class NatsFollower:
                 await self._follow_one_consumer()
             except (_Interrupted, BatonError, nats.errors.Error, OSError, TimeoutError) as error:
                 log.debug("following %s anew after %d: %s", self._stream, self._last_sequence, error)
-                await asyncio.sleep(_RETRY_S)
+            except Exception:
+                # Nobody awaits this task: were it to end here, its owner would be deaf and not know.
+                log.exception("following %s anew after %d", self._stream, self._last_sequence)
+            await asyncio.sleep(_RETRY_S)
 
     async def _follow_one_consumer(self) -> None:
         requests = self._current()

@@ -68,6 +68,8 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
         prompt_tokens=task.prompt_tokens,
         output_tokens_max=task.sampling.max_tokens,
         budget_s=task.context.budget_s,
+        # The last token is computed in any case, to sample from it.
+        cached_tokens=max(0, min(task.cached_tokens, task.prompt_tokens - 1)),
     )
 
 

@@ -80,6 +80,8 @@ class Ask:
     prompt_tokens: int
     output_tokens_max: int
     budget_s: float
+    cached_tokens: int = 0
+    """Of the prompt, what is taken to be cached here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Attempt:
     gateway: str
     leg: Leg
     prompt_tokens: int
+    uncached_tokens: int
+    """Of the prompt, what will have to be computed, as far as is known beforehand."""
     blocks: int
     deadline_s: float
     state: AttemptState = AttemptState.RESERVED
@@ -177,9 +181,9 @@ class Ledger:
 
     @property
     def prefill_tokens_queued(self) -> int:
-        """Prompt tokens accepted to be computed here and not computed yet."""
+        """Prompt tokens accepted to be computed here and not computed yet, but for those taken to be cached."""
         uncomputed = (AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
-        return sum(a.prompt_tokens for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
+        return sum(a.uncached_tokens for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
 
     def digests(self) -> dict[str, tuple[DigestEntry, ...]]:
         """Return what is held for each gateway that is alive; an empty list is news, too."""
@@ -212,6 +216,7 @@ class Ledger:
             gateway=ask.gateway,
             leg=ask.leg,
             prompt_tokens=ask.prompt_tokens,
+            uncached_tokens=ask.prompt_tokens - ask.cached_tokens,
             blocks=blocks,
             deadline_s=deadline_s,
             state_until_s=now_s + self.limits.enter_timeout_s,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Final
 
 _NEWEST_SHARE_MIN: Final = 0.2
+_HICCUP: Final = 4.0
+"""A sample this many times off counts as that much: schedulers avoid a worker that seems slow, so it would measure
+nothing that shows that it only stood still for once. A change that stays is followed all the same."""
+_WINDOW_S: Final = 5.0
+_RELAXED_SHARE: Final = 0.05
 _PREFILL_SAMPLE_TOKENS_MIN: Final = 64
 """Fewer computed tokens say more about a step's fixed cost than about the rate."""
 _TRANSFER_SAMPLE_BYTES_MIN: Final = 64 << 10
@@ -17,11 +23,44 @@ class Average:
 
     value: float
     samples: int = 0
+    lowest: float = math.inf
+    """That it has been, since the first sample."""
 
     def add(self, sample: float) -> None:
+        if self.samples:
+            sample = min(max(sample, self.value / _HICCUP), self.value * _HICCUP)
         self.samples += 1
         share = max(_NEWEST_SHARE_MIN, 1 / self.samples)
         self.value += share * (sample - self.value)
+        self.lowest = min(self.lowest, self.value)
+
+    def relax(self) -> None:
+        """Move on to the lowest that it has been: nothing was measured, since nothing runs."""
+        if self.samples:
+            self.value += _RELAXED_SHARE * (self.lowest - self.value)
+
+
+@dataclass(slots=True)
+class Throughput:
+    """Amounts over the time that they took, of about the last `_WINDOW_S` of such time; a guess until there is some.
+
+    Not an average of rates: of what is done together one part ends just after the other, at any rate at all.
+    """
+
+    guess: float
+    _amount: float = 0.0
+    _elapsed_s: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return self._amount / self._elapsed_s if self._elapsed_s else self.guess
+
+    def add(self, amount: float, elapsed_s: float) -> None:
+        if self._elapsed_s:
+            elapsed_s = min(elapsed_s, max(_WINDOW_S, _HICCUP * amount / self.value))
+        kept = math.exp(-elapsed_s / _WINDOW_S)
+        self._amount = kept * self._amount + amount
+        self._elapsed_s = kept * self._elapsed_s + elapsed_s
 
 
 @dataclass(slots=True)
@@ -31,6 +70,10 @@ class BusyTime:
     _running: int = 0
     _since_s: float = 0.0
     _past_s: float = 0.0
+
+    @property
+    def is_on(self) -> bool:
+        return self._running > 0
 
     def began(self, now_s: float) -> None:
         if self._running == 0:
@@ -50,7 +93,7 @@ class BusyTime:
 class Rates:
     """The guesses are those of a mid-sized model on one GPU; they only matter until the first requests."""
 
-    prefill_tokens_per_s: Average = field(default_factory=lambda: Average(5_000.0))
+    prefill_tokens_per_s: Throughput = field(default_factory=lambda: Throughput(5_000.0))
     token_interval_s: Average = field(default_factory=lambda: Average(0.02))
     transfer_bytes_per_s: Average = field(default_factory=lambda: Average(1e9))
     busy: BusyTime = field(default_factory=BusyTime)
@@ -76,9 +119,8 @@ class Rates:
         """Note that one of the prompts is done, with 0 tokens if it was stopped."""
         self._prefilling -= 1
         self._prefilled_tokens += computed_tokens
-        elapsed_s = now_s - self._prefill_since_s
-        if self._prefilled_tokens >= _PREFILL_SAMPLE_TOKENS_MIN and elapsed_s > 0:
-            self.prefill_tokens_per_s.add(self._prefilled_tokens / elapsed_s)
+        if self._prefilled_tokens >= _PREFILL_SAMPLE_TOKENS_MIN:
+            self.prefill_tokens_per_s.add(self._prefilled_tokens, now_s - self._prefill_since_s)
             self._prefill_since_s, self._prefilled_tokens = now_s, 0
 
     def tokens_came(self, tokens: int, since_s: float) -> None:
@@ -94,4 +136,7 @@ class Rates:
         """Take the token intervals since the last tick as one sample, so that long batches do not outweigh time."""
         if self._interval_tokens and self._intervals_s > 0:
             self.token_interval_s.add(self._intervals_s / self._interval_tokens)
+        elif not self.busy.is_on:
+            # Else a worker that was crowded once, and is empty now, would be avoided for ever.
+            self.token_interval_s.relax()
         self._interval_tokens, self._intervals_s = 0, 0.0

@@ -108,7 +108,7 @@ class Runner:
             await self.abort(attempt)
 
     async def abort(self, attempt: Attempt) -> None:
-        """Have the engine let go of an attempt. That it has is seen when the attempt's `run` ends."""
+        """Have the engine let go of an attempt. That it has is seen when the attempt's `run` ends. Never raises."""
         try:
             async with self._clock.timeout(ABORT_TIMEOUT_S):
                 await self._engine.abort(*attempt.key)
@@ -117,6 +117,8 @@ class Runner:
         except BatonError as error:
             _log.warning("attempt %s/%d could not be aborted: %s", *attempt.key, error)
             self._on_engine_failed()
+        except Exception:  # noqa: BLE001 - as in `run`; the ledger's time limit ends the attempt
+            _log.exception("attempt %s/%d could not be aborted", *attempt.key)
 
     async def _fail(self, attempt: Attempt, error: BatonError) -> None:
         if self._ledger.end(attempt.key, FinishReason.ERROR, error, self._clock.now_s()) and not attempt.stopping:

@@ -6,13 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from bus_world import NOT_A_MESSAGE, Inbox, echo, eventually, label_of, message
 from nats.aio.client import Client
 from servers import Server, free_port, start_nats
 
-from baton.bus import NatsBus
+from baton.bus import BusLimits, Delivery, NatsBus
+from baton.bus.nats_requests import Requests
+from baton.bus.nats_stream import NatsFollower
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
 
 
@@ -253,3 +257,31 @@ async def test_the_payload_limit_is_the_servers() -> None:
         bus = await NatsBus.connect(server.url, name="test")
         assert bus.payload_bytes_max == 1 << 20
         await bus.close()
+
+
+class Answering:
+    """Requests that JetStream answers with nothing to say."""
+
+    async def ask(self, *_: object) -> SimpleNamespace:
+        return SimpleNamespace(data=b"{}")
+
+
+async def test_a_bug_while_following_is_no_end_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    asked = 0
+
+    def current() -> Requests:
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            return cast("Requests", Answering())
+        raise ZeroDivisionError("a bug")
+
+    async def ignore(_: Delivery) -> None: ...
+
+    follower = NatsFollower(current, "s", "s.a", ignore, 0, BusLimits(), lambda _: None)
+    await follower.start()
+    try:
+        await eventually(lambda: asked >= 3)
+    finally:
+        await follower.unsubscribe()
+    assert "a bug" in caplog.text

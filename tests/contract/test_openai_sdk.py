@@ -12,7 +12,7 @@ from baton_gateway.config import Settings
 from openai.types import Completion
 from openai.types.chat import ChatCompletionMessageParam
 
-from baton.messages import Cancel, DecodeTask, PrefillTask, Role, unpack_tokens
+from baton.messages import Cancel, DecodeTask, PrefillTask, Role, TokenChunk, unpack_tokens
 from tests.gateway_actors import MODEL
 from tests.gateway_stage import Stage, forward, open_stage
 
@@ -99,6 +99,7 @@ async def test_tokens_arrive_one_by_one(stage: Stage, client: openai.AsyncOpenAI
 async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: openai.AsyncOpenAI) -> None:
     prefill = await stage.add("p1", Role.PREFILL)
     prefill.script.cached_tokens = 5
+    stage.scheduler.predicted_cached_tokens = 4
     await forward(stage, "p1")
     answer = await client.completions.create(
         model=MODEL, prompt=[7] * 40, max_tokens=50, extra_headers={"x-baton-disaggregation": "always"}
@@ -112,6 +113,7 @@ async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: open
     assert isinstance(decoded, DecodeTask)
     assert prefilled.tokens == decoded.tokens
     assert prefilled.sink_ranks == 1
+    assert (prefilled.cached_tokens, decoded.cached_tokens) == (4, 0), "for the queue of whoever computes the prompt"
     assert decoded.source is not None
     assert decoded.source.address == prefill.address
     await stage.wait_for(lambda: not prefill.attempts and not stage.workers["d1"].attempts)
@@ -222,6 +224,18 @@ async def test_a_long_prompt_travels_in_chunks(stage: Stage, client: openai.Asyn
     assert answer.choices[0].text == HELLO[: len(answer.choices[0].text)]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == 3000
+
+
+async def test_parameters_that_fill_a_message_are_refused_before_a_token_is_sent(
+    stage: Stage, client: openai.AsyncOpenAI
+) -> None:
+    stage.network.payload_bytes_max = 8192
+    with pytest.raises(openai.APIStatusError) as refused:
+        await client.completions.create(
+            model=MODEL, prompt=[7] * 3000, extra_body={"guided_choice": ["a" * stage.network.payload_bytes_max]}
+        )
+    assert refused.value.status_code == 413
+    assert not stage.workers["d1"].got(TokenChunk)
 
 
 async def test_many_at_once(stage: Stage, client: openai.AsyncOpenAI) -> None:

@@ -181,6 +181,20 @@ def test_the_queue_has_a_deadline() -> None:
     assert bench.error.retry_after_s == 3.0
 
 
+def test_an_answer_that_waited_once_may_wait_again_when_its_worker_dies() -> None:
+    bench = Bench()
+    bench.step(ev.PlaceRefused(0, Overloaded("full")))
+    bench.step(ev.TurnCame())
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.wait(15.0)
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    bench.step(ev.PlaceRefused(1, Overloaded("full")))
+    assert bench.machine.phase is Phase.QUEUED
+    bench.wait(10.0)
+    assert isinstance(bench.error, Overloaded)
+
+
 def test_a_full_queue_refuses() -> None:
     bench = Bench(queued=True)
     assert bench.fresh == [ev.JoinQueue()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from random import Random
 from typing import Any
 
@@ -14,15 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
-from baton.messages import Candidate, Disaggregation, Heartbeat, Placement, Role, WorkerAddress
+from baton.messages import Candidate, Context, Disaggregation, Heartbeat, Placed, Placement, Role, WorkerAddress
 
 OPTIONS = PlacementOptions()
 AUTO, ALWAYS, NEVER = Disaggregation.AUTO, Disaggregation.ALWAYS, Disaggregation.NEVER
 
 
-def worker(name: str, role: Role, *, soft_slots: int = 0, **changes: Any) -> WorkerLoad:
+def worker(
+    name: str, role: Role, *, soft_slots: int = 0, agents: tuple[str, ...] = ("agent",), **changes: Any
+) -> WorkerLoad:
     heartbeat = Heartbeat(
-        address=WorkerAddress(worker=name, generation=3),
+        address=WorkerAddress(worker=name, generation=3, agents=agents),
         role=role,
         model="tiny",
         model_path="tiny",
@@ -167,6 +170,15 @@ def test_workers_whose_kv_means_something_else_are_never_paired() -> None:
     assert names(place(demand(ALWAYS), *pool)) == ("p1", "d2")
 
 
+def test_workers_without_a_transfer_agent_are_never_paired() -> None:
+    for pool in ((prefill(agents=()), decode(running=4)), (prefill(), decode(running=4, agents=()))):
+        placement = place(demand(AUTO), *pool)
+        assert names(placement) == ("", "d1")
+        assert "has no transfer agent" in placement.reason
+        with pytest.raises(NoWorkers, match="has no transfer agent"):
+            place(demand(ALWAYS), *pool)
+
+
 def test_unlike_workers_take_no_place_on_the_shortlist() -> None:
     idle = [prefill(f"a{number}", kv_identity="dtype=bfloat16") for number in range(OPTIONS.shortlist)]
     busy = prefill("z", kv_identity="dtype=float32", prefill_tokens_queued=9000)
@@ -243,6 +255,29 @@ def test_near_ties_are_broken_by_chance_and_held_prefixes_before_that() -> None:
     assert {names(place(asked, *near, held={"d1": 1}, seed=seed)) for seed in range(50)} == {("", "d1")}
 
 
+@pytest.mark.parametrize("mode", [NEVER, ALWAYS])
+def test_of_many_workers_as_good_as_each_other_all_are_chosen(mode: Disaggregation) -> None:
+    """However short the list of those that are looked at closely, and though no two measure the very same."""
+    pool = [worker(f"{role}-{number}", role, prefill_tokens_queued=number) for role in Role for number in range(40)]
+    chosen = {names(place(demand(mode), *pool, seed=seed)) for seed in range(200)}
+    assert len({decode for _, decode in chosen}) > 30
+    assert len({prefill for prefill, _ in chosen}) > (30 if mode is ALWAYS else 0)
+
+
+def test_among_equals_the_less_loaded_is_chosen_more_often() -> None:
+    pool = [decode("busy", running=6), *(decode(f"d{number}", running=1) for number in range(3))]
+    asked = demand(ALWAYS)
+    chosen = Counter(names(place(asked, prefill(), *pool, seed=seed))[1] for seed in range(100))
+    assert chosen["busy"] == 0
+    assert min(chosen[f"d{number}"] for number in range(3)) > 10, "nobody is the one that all choose"
+
+
+def test_decode_workers_that_break_the_limit_take_no_place_on_the_shortlist() -> None:
+    slow = [decode(f"a{number}", decode_tokens_per_s=9.0) for number in range(OPTIONS.shortlist)]
+    keeps = decode("z", decode_tokens_per_s=100.0, transfer_bytes_per_s=1e6)
+    assert names(place(demand(ALWAYS), prefill(), *slow, keeps)) == ("p1", "z")
+
+
 def test_what_lies_outside_the_tie_never_wins() -> None:
     pool = (decode("d1"), decode("d2", prefill_tokens_queued=100))
     assert {names(place(demand(NEVER), *pool, seed=seed)) for seed in range(50)} == {("", "d1")}
@@ -257,15 +292,32 @@ def test_candidates_are_the_best_few_in_order() -> None:
     assert placement.candidates[0] == placement.predicted
 
 
+def told(placement: Placement, asked: Demand) -> Placed:
+    return Placed(
+        context=Context(request="r", attempt=2, budget_s=5.0),
+        model_digest="digest",
+        blocks=b"",
+        workers=(),
+        prompt_tokens=asked.prompt_tokens,
+        output_tokens_max=asked.output_tokens_max,
+        predicted=placement.predicted,
+    )
+
+
+def test_a_hint_of_an_older_scheduler_takes_nothing() -> None:
+    hint = msgspec.structs.replace(told(place(demand(), decode()), demand()), predicted=None)
+    assert soft_placements(hint, now_s=0.0, options=OPTIONS) == {}
+
+
 def test_soft_placements_take_from_both_sides_what_the_attempt_will_use() -> None:
     asked = demand(ALWAYS)
     pair = place(asked, prefill(), decode(), held={"p1": 10})
-    taken = soft_placements(pair, asked, attempt=2, now_s=10.0, options=OPTIONS)
+    taken = soft_placements(told(pair, asked), now_s=10.0, options=OPTIONS)
     assert (taken["p1"].prefill_tokens, taken["p1"].kv_tokens) == (680, 1000)
     assert (taken["d1"].prefill_tokens, taken["d1"].kv_tokens) == (0, 1100)
     assert taken["d1"].until_s == pytest.approx(10.0 + pair.predicted.predicted_ttft_s + 100 * 0.01)
     asked = demand(NEVER)
-    taken = soft_placements(place(asked, decode()), asked, attempt=0, now_s=0.0, options=OPTIONS)
+    taken = soft_placements(told(place(asked, decode()), asked), now_s=0.0, options=OPTIONS)
     assert taken["d1"].prefill_tokens == 1000
 
 

@@ -87,7 +87,7 @@ class Gateway:
 
 @asynccontextmanager
 async def scheduling(
-    network: MemoryNetwork, stop: Stop | None = None, **changes: Any
+    network: MemoryNetwork, stop: Stop | None = None, random: Random | None = None, **changes: Any
 ) -> AsyncGenerator[asyncio.Task[None]]:
     stop = stop or Stop()
     settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.001), **changes)
@@ -98,7 +98,7 @@ async def scheduling(
         tracing=Tracing("scheduler"),
         metrics=Metrics("scheduler"),
         settings=settings,
-        random=Random(0),
+        random=random or Random(0),
     )
     running = asyncio.create_task(service.run(stop))
     await asyncio.sleep(0.02)
@@ -222,3 +222,27 @@ async def test_too_many_at_once_are_refused(gateway: Gateway) -> None:
         assert codes == ["overloaded"] * 3
         gateway.index_delay_s = 0.0
         await gateway.place("later")
+
+
+async def test_schedulers_count_each_others_placements_before_a_heartbeat_tells(gateway: Gateway) -> None:
+    """Two workers with one free slot each: without a word between the schedulers both would choose by chance."""
+    network = gateway.bus.network
+    for request in range(8):
+        async with scheduling(network), scheduling(network):
+            await gateway.hear(heartbeat("d1", running_max=1), heartbeat("d2", running_max=1))
+            chosen = [await gateway.place(f"r{request}-{number}", blocks=b"") for number in range(2)]
+            assert {placement.decode.worker for placement in chosen} == {"d1", "d2"}
+            assert await gateway.refusal(place("one-too-many", blocks=b"")) == "overloaded"
+
+
+class BrokenRandom(Random):
+    def sample(self, population: Any, k: int, *, counts: Any = None) -> Any:
+        raise ZeroDivisionError("a bug")
+
+
+async def test_a_bug_ends_one_placement_and_not_the_scheduler(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, random=BrokenRandom(0)) as running:
+        await gateway.hear(DECODE)
+        for _ in range(2):
+            assert await gateway.refusal(place()) == "internal_error"
+        assert not running.done()

@@ -58,12 +58,12 @@ NO_AGENTS = WorkerAddress(worker="p1", generation=3)
 class World:
     """One worker, and one gateway's ears."""
 
-    def __init__(self, role: Role) -> None:
+    def __init__(self, role: Role, engine: ScriptedEngine | None = None) -> None:
         self.clock = ManualClock()
         self.network = MemoryNetwork(clock=self.clock)
         self.bus = MemoryBus(self.network)
         self.gateway_bus = MemoryBus(self.network)
-        self.engine = ScriptedEngine()
+        self.engine = engine or ScriptedEngine()
         self.heard: list[AnyMessage] = []
         self.stop = asyncio.Event()
         self.ready = asyncio.Event()
@@ -203,6 +203,13 @@ async def test_an_attempt_streams_ends_and_is_forgotten(decode: World) -> None:
     assert await decode.state() is AttemptState.RETAINED
     await decode.tell(Acknowledge(context=context()))
     assert await decode.state() is None
+
+
+@pytest.mark.parametrize(("cached", "queued"), [(0, 100), (64, 36), (100, 1), (9999, 1), (-5, 100)])
+async def test_a_queue_grows_by_what_is_taken_to_be_computed(prefill: World, cached: int, queued: int) -> None:
+    await prefill.ask(msgspec.structs.replace(prefill_task(), cached_tokens=cached))
+    assert await prefill.state() is AttemptState.COMPUTING
+    assert prefill.heartbeat().prefill_tokens_queued == queued
 
 
 async def test_digests_tell_pulling_from_running(decode: World) -> None:
@@ -400,6 +407,22 @@ async def test_a_deadline_ends_the_attempt_with_an_error(decode: World) -> None:
     assert frame.finish is not None
     assert frame.finish.error is not None
     assert frame.finish.error.code == "deadline_exceeded"
+
+
+class Unabortable(ScriptedEngine):
+    async def abort(self, request: str, attempt: int) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+async def test_a_bug_in_an_abort_ends_no_worker() -> None:
+    world = World(Role.DECODE, Unabortable())
+    await world.start()
+    await world.ask(decode_task())
+    await world.tell(Cancel(context=context()))
+    await world.clock.advance(11.0)
+    assert not world.running.done()
+    assert await world.state() is None, "overruled"
+    await world.close()
 
 
 async def test_an_engine_that_ignores_aborts_is_overruled(decode: World) -> None:

@@ -284,6 +284,8 @@ class AttemptMachine:
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._timers.first_token_s
         self._busy_rounds = 0
+        # Should this attempt fail, the wait for a worker begins anew.
+        self._queue_until_s = inf
         self._actions.append(ev.LeaveQueue())
 
     # ------------------------------------------------------------ waiting, streaming

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, MutableMapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
@@ -15,7 +15,15 @@ from baton import subjects
 from baton.blocks import hash_blocks
 from baton.bus import Bus
 from baton.clock import Clock
-from baton.errors import AttemptFailed, BatonError, ClientGone, DeadlineExceeded, NoResponders, WorkerLost
+from baton.errors import (
+    AttemptFailed,
+    BatonError,
+    ClientGone,
+    DeadlineExceeded,
+    NoResponders,
+    PayloadTooLarge,
+    WorkerLost,
+)
 from baton.messages import (
     TOKEN_BYTES,
     Accepted,
@@ -48,6 +56,7 @@ from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.outbox import Outbox
 from baton_gateway.resumption import resumed
+from baton_gateway.routes import Routes
 from baton_gateway.tracing import AnswerTrace
 from baton_gateway.workers import Model
 
@@ -55,6 +64,8 @@ ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generatio
 """Reasons of `Busy` that say nothing against the worker: another one, or a later moment, will do."""
 HEADROOM_BYTES: Final = 64
 """What the length fields of a message may grow by once tokens are in it."""
+TOKENS_SHARE_MIN: Final = 0.25
+"""Of a message's room. Parameters that leave less would have a long prompt sent in thousands of messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +115,7 @@ class Links:
     outbox: Outbox
     admission: AdmissionQueue
     timers: AttemptTimers
-    routes: MutableMapping[str, AnswerDriver]
-    """Drivers by request: where frames and digests go."""
+    routes: Routes
 
 
 class AnswerDriver:
@@ -159,7 +169,7 @@ class AnswerDriver:
     async def run(self) -> Outcome:
         """Produce the answer. Raises the error that ended it; both workers are told in any case."""
         links, order = self._links, self._order
-        links.routes[order.request] = self
+        links.routes.enter(order.request, self)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -173,7 +183,7 @@ class AnswerDriver:
                 for child in self._children:
                     child.cancel()
         finally:
-            links.routes.pop(order.request, None)
+            links.routes.leave(order.request)
             links.admission.leave(self._ticket)
             # On the way out by cancellation or a bug the workers must not go on for nobody.
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
@@ -325,6 +335,8 @@ class AnswerDriver:
         tokens, prompt_tokens = self._prompt()
         sampling = resumed(order.sampling, prompt_tokens - order.prompt_tokens)
         decode, prefill = placement.decode, placement.prefill
+        for address in filter(None, (decode, prefill)):
+            links.routes.give(order.request, address.worker)
 
         def prefill_task(context: Context, tail: bytes) -> PrefillTask:
             assert prefill is not None
@@ -337,6 +349,7 @@ class AnswerDriver:
                 sampling=sampling,
                 cache_salt=order.cache_salt,
                 sink_ranks=len(decode.agents),
+                cached_tokens=placement.predicted.cached_tokens,
             )
 
         def decode_task(context: Context, tail: bytes) -> DecodeTask:
@@ -349,6 +362,7 @@ class AnswerDriver:
                 sampling=sampling,
                 cache_salt=order.cache_salt,
                 source=None if prefill is None else KvSource(address=prefill),
+                cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
             )
 
         if prefill is not None:
@@ -369,6 +383,8 @@ class AnswerDriver:
             context = self._context(attempt, span.trace)
             room = links.bus.payload_bytes_max - len(encode(make(context, b""))) - HEADROOM_BYTES
             try:
+                if room < links.bus.payload_bytes_max * TOKENS_SHARE_MIN:
+                    raise PayloadTooLarge("the request's parameters are too long for the message bus")
                 *chunks, tail = cut(tokens, room)
                 for index, chunk in enumerate(chunks):
                     offset = index * len(chunks[0]) // TOKEN_BYTES

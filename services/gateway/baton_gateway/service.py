@@ -37,9 +37,10 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
 from baton_gateway.config import Settings
 from baton_gateway.door import Door
-from baton_gateway.driver import AnswerDriver, Links
+from baton_gateway.driver import Links
 from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.outbox import Outbox
+from baton_gateway.routes import Routes
 from baton_gateway.tokenise import Tokenizers
 from baton_gateway.workers import Gone, WorkerTable, has_room
 
@@ -72,7 +73,7 @@ class Gateway:
         self.tracing = tracing
         self.tokenizers = tokenizers
         self.workers = WorkerTable(settings.worker_dead_s)
-        self.routes: dict[str, AnswerDriver] = {}
+        self.routes = Routes()
         self.outbox = Outbox(bus)
         self.admission = AdmissionQueue(waiting_max=settings.admission_queue_max, clock=clock, random=random)
         goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
@@ -128,7 +129,7 @@ class Gateway:
 
     def end_requests(self) -> None:
         """End every answer that is not whole yet; its client gets an error, its workers are told."""
-        for driver in list(self.routes.values()):
+        for driver in self.routes.all():
             driver.post(ev.Aborted(Unavailable("the server is being stopped", retry_after_s=1.0)))
 
     async def check_ready(self) -> None:
@@ -205,10 +206,9 @@ class Gateway:
 
     def _on_digest(self, digest: Digest) -> None:
         entries = {(entry.request, entry.attempt): entry for entry in digest.entries}
-        for request, driver in list(self.routes.items()):
-            if driver.machine.runs_on(digest.worker):
-                entry = entries.get((request, driver.attempt))
-                driver.post(ev.DigestArrived(digest.worker, digest.generation, entry))
+        for request, driver in self.routes.running_on(digest.worker):
+            entry = entries.get((request, driver.attempt))
+            driver.post(ev.DigestArrived(digest.worker, digest.generation, entry))
         for entry in digest.entries:
             driver = self.routes.get(entry.request)
             if driver is None or driver.attempt > entry.attempt:
@@ -228,16 +228,14 @@ class Gateway:
         if gone is None:
             return
         log.info("worker %s (generation %d) %s", gone.worker, gone.generation, gone.detail)
-        for driver in list(self.routes.values()):
-            if driver.machine.runs_on(gone.worker):
-                driver.post(ev.WorkerGone(gone.worker, gone.generation, gone.detail))
+        for _, driver in self.routes.running_on(gone.worker):
+            driver.post(ev.WorkerGone(gone.worker, gone.generation, gone.detail))
 
     def _note_leaving(self, heartbeat: Heartbeat) -> None:
         worker, generation = heartbeat.address.worker, heartbeat.address.generation
         leaving = ev.WorkerLeaving(worker, generation, heartbeat.leaves_in_s, heartbeat.decode_tokens_per_s)
-        for driver in list(self.routes.values()):
-            if driver.machine.runs_on(worker):
-                driver.post(leaving)
+        for _, driver in self.routes.running_on(worker):
+            driver.post(leaving)
 
     # ------------------------------------------------------------ tasks
 

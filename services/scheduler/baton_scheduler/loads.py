@@ -51,8 +51,19 @@ class WorkerLoad:
         return self.heartbeat.kv_identity or f"digest={self.heartbeat.model_digest}"
 
     @property
+    def hands_over(self) -> bool:
+        """Whether its engine has a transfer agent."""
+        return bool(self.heartbeat.address.agents)
+
+    @property
     def slots_free(self) -> int:
         return self.heartbeat.running_max - self.heartbeat.running - self.heartbeat.waiting - self.soft_slots
+
+    @property
+    def used_share(self) -> float:
+        """Of its slots or of its KV, whichever is scarcer."""
+        slots_used = 1 - self.slots_free / self.heartbeat.running_max if self.heartbeat.running_max > 0 else 1.0
+        return max(slots_used, self.kv_tokens_used / (self.kv_tokens_total or 1))
 
     @property
     def kv_tokens_total(self) -> int:
@@ -79,11 +90,16 @@ class LoadsOptions:
 
 @dataclass(slots=True)
 class _Worker:
-    heartbeat: Heartbeat
+    load: WorkerLoad
+    """By its heartbeat alone."""
     heard_s: float
     left: bool = False
     soft: dict[str, SoftPlacement] = field(default_factory=dict[str, SoftPlacement])
     """Request → its newest attempt here."""
+
+    @property
+    def generation(self) -> int:
+        return self.load.heartbeat.address.generation
 
 
 class Loads:
@@ -96,12 +112,12 @@ class Loads:
         _check(heartbeat)
         address = heartbeat.address
         known = self._workers.get(address.worker)
-        if known is None or address.generation > known.heartbeat.address.generation:
-            self._workers[address.worker] = _Worker(heartbeat, now_s)
+        if known is None or address.generation > known.generation:
+            self._workers[address.worker] = _Worker(WorkerLoad(heartbeat), now_s)
             return
-        if address.generation < known.heartbeat.address.generation or known.left:
+        if address.generation < known.generation or known.left:
             return
-        known.heartbeat, known.heard_s = heartbeat, now_s
+        known.load, known.heard_s = WorkerLoad(heartbeat), now_s
         if known.soft:
             listed = set(heartbeat.attempts)
             known.soft = {
@@ -113,7 +129,7 @@ class Loads:
 
     def on_goodbye(self, address: WorkerAddress) -> None:
         known = self._workers.get(address.worker)
-        if known is not None and known.heartbeat.address.generation <= address.generation:
+        if known is not None and known.generation <= address.generation:
             known.left = True
 
     def place(self, request: str, placed: Mapping[str, SoftPlacement]) -> None:
@@ -142,12 +158,14 @@ class Loads:
 
     def knows(self, model: str) -> bool:
         """Whether a worker served this model lately, whatever became of it."""
-        return any(known.heartbeat.model == model for known in self._workers.values())
+        return any(known.load.heartbeat.model == model for known in self._workers.values())
 
     def _load(self, known: _Worker, now_s: float) -> WorkerLoad:
+        if not known.soft:
+            return known.load
         soft = [soft for soft in known.soft.values() if now_s < min(soft.until_s, soft.placed_s + self._options.soft_s)]
         return WorkerLoad(
-            known.heartbeat,
+            known.load.heartbeat,
             soft_slots=len(soft),
             soft_kv_tokens=sum(each.kv_tokens for each in soft),
             soft_prefill_tokens=sum(each.prefill_tokens for each in soft),

@@ -10,8 +10,8 @@ and a decode worker that pulls the KV. Its cost is the predicted time to first t
 Queues are prompt tokens over the measured rate. Entering costs decode one token interval for each attempt
 ahead. A candidate that would push the decode worker's token interval above the limit, which computing a
 prompt between the steps of running attempts does, ranks behind all that keep it.
-Among near-ties the most cached tokens win, then whoever needs no transfer, then chance, so that several
-schedulers do not herd.
+Among near-ties the most cached tokens win, then whoever needs no transfer, then the less loaded of two that
+chance picks, so that several schedulers neither herd nor crowd one decode worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Final
 
 from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
 from baton.identity import unlike
-from baton.messages import Candidate, Disaggregation, Placement, Role
+from baton.messages import Candidate, Disaggregation, Placed, Placement, Role
 from baton_scheduler.loads import SoftPlacement, WorkerLoad
 
 # Of a worker that has not measured itself yet.
@@ -34,6 +34,10 @@ ASSUMED_PREFILL_TOKENS_PER_S: Final = 1000.0
 ASSUMED_DECODE_TOKENS_PER_S: Final = 20.0
 ASSUMED_TRANSFER_BYTES_PER_S: Final = 1e9
 RETRY_AFTER_S_MAX: Final = 30.0
+
+
+Cost = tuple[bool, float]
+"""Whether the token interval breaks the limit, which ranks before the seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ class Hints:
 
     held: Mapping[str, int] = field(default_factory=dict[str, int])
     coming: Mapping[str, int] = field(default_factory=dict[str, int])
-    """That it will hold once what was placed on it before is computed. The time for that is in its queue: at once where
-    this scheduler placed it, from the next heartbeat on where another one did."""
+    """That it will hold once what was placed on it before is computed. The time for that is in its queue, at once:
+    schedulers tell each other what they place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +79,7 @@ class PlacementOptions:
     candidates_max: int = 4
     """Candidates that the answer tells of."""
     shortlist: int = 8
-    """Workers of each role that are paired with each other: the best by their own part of the cost."""
+    """Workers of each role that are looked at closely, and paired: the best by their own part of the cost."""
 
 
 def choose(
@@ -94,9 +98,9 @@ def choose(
     serving = sorted((load for load in workers if load.heartbeat.model == demand.model), key=lambda load: load.worker)
     if not serving:
         raise ModelNotFound(f"no live worker serves the model {demand.model}")
-    predict = _Prediction(demand, hints, options)
+    predict = _Prediction(demand, hints, options, random)
     decodes = _admit(Role.DECODE, serving, demand, options)
-    wholes = [] if demand.disaggregation is Disaggregation.ALWAYS else [predict.whole(decode) for decode in decodes]
+    wholes = [] if demand.disaggregation is Disaggregation.ALWAYS else predict.wholes(decodes)
     prefills: list[WorkerLoad] = []
     pairs: list[Candidate] = []
     if demand.disaggregation is not Disaggregation.NEVER:
@@ -110,32 +114,32 @@ def choose(
     if not wholes and not pairs:
         why = misfit or "their agents cannot reach each other"
         raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker that is free: {why}")
-    chosen = _pick([*wholes, *pairs], options, random)
+    by_name = {load.worker: load for load in serving}
+    chosen = _pick([*wholes, *pairs], by_name, options, random)
     ranked = sorted([*wholes, *pairs], key=lambda candidate: _rank(candidate, options))
-    addresses = {load.worker: load.heartbeat.address for load in serving}
     return Placement(
-        decode=addresses[chosen.decode],
-        prefill=addresses[chosen.prefill] if chosen.prefill else None,
+        decode=by_name[chosen.decode].heartbeat.address,
+        prefill=by_name[chosen.prefill].heartbeat.address if chosen.prefill else None,
         reason=_explain(chosen, wholes, pairs, demand, misfit),
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
     )
 
 
-def soft_placements(
-    placement: Placement, demand: Demand, *, attempt: int, now_s: float, options: PlacementOptions
-) -> dict[str, SoftPlacement]:
+def soft_placements(placed: Placed, *, now_s: float, options: PlacementOptions) -> dict[str, SoftPlacement]:
     """Return what a placement takes from each worker until a heartbeat tells of it."""
-    chosen = placement.predicted
-    uncached_tokens = demand.prompt_tokens - chosen.cached_tokens
+    chosen, attempt = placed.predicted, placed.context.attempt
+    if chosen is None:
+        return {}
+    uncached_tokens = placed.prompt_tokens - chosen.cached_tokens
     first_token_s = now_s + chosen.predicted_ttft_s
-    output_tokens = min(demand.output_tokens_max, options.output_headroom_tokens)
+    output_tokens = min(placed.output_tokens_max, options.output_headroom_tokens)
     taken = {
         chosen.decode: SoftPlacement(
             attempt=attempt,
             placed_s=now_s,
-            until_s=first_token_s + demand.output_tokens_max * chosen.predicted_token_interval_s,
-            kv_tokens=demand.prompt_tokens + output_tokens,
+            until_s=first_token_s + placed.output_tokens_max * chosen.predicted_token_interval_s,
+            kv_tokens=placed.prompt_tokens + output_tokens,
             prefill_tokens=0 if chosen.prefill else uncached_tokens,
         )
     }
@@ -144,7 +148,7 @@ def soft_placements(
             attempt=attempt,
             placed_s=now_s,
             until_s=first_token_s,
-            kv_tokens=demand.prompt_tokens,
+            kv_tokens=placed.prompt_tokens,
             prefill_tokens=uncached_tokens,
         )
     return taken
@@ -161,28 +165,21 @@ def _admit(role: Role, serving: Sequence[WorkerLoad], demand: Demand, options: P
     allowed = [load for load in ready if load.worker not in demand.exclude]
     if not allowed:
         raise NoWorkers(f"every live {role} worker of {demand.model} failed this request before")
-    fitting = [load for load in allowed if _fits(load, demand, options)]
+    free = [load for load in allowed if load.slots_free > 0 and _fits(load, demand, options, load.kv_tokens_used)]
+    if free:
+        return free
+    fitting = [load for load in allowed if _fits(load, demand, options, 0)]
     if not fitting:
         raise ContextLengthExceeded(
             f"no {role} worker of {demand.model} can hold a prompt of {demand.prompt_tokens} tokens"
         )
-    free = [load for load in fitting if _is_free(load, demand, options)]
-    if not free:
-        raise Overloaded(
-            f"every {role} worker of {demand.model} is full", retry_after_s=_retry_after_s(fitting, options)
-        )
-    return free
+    raise Overloaded(f"every {role} worker of {demand.model} is full", retry_after_s=_retry_after_s(fitting, options))
 
 
-def _fits(load: WorkerLoad, demand: Demand, options: PlacementOptions) -> bool:
-    """Whether the worker could take the attempt if it were empty."""
+def _fits(load: WorkerLoad, demand: Demand, options: PlacementOptions, used_tokens: int) -> bool:
+    """Whether the attempt has room beside `used_tokens` of KV."""
     in_context = demand.prompt_tokens < load.heartbeat.context_tokens_max
-    return in_context and _need(load, demand, options) <= _kv_tokens_max(load, options)
-
-
-def _is_free(load: WorkerLoad, demand: Demand, options: PlacementOptions) -> bool:
-    kv_tokens_free = _kv_tokens_max(load, options) - load.kv_tokens_used
-    return load.slots_free > 0 and _need(load, demand, options) <= kv_tokens_free
+    return in_context and used_tokens + _need(load, demand, options) <= _kv_tokens_max(load, options)
 
 
 def _need(load: WorkerLoad, demand: Demand, options: PlacementOptions) -> int:
@@ -222,40 +219,62 @@ def _interval_s(load: WorkerLoad) -> float:
 class _Prediction:
     """The costs of one demand on any worker."""
 
-    def __init__(self, demand: Demand, hints: Hints, options: PlacementOptions) -> None:
+    def __init__(self, demand: Demand, hints: Hints, options: PlacementOptions, random: Random) -> None:
         self._demand = demand
         self._hints = hints
         self._options = options
+        self._random = random
+        self._blocks = {**hints.held, **{w: max(blocks, hints.held.get(w, 0)) for w, blocks in hints.coming.items()}}
 
-    def whole(self, decode: WorkerLoad) -> Candidate:
-        """Return the candidate that computes the prompt where it decodes."""
-        cached_tokens = self._cached_tokens(decode)
-        step_s = min(self._demand.prompt_tokens - cached_tokens, self._options.chunk_tokens) / _prefill_rate(decode)
+    def wholes(self, decodes: Sequence[WorkerLoad]) -> list[Candidate]:
+        """Return the candidates that compute the prompt where they decode."""
+
+        def cost(decode: WorkerLoad) -> Cost:
+            return self._breaks_limit(self._whole_interval_s(decode)), self._prefill_s(decode) + self._entry_s(decode)
+
+        return [self._whole(decode) for decode in self._shortlist(decodes, cost)]
+
+    def _whole_interval_s(self, decode: WorkerLoad) -> float:
+        if not decode.heartbeat.running:
+            return _interval_s(decode)
         # A chunk of the prompt runs in the same step as the attempts that decode there, and delays their tokens.
-        delayed_s = step_s if decode.heartbeat.running else 0.0
+        uncached_tokens = self._demand.prompt_tokens - self._cached_tokens(decode)
+        return _interval_s(decode) + min(uncached_tokens, self._options.chunk_tokens) / _prefill_rate(decode)
+
+    def _whole(self, decode: WorkerLoad) -> Candidate:
+        cached_tokens = self._cached_tokens(decode)
         return Candidate(
             decode=decode.worker,
             cached_tokens=cached_tokens,
             decode_cached_tokens=cached_tokens,
             coming_tokens=self._coming_tokens(decode),
             predicted_ttft_s=self._prefill_s(decode) + self._entry_s(decode),
-            predicted_token_interval_s=_interval_s(decode) + delayed_s,
+            predicted_token_interval_s=self._whole_interval_s(decode),
         )
 
     def pairs(self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> list[Candidate]:
         """Return the candidates that prefill on one worker and decode on another."""
 
-        def receive_s(decode: WorkerLoad) -> float:
-            return self._pull_s(decode, _bandwidth(decode)) + self._entry_s(decode)
+        def send(prefill: WorkerLoad) -> Cost:
+            return False, self._prefill_s(prefill)
 
-        return [
-            self._pair(prefill, decode)
-            # Of all that are alike, so that the others take no place on the lists.
-            for identity in sorted({load.kv_identity for load in prefills})
-            for prefill in self._shortlist(prefills, self._prefill_s, identity)
-            for decode in self._shortlist(decodes, receive_s, identity)
-            if (prefill.worker, decode.worker) not in self._demand.exclude_pairs
-        ]
+        def receive(decode: WorkerLoad) -> Cost:
+            cost_s = self._pull_s(decode, _bandwidth(decode)) + self._entry_s(decode)
+            return self._breaks_limit(_interval_s(decode)), cost_s
+
+        pairs: list[Candidate] = []
+        # Of all that are alike, so that the others take no place on the lists.
+        for identity in sorted({load.kv_identity for load in prefills}):
+            sources, sinks = (
+                self._shortlist([load for load in loads if load.hands_over and load.kv_identity == identity], cost)
+                for loads, cost in ((prefills, send), (decodes, receive))
+            )
+            pairs += [
+                self._pair(source, sink)
+                for source, sink in product(sources, sinks)
+                if (source.worker, sink.worker) not in self._demand.exclude_pairs
+            ]
+        return pairs
 
     def _pair(self, prefill: WorkerLoad, decode: WorkerLoad) -> Candidate:
         bandwidth = min(_bandwidth(prefill), _bandwidth(decode))
@@ -269,24 +288,39 @@ class _Prediction:
             predicted_token_interval_s=_interval_s(decode),
         )
 
-    def _shortlist(
-        self, loads: Sequence[WorkerLoad], cost_s: Callable[[WorkerLoad], float], identity: str
-    ) -> list[WorkerLoad]:
-        """Return the workers worth pairing: costs add up, so the best pairs are made of the best of each side."""
+    def _shortlist(self, loads: Sequence[WorkerLoad], cost: Callable[[WorkerLoad], Cost]) -> Sequence[WorkerLoad]:
+        """Return the workers worth a closer look: costs add up, so the best pairs are made of the best of each side.
+
+        Of near-ties those that hold most of the prompt, and then chance: any order of their own would be the same
+        in every scheduler and at every request, so that all went to the same few.
+        """
         # Each excluded pair may take one of the best from the list.
         count = self._options.shortlist + len(self._demand.exclude_pairs)
-        alike = (load for load in loads if load.kv_identity == identity)
-        return heapq.nsmallest(count, alike, key=lambda load: (cost_s(load), load.worker))
+        if len(loads) <= count:
+            return loads
+        costs = {load.worker: cost(load) for load in loads}
+        near_s = _near_s(min(costs.values())[1], self._options)
+
+        def merit(load: WorkerLoad) -> tuple[bool, float, int, float]:
+            breaks_limit, cost_s = costs[load.worker]
+            return breaks_limit, max(cost_s, near_s), -self._cached_tokens(load), self._random.random()
+
+        return heapq.nsmallest(count, loads, key=merit)
+
+    def _breaks_limit(self, token_interval_s: float) -> bool:
+        return token_interval_s > self._options.token_interval_s_max
 
     def _cached_tokens(self, load: WorkerLoad) -> int:
         """Return the prompt tokens held there, or soon to be."""
-        return self._tokens(load, max(hints.get(load.worker, 0) for hints in (self._hints.held, self._hints.coming)))
+        return self._tokens(load, self._blocks.get(load.worker, 0))
 
     def _coming_tokens(self, load: WorkerLoad) -> int:
         return self._cached_tokens(load) - self._tokens(load, self._hints.held.get(load.worker, 0))
 
     def _tokens(self, load: WorkerLoad, blocks: int) -> int:
         """Return what so many blocks save. The last token is computed in any case, to sample from it."""
+        if not blocks:
+            return 0
         return max(0, min(blocks * load.heartbeat.block_tokens, self._demand.prompt_tokens - 1))
 
     def _prefill_s(self, load: WorkerLoad) -> float:
@@ -312,10 +346,17 @@ def _rank(candidate: Candidate, options: PlacementOptions) -> tuple[bool, float,
     return (_breaks_limit(candidate, options), candidate.predicted_ttft_s, candidate.decode, candidate.prefill)
 
 
-def _pick(candidates: Sequence[Candidate], options: PlacementOptions, random: Random) -> Candidate:
-    """Return the best candidate, or one as good: most cached tokens, no transfer, chance."""
+def _near_s(best_s: float, options: PlacementOptions) -> float:
+    """Return up to which cost a candidate is as good as the best."""
+    return best_s + max(best_s * options.tie_share, options.tie_s)
+
+
+def _pick(
+    candidates: Sequence[Candidate], loads: Mapping[str, WorkerLoad], options: PlacementOptions, random: Random
+) -> Candidate:
+    """Return the best candidate, or one as good: most cached tokens, no transfer, the less loaded of any two."""
     best = min(candidates, key=lambda candidate: _rank(candidate, options))
-    limit_s = best.predicted_ttft_s + max(best.predicted_ttft_s * options.tie_share, options.tie_s)
+    limit_s = _near_s(best.predicted_ttft_s, options)
     ties = [
         candidate
         for candidate in candidates
@@ -326,11 +367,17 @@ def _pick(candidates: Sequence[Candidate], options: PlacementOptions, random: Ra
         return (candidate.cached_tokens, candidate.decode_cached_tokens, not candidate.prefill)
 
     most = max(map(merit, ties))
-    return random.choice([candidate for candidate in ties if merit(candidate) == most])
+    equals = [candidate for candidate in ties if merit(candidate) == most]
+    # The least loaded of all would be the same for every scheduler until the next heartbeat; of two it seldom is.
+    two = random.sample(equals, min(2, len(equals)))
+    return min(two, key=lambda candidate: loads[candidate.decode].used_share)
 
 
 def _misfit(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> str:
     """Return what keeps a prefill and a decode worker apart for good; empty where all are alike."""
+    for loads in (prefills, decodes):
+        if loads and not any(load.hands_over for load in loads):
+            return f"{loads[0].worker} has no transfer agent"
     sources, sinks = ({load.kv_identity: load.worker for load in loads} for loads in (prefills, decodes))
     for source, sink in product(sources, sinks):
         if source != sink:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
@@ -80,6 +81,7 @@ class SchedulerService:
             leased_share_max=settings.leased_share_max,
             retry_after_s=settings.retry_after_s,
         )
+        self._name = uuid.uuid4().hex
         self._placing = 0
         self._answers = False
         self._metrics = metrics
@@ -90,8 +92,9 @@ class SchedulerService:
     async def run(self, stop: Stop) -> None:
         """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
         async with AsyncExitStack() as stack:
-            heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
-            stack.push_async_callback(heartbeats.unsubscribe)
+            for subject, handler in ((subjects.HEARTBEAT, self._on_heartbeat), (subjects.PLACED, self._on_placed)):
+                subscription = await self._bus.subscribe(subject, handler)
+                stack.push_async_callback(subscription.unsubscribe)
             # A scheduler that knows no worker yet would answer that there is none.
             await self._clock.sleep(self._settings.learn_s)
             async with asyncio.TaskGroup() as tasks:
@@ -160,6 +163,16 @@ class SchedulerService:
             case other:
                 logger.warning("%s on %s is not for the scheduler", type(other).__name__, delivery.subject)
 
+    async def _on_placed(self, delivery: Delivery) -> None:
+        """Count what another scheduler has placed, or until the next heartbeats all would choose the same worker."""
+        placed = delivery.message
+        if isinstance(placed, Placed) and placed.scheduler != self._name:
+            self._count(placed)
+
+    def _count(self, placed: Placed) -> None:
+        soft = soft_placements(placed, now_s=self._clock.now_s(), options=self._options)
+        self._loads.place(placed.context.request, soft)
+
     async def _answer(self, delivery: Delivery) -> None:
         message, started_s = delivery.message, self._clock.now_s()
         try:
@@ -173,6 +186,10 @@ class SchedulerService:
             await delivery.respond(placement)
         except BatonError as error:
             await self._refuse(delivery, error)
+        except Exception as error:
+            # The boundary of one request: the others are served all the same.
+            logger.exception("a placement failed")
+            await self._refuse(delivery, BatonError(f"{type(error).__name__} in the scheduler, its log says more"))
 
     async def _refuse(self, delivery: Delivery, error: BatonError) -> None:
         self._results[error.code] += 1
@@ -199,11 +216,13 @@ class SchedulerService:
         # Asked again, since workers may have died while the index was thinking.
         serving = self._serving(place.model, now_s)
         placement = choose(demand, serving, hints or Hints(), self._options, self._random)
-        self._loads.place(
-            place.context.request,
-            soft_placements(placement, demand, attempt=place.context.attempt, now_s=now_s, options=self._options),
-        )
-        await self._tell_indexes(place, placement, serving, now_s - started_s)
+        placed = self._placed(place, placement, serving, now_s - started_s)
+        self._count(placed)
+        try:
+            # Before anybody else can know of it, so that the next match sees it.
+            await self._bus.publish(subjects.PLACED, placed)
+        except BatonError as error:
+            logger.debug("nobody hears of the placement of %s: %s", place.context.request, error)
         if hints is None:
             self._without_index += 1
             placement = _without_hints(placement)
@@ -244,28 +263,23 @@ class SchedulerService:
             return None
         return Hints(held, coming)
 
-    async def _tell_indexes(
-        self, place: Place, placement: Placement, serving: list[WorkerLoad], spent_s: float
-    ) -> None:
-        """Let the next match see this placement, before anybody else can know of it."""
-        if not place.blocks:
-            return
-        digests = {load.worker: load.heartbeat.model_digest for load in serving}
+    def _placed(self, place: Place, placement: Placement, serving: list[WorkerLoad], spent_s: float) -> Placed:
+        decode = next(load for load in serving if load.worker == placement.decode.worker)
         addresses = [address for address in (placement.prefill, placement.decode) if address is not None]
-        placed = Placed(
+        return Placed(
             context=Context(
                 request=place.context.request,
                 attempt=place.context.attempt,
                 budget_s=place.context.budget_s - spent_s,
             ),
-            model_digest=digests[placement.decode.worker],
+            scheduler=self._name,
+            model_digest=decode.heartbeat.model_digest,
             blocks=place.blocks,
             workers=tuple(WorkerAddress(worker=each.worker, generation=each.generation) for each in addresses),
+            prompt_tokens=place.prompt_tokens,
+            output_tokens_max=place.output_tokens_max,
+            predicted=placement.predicted,
         )
-        try:
-            await self._bus.publish(subjects.PLACED, placed)
-        except BatonError as error:
-            logger.debug("no index hears of the placement of %s: %s", place.context.request, error)
 
 
 def _check(place: Place) -> None:

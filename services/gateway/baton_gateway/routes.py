@@ -1,0 +1,49 @@
+"""The answers under way, by request and by worker: where frames and digests go."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from baton_gateway.driver import AnswerDriver
+
+
+class Routes:
+    """A digest comes from each worker each second: it must not cost a look at every answer."""
+
+    def __init__(self) -> None:
+        self._drivers: dict[str, AnswerDriver] = {}
+        self._workers: dict[str, set[str]] = {}
+        """By request: every worker that was given a part of it."""
+        self._requests: dict[str, dict[str, None]] = {}
+        """The other way round, in the order in which they came: the first to be placed anew should be the first."""
+
+    def __len__(self) -> int:
+        return len(self._drivers)
+
+    def enter(self, request: str, driver: AnswerDriver) -> None:
+        self._drivers[request] = driver
+        self._workers[request] = set()
+
+    def give(self, request: str, worker: str) -> None:
+        """Note that a worker is given a part of an answer."""
+        self._workers[request].add(worker)
+        self._requests.setdefault(worker, {})[request] = None
+
+    def leave(self, request: str) -> None:
+        del self._drivers[request]
+        for worker in self._workers.pop(request):
+            del self._requests[worker][request]
+            if not self._requests[worker]:
+                del self._requests[worker]
+
+    def get(self, request: str) -> AnswerDriver | None:
+        return self._drivers.get(request)
+
+    def all(self) -> list[AnswerDriver]:
+        return list(self._drivers.values())
+
+    def running_on(self, worker: str) -> list[tuple[str, AnswerDriver]]:
+        """Return the answers whose present attempt was given to `worker`, by request."""
+        given = ((request, self._drivers[request]) for request in self._requests.get(worker, ()))
+        return [(request, driver) for request, driver in given if driver.machine.runs_on(worker)]

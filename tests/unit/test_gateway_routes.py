@@ -1,0 +1,46 @@
+"""Where digests go: the answers that a worker has a part in at present, and nothing of those that are over."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from baton_gateway.driver import AnswerDriver
+from baton_gateway.routes import Routes
+
+from tests.attempt_bench import Bench
+
+
+def answer(routes: Routes, request: str, decode: str, prefill: str = "") -> Bench:
+    bench = Bench()
+    # Routes look at a driver's machine, and so does this bench have one.
+    routes.enter(request, cast("AnswerDriver", bench))
+    bench.run_on(decode, prefill)
+    for worker in filter(None, (decode, prefill)):
+        routes.give(request, worker)
+    return bench
+
+
+def on(routes: Routes, worker: str) -> list[str]:
+    return [request for request, _ in routes.running_on(worker)]
+
+
+def test_answers_are_found_by_worker_in_the_order_in_which_they_came() -> None:
+    routes = Routes()
+    for request in ("c", "a", "b"):
+        answer(routes, request, "d1", "p1" if request == "a" else "")
+    assert on(routes, "d1") == ["c", "a", "b"]
+    assert on(routes, "p1") == ["a"]
+    assert on(routes, "stranger") == []
+    routes.leave("a")
+    assert on(routes, "d1") == ["c", "b"]
+    assert (on(routes, "p1"), routes.get("a"), len(routes)) == ([], None, 2)
+
+
+def test_a_worker_of_an_attempt_that_is_over_has_no_part_any_more() -> None:
+    routes = Routes()
+    bench = answer(routes, "r", "d1")
+    bench.now_s += 200.0
+    bench.wait(0.0)
+    bench.run_on("d2")
+    routes.give("r", "d2")
+    assert (on(routes, "d1"), on(routes, "d2")) == ([], ["r"])
