@@ -293,6 +293,8 @@ async def test_the_document_describes_the_bodies(client: httpx.AsyncClient) -> N
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{kind}"}
         assert "model" in document["components"]["schemas"][kind]["required"]
+    for operation in (operation for path in document["paths"].values() for operation in path.values()):
+        assert set(operation["responses"]) == {"200", "default"}
     text = json.dumps(document)
     for name in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
         assert name in document["components"]["schemas"]

@@ -32,6 +32,22 @@ from baton_gateway.workers import Model
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SCHEMAS: Final = "#/components/schemas/"
+ERROR_SCHEMA: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
 SERVED: Final = "this server has /v1/chat/completions, /v1/completions and /v1/models"
 
 
@@ -47,7 +63,14 @@ class _WrongMethod(InvalidRequest):
 
 def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> ASGIApp:
     """Return the application. `wall_s` dates the answers, and nothing else."""
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url="/openapi.json", redirect_slashes=False)
+    app = FastAPI(
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+        responses={"default": {"description": "An error.", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
+    )
     started_s = int(wall_s())
 
     @app.get("/health")
