@@ -144,12 +144,23 @@ async def test_a_connection_without_a_request_is_closed() -> None:
         writer.close()
 
 
-async def test_an_offer_of_another_protocol_is_declined(stage: Stage) -> None:
-    body = json.dumps(HI).encode()
-    offer = b"connection: close, upgrade, http2-settings\r\nUpgrade: h2c\r\nhttp2-settings: AAEAAEAA\r\n"
-    length = b"content-length: %d\r\n\r\n" % len(body)
-    answered, answer = await exchange(stage, f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n".encode() + offer + length + body)
-    assert (answered, json.loads(answer)["object"]) == (200, "chat.completion")
+async def test_an_offer_of_another_protocol_is_declined(client: httpx.AsyncClient) -> None:
+    offer = {"connection": "upgrade, http2-settings", "upgrade": "h2c", "http2-settings": "AAEAAEAA"}
+    for _ in range(2):
+        answer = await client.post(CHAT, json=HI, headers=offer)
+        assert (answer.status_code, answer.json()["object"]) == (200, "chat.completion")
+
+
+async def test_a_long_body_counts_nothing_towards_the_head_behind_it(stage: Stage) -> None:
+    body = json.dumps(HI).encode() + b" " * 70_000
+    first = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first + body + b"GET /health HTTP/1.1\r\nhost: ")
+    assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    writer.write(b"x\r\nconnection: close\r\n\r\n")
+    assert b'{"status":"alive"}' in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
 
 
 async def test_a_body_in_a_coding(client: httpx.AsyncClient) -> None:

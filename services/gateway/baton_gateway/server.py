@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import socket
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Final, cast
 
 import uvicorn
@@ -42,25 +42,26 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
-        self._await_head(self.timeout_keep_alive)
+        self._await_head(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._head_timer is not None:
+        if self._head_timer is not None or not self._is_reading_body():
             # An offer that we decline, as HTTP/2's by Java's client: the parser would take the body for what follows.
-            data = UPGRADE_FIELD.sub(b"\r\nx-declined:", data)
+            data = UPGRADE_FIELD.sub(b"\r\nignored:", data)
+        self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_timer is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES_MAX:
-                self._refuse("431 Request Header Fields Too Large", f"the headers exceed {HEAD_BYTES_MAX} bytes")
+        if self._head_timer is None:
+            self._head_bytes = 0
+        elif self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse("431 Request Header Fields Too Large", f"the headers exceed {HEAD_BYTES_MAX} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._await_head(self.head_read_s)
+        self._await_head(self.head_read_s, self._give_up_head)
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}
 
@@ -68,31 +69,35 @@ class Protocol(HttpToolsProtocol):
         self._stop_awaiting_head()
         super().on_headers_complete()
 
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0  # What else came with the end of this request begins the next one.
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
         self._refuse("400 Bad Request", "this is not a valid HTTP request")
 
-    def _await_head(self, timeout_s: float) -> None:
+    def _await_head(self, timeout_s: float, give_up: Callable[[], None]) -> None:
         self._stop_awaiting_head()
-        self._head_bytes = 0
-        self._head_timer = self.loop.call_later(timeout_s, self._give_up_head, timeout_s)
+        self._head_timer = self.loop.call_later(timeout_s, give_up)
 
     def _stop_awaiting_head(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _give_up_head(self, timeout_s: float) -> None:
+    def _give_up_head(self) -> None:
         if self._is_answering():
             # The head is of a request behind the one that is being answered; that one is not to suffer.
-            self._head_timer = self.loop.call_later(timeout_s, self._give_up_head, timeout_s)
-        elif self._head_bytes:
-            self._refuse("408 Request Timeout", f"the request's head did not arrive within {timeout_s:g} s")
+            self._await_head(self.head_read_s, self._give_up_head)
         else:
-            self.transport.close()
+            self._refuse("408 Request Timeout", f"the request's head did not arrive within {self.head_read_s:g} s")
 
     def _is_answering(self) -> bool:
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return cycle is not None and not cycle.response_complete
+
+    def _is_reading_body(self) -> bool:
+        return self._is_answering() and self.cycle.more_body
 
     def _refuse(self, status: str, detail: str) -> None:
         """Answer what is no request, unless that would stand in the middle of an answer; end the connection."""
