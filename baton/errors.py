@@ -169,6 +169,8 @@ def _tree(root: type[BatonError]) -> list[type[BatonError]]:
 _BY_CODE = {kind.code: kind for kind in _tree(BatonError)}
 
 
-def error_from_code(code: str, detail: str, *, retry_after_s: float | None = None) -> BatonError:
+def error_from_code(
+    code: str, detail: str, *, retry_after_s: float | None = None, param: str | None = None
+) -> BatonError:
     """Return the error that `code` names; a code of a newer version becomes a plain `BatonError`."""
-    return _BY_CODE.get(code, BatonError)(detail, retry_after_s=retry_after_s)
+    return _BY_CODE.get(code, BatonError)(detail, retry_after_s=retry_after_s, param=param)

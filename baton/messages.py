@@ -47,13 +47,14 @@ class ErrorReport(Part, frozen=True, kw_only=True):
     code: str
     detail: str
     retry_after_s: float | None = None
+    param: str | None = None
 
     @classmethod
     def of(cls, error: BatonError) -> ErrorReport:
-        return cls(code=error.code, detail=error.detail, retry_after_s=error.retry_after_s)
+        return cls(code=error.code, detail=error.detail, retry_after_s=error.retry_after_s, param=error.param)
 
     def to_error(self) -> BatonError:
-        return error_from_code(self.code, self.detail, retry_after_s=self.retry_after_s)
+        return error_from_code(self.code, self.detail, retry_after_s=self.retry_after_s, param=self.param)
 
 
 # ---------------------------------------------------------------- workers

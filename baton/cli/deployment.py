@@ -29,8 +29,8 @@ ENGINES: Final[tuple[EngineName, ...]] = ("vllm", "sglang", "simulated")
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 TINY_NAME: Final = "tiny"
-SERVICE_START_TIMEOUT_S: Final = 30.0
-SIMULATED_START_TIMEOUT_S: Final = 30.0
+SERVICE_START_TIMEOUT_S: Final = 120.0
+SIMULATED_START_TIMEOUT_S: Final = 120.0
 ENGINE_START_TIMEOUT_S: Final = 600.0
 """Real models load for minutes from slow disks."""
 DRAIN_S: Final = 2

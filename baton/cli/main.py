@@ -28,6 +28,12 @@ from baton.messages import Disaggregation, Role
 def main() -> int:
     try:
         return run(sys.argv[1:], os.environ)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        # A folder that cannot be written, a full disk: not ours to mend.
+        print(f"baton: {error.filename}: {error.strerror}; --folder names another place", file=sys.stderr)
+        return EXIT_FAILED
     except BatonError as error:
         print(f"baton: {error}", file=sys.stderr)
         return EXIT_MISCONFIGURED if isinstance(error, ConfigurationError) else EXIT_FAILED

@@ -31,7 +31,7 @@ from baton.messages import Role
 
 Tell = Callable[[str], None]
 
-READY_TIMEOUT_S: Final = 30.0
+READY_TIMEOUT_S: Final = 120.0
 BUS_TIMEOUT_S: Final = 5.0
 PROBE_INTERVAL_S: Final = 0.1
 PROGRESS_INTERVAL_S: Final = 10.0

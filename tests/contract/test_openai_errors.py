@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -49,12 +50,18 @@ def error_of(response: httpx.Response, status: int, code: str) -> dict[str, Any]
 
 
 async def test_paths_and_methods(client: httpx.AsyncClient) -> None:
-    error_of(await client.get("/nope"), 404, "not_found")
+    missing = error_of(await client.post("/chat/completions", json=HI), 404, "not_found")
+    assert "/v1/chat/completions" in missing["message"]
     error_of(await client.get("/v1/models/nope"), 404, "model_not_found")
     error_of(await client.post(CHAT, json={**HI, "model": "nope"}), 404, "model_not_found")
     refused = await client.get(CHAT)
     error_of(refused, 405, "method_not_allowed")
     assert refused.headers["allow"] == "POST"
+    assert (await client.post(f"{CHAT}/", json=HI)).status_code == 200
+    models, head = await client.get("/v1/models/"), await client.head("/v1/models")
+    assert (models.json()["object"], head.status_code, head.content) == ("list", 200, b"")
+    assert models.json()["data"][0]["root"] == MODEL
+    assert head.headers["content-length"] == models.headers["content-length"]
 
 
 async def test_a_gateway_that_is_being_stopped_sends_requests_elsewhere(
@@ -105,14 +112,60 @@ async def test_a_body_that_never_comes(stage: Stage) -> None:
     writer.close()
 
 
-async def test_malformed_http(stage: Stage) -> None:
+async def exchange(stage: Stage, sent: bytes) -> tuple[int, bytes]:
+    """Send bytes; return the status and the body of what comes until the connection ends."""
     host, port = stage.base_url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"\x00\x01 nonsense\r\n\r\n")
+    writer.write(sent)
     head, _, body = (await asyncio.wait_for(reader.read(), 5)).partition(b"\r\n\r\n")
-    assert b"400" in head.split(b"\r\n")[0]
-    assert json.loads(body)["error"]["code"] == "invalid_request"
     writer.close()
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"\x00\x01 nonsense\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx-slow: ", 408),
+        (b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: " + b"x" * 70_000, 431),
+    ],
+)
+async def test_heads_that_are_none(stage: Stage, sent: bytes, status: int) -> None:
+    answered, body = await exchange(stage, sent)
+    assert answered == status
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+async def test_a_connection_without_a_request_is_closed() -> None:
+    async with open_stage(Settings(port=0, keep_alive_s=1)) as stage:
+        host, port = stage.base_url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+
+
+async def test_an_offer_of_another_protocol_is_declined(client: httpx.AsyncClient) -> None:
+    offer = {"connection": "upgrade, http2-settings", "upgrade": "h2c", "http2-settings": "AAEAAEAA"}
+    for _ in range(2):
+        answer = await client.post(CHAT, json=HI, headers=offer)
+        assert (answer.status_code, answer.json()["object"]) == (200, "chat.completion")
+
+
+async def test_a_long_body_counts_nothing_towards_the_head_behind_it(stage: Stage) -> None:
+    body = json.dumps(HI).encode() + b" " * 70_000
+    first = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first + body + b"GET /health HTTP/1.1\r\nhost: ")
+    assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"\r\n"), 5)
+    writer.write(b"x\r\nconnection: close\r\n\r\n")
+    assert b'{"status":"alive"}' in await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+
+
+async def test_a_body_in_a_coding(client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert "gzip" in error_of(response, 400, "invalid_request")["message"]
 
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
@@ -199,9 +252,9 @@ async def test_an_error_in_a_stream_is_an_event(stage: Stage, client: httpx.Asyn
 
 
 async def test_the_engines_refusal_reaches_the_client(stage: Stage, client: httpx.AsyncClient) -> None:
-    stage.workers["d1"].script.refuse = InvalidRequest("no such parameter: foo")
+    stage.workers["d1"].script.refuse = InvalidRequest("no such parameter: foo", param="foo")
     error = error_of(await client.post(CHAT, json={**HI, "foo": 1}), 400, "invalid_request")
-    assert "foo" in error["message"]
+    assert ("foo" in error["message"], error["param"]) == (True, "foo")
     assert len(stage.scheduler.places) == 1
 
 
@@ -251,6 +304,8 @@ async def test_the_document_describes_the_bodies(client: httpx.AsyncClient) -> N
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         assert body == {"$ref": f"#/components/schemas/{kind}"}
         assert "model" in document["components"]["schemas"][kind]["required"]
+    for operation in (operation for path in document["paths"].values() for operation in path.values()):
+        assert set(operation["responses"]) == {"200", "default"}
     text = json.dumps(document)
     for name in {part.split('"')[0] for part in text.split('"#/components/schemas/')[1:]}:
         assert name in document["components"]["schemas"]

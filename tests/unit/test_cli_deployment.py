@@ -12,9 +12,10 @@ import pytest
 
 from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
-from baton.cli.main import run
+from baton.cli.main import main, run
 from baton.cli.processes import Backoff, Program, describe_exit
 from baton.cli.servers import free_port
+from baton.config import EXIT_FAILED
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation
 
@@ -223,3 +224,16 @@ def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     for flag in ("--host", "--port", "--prefill", "--decode", "--model", "--engine", "--device", "--nats-url"):
         assert flag in text
+
+
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    place = str(tmp_path / "file" / "below")
+    asked = ["baton", "up", "--engine", "simulated", "--port", str(free_port()), "--folder", place]
+    monkeypatch.setattr("sys.argv", asked)
+    assert main() == EXIT_FAILED
+    said = capsys.readouterr().err
+    assert place in said
+    assert "--folder" in said

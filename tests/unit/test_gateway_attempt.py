@@ -243,6 +243,18 @@ def test_frames_of_an_old_attempt_are_fenced() -> None:
     assert bench.machine.delivered == [10, 11]
 
 
+def test_slow_workers_have_more_time_to_accept_each_further_attempt() -> None:
+    bench = Bench()
+    for attempt, accept_s in enumerate([0.1, 0.3, 0.9]):
+        bench.step(ev.Placed(attempt, placement("d1")))
+        assert bench.wait(accept_s - 0.01) == []
+        bench.wait(0.02)
+        assert bench.did(ev.SendPlace)
+    bench.step(ev.Placed(3, placement("d1")))
+    bench.wait(2.6)
+    assert bench.step(ev.TaskAccepted(3, "d1")) == [ev.LeaveQueue()]
+
+
 def test_a_frame_implies_acceptance() -> None:
     bench = Bench()
     bench.step(ev.Placed(0, placement("d1")))

@@ -66,6 +66,14 @@ def test_a_template_understands_parts_as_text() -> None:
     assert body.messages[0].text() == "a\nb"
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"), [({"stop": ["a"] * 5}, "at most 4 items"), ({"stop": ""}, "at least 1 character")]
+)
+def test_of_several_forms_the_one_that_was_used_is_explained(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidRequest, match=said):
+        parse_chat(**fields)
+
+
 def test_stop_is_one_or_several() -> None:
     assert output_of(parse_chat(stop="x")).stops == ("x",)
     assert output_of(parse_chat(stop=["x", "y"])).stops == ("x", "y")

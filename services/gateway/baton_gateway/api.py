@@ -32,6 +32,23 @@ from baton_gateway.workers import Model
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SCHEMAS: Final = "#/components/schemas/"
+ERROR_SCHEMA: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": "string"},
+            },
+        }
+    },
+}
+SERVED: Final = "this server has /v1/chat/completions, /v1/completions and /v1/models"
 
 
 class _NoRoute(InvalidRequest):
@@ -46,7 +63,14 @@ class _WrongMethod(InvalidRequest):
 
 def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> ASGIApp:
     """Return the application. `wall_s` dates the answers, and nothing else."""
-    app = FastAPI(title="Baton", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(
+        title="Baton",
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        redirect_slashes=False,
+        responses={"default": {"description": "An error.", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
+    )
     started_s = int(wall_s())
 
     @app.get("/health")
@@ -151,6 +175,8 @@ def _facts_of(gateway: Gateway, request: Request, trace: RequestTrace) -> Reques
 
 async def read_body(request: Request, bytes_max: int, timeout_s: float) -> bytes:
     """Return the request's body. Raises PayloadTooLarge as soon as that is certain, ClientGone, InvalidRequest."""
+    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+        raise InvalidRequest(f"the body is sent as {encoding[:40]!r}; this server takes it unencoded only")
     too_large = PayloadTooLarge(f"the body is longer than the {bytes_max} bytes that this server takes")
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > bytes_max:
@@ -175,6 +201,8 @@ def _describe(model: Model, created_s: int) -> dict[str, Any]:
         "object": "model",
         "created": created_s,
         "owned_by": "baton",
+        # Clients of vLLM's server look for this one and take it for the model's id.
+        "root": model.name,
         "max_model_len": model.context_tokens_max,
     }
 
@@ -208,7 +236,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if error.status_code == HTTPStatus.NOT_FOUND:
-            return error_response(_NoRoute(f"there is no {where} here"))
+            return error_response(_NoRoute(f"there is no {where} here; {SERVED}"))
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             response = error_response(_WrongMethod(f"{where} is not allowed"))
             response.headers.update(error.headers or {})

@@ -42,6 +42,8 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.resumption import Moved, is_ended, rest_of
 
+ACCEPT_GROWTH = 3
+"""A worker that is alive but slow, as on a busy machine, is reached by the last of four attempts in 2.7 s."""
 BUSY_ROUNDS_MAX = 3
 """Placements in a row that met a busy worker, before the request waits in the queue."""
 MOVE_S = 1.0
@@ -112,6 +114,11 @@ class AttemptMachine:
     def cached_tokens(self) -> int:
         """Prompt tokens that the present attempt's workers held before it, as far as they have told."""
         return self._cached_tokens
+
+    @property
+    def accept_s(self) -> float:
+        """How long this attempt's workers have to accept it: short at first, longer once that was too short."""
+        return self._timers.accept_s * ACCEPT_GROWTH**self._failures
 
     @property
     def wake_at_s(self) -> float:
@@ -257,7 +264,7 @@ class AttemptMachine:
         self._awaited = {placement.decode.worker}
         if placement.prefill is not None:
             self._awaited.add(placement.prefill.worker)
-        self._phase_until_s = now_s + self._timers.accept_s
+        self._phase_until_s = now_s + self.accept_s
         self._actions.append(ev.SendTasks(self.attempt, placement))
 
     def _on_task_answer(self, now_s: float, event: ev.TaskAccepted | ev.TaskBusy | ev.TaskFailed) -> None:
@@ -436,7 +443,7 @@ class AttemptMachine:
         decode = self.placement.decode.worker
         if self.phase is Phase.DISPATCHED:
             silent = ", ".join(sorted(self._awaited))
-            error = WorkerLost(f"worker {silent} did not answer within {self._timers.accept_s:g} s")
+            error = WorkerLost(f"worker {silent} did not answer within {self.accept_s:g} s")
             self._retry(now_s, error, *self._awaited)
         elif self.phase is Phase.WAITING:
             self._retry(now_s, WorkerLost(f"no token within {self._timers.first_token_s:g} s"), decode)

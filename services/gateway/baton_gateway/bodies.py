@@ -295,9 +295,10 @@ def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> None:
 
 def _explain(error: ValidationError) -> InvalidRequest:
     """Return the most telling of pydantic's complaints; of a union it reports one per member."""
-    first = max(
-        error.errors(include_url=False, include_context=False, include_input=False), key=lambda e: len(e["loc"])
-    )
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    deepest = max(len(complaint["loc"]) for complaint in complaints)
+    # The member that is of the right type says what else is wrong.
+    first = min(complaints, key=lambda e: (deepest - len(e["loc"]), e["type"].endswith("_type")))
     param = ""
     for part in first["loc"]:
         if isinstance(part, int):

@@ -31,7 +31,9 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     attempts_max: Annotated[int, Meta(ge=1, le=16, description="Attempts of one answer before it fails.")] = 4
     place_resend_s: Annotated[Seconds, Meta(description="Ask another scheduler after this.")] = 0.25
     place_resends_max: Annotated[int, Meta(ge=0, le=100, description="How often to ask another one.")] = 3
-    accept_s: Annotated[Seconds, Meta(description="Time for the workers to accept an attempt.")] = 0.1
+    accept_s: Annotated[
+        Seconds, Meta(description="Time for the workers to accept a first attempt; retries get more.")
+    ] = 0.1
     first_token_s: Annotated[Seconds, Meta(description="Time for the first token of an accepted attempt.")] = 120.0
     progress_s: Annotated[Seconds, Meta(description="Time without a token after which an attempt is stuck.")] = 30.0
     resend_s: Annotated[Seconds, Meta(description="Time for missing frames to come before asking again.")] = 0.25
@@ -53,7 +55,7 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     goal_tpot_s: Annotated[Seconds, Meta(description="Time per token after it, of a good answer.")] = 0.1
 
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
-    body_read_s: Annotated[Seconds, Meta(description="Time for a request's body to arrive.")] = 30.0
+    body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128
     unread_tokens_max: Annotated[
         int,

@@ -389,7 +389,7 @@ class AnswerDriver:
                 for index, chunk in enumerate(chunks):
                     offset = index * len(chunks[0]) // TOKEN_BYTES
                     await links.bus.publish(subject, TokenChunk(context=context, offset=offset, tokens=chunk))
-                answer = await links.bus.request(subject, make(context, tail), timeout_s=links.timers.accept_s)
+                answer = await links.bus.request(subject, make(context, tail), timeout_s=self.machine.accept_s)
             except DeadlineExceeded as error:
                 span.fail(error)
                 return  # The machine's own timer says what silence means.

@@ -59,6 +59,9 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # HEAD is GET whose body the server leaves out. No path of ours, and no model's name, ends with a slash.
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         presented = headers.get("x-request-id", "")
         request_id = presented if REQUEST_ID.fullmatch(presented) else uuid4().hex

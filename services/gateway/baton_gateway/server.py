@@ -7,13 +7,14 @@ import contextlib
 import errno
 import logging
 import math
+import re
 import socket
-from collections.abc import Generator
-from typing import Any, Final
+from collections.abc import Callable, Generator
+from typing import Any, Final, cast
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import InvalidRequest, Unavailable
 from baton.stop import Stop
@@ -26,22 +27,84 @@ from baton_gateway.service import Gateway
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S: Final = 2
+UPGRADE_FIELD: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+HEAD_BYTES_MAX: Final = 64 << 10
+"""Of a request's line and headers: twice what proxies let through."""
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which also lets a response cut its connection."""
+    """uvicorn's HTTP protocol, with bounds on a request's head, and an extension by which a response cuts it off."""
+
+    head_read_s = 30.0
+    _head_timer: asyncio.TimerHandle | None = None
+    """Set from a connection's or request's first sign to the end of the request's head."""
+    _head_bytes = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self._await_head(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_awaiting_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head_timer is not None or not self._is_reading_body():
+            # An offer that we decline, as HTTP/2's by Java's client: the parser would take the body for what follows.
+            data = UPGRADE_FIELD.sub(b"\r\nignored:", data)
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_timer is None:
+            self._head_bytes = 0
+        elif self._head_bytes > HEAD_BYTES_MAX:
+            self._refuse("431 Request Header Fields Too Large", f"the headers exceed {HEAD_BYTES_MAX} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._await_head(self.head_read_s, self._give_up_head)
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         scope["extensions"] = {ABORT_EXTENSION: self.transport.abort}
 
+    def on_headers_complete(self) -> None:
+        self._stop_awaiting_head()
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._head_bytes = 0  # What else came with the end of this request begins the next one.
+        super().on_message_complete()
+
     def send_400_response(self, msg: str) -> None:
-        body = to_json(error_body(InvalidRequest("this is not a valid HTTP request")))
-        self.transport.write(
-            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            b"content-length: " + str(len(body)).encode() + b"\r\n\r\n" + body
-        )
+        self._refuse("400 Bad Request", "this is not a valid HTTP request")
+
+    def _await_head(self, timeout_s: float, give_up: Callable[[], None]) -> None:
+        self._stop_awaiting_head()
+        self._head_timer = self.loop.call_later(timeout_s, give_up)
+
+    def _stop_awaiting_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _give_up_head(self) -> None:
+        if self._is_answering():
+            # The head is of a request behind the one that is being answered; that one is not to suffer.
+            self._await_head(self.head_read_s, self._give_up_head)
+        else:
+            self._refuse("408 Request Timeout", f"the request's head did not arrive within {self.head_read_s:g} s")
+
+    def _is_answering(self) -> bool:
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is not None and not cycle.response_complete
+
+    def _is_reading_body(self) -> bool:
+        return self._is_answering() and self.cycle.more_body
+
+    def _refuse(self, status: str, detail: str) -> None:
+        """Answer what is no request, unless that would stand in the middle of an answer; end the connection."""
+        if not self._is_answering():
+            body = to_json(error_body(InvalidRequest(detail)))
+            head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
 
 
@@ -100,9 +163,13 @@ def listen(settings: Settings) -> socket.socket:
 
 def make_server(app: ASGIApp, gateway: Gateway) -> Server:
     settings = gateway.settings
+
+    class OurProtocol(Protocol):
+        head_read_s = settings.body_read_s
+
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        http=OurProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
