@@ -204,6 +204,11 @@ PLACING: Final = _gauge("baton_placing", SCHEDULER, "Placements that are being d
 WITHOUT_INDEX: Final = _counter(
     "baton_placements_without_index_total", SCHEDULER, "Placements made without the index, which did not answer."
 )
+ASKED_AGAIN: Final = _counter(
+    "baton_index_asked_again_total",
+    SCHEDULER,
+    "Matches for which all indexes were asked, since the first that was asked was late.",
+)
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
 )

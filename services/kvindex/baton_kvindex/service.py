@@ -119,13 +119,18 @@ class IndexService:
                 self._tasks = tasks
                 behind = tasks.create_task(self._work_behind())
                 await self._settle()
-                matches = await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES)
-                stack.push_async_callback(matches.unsubscribe)
+                matches = [
+                    await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES),
+                    await self._bus.subscribe(subjects.MATCH_ALL, self._on_match),
+                ]
+                for each in matches:
+                    stack.push_async_callback(each.unsubscribe)
                 self._answers = stop.serving = True
                 logger.info("the index answers")
                 await stop.asked.wait()
                 self._answers = False
-                await matches.unsubscribe()
+                for each in matches:
+                    await each.unsubscribe()
                 logger.info("draining: the newest state is written")
                 behind.cancel()
 
