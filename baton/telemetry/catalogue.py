@@ -235,6 +235,11 @@ INDEX_COLD: Final = _gauge(
     "baton_index_cold_blocks", KVINDEX, "Those of the distinct blocks for which memory has no room: they are in Redis."
 )
 INDEX_MEMORY: Final = _gauge("baton_index_memory_bytes", KVINDEX, "Memory that blocks take, bounded by a setting.")
+INDEX_FORGOTTEN: Final = _gauge(
+    "baton_index_forgotten_blocks",
+    KVINDEX,
+    "Blocks that workers hold and that were let go, since memory has no room even for where they are in Redis.",
+)
 INDEX_RECALLS: Final = _counter(
     "baton_index_recalls_total", KVINDEX, "Times that blocks were looked for among those in Redis."
 )

@@ -88,7 +88,8 @@ class IndexService:
                 behind_s=settings.behind_s,
                 resync_interval_s=settings.resync_interval_s,
             ),
-            Journal(settings.unwritten_blocks_max),
+            # Where nothing is written, no changes wait.
+            Journal(settings.unwritten_blocks_max if store is not None else 0),
         )
         if settings.memory_bytes_max and store is None:
             raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
@@ -150,6 +151,7 @@ class IndexService:
         indexes = [index for index in follower.models().values() if isinstance(index, ColdIndex)]
         yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
         yield Reading(catalogue.INDEX_MEMORY, sum(index.used_bytes for index in indexes))
+        yield Reading(catalogue.INDEX_FORGOTTEN, sum(index.forgotten for index in indexes))
         yield Reading(catalogue.INDEX_RECALLS, self._freezer.recalls)
         yield Reading(catalogue.INDEX_EXPECTED, follower.expected_blocks)
         yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)
