@@ -16,6 +16,9 @@ PLACE: Final = "baton.place"
 MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
 
+MATCH_ALL: Final = "baton.match_all"
+"""The same to all of them, where that one was late: the first answer counts."""
+
 PLACED: Final = "baton.placed"
 """Scheduler to every index and every scheduler: `Placed`."""
 

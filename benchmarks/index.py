@@ -30,6 +30,8 @@ FIGURES = {
     "matched_per_s": "matches/s",
     "idle_p50_us": "µs",
     "idle_p99_us": "µs",
+    "rested_p50_us": "µs",
+    "rested_p99_us": "µs",
     "busy_p50_us": "µs",
     "busy_p99_us": "µs",
     "busy_written_per_s": "blocks/s",

@@ -1,9 +1,11 @@
-"""Placements while indexes are restarted and killed: how many were made blind? Part of `make bench-index-restart`.
+"""Placements while indexes are restarted, killed and stopped: how many were blind? Part of `make bench-index-restart`.
 
 Two indexes, a scheduler, NATS and Redis as processes of their own; workers that hold a prompt each, go on storing all
-the time, and are asked for by placements at a steady rate. Meanwhile each index in turn is restarted and killed (-9),
-whichever writes first. A placement is blind that was made without the index, or with one that did not know who holds
-its prompt; what was placed there lately, and is only expected, does not count as known.
+the time, and are asked for by placements at a steady rate. Meanwhile each index in turn, whichever writes first, is
+restarted, killed (-9), and stopped for longer than workers and the lease are waited for (SIGSTOP: the bus keeps it in
+its queue group and goes on asking it), after which it goes on. A placement is blind that was made without the index,
+or with one that did not know who holds its prompt; what was placed there lately, and is only expected, does not count
+as known.
 """
 
 from __future__ import annotations
@@ -31,8 +33,9 @@ WORKERS = 4
 """As many as a placement names candidates: who holds the prompt is always among them, chosen or not."""
 PROMPT = "a prompt that somebody holds " * 2
 PLACED_PER_S = 100
-STEADY_S, AWAY_S, AFTER_S = 10.0, 1.0, 3.0
+STEADY_S, AWAY_S, STOPPED_S, AFTER_S = 10.0, 1.0, 3.0, 3.0
 BLOCK_TOKENS = 32
+NO_LONGER, REFUSED = "no longer the index", "a late write was refused"
 
 
 class Decoder(Worker):
@@ -43,22 +46,32 @@ class Decoder(Worker):
 
 
 @dataclass
-class Load:
-    pair: Pair
-    workers: list[Worker]
+class Phase:
+    """Placements that were asked for while something went on."""
+
+    name: str
     placed: int = 0
     without_index: int = 0
     unknown: int = 0
     failed: int = 0
-    restarts: int = 0
-    steady_placed: int = 0
-    """Before the first restart, and how many of them were blind: what a busy machine does by itself."""
-    steady_blind: int = 0
     times_s: list[float] = field(default_factory=list[float])
 
     @property
-    def blind(self) -> int:
-        return self.without_index + self.unknown + self.failed
+    def blind_share(self) -> float:
+        return (self.without_index + self.unknown + self.failed) / self.placed
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.placed} placed, blind: {self.without_index} without the index, {self.unknown} with one"
+            f" that did not know, {self.failed} without an answer"
+        )
+
+
+@dataclass
+class Load:
+    pair: Pair
+    workers: list[Worker]
+    phases: list[Phase] = field(default_factory=list[Phase])
 
     async def run(self) -> None:
         """Place at a steady rate, whatever becomes of the placements before."""
@@ -81,19 +94,19 @@ class Load:
             output_tokens_max=8,
             disaggregation=Disaggregation.NEVER,
         )
-        began_s = time.monotonic()
-        self.placed += 1
+        phase, began_s = self.phases[-1], time.monotonic()
+        phase.placed += 1
         try:
             placement = await self.pair.bus.request(subjects.PLACE, place, timeout_s=2.0)
         except BatonError:
             placement = None
-        self.times_s.append(time.monotonic() - began_s)
+        phase.times_s.append(time.monotonic() - began_s)
         if not isinstance(placement, Placement):
-            self.failed += 1
+            phase.failed += 1
         elif "the index did not answer" in placement.reason:
-            self.without_index += 1
+            phase.without_index += 1
         elif all(each.cached_tokens - each.coming_tokens < tokens for each in placement.candidates):
-            self.unknown += 1
+            phase.unknown += 1
 
     async def store(self, worker: Worker) -> None:
         while True:
@@ -101,7 +114,7 @@ class Load:
             await asyncio.sleep(0.02)
 
 
-async def blind_placements(folder: Path) -> Load:
+async def blind_placements(folder: Path) -> list[Phase]:
     async with AsyncExitStack() as stack:
         pair = await stack.enter_async_context(running_pair(folder))
         workers = [await stack.enter_async_context(working(pair.bus, Decoder)) for _ in range(WORKERS)]
@@ -115,21 +128,35 @@ async def blind_placements(folder: Path) -> Load:
         stack.push_async_callback(scheduler.end)
         await scheduler.start()
         await until(lambda: said(scheduler, "the scheduler answers"))
-        load = Load(pair, workers)
+        load = Load(pair, workers, [Phase("before")])
         tasks = [asyncio.create_task(load.run()), *(asyncio.create_task(load.store(worker)) for worker in workers)]
         try:
+            # What a busy machine does by itself.
             await asyncio.sleep(STEADY_S)
-            load.steady_placed, load.steady_blind = load.placed, load.blind
+            load.phases.append(Phase("while indexes restart"))
             for how in (signal.SIGTERM, signal.SIGKILL):
                 for writes in (True, False):
-                    # A log is emptied with each start, so who says it writes does.
-                    load.restarts += 1
-                    await _again(how, next(each for each in pair.services if said(each, WRITES) is writes))
+                    await _again(how, _index(pair, writes=writes))
+            for writes in (True, False):
+                stopped = _index(pair, writes=writes)
+                load.phases.append(Phase(f"while the index that {'writes' if writes else 'reads'} is stopped"))
+                await _stop(stopped)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        return load
+        return load.phases
+
+
+def _index(pair: Pair, *, writes: bool) -> Service:
+    # The last that a log says of it is true now.
+    return next(each for each in pair.services if (WRITES in _last_words(each)) is writes)
+
+
+def _last_words(service: Service) -> str:
+    """Return the newest line in which an index says whether it writes."""
+    lines = service.log.read_text().splitlines()
+    return next((line for line in reversed(lines) if WRITES in line or NO_LONGER in line or REFUSED in line), "")
 
 
 async def _again(how: signal.Signals, service: Service) -> None:
@@ -139,4 +166,11 @@ async def _again(how: signal.Signals, service: Service) -> None:
     service.log.write_text("")
     await service.start()
     await until(lambda: said(service, "the index answers"))
+    await asyncio.sleep(AFTER_S)
+
+
+async def _stop(service: Service) -> None:
+    service.signal(signal.SIGSTOP)
+    await asyncio.sleep(STOPPED_S)
+    service.signal(signal.SIGCONT)
     await asyncio.sleep(AFTER_S)

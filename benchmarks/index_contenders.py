@@ -22,9 +22,10 @@ from typing import Any, Protocol
 from benchmarks.index_events import ID_BYTES, Event, Workload, make_workload
 
 MATCHES = 3000
-WRITE_WHILE_S = 1.5
+RESTED_S, BUSY_S = 0.5, 1.5
 PAUSE_S = 100e-6
-"""Between two matches beside a writer: the interpreter has one lock, and the writer needs its turns."""
+"""Between two matches beside a writer: the interpreter has one lock, and the writer needs its turns. After a pause a
+match finds its memory further away; what that alone costs is measured without a writer: `rested`."""
 WRITTEN_BLOCKS = 256
 
 
@@ -212,6 +213,21 @@ def match_idle(contender: Contender, prompts: Sequence[Any]) -> dict[str, float]
     return percentiles("idle", times_ns) | {"matched_per_s": MATCHES * 1e9 / sum(times_ns)}
 
 
+def match_after_pauses(contender: Contender, prompts: Sequence[Any], lasting_s: float) -> list[int]:
+    """Match on the first core; return the times."""
+    times_ns: list[int] = []
+    cores = os.sched_getaffinity(0)
+    began_s = time.perf_counter()
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        while time.perf_counter() - began_s < lasting_s or len(times_ns) < 300:
+            times_ns.append(timed_match(contender, prompts[len(times_ns) % len(prompts)]))
+            time.sleep(PAUSE_S)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return times_ns
+
+
 def match_while_writing(contender: Contender, workload: Workload, prompts: Sequence[Any]) -> dict[str, float]:
     """Match beside a thread that stores runs of its own and removes them again, as fast as it can."""
     runs: list[tuple[Any, Any]] = []
@@ -221,11 +237,11 @@ def match_while_writing(contender: Contender, workload: Workload, prompts: Seque
         runs.append((contender.encode(Event(worker, b"", run)), contender.encode(Event(worker, None, run))))
     stop = threading.Event()
     written = 0
-    cores = sorted(os.sched_getaffinity(0))
+    last_core = max(os.sched_getaffinity(0))
 
     def write() -> None:
         nonlocal written
-        os.sched_setaffinity(0, {cores[-1]})
+        os.sched_setaffinity(0, {last_core})
         while not stop.is_set():
             for stored, _ in runs:
                 contender.apply(stored)
@@ -234,18 +250,14 @@ def match_while_writing(contender: Contender, workload: Workload, prompts: Seque
             written += 2 * len(runs) * WRITTEN_BLOCKS
 
     writer = threading.Thread(target=write)
-    times_ns: list[int] = []
     began_s = time.perf_counter()
     writer.start()
-    os.sched_setaffinity(0, {cores[0]})
     try:
-        while (spent_s := time.perf_counter() - began_s) < WRITE_WHILE_S or len(times_ns) < 300:
-            times_ns.append(timed_match(contender, prompts[len(times_ns) % len(prompts)]))
-            time.sleep(PAUSE_S)
+        times_ns = match_after_pauses(contender, prompts, BUSY_S)
+        spent_s = time.perf_counter() - began_s
     finally:
         stop.set()
         writer.join()
-        os.sched_setaffinity(0, cores)
     return percentiles("busy", times_ns) | {"busy_written_per_s": written / spent_s}
 
 
@@ -257,6 +269,7 @@ def measure(make: Callable[[], Contender], workload: Workload) -> dict[str, floa
     figures |= {"counted_bytes": float(contender.bytes()), "holdings": float(workload.holdings)}
     prompts = [contender.encode_prompt(prompt) for prompt in workload.prompts]
     figures |= match_idle(contender, prompts)
+    figures |= percentiles("rested", match_after_pauses(contender, prompts, RESTED_S))
     if contender.threads:
         figures |= match_while_writing(contender, workload, prompts)
     gc.enable()

@@ -3,7 +3,7 @@
 Restart: a tree of 100,000 blocks, held by 8 workers in prompts of 64 blocks with a quarter shared, is read from Redis
 and built. Inserts: events of one worker, with one block each and with 256, from JetStream through the index into Redis,
 all in this process, until the last one is written; the publisher waits for each to be stored, as in life. Placements
-while indexes are restarted and killed: `index_blind.py`. What memory has no room for: `index_cold.py`.
+while indexes are restarted, killed and stopped: `index_blind.py`. What memory has no room for: `index_cold.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from contextlib import redirect_stdout
+from itertools import chain
 from pathlib import Path
 
 from baton_kvindex.durable import Batch, Journal, WorkerChange, WorkerState
@@ -25,7 +26,7 @@ from baton_kvindex.store import RedisStore
 
 from baton.bus import NatsBus
 from baton.messages import BlocksStored
-from benchmarks.index_blind import blind_placements
+from benchmarks.index_blind import Phase, blind_placements
 from benchmarks.index_cold import cold_rows, memory_bytes
 from benchmarks.report import Row, report
 from tests.index_actors import MODEL, working
@@ -84,33 +85,31 @@ async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, events: int)
     return blocks * events / took_s
 
 
+def _blind_rows(phase: Phase) -> list[Row]:
+    p99_s = statistics.quantiles(phase.times_s, n=100)[98]
+    return [
+        Row(name=f"blind placements {phase.name}", unit="share", ours=phase.blind_share),
+        Row(name=f"a placement {phase.name}, p99", unit="s", ours=p99_s),
+    ]
+
+
 async def main() -> None:
     # What the indexes said goes where it does not stand in the table's way.
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
-        load = await blind_placements(Path(folder))
+        phases = await blind_placements(Path(folder))
     with start_nats() as nats, start_redis() as redis:
         load_s, blocks, bytes_each = await restart_s(redis.url)
         single = await inserts_per_s(nats.url, redis.url, 1, SINGLE_EVENTS)
         batch = await inserts_per_s(nats.url, redis.url, BATCH_BLOCKS, BATCH_EVENTS)
         cold = await cold_rows(redis.url)
-    placed = load.placed - load.steady_placed
     rows = [
         Row(name=f"restart with {blocks} blocks", unit="s", ours=load_s),
         Row(name="Redis memory for each block of a worker", unit="bytes", ours=bytes_each),
         Row.against(f"inserts, {BATCH_BLOCKS} blocks to a message", "blocks/s", batch, single=single),
-        Row(
-            name=f"blind of {placed} placements while indexes restart",
-            unit="share",
-            ours=(load.blind - load.steady_blind) / placed,
-        ),
-        Row(name="the same before", unit="share", ours=load.steady_blind / load.steady_placed),
-        Row(name="a placement meanwhile, p99", unit="s", ours=statistics.quantiles(load.times_s, n=100)[98]),
+        *chain.from_iterable(map(_blind_rows, phases)),
         *cold,
     ]
-    notes = (
-        f"blind: {load.without_index} without the index, {load.unknown} with one that did not know, {load.failed}"
-        f" without an answer; {load.restarts} restarts; load of the machine {os.getloadavg()[1]:.1f}"
-    )
+    notes = f"{'; '.join(map(str, phases))}; load of the machine {os.getloadavg()[1]:.1f}"
     report("index_restart", rows, notes=notes)
 
 

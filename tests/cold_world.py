@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from baton_kvindex.cold import ColdIndex, Leaving
+from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal
 from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import split_ids
 from baton_kvindex.life import Resync
+from baton_kvindex.packing import Leaving
 from baton_kvindex.store import StoreUnavailable
 
 from baton.clock import ManualClock

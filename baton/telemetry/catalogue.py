@@ -204,6 +204,11 @@ PLACING: Final = _gauge("baton_placing", SCHEDULER, "Placements that are being d
 WITHOUT_INDEX: Final = _counter(
     "baton_placements_without_index_total", SCHEDULER, "Placements made without the index, which did not answer."
 )
+ASKED_AGAIN: Final = _counter(
+    "baton_index_asked_again_total",
+    SCHEDULER,
+    "Matches for which all indexes were asked, since the first that was asked was late.",
+)
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
 )
@@ -230,6 +235,11 @@ INDEX_COLD: Final = _gauge(
     "baton_index_cold_blocks", KVINDEX, "Those of the distinct blocks for which memory has no room: they are in Redis."
 )
 INDEX_MEMORY: Final = _gauge("baton_index_memory_bytes", KVINDEX, "Memory that blocks take, bounded by a setting.")
+INDEX_FORGOTTEN: Final = _gauge(
+    "baton_index_forgotten_blocks",
+    KVINDEX,
+    "Blocks that workers hold and that were let go, since memory has no room even for where they are in Redis.",
+)
 INDEX_RECALLS: Final = _counter(
     "baton_index_recalls_total", KVINDEX, "Times that blocks were looked for among those in Redis."
 )

@@ -6,12 +6,23 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from random import Random
 
 import pytest
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.service import SchedulerService
+from msgspec import structs
 
-from tests.index_actors import until_held
+from baton import subjects
+from baton.bus import NatsBus
+from baton.clock import SystemClock
+from baton.errors import BatonError
+from baton.messages import Context, Disaggregation, Heartbeat, Place, Placement, Role
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing
+from tests.index_actors import Worker, chain, until_held, working
 from tests.index_pair import WRITES, Pair, running_pair, said, until
 
 pytestmark = pytest.mark.timeout(60)
@@ -76,6 +87,67 @@ async def test_a_writer_that_slept_is_refused_by_redis(pair: Pair) -> None:
     assert [await service.end() for service in (first, second)] == [0, 0]
     await pair.start()
     await pair.assert_true()
+
+
+class Decoder(Worker):
+    def heartbeat(self) -> Heartbeat:
+        return structs.replace(super().heartbeat(), role=Role.DECODE)
+
+
+@pytest.mark.parametrize("writes", [True, False])
+async def test_placements_know_what_is_held_while_one_index_stands_still(pair: Pair, *, writes: bool) -> None:
+    services = [await pair.start() for _ in range(2)]
+    await until(lambda: any(said(service, WRITES) for service in services))
+    async with working(pair.bus, Decoder) as worker, placing(pair):
+        await worker.store("held")
+        for _ in range(2):
+            await until_held(pair.bus, worker, "held", 4)
+        place = Place(
+            context=Context(request="r", budget_s=20.0),
+            model="tiny",
+            blocks=chain("held"),
+            prompt_tokens=4 * 32 + 1,
+            output_tokens_max=8,
+            disaggregation=Disaggregation.NEVER,
+        )
+        await until_known(pair, place)
+        next(service for service in services if said(service, WRITES) is writes).signal(signal.SIGSTOP)
+        for _ in range(10):
+            answer = await pair.bus.request(subjects.PLACE, place, timeout_s=20.0)
+            assert isinstance(answer, Placement)
+            assert answer.predicted.cached_tokens == 4 * 32, answer.reason
+
+
+@asynccontextmanager
+async def placing(pair: Pair) -> AsyncGenerator[None]:
+    """A scheduler in this process, with time enough for an index on a busy machine."""
+    bus, stop = await NatsBus.connect(pair.nats.url, name="scheduler"), Stop()
+    service = SchedulerService(
+        bus=bus,
+        clock=SystemClock(),
+        tracing=Tracing("scheduler"),
+        metrics=Metrics("scheduler"),
+        settings=SchedulerSettings(index_timeout_s=1.0),
+        random=Random(0),
+    )
+    running = asyncio.create_task(service.run(stop))
+    try:
+        yield
+    finally:
+        stop.asked.set()
+        await running
+        await bus.close()
+
+
+async def until_known(pair: Pair, place: Place) -> None:
+    """Wait until the scheduler knows the worker, and both indexes what it holds."""
+    async with asyncio.timeout(15.0):
+        known = 0
+        while known < 5:
+            with suppress(BatonError):
+                answer = await pair.bus.request(subjects.PLACE, place, timeout_s=5.0)
+                known = known + 1 if isinstance(answer, Placement) and answer.predicted.cached_tokens else 0
+            await asyncio.sleep(0.05)
 
 
 async def test_nobody_writes_while_nats_is_down_and_afterwards_one_does(pair: Pair) -> None:

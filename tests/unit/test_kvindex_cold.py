@@ -254,6 +254,14 @@ async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
     assert world.store.branches == {}
 
 
+async def test_cold_branches_of_a_model_that_nobody_has_any_more_are_forgotten_elsewhere_too() -> None:
+    world, cache = await cold_prompt()
+    world.follower.on_goodbye(cache.address)
+    assert world.follower.models() == {}
+    await world.freezer.make_room()
+    assert world.store.branches == {}
+
+
 async def test_a_resync_replaces_what_is_cold() -> None:
     world, cache = await cold_prompt()
     world.follower.on_heartbeat(cache.heartbeat(), 0.0)

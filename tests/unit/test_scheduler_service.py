@@ -57,6 +57,7 @@ class Gateway:
         self.held: dict[str, int] = {}
         self.matches: list[Match] = []
         self.index_delay_s = 0.0
+        self.unanswered = 0
 
     async def hear(self, *heartbeats: AnyMessage) -> None:
         for each in heartbeats:
@@ -77,6 +78,16 @@ class Gateway:
 
     async def play_index(self) -> None:
         await self.bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES)
+        await self.bus.subscribe(subjects.MATCH_ALL, self._on_match)
+
+    async def play_frozen_index(self) -> None:
+        """One that stands still and is still in its queue group, for as long as the server does not know."""
+
+        async def say_nothing(_: Delivery) -> None:
+            self.unanswered += 1
+
+        await self.bus.subscribe(subjects.MATCH, say_nothing, group=subjects.INDEXES)
+        await self.bus.subscribe(subjects.MATCH_ALL, say_nothing)
 
     async def _on_match(self, delivery: Delivery) -> None:
         assert isinstance(delivery.message, Match)
@@ -156,6 +167,19 @@ async def test_a_slow_index_delays_nobody_else(gateway: Gateway) -> None:
             placements = await asyncio.gather(*(gateway.place(f"r{number}") for number in range(8)))
         assert all("index did not answer" in placement.reason for placement in placements)
         gateway.index_delay_s = 0.0  # It answers one after the other, and is waited for at the end.
+
+
+async def test_an_index_that_stands_still_leaves_no_placement_blind(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, index_timeout_s=2.0):
+        await gateway.play_frozen_index()
+        await gateway.play_index()
+        gateway.held = {"d1": 1}
+        await gateway.hear(PREFILL, DECODE)
+        questions = (gateway.place(f"r{number}", disaggregation=Disaggregation.NEVER) for number in range(8))
+        placements = await asyncio.gather(*questions)
+        assert gateway.unanswered, "the frozen one was asked"
+        assert all("index did not answer" not in placement.reason for placement in placements)
+        assert {placement.predicted.cached_tokens for placement in placements} == {32}
 
 
 async def test_a_burst_between_two_heartbeats_is_spread_and_then_refused(gateway: Gateway) -> None:

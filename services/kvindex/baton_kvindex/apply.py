@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
+from msgspec import structs
+
 from baton.errors import MalformedMessage
 from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
+from baton_kvindex.cold import Cold
 from baton_kvindex.counters import Counters
 from baton_kvindex.durable import Journal
 from baton_kvindex.index import ID_BYTES, Index, IndexFull, UnknownParent
@@ -15,16 +18,25 @@ EVENTS_BYTES_MAX: Final = 1 << 20
 """Ids of blocks in one message of events: four times what a worker puts into one."""
 
 
+class PartlyCold(Exception):  # Not an error, as `Cold` is none.
+    """A part of a message needs what is cold; what came before is applied, and is not to be applied again."""
+
+    def __init__(self, cold: Cold, rest: KvEvents) -> None:
+        super().__init__(str(cold))
+        self.cold = cold
+        self.rest = rest
+
+
 def apply_events(
     message: KvEvents, index: Index, journal: Journal, speculation: Speculation, counters: Counters
 ) -> bool:
-    """Apply a message; return whether all of it made sense. May be repeated, as after `Cold`, which it raises."""
+    """Apply a message; return whether all of it made sense. Raises PartlyCold, with what is to be applied later."""
     worker, events = message.worker, message.events
     understood = True
     if sum(len(event.blocks) for event in events if not isinstance(event, BlocksCleared)) > EVENTS_BYTES_MAX:
         counters.oversized += 1
         understood, events = False, ()
-    for event in events:
+    for at, event in enumerate(events):
         try:
             match event:
                 case BlocksStored(parent=parent, blocks=blocks):
@@ -39,6 +51,10 @@ def apply_events(
                     index.clear(worker)
                     speculation.drop(worker)
                     journal.rewrite(worker)
+        except Cold as cold:
+            if understood:
+                raise PartlyCold(cold, structs.replace(message, events=events[at:])) from None
+            break  # All of the worker is read anew.
         except UnknownParent:
             counters.unknown_parents += 1
             understood = False

@@ -12,30 +12,35 @@ All that is known of a block is hot, or in exactly one cold branch. A branch nev
 change it raises `Cold` before it changes anything, and is to be repeated once `recall` was given what was found. Only
 clearing a worker needs nothing: it is taken from the stubs, which say who counts when a branch comes back. So sizes and
 fingerprints are exact without a look at what is cold.
+
+Where even stubs are too many, or nothing can leave, the idlest is **forgotten**: its holders keep it in their sums, so
+fingerprints stay exact, but no match finds it until it is stored anew or the worker is read anew. A removal of what is
+nowhere is then taken for one of what was forgotten, and a run behind what is nowhere hangs loose.
 """
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from typing import Final
 
-import msgspec
-
 from baton.messages import Fingerprint
-from baton_kvindex.index import ID_BYTES, IndexSize, Run, Tier, check_run, split_ids
+from baton_kvindex.index import ID_BYTES, IndexSize, Run, Tier, UnknownParent, check_ids, check_run, split_ids
+from baton_kvindex.packing import COUNT_BYTES, DamagedBranch, Holder, Leaving, holders_of, trees, unpack
 from baton_kvindex.radix import Branch, RadixIndex
 
 BRANCH_BLOCKS_MAX: Final = 4096
 """Of one cold branch, 64 KiB of ids: of larger ones, parts leave one after the other, from the ends."""
 BLOCK_BYTES, NODE_BYTES, STUB_BYTES = 40, 48, 200
 """What each takes in memory, about; an idle branch that takes less than its stub stays."""
-ABSENT_MAX: Final = 1 << 20
-_COUNT: Final = struct.Struct("<I")
+SHAPE_BYTES, HOLDERS_BYTES, HOLDER_BYTES = 270, 320, 120
+"""What different `Parts` and sets of holders take beside stubs: each of them, each set, and each holder in a set."""
+ABSENT_MAX: Final = 1 << 16
+"""Blocks that are remembered to be nowhere."""
+SPARE_SHAPES: Final = 64
+"""Kept beyond twice those of all stubs, before they are looked through."""
 
-Holder = tuple[str, Tier]
 Parts = tuple[tuple[int, frozenset[Holder]], ...]
 """Of a branch: how many of its blocks are held by whom."""
 
@@ -47,38 +52,6 @@ class Cold(Exception):  # Not an error: what was asked for is cold, or may be.
         super().__init__(f"{len(blocks) // ID_BYTES} blocks may be cold")
         self.index = index
         self.blocks = blocks
-
-
-class _Shape(msgspec.Struct, frozen=True, array_like=True):
-    """Of a packed branch, beside the ids of its blocks."""
-
-    rows: list[tuple[bytes, int, int]]
-    """Parent, blocks, number of their holders."""
-    holders: list[tuple[list[str], list[str]]]
-    """In the active cache, and in the history."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A branch that was packed, and is still hot."""
-
-    name: bytes
-    blocks: bytes
-    rows: Sequence[Branch]
-
-    def packed(self) -> bytes:
-        """Return the number of ids, the ids, and who holds them."""
-        sets: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
-        rows = [
-            (
-                row.parent,
-                len(row.blocks) // ID_BYTES,
-                sets.setdefault((tuple(row.active), tuple(row.history)), len(sets)),
-            )
-            for row in self.rows
-        ]
-        shape = _Shape(rows, [(list(active), list(history)) for active, history in sets])
-        return _COUNT.pack(len(self.blocks) // ID_BYTES) + self.blocks + msgspec.msgpack.encode(shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +68,15 @@ class ColdIndex(RadixIndex):
         self._stub_bytes = stub_bytes
         self._stubs: dict[bytes, _Stub] = {}
         self._parts: dict[Parts, Parts] = {}
-        """Those of all stubs, each once."""
+        """Those of all stubs, each once, and others that no stub has any more."""
+        self._sets: dict[frozenset[Holder], frozenset[Holder]] = {}
+        """Those of all parts, likewise."""
+        self._shared_bytes = 0
+        """Of both."""
         self._sums: dict[Holder, tuple[int, int]] = {}
-        """Of what is cold: the sum of the ids, and their number."""
+        """Of what is cold or forgotten: the sum of the ids, and their number."""
+        self._forgotten: dict[Holder, int] = {}
+        """How many blocks of that are forgotten."""
         self._absent: set[bytes] = set()
         """Blocks that were looked for, and are not cold."""
         self._names = count(1)
@@ -117,7 +96,20 @@ class ColdIndex(RadixIndex):
     def used_bytes(self) -> int:
         """What all that is here takes, without what the allocator keeps for later."""
         size = self.footprint()
-        return (size.blocks + size.ghosts) * BLOCK_BYTES + size.nodes * NODE_BYTES + len(self._stubs) * self._stub_bytes
+        return (size.blocks + size.ghosts) * BLOCK_BYTES + size.nodes * NODE_BYTES + self.stubs_bytes
+
+    @property
+    def stubs_bytes(self) -> int:
+        """What all stubs take of that."""
+        return len(self._stubs) * self._stub_bytes + self._shared_bytes
+
+    @property
+    def forgotten(self) -> int:
+        """How many blocks are held but not known here, summed over their holders."""
+        return sum(self._forgotten.values())
+
+    def has_forgotten(self, worker: str) -> bool:
+        return any((worker, tier) in self._forgotten for tier in Tier)
 
     # ------------------------------------------------------------ the protocol of an index
 
@@ -129,12 +121,24 @@ class ColdIndex(RadixIndex):
             self._need(parent if self._may_be_cold(worker) else b"")
             if not self._stubs.keys().isdisjoint(ids := split_ids(blocks)):
                 raise Cold(self, b"".join(block for block in ids if block in self._stubs))
-        return super().store(worker, parent, blocks, tier)
+        try:
+            return super().store(worker, parent, blocks, tier)
+        except UnknownParent:
+            if not self.has_forgotten(worker):
+                raise
+            names = [[worker] if each is tier else list[str]() for each in Tier]
+            return self.add([Branch(parent, blocks, *names)])
 
     def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
-        if (worker, tier) in self._sums:
+        if self._stubs and (worker, tier) in self._sums:
             self._need(blocks)
-        return super().remove(worker, blocks, tier)
+        if (worker, tier) not in self._forgotten:
+            return super().remove(worker, blocks, tier)
+        check_ids(blocks)
+        held = 0
+        for block in split_ids(blocks):
+            held += super().remove(worker, block, tier) or self._remove_forgotten((worker, tier), block)
+        return held
 
     def clear(self, worker: str) -> int:
         cold = self._clear_cold({(worker, tier) for tier in Tier})
@@ -143,8 +147,8 @@ class ColdIndex(RadixIndex):
     def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
         if (holder := (worker, tier)) in self._sums:
             stubs = self._stubs.items()
-            mine = [first for first, stub in stubs if any(holder in holders for _, holders in stub.parts)]
-            raise Cold(self, b"".join(mine))
+            if mine := [first for first, stub in stubs if any(holder in holders for _, holders in stub.parts)]:
+                raise Cold(self, b"".join(mine))
         return super().dump(worker, tier)
 
     def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
@@ -158,6 +162,8 @@ class ColdIndex(RadixIndex):
             self._need(*(run.blocks for run in runs))
         self._clear_cold({(worker, tier)})
         super().load(worker, runs, tier)
+        if len(self._absent) > ABSENT_MAX:
+            self._absent.clear()
 
     def size(self) -> IndexSize:
         hot = super().size()
@@ -185,7 +191,7 @@ class ColdIndex(RadixIndex):
         rows = self.dump_behind(first)
         if sum(len(row.blocks) // ID_BYTES * BLOCK_BYTES + NODE_BYTES for row in rows) < self._stub_bytes:
             return []
-        return [self._leaving(tree) for tree in _trees(rows)]
+        return [self._leaving(tree) for tree in trees(rows)]
 
     def leave(self, leaving: Leaving) -> bool:
         """Let go of a branch that was written; return whether it did, which it does not where it has changed."""
@@ -196,22 +202,59 @@ class ColdIndex(RadixIndex):
             return False
         parts: dict[frozenset[Holder], int] = {}
         for row in rows:
-            holders = _holders(row)
-            for worker, tier in holders:
-                super().remove(worker, row.blocks, tier)
-            self._count_cold(row.blocks, holders, 1)
+            holders = self._take_out(row)
             parts[holders] = parts.get(holders, 0) + len(row.blocks) // ID_BYTES
         shape: Parts = tuple((blocks, holders) for holders, blocks in parts.items())
-        self._stubs[first] = _Stub(leaving.name, self._parts.setdefault(shape, shape))
+        if len(self._parts) > 2 * len(self._stubs) + SPARE_SHAPES:
+            self._tidy()
+        self._stubs[first] = _Stub(leaving.name, self._share(shape))
         self.cold_blocks += sum(blocks for blocks, _ in shape)
         self.frozen += 1
         self._absent.clear()
         return True
 
+    def _take_out(self, row: Branch) -> frozenset[Holder]:
+        """Keep of a row no more than the sums of its holders, which are returned."""
+        holders = holders_of(row)
+        for worker, tier in holders:
+            super().remove(worker, row.blocks, tier)
+        self._count_cold(row.blocks, holders, 1)
+        return holders
+
     def _leaving(self, rows: Sequence[Branch]) -> Leaving:
         # Ids of other models are other ids, so names are unique among all indexes of a process.
         name = (next(self._names) % (1 << 32)).to_bytes(4, "little") + rows[0].blocks[:8]
         return Leaving(name, b"".join(row.blocks for row in rows), rows)
+
+    # ------------------------------------------------------------ being forgotten
+
+    def forget_stubs(self, excess_bytes: int) -> None:
+        """Forget what has been cold for longest, until about so much is free."""
+        count = -(-len(self._stubs) * excess_bytes // self.stubs_bytes) if self._stubs else 0
+        for first, stub in list(islice(self._stubs.items(), count)):
+            for blocks, holders in stub.parts:
+                self._note_forgotten(holders, blocks)
+            self._drop(first, stub)
+        self._tidy()
+
+    def forget_behind(self, first: bytes) -> None:
+        """Forget what hangs behind a block, itself included."""
+        for row in self.dump_behind(first):
+            self._note_forgotten(self._take_out(row), len(row.blocks) // ID_BYTES)
+
+    def _note_forgotten(self, holders: frozenset[Holder], blocks: int) -> None:
+        for holder in holders:
+            self._forgotten[holder] = self._forgotten.get(holder, 0) + blocks
+
+    def _remove_forgotten(self, holder: Holder, block: bytes) -> int:
+        """Take a block that is nowhere from what was forgotten; return whether there is any, as a number."""
+        left = self._forgotten.pop(holder, 0)
+        if not left:
+            return 0
+        if left > 1:
+            self._forgotten[holder] = left - 1
+        self._count_cold(block, frozenset([holder]), -1)
+        return 1
 
     # ------------------------------------------------------------ coming back
 
@@ -221,16 +264,16 @@ class ColdIndex(RadixIndex):
         Returns whether all that must be there was there, and whole.
         """
         for name, packed in found.items():
-            first = packed[_COUNT.size : _COUNT.size + ID_BYTES]
+            first = packed[COUNT_BYTES : COUNT_BYTES + ID_BYTES]
             stub = self._stubs.get(first)
             if stub is None or stub.name != name:
                 continue
             try:
-                branches = _unpack(packed, frozenset[Holder]().union(*(holders for _, holders in stub.parts)))
-            except (struct.error, msgspec.DecodeError, IndexError):
+                branches = unpack(packed, frozenset[Holder]().union(*(holders for _, holders in stub.parts)))
+            except DamagedBranch:
                 return False
             for row in branches:
-                self._count_cold(row.blocks, _holders(row), -1)
+                self._count_cold(row.blocks, holders_of(row), -1)
             self._drop(first, stub)
             self.add(branches)
         if frozen != self.frozen:
@@ -242,8 +285,9 @@ class ColdIndex(RadixIndex):
 
     def forget_cold(self) -> set[str]:
         """Give up all that is cold; return the workers that held some of it."""
-        workers = {worker for worker, _ in self._sums}
-        self._clear_cold(set(self._sums))
+        stubs = self._stubs.values()
+        workers = {worker for stub in stubs for _, holders in stub.parts for worker, _ in holders}
+        self._clear_cold({(worker, tier) for worker in workers for tier in Tier})
         return workers
 
     def _drop(self, first: bytes, stub: _Stub) -> None:
@@ -251,8 +295,28 @@ class ColdIndex(RadixIndex):
         self.garbage.append(stub.name)
         self.cold_blocks -= sum(blocks for blocks, _ in stub.parts)
         if not self._stubs:
-            self._parts.clear()
+            self._tidy()
             self._absent.clear()
+
+    def _share(self, parts: Parts) -> Parts:
+        """Return the same parts, kept once for all stubs."""
+        if parts in self._parts:
+            return self._parts[parts]
+        for _, holders in parts:
+            if holders not in self._sets:
+                self._sets[holders] = holders
+                self._shared_bytes += HOLDERS_BYTES + HOLDER_BYTES * len(holders)
+        self._shared_bytes += SHAPE_BYTES
+        shared = tuple((blocks, self._sets[holders]) for blocks, holders in parts)
+        self._parts[shared] = shared
+        return shared
+
+    def _tidy(self) -> None:
+        """Let go of the shapes that no stub has any more."""
+        self._parts = {stub.parts: stub.parts for stub in self._stubs.values()}
+        self._sets = {holders: holders for parts in self._parts for _, holders in parts}
+        self._shared_bytes = len(self._parts) * SHAPE_BYTES
+        self._shared_bytes += sum(HOLDERS_BYTES + HOLDER_BYTES * len(holders) for holders in self._sets)
 
     # ------------------------------------------------------------ what is where
 
@@ -279,63 +343,22 @@ class ColdIndex(RadixIndex):
                 self._sums.pop(holder, None)
 
     def _clear_cold(self, gone: set[Holder]) -> int:
-        """Take holders from all that is cold; return how many blocks they held there."""
+        """Take holders from all that is not here; return how many blocks they held there."""
         blocks = sum(self._sums.pop(holder, (0, 0))[1] for holder in gone)
         if not blocks:
             return 0
-        kept: dict[Parts, Parts] = {}
+        for holder in gone:
+            self._forgotten.pop(holder, None)
         left: dict[int, Parts] = {}
         for first, stub in list(self._stubs.items()):
             parts = left.get(id(stub.parts))
             if parts is None:
-                rest = [(number, holders - gone) for number, holders in stub.parts if not holders <= gone]
-                parts = left[id(stub.parts)] = stub.parts if tuple(rest) == stub.parts else tuple(rest)
-                kept.setdefault(parts, parts)
+                rest = tuple((number, holders - gone) for number, holders in stub.parts if not holders <= gone)
+                parts = left[id(stub.parts)] = self._share(rest)
             if not parts:
                 self._drop(first, stub)
             elif parts is not stub.parts:
                 self.cold_blocks -= sum(number for number, _ in stub.parts) - sum(number for number, _ in parts)
                 self._stubs[first] = _Stub(stub.name, parts)
-        self._parts = kept
+        self._tidy()
         return blocks
-
-
-def _holders(row: Branch) -> frozenset[Holder]:
-    return frozenset(
-        [*((worker, Tier.ACTIVE) for worker in row.active), *((worker, Tier.HISTORY) for worker in row.history)]
-    )
-
-
-def _unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
-    """Return the branches that were packed, of the holders that are alive."""
-    (blocks,) = _COUNT.unpack_from(packed)
-    at = _COUNT.size
-    shape = msgspec.msgpack.decode(memoryview(packed)[at + blocks * ID_BYTES :], type=_Shape)
-    if sum(length for _, length, _ in shape.rows) != blocks:
-        raise struct.error("the runs are not all of the blocks")
-    branches: list[Branch] = []
-    for parent, length, number in shape.rows:
-        active, history = shape.holders[number]
-        branches.append(
-            Branch(
-                parent,
-                packed[at : at + length * ID_BYTES],
-                [worker for worker in active if (worker, Tier.ACTIVE) in alive],
-                [worker for worker in history if (worker, Tier.HISTORY) in alive],
-            )
-        )
-        at += length * ID_BYTES
-    return branches
-
-
-def _trees(rows: Sequence[Branch]) -> Iterable[list[Branch]]:
-    """Return rows, each of which comes after its parent, by what they hang behind together: mostly all of them.
-
-    Behind a block that nobody holds there may be several.
-    """
-    trees: dict[bytes, list[Branch]] = {}
-    for row in rows:
-        tree = trees.get(row.parent) or []
-        tree.append(row)
-        trees[row.blocks[-ID_BYTES:]] = tree
-    return {id(tree): tree for tree in trees.values()}.values()

@@ -33,7 +33,7 @@ from baton.messages import (
     ShadowPage,
     WorkerAddress,
 )
-from baton_kvindex.apply import apply_events
+from baton_kvindex.apply import PartlyCold, apply_events
 from baton_kvindex.cold import Cold, ColdIndex
 from baton_kvindex.counters import Counters
 from baton_kvindex.durable import Batch, Journal, Saved, SavedWorker, WorkerState
@@ -119,8 +119,10 @@ class Follower:
         known = self._workers.get(worker)
         if known is None:
             return None
-        # Whoever loads what is known to be wrong must not take it for the state after that event.
-        sequence = 0 if known.doubted else known.sequence
+        # Whoever loads what is known to be wrong, or not all, must not take it for the state after that event.
+        index = self._trees.models().get(known.model_digest)
+        lacks_some = isinstance(index, ColdIndex) and index.has_forgotten(worker)
+        sequence = 0 if known.doubted or lacks_some else known.sequence
         return WorkerState(generation=known.generation, model_digest=known.model_digest, sequence=sequence)
 
     def dump(self, worker: str) -> list[Run]:
@@ -401,11 +403,10 @@ class Follower:
             self._journal.touch(message.worker, message.sequence - 1)
             index = self._trees.assign(message.worker, message.model_digest)
             known.doubted = not apply_events(message, index, self._journal, self._speculation, self.counters)
-        except Cold as cold:
-            # What was applied of it is applied again, which does no harm.
-            known.recall = cold
-            known.waiting.append(message)
-            self._due_recalls.append((WorkerAddress(worker=message.worker, generation=message.generation), cold))
+        except PartlyCold as partly:
+            known.recall = partly.cold
+            known.waiting.append(partly.rest)
+            self._due_recalls.append((WorkerAddress(worker=message.worker, generation=message.generation), partly.cold))
             return
         known.sequence = message.sequence
         if known.doubted:

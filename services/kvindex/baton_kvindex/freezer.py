@@ -2,8 +2,9 @@
 
 Redis is asked for nothing else, and by nobody who can do without: a prompt that ends in memory is answered from there,
 one that goes on in Redis has one round trip and `cold_timeout_s` for it. Events of a worker that touch what is cold
-wait in the follower, in order, while those of others go on. While Redis is away nothing leaves, so memory may grow
-beyond its bound; after `cold_patience_s` what is cold is given up, and the workers that held it are read anew.
+wait in the follower, in order, while those of others go on. While Redis is away nothing leaves; after `cold_patience_s`
+what is cold is given up, and the workers that held it are read anew. Memory stays within its bound whatever Redis does:
+what cannot leave, and what is cold beyond half of the memory in stubs, is forgotten, the idlest first.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from typing import Final, TypeVar
 
 from baton.clock import Clock
 from baton.messages import WorkerAddress
-from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex, Leaving
+from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.follower import Follower
 from baton_kvindex.index import ID_BYTES
+from baton_kvindex.packing import Leaving
 from baton_kvindex.store import ColdStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -30,9 +32,16 @@ TICK_S: Final = 1.0
 RETRY_S: Final = 0.1
 SPARE: Final = 0.05
 """Share of the memory that is made free when there is too little: then it need not be looked for each time."""
+ROUNDS: Final = 4
+"""Of what leaves, the stubs stay, so the first may free less than it should."""
 PAGE_BLOCKS: Final = 1024
 """Are written at a time, or one branch."""
-DROPPED_MAX: Final = 64
+DROPPED_MAX: Final = 8
+"""Branches at a time: Redis looks at each of their blocks, and answers nobody else meanwhile."""
+STUBS_SHARE: Final = 0.5
+"""Of the memory, for stubs of what is cold: the rest is for what is hot."""
+MEMORY_BYTES_MIN: Final = 1 << 21
+"""Nothing is forgotten for less: this much an index takes in any case."""
 
 Result = TypeVar("Result")
 
@@ -44,6 +53,8 @@ class Freezer:
         self._clock = clock
         self._settings = settings
         self._failing_since_s: float | None = None
+        self._elsewhere: set[ColdIndex] = set()
+        """Indexes of which something may be in Redis; of a model that nobody has any more as well."""
         self.recalls = 0
 
     @property
@@ -77,15 +88,20 @@ class Freezer:
             # Before anything is written, which would make what was lost look present.
             if any(index.branches for index in self._indexes()) and not await self._store.keep():
                 self._give_up("Redis was emptied of what was cold")
-            for index in self._indexes():
+            for index in {*self._elsewhere, *self._indexes()}:
                 await self._drop_garbage(self._store, index)
-            excess = sum(index.used_bytes for index in self._indexes()) - self._settings.memory_bytes_max
-            if excess > 0:
-                await self._free(self._store, excess + int(self._settings.memory_bytes_max * SPARE))
+                if not index.branches:
+                    self._elsewhere.discard(index)
+            bytes_max = self._settings.memory_bytes_max
+            for _ in range(ROUNDS):
+                excess = self._used_bytes() - bytes_max
+                if excess <= 0 or not await self._free(self._store, excess + int(bytes_max * SPARE)):
+                    break
         except StoreUnavailable as error:
             self._on_failure(error)
         else:
             self._failing_since_s = None
+        await self._forget()
 
     async def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         """Return the leading blocks that each worker holds, of what is cold as well if it comes in time."""
@@ -138,10 +154,14 @@ class Freezer:
     def _indexes(self) -> list[ColdIndex]:
         return [index for index in self._follower.models().values() if isinstance(index, ColdIndex)]
 
-    async def _free(self, store: ColdStore, excess_bytes: int) -> None:
+    def _used_bytes(self) -> int:
+        return sum(index.used_bytes for index in self._indexes())
+
+    async def _free(self, store: ColdStore, excess_bytes: int) -> bool:
+        """Move about so much to Redis; return whether anything left."""
         # What takes most gives most.
         index = max(self._indexes(), key=lambda each: each.used_bytes)
-        until_bytes = index.used_bytes - excess_bytes
+        until_bytes, frozen = index.used_bytes - excess_bytes, index.frozen
         page: list[Leaving] = []
         for first in await asyncio.to_thread(index.idlest, excess_bytes // BLOCK_BYTES + 1):
             page += index.pack(first)
@@ -150,10 +170,29 @@ class Freezer:
             await self._freeze(store, index, page)
             page = []
             if index.used_bytes <= until_bytes:
-                return
+                return True
         await self._freeze(store, index, page)
+        return index.frozen > frozen
+
+    async def _forget(self) -> None:
+        """Forget what memory has no room for even so: too many stubs, and what cannot leave or is too little for it."""
+        bytes_max = max(self._settings.memory_bytes_max, MEMORY_BYTES_MIN)
+        spare_bytes = int(bytes_max * SPARE)
+        excess = sum(index.stubs_bytes for index in self._indexes()) - int(bytes_max * STUBS_SHARE)
+        if excess > 0:
+            max(self._indexes(), key=lambda each: each.stubs_bytes).forget_stubs(excess + spare_bytes)
+        excess = self._used_bytes() - bytes_max
+        if excess > 0:
+            index = max(self._indexes(), key=lambda each: each.used_bytes)
+            until_bytes = index.used_bytes - excess - spare_bytes
+            for first in await asyncio.to_thread(index.idlest, (excess + spare_bytes) // BLOCK_BYTES + 1):
+                if index.used_bytes <= until_bytes:
+                    return
+                index.forget_behind(first)
+                await asyncio.sleep(0)
 
     async def _freeze(self, store: ColdStore, index: ColdIndex, page: list[Leaving]) -> None:
+        self._elsewhere.add(index)
         await store.put(page)
         index.garbage += [leaving.name for leaving in page if not index.leave(leaving)]
 

@@ -38,7 +38,7 @@ class Survey:
 
 
 class _NativeIndex:
-    """Safe for several threads: a match waits for one batch of 128 blocks of a change at most."""
+    """Safe for several threads: a match waits for one batch of 64 blocks of a change at most."""
 
     def __init__(self, native: baton_native.RadixTree | baton_native.FlatTable) -> None:
         self._native = native

@@ -88,7 +88,8 @@ class IndexService:
                 behind_s=settings.behind_s,
                 resync_interval_s=settings.resync_interval_s,
             ),
-            Journal(settings.unwritten_blocks_max),
+            # Where nothing is written, no changes wait.
+            Journal(settings.unwritten_blocks_max if store is not None else 0),
         )
         if settings.memory_bytes_max and store is None:
             raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
@@ -119,13 +120,18 @@ class IndexService:
                 self._tasks = tasks
                 behind = tasks.create_task(self._work_behind())
                 await self._settle()
-                matches = await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES)
-                stack.push_async_callback(matches.unsubscribe)
+                matches = [
+                    await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES),
+                    await self._bus.subscribe(subjects.MATCH_ALL, self._on_match),
+                ]
+                for each in matches:
+                    stack.push_async_callback(each.unsubscribe)
                 self._answers = stop.serving = True
                 logger.info("the index answers")
                 await stop.asked.wait()
                 self._answers = False
-                await matches.unsubscribe()
+                for each in matches:
+                    await each.unsubscribe()
                 logger.info("draining: the newest state is written")
                 behind.cancel()
 
@@ -145,6 +151,7 @@ class IndexService:
         indexes = [index for index in follower.models().values() if isinstance(index, ColdIndex)]
         yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
         yield Reading(catalogue.INDEX_MEMORY, sum(index.used_bytes for index in indexes))
+        yield Reading(catalogue.INDEX_FORGOTTEN, sum(index.forgotten for index in indexes))
         yield Reading(catalogue.INDEX_RECALLS, self._freezer.recalls)
         yield Reading(catalogue.INDEX_EXPECTED, follower.expected_blocks)
         yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)

@@ -32,9 +32,9 @@ from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 
 from baton.errors import BatonError, ConfigurationError
-from baton_kvindex.cold import Leaving
 from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState, runs_of
 from baton_kvindex.index import ID_BYTES, Run, link, split_ids
+from baton_kvindex.packing import Leaving
 
 VERSION: Final = 1
 """To be raised when an index of today would read what is written wrongly."""

@@ -29,6 +29,7 @@ from baton.errors import (
 )
 from baton.hearing import Hearing
 from baton.messages import (
+    AnyMessage,
     Context,
     ErrorReport,
     Goodbye,
@@ -52,6 +53,8 @@ logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 16
 TICK_S: Final = 0.1
+FIRST_ASK_SHARE: Final = 0.3
+"""Of the time for the index: after that all indexes are asked. Mostly one answers within a tenth of it."""
 
 
 class SchedulerService:
@@ -87,6 +90,7 @@ class SchedulerService:
         self._metrics = metrics
         self._results = Counter[str]()
         self._without_index = 0
+        self._asked_again = 0
         metrics.read(self._readings)
 
     async def run(self, stop: Stop) -> None:
@@ -131,6 +135,7 @@ class SchedulerService:
         for result, count in self._results.items():
             yield Reading(catalogue.PLACEMENTS, count, (result,))
         yield Reading(catalogue.WITHOUT_INDEX, self._without_index)
+        yield Reading(catalogue.ASKED_AGAIN, self._asked_again)
         live = self._loads.live(self._clock.now_s())
         for (role, model), count in Counter((load.role, load.heartbeat.model) for load in live).items():
             yield Reading(catalogue.WORKERS, count, (role, model))
@@ -251,7 +256,7 @@ class SchedulerService:
                 # One, but for the minutes in which a model is being replaced by a new version of the same name.
                 for model_digest in sorted({load.heartbeat.model_digest for load in serving}):
                     match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
-                    answer = await self._bus.request(subjects.MATCH, match, timeout_s=timeout_s)
+                    answer = await self._match(match, timeout_s)
                     if isinstance(answer, Refused):
                         raise answer.error.to_error()
                     if not isinstance(answer, Matched):
@@ -262,6 +267,18 @@ class SchedulerService:
             logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
             return None
         return Hints(held, coming)
+
+    async def _match(self, match: Match, timeout_s: float) -> AnyMessage:
+        """Ask one index, and all of them where that one is late.
+
+        One that stands still, or whose machine is gone, keeps its place in the queue group for minutes, and would be
+        handed its share of all matches.
+        """
+        try:
+            return await self._bus.request(subjects.MATCH, match, timeout_s=timeout_s * FIRST_ASK_SHARE)
+        except DeadlineExceeded:
+            self._asked_again += 1
+            return await self._bus.request(subjects.MATCH_ALL, match, timeout_s=timeout_s)
 
     def _placed(self, place: Place, placement: Placement, serving: list[WorkerLoad], spent_s: float) -> Placed:
         decode = next(load for load in serving if load.worker == placement.decode.worker)

@@ -1,0 +1,100 @@
+"""A cold branch as it is written elsewhere: the number of its blocks, their ids, and who holds which of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from baton_kvindex.index import ID_BYTES, Tier
+from baton_kvindex.radix import Branch
+
+COUNT_BYTES: Final = 4
+
+Holder = tuple[str, Tier]
+
+
+class DamagedBranch(Exception):  # Not an error of anybody who calls: what was held is read anew.
+    """What was written is not what is read."""
+
+
+class _Shape(msgspec.Struct, frozen=True, array_like=True):
+    """Of a packed branch, beside the ids of its blocks."""
+
+    rows: list[tuple[bytes, int, int]]
+    """Parent, blocks, number of their holders."""
+    holders: list[tuple[list[str], list[str]]]
+    """In the active cache, and in the history."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A branch that was packed, and is still hot."""
+
+    name: bytes
+    blocks: bytes
+    rows: Sequence[Branch]
+
+    def packed(self) -> bytes:
+        """Return the number of ids, the ids, and who holds them."""
+        sets: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        rows = [
+            (
+                row.parent,
+                len(row.blocks) // ID_BYTES,
+                sets.setdefault((tuple(row.active), tuple(row.history)), len(sets)),
+            )
+            for row in self.rows
+        ]
+        shape = _Shape(rows, [(list(active), list(history)) for active, history in sets])
+        return (
+            (len(self.blocks) // ID_BYTES).to_bytes(COUNT_BYTES, "little") + self.blocks + msgspec.msgpack.encode(shape)
+        )
+
+
+def holders_of(row: Branch) -> frozenset[Holder]:
+    return frozenset(
+        [*((worker, Tier.ACTIVE) for worker in row.active), *((worker, Tier.HISTORY) for worker in row.history)]
+    )
+
+
+def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
+    """Return the branches that were packed, of the holders that are alive. Raises DamagedBranch."""
+    at = COUNT_BYTES
+    blocks = int.from_bytes(packed[:at], "little")
+    try:
+        shape = msgspec.msgpack.decode(memoryview(packed)[at + blocks * ID_BYTES :], type=_Shape)
+    except msgspec.DecodeError as error:
+        raise DamagedBranch(str(error)) from error
+    if sum(length for _, length, _ in shape.rows) != blocks:
+        raise DamagedBranch("the runs are not all of the blocks")
+    if any(not 0 <= number < len(shape.holders) for _, _, number in shape.rows):
+        raise DamagedBranch("nobody holds some of the blocks")
+    branches: list[Branch] = []
+    for parent, length, number in shape.rows:
+        active, history = shape.holders[number]
+        branches.append(
+            Branch(
+                parent,
+                packed[at : at + length * ID_BYTES],
+                [worker for worker in active if (worker, Tier.ACTIVE) in alive],
+                [worker for worker in history if (worker, Tier.HISTORY) in alive],
+            )
+        )
+        at += length * ID_BYTES
+    return branches
+
+
+def trees(rows: Sequence[Branch]) -> Iterable[list[Branch]]:
+    """Return rows, each of which comes after its parent, by what they hang behind together: mostly all of them.
+
+    Behind a block that nobody holds there may be several.
+    """
+    trees: dict[bytes, list[Branch]] = {}
+    for row in rows:
+        tree = trees.get(row.parent) or []
+        tree.append(row)
+        trees[row.blocks[-ID_BYTES:]] = tree
+    return {id(tree): tree for tree in trees.values()}.values()

@@ -1,0 +1,104 @@
+"""Memory that is too little even to know what is cold: the idlest is forgotten, and all that is known stays exact."""
+
+from __future__ import annotations
+
+from baton_kvindex.cold import SHAPE_BYTES, ColdIndex
+from baton_kvindex.durable import WorkerState
+from baton_kvindex.freezer import MEMORY_BYTES_MIN
+from baton_kvindex.index import link
+
+from baton.messages import BlocksStored
+from tests.cold_world import PATH, World
+from tests.index_actors import MODEL, Cache
+from tests.index_actors import chain as prompt
+
+
+def is_nowhere(world: World, path: str) -> bool:
+    held = world.follower.match(MODEL, prompt(path))
+    return not held and world.follower.behind(MODEL, prompt(path), held) is None
+
+
+async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_still_accounted_for() -> None:
+    limit = MEMORY_BYTES_MIN
+    world, cache = World(limit), Cache()
+    asked = "a system prompt that is asked for again and again"
+    paths = [chr(0x4E00 + number) + " once" for number in range(12_000)]
+    world.tell(cache, asked)
+    for number, path in enumerate(paths):
+        world.tell(cache, path)
+        if number % 1000 == 999:
+            assert world.follower.match(MODEL, prompt(asked)) == {"w": len(asked)}
+            await world.freezer.make_room()
+            assert world.index.used_bytes <= limit
+            assert world.index.stubs_bytes <= limit // 2
+    await world.freezer.make_room()
+    assert world.index.forgotten > 0
+    assert len(world.store.branches) == world.index.branches, "what is forgotten is forgotten elsewhere too"
+    assert world.is_true(cache)
+    assert world.follower.size().holdings == len(cache.held)
+    assert world.follower.state_of("w") == WorkerState(generation=1, model_digest=MODEL, sequence=0)
+    forgotten = [path for path in paths if is_nowhere(world, path)]
+    world.remove(cache, prompt(forgotten[0])[-16:])
+    await world.recall()
+    last, goes_on = prompt(forgotten[1])[-16:], prompt(forgotten[1] + " more")[-80:]
+    cache.held |= dict(link(last, goes_on))
+    world.follower.on_events(cache.changed(BlocksStored(parent=last, blocks=goes_on)), 1 << 20, 0.0)
+    await world.recall()
+    assert world.is_true(cache)
+    counters = world.follower.counters
+    assert (counters.unknown_parents, counters.unknown_blocks, counters.drifts) == (0, 0, 0)
+    world.follower.on_events(cache.cleared(), 1 << 21, 0.0)
+    assert (world.index.forgotten, world.index.branches) == (0, 0)
+    assert world.is_true(cache)
+
+
+async def test_what_is_forgotten_is_known_again_when_the_worker_is_read_anew() -> None:
+    world, cache = World(), Cache()
+    world.tell(cache, PATH)
+    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.index.forget_behind(prompt(PATH)[:16])
+    assert world.follower.match(MODEL, prompt(PATH)) == {}
+    assert world.is_true(cache)
+    world.follower.lives()[cache.name].read_anew()
+    (address,) = world.follower.due_resyncs(0.0)
+    world.follower.on_pages(address, cache.pages())
+    assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    assert (world.index.forgotten, world.is_true(cache)) == (0, True)
+
+
+async def test_while_nothing_can_leave_memory_is_bounded_too() -> None:
+    world, cache = World(MEMORY_BYTES_MIN), Cache()
+    world.store.away = True
+    for number in range(1000):
+        world.tell(cache, chr(0x4E00 + number) + " is stored while there is nowhere to go" * 2)
+    await world.freezer.make_room()
+    assert MEMORY_BYTES_MIN * 0.9 < world.index.used_bytes <= MEMORY_BYTES_MIN
+    assert (world.index.branches, world.is_true(cache)) == (0, True)
+
+
+async def test_a_message_of_which_a_part_is_cold_is_not_applied_twice() -> None:
+    world, cache = World(), Cache()
+    for path in ("forgotten", PATH):
+        world.tell(cache, path)
+    world.index.forget_behind(prompt("forgotten")[:16])
+    await world.freezer.make_room()
+    removals = [cache.removed(prompt(path)[-16:]).events[0] for path in ("forgotten", PATH)]
+    cache.sequence = 2
+    world.follower.on_events(cache.changed(*removals), 3, 0.0)
+    for _ in removals:
+        await world.recall()
+    assert world.is_true(cache)
+
+
+def test_shapes_that_no_stub_has_any_more_are_not_kept() -> None:
+    index = ColdIndex()
+    for length in range(10, 400):
+        path = prompt(chr(0x4E00 + length) * length)
+        index.store("w", b"", path)
+        (leaving,) = index.pack(path[:16])
+        assert index.leave(leaving)
+        if length % 100:
+            assert index.recall({leaving.name: leaving.packed()}, path, index.frozen)
+            index.remove("w", path)
+    assert index.branches == 3
+    assert index.stubs_bytes < 100 * SHAPE_BYTES
