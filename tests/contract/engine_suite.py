@@ -77,7 +77,8 @@ class Shadow:
         children = {
             (parent, run.tokens[index * run.block_tokens : (index + 1) * run.block_tokens]): block
             for run in {id(run): run for run in self.stored.values()}.values()
-            if run.cache_salt == salt
+            # What follows on a parent is of the parent's tenant.
+            if run.parent is not None or run.cache_salt == salt
             for index, (parent, block) in enumerate(zip((run.parent, *run.hashes), run.hashes, strict=False))
         }
         size = next(iter(self.stored.values())).block_tokens if self.stored else 1
@@ -351,18 +352,19 @@ class EngineSuite:
     async def test_events_tell_what_the_cache_holds(self, pair: Pair) -> None:
         size = pair.decode_facts.block_tokens
         prompt = pair.prompt(5 * size + 3)
+        whole_tokens = len(prompt) // size * size
         assert pair.decode_shadow.prefix_tokens(prompt) == 0
         await collect(pair.decode, pair.request(prompt, salt="a salt"))
-        await eventually(lambda: pair.decode_shadow.prefix_tokens(prompt, "a salt") == 5 * size)
+        await eventually(lambda: pair.decode_shadow.prefix_tokens(prompt, "a salt") == whole_tokens)
         assert pair.decode_shadow.prefix_tokens(prompt) == 0, "another tenant has nothing of it"
         again = await collect(pair.decode, pair.request(prompt, salt="a salt"))
-        assert again.last.cached_tokens == pair.decode_shadow.prefix_tokens(prompt, "a salt")
+        assert again.last.cached_tokens == min(whole_tokens, len(prompt) - 1)
 
     async def test_events_tell_of_pulled_blocks(self, pair: Pair) -> None:
         size = pair.decode_facts.block_tokens
         prompt = pair.prompt(4 * size + 1)
         await pair.hand_off(prompt)
-        await eventually(lambda: pair.decode_shadow.prefix_tokens(prompt) == 4 * size)
+        await eventually(lambda: pair.decode_shadow.prefix_tokens(prompt) == len(prompt) // size * size)
 
     # ------------------------------------------------------------ hand-off
 
@@ -413,8 +415,11 @@ class EngineSuite:
         after = pair.decode.load()
         held = (len(prompt) + len(first.tokens) - 1) // size * size
         assert second.last.cached_tokens == held
-        blocks_moved = -(-(len(turn) - 1 - held) // size)
-        assert after.bytes_pulled - before.bytes_pulled == blocks_moved * size * pair.decode_facts.kv_bytes_per_token
+        # Whole blocks, of the side whose are larger.
+        size = max(size, pair.prefill_facts.block_tokens)
+        blocks_moved = -(-(len(turn) - 1) // size) - held // size
+        assert after.bytes_pulled - before.bytes_pulled <= blocks_moved * size * pair.decode_facts.kv_bytes_per_token
+        assert after.bytes_pulled - before.bytes_pulled >= (len(turn) - 1 - held) * pair.decode_facts.kv_bytes_per_token
         expected = await collect(pair.prefill, pair.request(turn, salt="computed here"))
         assert second.tokens == expected.tokens
 
