@@ -3,7 +3,9 @@
 vLLM and SGLang on CPU with the tiny model in float32, one request at a time: prompts of 1,500 tokens in chunks of
 at most 512, answers of 32. Each combination of engines stands beside its decode engine alone, in interleaved runs.
 "Moving" is the time in which the pull's bytes moved, with their checks and, between different layouts, their
-conversion, which the sink does as they come; most of it hides behind prefill's own computing.
+conversion, which both sides do as they come; most of it hides behind prefill's own computing. "Converting" is that
+part, measured by itself: the processor time of one core to gather the prompt's KV out of the source's blocks and to
+scatter it into the sink's.
 """
 
 from __future__ import annotations
@@ -20,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.cli.tiny_model import make_tiny_model
+from baton.cli.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model
 from baton.engines.engine import EngineFacts, EngineRequest, Leg
 from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from baton.transfer.layout import Layout
+from benchmarks.layout import LAYOUTS, Case
 from benchmarks.report import Row, report
 from tests.engines.engine_settings import EngineName, engine_environ, engine_options, engine_python
 from tests.engines.remote_engine import RemoteEngine
@@ -31,6 +35,7 @@ PROMPT_TOKENS: Final = 1500
 OUTPUT_TOKENS: Final = 32
 GREEDY: Final = Sampling(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
 ENGINES: Final[dict[str, EngineName]] = {"vllm": "vllm", "vllm 2": "vllm", "sglang": "sglang", "sglang 2": "sglang"}
+BLOCKS: Final[dict[EngineName, str]] = {"vllm": "vec, blocks of 32", "sglang": "NHD, pages of 32"}
 PAIRS: Final = (("vllm 2", "vllm"), ("sglang", "vllm"), ("sglang 2", "sglang"), ("vllm", "sglang"))
 
 
@@ -101,8 +106,33 @@ async def measure(model: Path, folder: Path, runs: int) -> list[Row]:
                 await prefill
                 alone.append(await answer(sink, request(f"{name}-alone", Leg.WHOLE, tokens)))
             # The first of each pays for what is made and connected then.
-            rows += _rows(f"{ENGINES[source_name]} → {ENGINES[sink_name]}", handed[1:], alone[1:])
+            engines = ENGINES[source_name], ENGINES[sink_name]
+            rows += _rows(" → ".join(engines), handed[1:], alone[1:])
+            if engines[0] != engines[1]:
+                took_ms = converting_ms(*engines, runs)
+                rows.append(Row(name=f"{' → '.join(engines)}: converting", unit="ms", ours=took_ms))
     return rows
+
+
+def converting_ms(source: EngineName, sink: EngineName, runs: int) -> float:
+    """Return what both sides' conversions of one prompt's KV take, in milliseconds of one core."""
+
+    def took_s(engine: EngineName, *, to_wire: bool) -> float:
+        order, form, packing, block_tokens = LAYOUTS[BLOCKS[engine]]
+        layout = Layout(
+            layers=LAYERS,
+            kv_heads=KV_HEADS,
+            dim=HEAD_DIM,
+            dtype="float32",
+            order=order,
+            form=form,
+            packing=packing,
+            block_tokens=block_tokens,
+        )
+        case = Case(layout, -(-PROMPT_TOKENS // block_tokens) * block_tokens)
+        return statistics.median(case.took_s(case.ours, to_wire=to_wire) for _ in range(runs))
+
+    return (took_s(source, to_wire=True) + took_s(sink, to_wire=False)) * 1e3
 
 
 def _rows(pair: str, handed: list[Run], alone: list[Run]) -> list[Row]:

@@ -31,6 +31,7 @@ LAYOUTS = {
     "vec, blocks of 128": ("HND", "fused", "vec", 128),
     "amx, blocks of 32": ("HND", "fused", "amx", 32),
     "NHD, pages of 1": ("NHD", "split", "plain", 1),
+    "NHD, pages of 32": ("NHD", "split", "plain", 32),
     "NHD, pages of 64": ("NHD", "split", "plain", 64),
 }
 PLACES = {"in memory": (16, 2048), "in cache": (1, 128)}
@@ -67,7 +68,7 @@ class Case:
         self.pieces = [
             piece
             for layer in range(layout.layers)
-            for piece in chunks(layout, layer, 0, tokens, (0, HEADS), CHUNK_BYTES)
+            for piece in chunks(layout, layer, 0, tokens, (0, layout.kv_heads), CHUNK_BYTES)
         ]
         self.bytes = sum(chunk_bytes(layout, piece) for piece in self.pieces)
 
@@ -107,13 +108,13 @@ class Case:
     def _tensor(self, piece: Chunk) -> int:
         return piece.layer * self.layout.tensors + (piece.plane == "v") * (self.layout.tensors - 1)
 
-    def rate(self, way: Callable[..., None], repeats: int, *, to_wire: bool) -> float:
-        """Return GB/s of this thread's processor time."""
+    def took_s(self, way: Callable[..., None], repeats: int = 1, *, to_wire: bool) -> float:
+        """Return this thread's processor time for all tokens of all layers."""
         began_s = time.thread_time()
         for _ in range(repeats):
             for piece in self.pieces:
                 way(piece, to_wire=to_wire)
-        return repeats * self.bytes / (time.thread_time() - began_s) / 1e9
+        return time.thread_time() - began_s
 
 
 def measure(name: str, case: Case, rounds: int) -> list[Row]:
@@ -124,7 +125,7 @@ def measure(name: str, case: Case, rounds: int) -> list[Row]:
         rates: dict[str, list[float]] = {way: [] for way in ways}
         for _ in range(rounds + 1):
             for way, call in ways.items():
-                rates[way].append(case.rate(call, repeats, to_wire=to_wire))
+                rates[way].append(repeats * case.bytes / case.took_s(call, repeats, to_wire=to_wire) / 1e9)
         # The first round also pays for memory that was never touched.
         medians = {way: statistics.median(values[1:]) for way, values in rates.items()}
         rows.append(Row.against(f"{name}, {direction}", "GB/s", medians.pop("ours"), **medians))
