@@ -26,6 +26,9 @@ WARMING = b"the first to try"
 BYTES = LAYERS * len(BLOCKS) * BLOCK_BYTES
 IMPATIENT: dict[str, Any] = {"lease_ttl_s": 0.75, "connect_timeout_s": 0.5, "stall_timeout_s": 2.5}
 
+# More than pulls until a rail breaks may take.
+pytestmark = pytest.mark.timeout(60)
+
 MakeAgent = Callable[..., Node]
 MakeProxy = Callable[..., Proxy]
 
@@ -82,13 +85,15 @@ def carried(done: TransferEvent) -> dict[str, RailShare]:
 
 
 def use_every_rail(source: Node, sink: Node, rails: list[str]) -> None:
-    """Pull until each rail carries its part, then forget what came."""
-    while True:
+    """Pull until each rail has carried its part, then forget what came."""
+    used: set[str] = set()
+    while len(used) < len(rails):
         source.offer(WARMING, MANY)
         done = pull(sink, endpoint(source, rails), WARMING, MANY)
         source.wait(EventKind.LEASE_RELEASED)
-        if len(carried(done)) == len(rails):
-            return sink.poison()
+        # On a busy machine a rail may seem so slow that some pulls do without it.
+        used |= carried(done).keys()
+    sink.poison()
 
 
 def pull_until(proxy: Proxy, source: Node, sink: Node, address: str) -> tuple[TransferEvent, int]:
