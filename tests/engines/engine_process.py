@@ -89,13 +89,12 @@ class EngineProcess:
     def pids(self) -> list[int]:
         """Return the processes of the engine: its scheduler and its ranks, without the driver."""
         cores = [child for child in _children(self.pid) if _name(child).startswith("VLLM::Engine")]
-        return [*cores, *self.worker_pids()]
+        return [*cores, *(rank for core in cores for rank in _children(core) if _name(rank).startswith("VLLM::Work"))]
 
     def worker_pids(self) -> list[int]:
-        """Return the ranks' processes: the children of the scheduler's."""
-        return [
-            rank for core in _children(self.pid) for rank in _children(core) if _name(rank).startswith("VLLM::Work")
-        ]
+        """Return the ranks' processes: the children of the scheduler's, or that one itself where a rank is alone."""
+        core, *ranks = self.pids()
+        return ranks or [core]
 
     def send(self, do: str, **fields: Any) -> Answer:
         number = next(self._numbers)

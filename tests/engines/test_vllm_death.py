@@ -32,7 +32,7 @@ def test_killed_engine_process_fails_its_requests_and_all_that_follow(engines: P
 
 def test_killed_worker_takes_its_engine_with_it(engines: Pair) -> None:
     children = engines.prefill.pids()
-    assert len(children) == 2
+    assert children
     os.kill(engines.prefill.pid, signal.SIGKILL)
     until(lambda: not any(map(_runs, children)), 10, lambda: "the engine outlives its worker")
 
