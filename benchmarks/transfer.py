@@ -127,30 +127,32 @@ def _peer(name: str, process: subprocess.Popen[str]) -> Peer:
 def _ucx_alone(perftest: Path, settings: Mapping[str, str], shape: Shape, cores: Sequence[int]) -> Peer:
     """One block after the other by UCX's own tool, always the same one: it stays in the cache, as no KV does."""
 
-    def run() -> tuple[float, float, float]:
+    environment = {**os.environ, **settings, "LD_LIBRARY_PATH": str(perftest.parent.parent / "lib")}
+    count = shape.bytes // shape.block_bytes
+    asks = ("-c", str(cores[-1]), "-t", "ucp_get", "-s", str(shape.block_bytes), "-n", str(count), "-w", "8")
+
+    @contextmanager
+    def serving() -> Generator[list[str]]:
+        """Serve on a free port, which somebody else may take before: yield what a client is called with."""
         with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        command = [str(perftest), "-p", port]
-        environment = {**os.environ, **settings, "LD_LIBRARY_PATH": str(perftest.parent.parent / "lib")}
-        server = subprocess.Popen(
-            [*command, "-c", str(cores[0])], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment
-        )
-        count = shape.bytes // shape.block_bytes
-        command += ["-c", str(cores[-1]), "-t", "ucp_get", "-s", str(shape.block_bytes), "-n", str(count), "-w", "8"]
-        try:
-            until_s = time.monotonic() + START_S
-            while True:
-                client = subprocess.run(
-                    [*command, "127.0.0.1"], capture_output=True, text=True, check=False, env=environment
-                )
-                if final := re.search(r"^Final:\s+\S+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", client.stdout, re.MULTILINE):
-                    break
-                if time.monotonic() > until_s:
-                    raise RuntimeError(f"ucx_perftest fails: {client.stdout} {client.stderr}")
-                time.sleep(0.02)
-        finally:
-            server.kill()
-            server.wait()
+            command = [str(perftest), "-p", str(free.getsockname()[1])]
+        serve = [*command, "-c", str(cores[0])]
+        with subprocess.Popen(serve, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment) as server:
+            try:
+                yield [*command, *asks, "127.0.0.1"]
+            finally:
+                server.kill()
+
+    def run() -> tuple[float, float, float]:
+        final, patience_s = None, 0.02
+        while final is None:
+            with serving() as call:
+                time.sleep(patience_s)
+                client = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
+            final = re.search(r"^Final:\s+\S+\s+\S+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", client.stdout, re.MULTILINE)
+            patience_s *= 2
+            if final is None and patience_s > START_S:
+                raise RuntimeError(f"ucx_perftest fails: {client.stdout} {client.stderr}")
         return 0.0, shape.bytes / (float(final[1]) * (1 << 20)), 0.0
 
     return run
