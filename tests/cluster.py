@@ -19,7 +19,7 @@ import httpx
 import psutil
 
 from baton.bus import Bus, Delivery, NatsBus
-from baton.messages import AttemptState, Digest, Frames, Heartbeat, Role
+from baton.messages import AttemptState, Digest, Frames, Heartbeat, Prefilled, Role
 from tests.servers import start_nats, start_redis
 
 START_TIMEOUT_S = 60.0
@@ -84,6 +84,8 @@ class Observer:
     heartbeats: dict[str, Heartbeat] = field(default_factory=dict[str, Heartbeat])
     tokens_seen: dict[str, int] = field(default_factory=dict[str, int])
     """request → output tokens streamed so far."""
+    workers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
+    """request → workers that have said something of it to its gateway."""
     finished: set[str] = field(default_factory=set[str])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -98,10 +100,13 @@ class Observer:
                     self.states[digest.worker, entry.request, entry.attempt] = entry.state
             case Frames() as frames:
                 for frame in frames.frames:
+                    self.workers.setdefault(frame.request, set()).add(frames.worker)
                     count = frame.index + len(frame.tokens) // 4
                     self.tokens_seen[frame.request] = max(count, self.tokens_seen.get(frame.request, 0))
                     if frame.finish is not None:
                         self.finished.add(frame.request)
+            case Prefilled() as prefilled:
+                self.workers.setdefault(prefilled.context.request, set()).add(prefilled.worker)
             case _:
                 return
         self.changed.set()

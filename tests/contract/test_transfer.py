@@ -156,7 +156,7 @@ def test_pulls_do_not_wait_for_a_delayed_one(make_node: MakeNode) -> None:
 
 
 def test_many_pulls_at_once(make_node: MakeNode) -> None:
-    source, sink = make_node(faults=Faults(delay_s=0.1), block_bytes=20_000), make_node(block_bytes=20_000)
+    source, sink = make_node(faults=Faults(delay_s=0.2), block_bytes=20_000), make_node(block_bytes=20_000)
     keys = [lease_key("many", attempt) for attempt in range(20)]
     for attempt, key in enumerate(keys):
         source.offer(key, [attempt, 20 + attempt], seed=7)
@@ -174,7 +174,7 @@ def test_many_pulls_at_once(make_node: MakeNode) -> None:
         for layer in range(LAYERS):
             for position, block in enumerate([47 - 2 * attempt, 46 - 2 * attempt]):
                 assert sink.read(layer, block) == content(layer, position, 7, 20_000)
-    assert time.monotonic() - began_s < 1.0, "the delays must run side by side"
+    assert time.monotonic() - began_s < 3.0, "the delays must run side by side"
     for _ in keys:
         source.wait(EventKind.LEASE_RELEASED)
     assert_nothing_left(source, sink)

@@ -92,14 +92,14 @@ def test_what_fails_is_done_again_on_a_new_connection(
 def test_a_source_that_ends_under_a_read(
     make_node: MakeNode, fake: FakeLibrary, backend: str, fabric: Fabric, end: signal.Signals
 ) -> None:
-    sink = make_node(connect_timeout_s=0.3, stall_timeout_s=0.3)
+    sink = make_node(connect_timeout_s=0.3, stall_timeout_s=0.3 if end == signal.SIGSTOP else 10.0)
     peer = Peer(fabric, backend)
     try:
         peer.lease()
         sink.agent.pull(KEY, peer.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=10.0)
         peer.ready(0)
         sink.wait(EventKind.PULL_PROGRESS)
-        fake.set(delay_ms=250)
+        fake.set(delay_ms=600)
         done = fake.counts()
         peer.ready(-1)
         time.sleep(0.1)
@@ -130,7 +130,7 @@ def test_nothing_is_written_after_the_end_of_a_cancelled_pull(make_node: MakeNod
 
 @pytest.mark.parametrize("end", ["cancel", "stall", "close"])
 def test_work_that_never_ends_is_ended_by_force(make_node: MakeNode, fake: FakeLibrary, end: str) -> None:
-    source, sink = make_node(), make_node(stall_timeout_s=0.3)
+    source, sink = make_node(), make_node(stall_timeout_s=0.3 if end == "stall" else 10.0)
     generation = begin(source, sink)
     fake.set(hold=1)
     source.agent.post_ready(KEY, generation, -1, TOKENS)

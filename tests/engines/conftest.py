@@ -34,7 +34,6 @@ AGENT: dict[str, Any] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "nightly: takes long; `make test` leaves it out, `make test-nightly` runs it")
     config.addinivalue_line("markers", "ends_engines: kills the session's engines, and therefore runs last")
 
 

@@ -26,13 +26,16 @@ async def wait_idle(cluster: Cluster) -> None:
     await cluster.observer.until(idle, timeout_s=20)
 
 
-async def tell(client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 100, mode: str = "always") -> str:
+async def tell(
+    client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 100, mode: str = "always", stop: str | None = None
+) -> str:
     """Stream one greedy answer to a prompt of several chunks, and return its text."""
     stream = await client.completions.create(
         model="tiny",
         prompt=f"story {number}: " + "it is interrupted " * 300,
         max_tokens=output_tokens,
         temperature=0,
+        stop=stop,
         stream=True,
         extra_body={"ignore_eos": True},
         extra_headers={"x-baton-disaggregation": mode, "x-baton-deadline-s": "60"},

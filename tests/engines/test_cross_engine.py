@@ -9,9 +9,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 _pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
-BFLOAT16_TOLERANCE = 0.15
-"""Of a log-probability: eight bits of numbers of a few units are some hundredths; 0.07 at most were seen."""
+BFLOAT16_TOLERANCE = 0.25
+"""Of a log-probability: logits of 8 to 16 are rounded to sixteenths. Of 120 prompts' 0.06 was the median, 0.18 most."""
 PAIRS = (
     "sglang-64-to-sglang-1",
     "vllm-32-to-vllm-128",
@@ -41,6 +42,7 @@ PAIRS = (
     "sglang-1-to-vllm-128",
 )
 """Each with the size of its blocks or pages, in tokens."""
+RUNNING_MAX = 4
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
@@ -49,54 +51,71 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)
 class Running:
     engine: RemoteEngine
     facts: EngineFacts
-    shadow: Shadow = field(default_factory=Shadow)
+    shadow: Shadow
+    stack: AsyncExitStack
 
 
 class Engines:
-    """Engines by name, started when they are first wanted, one after another: several at once take longer."""
+    """Engines by name, started when they are first wanted, one after another: several at once take longer.
 
-    def __init__(self, stack: AsyncExitStack, folder: Path) -> None:
-        self._stack = stack
+    Each takes 1 to 2 GB, so few run at a time: the one that was not wanted for longest ends first.
+    """
+
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._running: dict[str, Running] = {}
 
     async def get(self, name: str) -> Running:
-        """Return an engine by `engine-block_tokens` or `engine-kind`; kinds: `llama`, `bfloat16`."""
-        if name not in self._running:
-            self._running[name] = await self._start(name)
-        return self._running[name]
+        """Return an engine by `engine-block_tokens`, `engine-llama-block_tokens` or `engine-bfloat16-block_tokens`."""
+        running = self._running.pop(name, None)
+        if running is None:
+            while len(self._running) >= RUNNING_MAX:
+                await self._running.pop(next(iter(self._running))).stack.aclose()
+            running = await self._start(name)
+        self._running[name] = running
+        return running
+
+    async def close(self) -> None:
+        for running in self._running.values():
+            await running.stack.aclose()
 
     async def _start(self, name: str) -> Running:
-        engine, kind = name.split("-")
+        parts = re.fullmatch(r"(\w+)(?:-(llama|bfloat16))?-(\d+)", name)
+        assert parts is not None, name
+        engine, kind, block_tokens = parts.groups()
         assert engine in ("vllm", "sglang")
         model = self._folder / ("llama" if kind == "llama" else "qwen3")
         make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
         python = engine_python(engine)
         if python is None:
             pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
+        dtype = "bfloat16" if kind == "bfloat16" else "float32"
         settings: dict[str, Any] = {
             "engine": engine,
             "model": str(model),
             "role": Role.DECODE,
-            "options": engine_options(
-                engine,
-                block_tokens=int(kind) if kind.isdecimal() else 32,
-                dtype="bfloat16" if kind == "bfloat16" else "float32",
-            ),
+            "options": engine_options(engine, block_tokens=int(block_tokens), dtype=dtype),
             "agent": AGENT,
         }
         remote = RemoteEngine(python, settings, engine_environ(engine), self._folder / f"{name}.log")
-        self._stack.push_async_callback(remote.close)
-        running = Running(remote, await remote.start())
-        follower = asyncio.create_task(running.shadow.follow(remote))
-        self._stack.callback(follower.cancel)
-        return running
+        stack, shadow = AsyncExitStack(), Shadow()
+        stack.push_async_callback(remote.close)
+        try:
+            facts = await remote.start()
+        except BaseException:
+            await stack.aclose()
+            raise
+        stack.callback(asyncio.create_task(shadow.follow(remote)).cancel)
+        return Running(remote, facts, shadow, stack)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    async with AsyncExitStack() as stack:
-        yield Engines(stack, tmp_path_factory.mktemp("engines"))
+    engines = Engines(tmp_path_factory.mktemp("engines"))
+    try:
+        yield engines
+    finally:
+        await engines.close()
 
 
 async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
@@ -167,13 +186,18 @@ async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at
     await check_answers(pair, at_once=at_once)
 
 
-@over("vllm-llama-to-sglang-llama", "sglang-llama-to-vllm-llama")
+@over(
+    "vllm-llama-64-to-vllm-llama-32",
+    "vllm-llama-32-to-sglang-llama-1",
+    "sglang-llama-1-to-vllm-llama-32",
+    "sglang-llama-16-to-sglang-llama-1",
+)
 async def test_answers_of_another_model(pair: Pair) -> None:
     await check_answers(pair, at_once=False)
     await check_answers(pair, at_once=True)
 
 
-@over("vllm-bfloat16-to-sglang-bfloat16", "sglang-bfloat16-to-vllm-bfloat16")
+@over("vllm-bfloat16-32-to-sglang-bfloat16-32", "sglang-bfloat16-32-to-vllm-bfloat16-32")
 async def test_logprobs_in_bfloat16(pair: Pair) -> None:
     """Engines round differently in bfloat16, so answers may part; how likely a first token is, they agree on."""
     sampling = changed(GREEDY, max_tokens=1, logprobs=5)
@@ -261,9 +285,9 @@ async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
 
 async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
     """The last test here: nobody wants this engine after it."""
-    running = await engines.get("sglang-1")
+    running = await engines.get("sglang-bfloat16-32")
     engine, worker = running.engine, psutil.Process(running.engine.pid)
-    pair = await make_pair(engines, "sglang-1", "sglang-1")
+    pair = await make_pair(engines, "sglang-bfloat16-32", "sglang-bfloat16-32")
     stream, _ = await first_delta(engine, pair.request(pair.prompt(60), changed(GREEDY, max_tokens=3000)))
     children = worker.children(recursive=True)
     (scheduler,) = (child for child in children if child.name().startswith("sglang::sched"))

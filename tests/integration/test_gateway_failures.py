@@ -193,7 +193,9 @@ async def test_prefill_dies_before_the_first_token(stage: Stage, client: httpx.A
     prefill, decode = stage.workers["p1"], stage.workers["d1"]
     decode.script.stall_at = 0
     answer = asyncio.create_task(client.post(CHAT, json=body(), headers={"x-baton-disaggregation": "always"}))
-    await stage.wait_for(lambda: prefill.attempts and any(attempt.run.done() for attempt in decode.attempts.values()))
+    await stage.wait_for(
+        lambda: prefill.attempts and any(attempt.run and attempt.run.done() for attempt in decode.attempts.values())
+    )
     decode.script.stall_at = None
     prefill.die()
     assert (await answer).json()["choices"][0]["message"]["content"] == TEXT

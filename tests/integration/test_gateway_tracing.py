@@ -23,7 +23,7 @@ CLIENT_SPAN = "00f067aa0ba902b7"
 
 @pytest.fixture(params=[1.0])
 async def stage(request: pytest.FixtureRequest) -> AsyncIterator[Stage]:
-    async with open_stage(Settings(port=0, trace_share=request.param, accept_s=0.1, attempts_max=2)) as opened:
+    async with open_stage(Settings(port=0, trace_share=request.param, accept_s=0.5, attempts_max=2)) as opened:
         opened.say("the quick brown fox jumps over the lazy dog")
         opened.workers["d1"].script.interval_s = 0.001
         yield opened
@@ -196,7 +196,7 @@ async def test_what_the_client_did_wrong_is_noted_but_no_failure(
 
 async def test_busy_workers_are_no_failures_either(stage: Stage) -> None:
     stage.workers["d1"].script.capacity = 0
-    answer = await ask(stage, {"x-baton-deadline-s": "0.6"})
+    answer = await ask(stage, {"x-baton-deadline-s": "2"})
     assert answer.status_code >= 429
     trace = await trace_of(stage)
     attempts: Sequence[TracedSpan] = trace.named("attempt")

@@ -90,7 +90,7 @@ async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_withou
 ) -> None:
     with start_redis() as server:
         async with indexing(
-            nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=30.0, redis_timeout_s=0.5
+            nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=30.0, redis_timeout_s=5.0
         ) as service:
             await worker.store(PATHS[0])
             await until_held(bus, worker, PATHS[0], len(PATHS[0]))
@@ -98,7 +98,7 @@ async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_withou
             server.pause()
             began_s = time.monotonic()
             assert await match(bus, chain(PATHS[0])) == {}
-            assert time.monotonic() - began_s < 0.5
+            assert time.monotonic() - began_s < 4.0
             await worker.remove(chain(PATHS[0])[-16:])
             async with AsyncExitStack() as stack:
                 other = await stack.enter_async_context(working(bus))
@@ -106,7 +106,7 @@ async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_withou
                 await until_held(bus, other, PATHS[1], len(PATHS[1]))
                 began_s = time.monotonic()
                 assert await match(bus, chain(PATHS[1])) == {other.name: len(PATHS[1])}
-                assert time.monotonic() - began_s < 0.5
+                assert time.monotonic() - began_s < 4.0
                 server.resume()
                 await until_held(bus, worker, PATHS[0], len(PATHS[0]) - 1)
             assert service.follower.counters.lost_cold == 0

@@ -181,12 +181,12 @@ async def test_damage_costs_the_damaged_worker_only(store: RedisStore, raw: redi
 
 async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() -> None:
     with start_redis() as server:
-        store = RedisStore(server.url, prefix="p", timeout_s=0.2)
+        store = RedisStore(server.url, prefix="p", timeout_s=0.5)
         batch = Batch(1, {"a": changed(stored={ids(1)[0]: b""})})
         await store.claim(1)
         await store.write(batch, 1)
         server.pause()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(5.0):
             with pytest.raises(StoreUnavailable, match="no answer in time"):
                 await store.write(batch, 1)
         server.resume()
