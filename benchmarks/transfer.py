@@ -149,7 +149,7 @@ def _ucx_alone(perftest: Path, settings: Mapping[str, str], shape: Shape, cores:
             with serving() as call:
                 time.sleep(patience_s)
                 client = subprocess.run(call, capture_output=True, text=True, check=False, env=environment)
-            final = re.search(r"^Final:\s+\S+\s+\S+\s+\S+\s+\S+\s+\S+\s+\S+\s+(\S+)", client.stdout, re.MULTILINE)
+            final = re.search(r"^Final:\s+(?:\S+\s+){5}(\S+)", client.stdout, re.MULTILINE)
             patience_s *= 2
             if final is None and patience_s > START_S:
                 raise RuntimeError(f"ucx_perftest fails: {client.stdout} {client.stderr}")
