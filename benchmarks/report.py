@@ -42,10 +42,13 @@ def _machine() -> str:
 
 
 def _commit() -> str:
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False, cwd=RESULTS.parent
-    )
-    return described.stdout.strip() or "unknown"
+    """Return the commit, with `-dirty` where anything but results differs from it."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)
+
+    differs = git("diff", "--quiet", "HEAD", "--", ":/", f":(exclude){RESULTS.name}").returncode == 1
+    return (git("describe", "--always").stdout.strip() or "unknown") + "-dirty" * differs
 
 
 def report(name: str, rows: Sequence[Row], *, notes: str = "") -> None:
