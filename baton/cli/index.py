@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -18,6 +19,8 @@ from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
 from baton.errors import InvalidRequest, Unavailable
 from baton.messages import Heartbeat, IndexedWorker, IndexQuery, IndexReport, pack_tokens
 
+FIRST_HEARTBEAT_S: Final = 3.0
+"""How long a busy machine may take to be heard at all."""
 HEARTBEATS_S: Final = 0.6
 """Two of them: after this time every live worker is known."""
 MODEL_CHARS: Final = 12
@@ -74,13 +77,17 @@ async def _index(question: Question, nats_url: str) -> tuple[list[IndexReport], 
 async def _find_model(bus: Bus, name: str) -> Heartbeat:
     """Return the word of a worker that serves the model. Raises InvalidRequest."""
     heard: dict[str, Heartbeat] = {}
+    first = asyncio.Event()
 
     async def take(delivery: Delivery) -> None:
         if isinstance(delivery.message, Heartbeat):
             heard[delivery.message.model] = delivery.message
+            first.set()
 
     subscription = await bus.subscribe(subjects.HEARTBEAT, take)
-    await asyncio.sleep(HEARTBEATS_S)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(first.wait(), FIRST_HEARTBEAT_S)
+        await asyncio.sleep(HEARTBEATS_S)
     await subscription.unsubscribe()
     if not heard:
         raise Unavailable("no worker is heard, so nobody says how a prompt is cut into blocks")

@@ -50,7 +50,7 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
             for _ in range(REQUESTS):
                 body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
                 (await client.post("/v1/completions", json=body)).raise_for_status()
-                await asyncio.sleep(0.6)  # The blocks are stored, and two heartbeats have told of them.
+                await asyncio.sleep(1.0)  # The blocks are stored, and two heartbeats have told of them.
         report = await first_report(cluster, "--prompt", PROMPT)
         (model,) = report["models"]
         workers = {each["worker"]: each for each in report["workers"]}
