@@ -24,7 +24,7 @@ from remote_engine import RemoteEngine
 
 from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
-from baton.errors import EngineFailed, PeerUnreachable, TransferFailed
+from baton.errors import EngineFailed, ModelMismatch, PeerUnreachable, TransferFailed
 from baton.messages import Role, Sampling
 from baton.transfer import AgentOptions, NativeAgent
 from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect, first_delta
@@ -184,6 +184,17 @@ async def check_answers(pair: Pair, *, at_once: bool) -> None:
 @pytest.mark.parametrize("at_once", [False, True])
 async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at_once: bool) -> None:
     await check_answers(pair, at_once=at_once)
+
+
+@over("sglang-1-to-vllm-llama-64")
+async def test_kv_of_another_model_never_makes_a_token(pair: Pair) -> None:
+    prompt = pair.prompt(200)
+    prefill = pair.request(prompt, leg=Leg.PREFILL)
+    await collect(pair.prefill, prefill)
+    with pytest.raises(ModelMismatch, match=r"the sink has 'model=llama .* the source has 'model=qwen3 "):
+        await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request))
+    await pair.prefill.abort(prefill.request, prefill.attempt)
+    await pair.settled()
 
 
 @over(
