@@ -175,10 +175,15 @@ async def test_hints_survive_crashes_and_pauses_of_index_and_scheduler(plane: Pl
 async def test_a_place_goes_to_one_of_several_schedulers_and_indexes(plane: Plane) -> None:
     async with plane.scheduler(), plane.scheduler(), plane.index(), plane.index():
         await ask_until(plane.bus, hints=True)
-        placements = await asyncio.gather(*(ask(plane.bus, f"r{number}") for number in range(50)))
-        # The burst fills p2's queue, so others take part: what counts is that all were placed.
-        assert None not in placements
-        await ask_until(plane.bus, hints=True)
+        # A burst fills p2's queue, so others take part: what counts is that all are placed, most with hints. Of a
+        # machine that stands still for a moment another one is asked.
+        async with asyncio.timeout(15.0):
+            hinted = 0
+            while hinted <= 25:
+                placements = await asyncio.gather(*(ask(plane.bus, uuid4().hex) for _ in range(50)))
+                reasons = [placement.reason for placement in placements if placement is not None]
+                assert len(reasons) == 50
+                hinted = sum("index did not answer" not in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("module", ["baton_scheduler", "baton_kvindex"])
