@@ -7,6 +7,7 @@ name, between two steps, on every rank. Values are plain, since they cross a pro
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -47,6 +48,6 @@ class BatonWorker:
             "layers_arrived": {key.hex(): layers for key, layers in rank.layers_arrived.items()},
         }
 
-    def baton_set_faults(self, delay_s: float, corrupt_every: int) -> None:
+    def baton_set_faults(self, faults: dict[str, Any]) -> None:
         """Inject faults at this rank's agent, for tests and benchmarks."""
-        self._baton().set_faults(Faults(delay_s=delay_s, corrupt_every=corrupt_every))
+        self._baton().set_faults(Faults(**faults))

@@ -316,9 +316,9 @@ class MemoryAgent:
         for token in range(moved // size * size, end, size):
             source._chunks_served += 1
             every = source._faults.corrupt_every
-            corrupt = every > 0 and source._chunks_served % every == 0
+            faults = source._faults if every > 0 and source._chunks_served % every == 0 else None
             data = read_block(
-                source.pool, lease.blocks[token // size], layer, corrupt=corrupt, check=self._options.checksum
+                source.pool, lease.blocks[token // size], layer, faults=faults, check=self._options.checksum
             )
             if data is None:
                 return False

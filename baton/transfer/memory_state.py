@@ -10,7 +10,7 @@ from baton.errors import LayoutMismatch
 from baton.identity import unlike
 from baton.transfer.layout import Layout, Table, convert, matches, read_layout
 from baton.transfer.layout import Pool as LayoutPool
-from baton.transfer.protocol import Cause, Pool
+from baton.transfer.protocol import Cause, Corruption, Faults, Pool
 
 
 @dataclass(slots=True)
@@ -73,16 +73,29 @@ def refusal(source: Pool, sink: Pool) -> tuple[Cause, str]:
     return Cause.NONE, ""
 
 
-def read_block(pool: Pool, block: int, layer: int, *, corrupt: bool, check: bool) -> bytearray | None:
-    """Return a block of a layer, of all its tensors; None where its checksum is wrong."""
+def read_block(pool: Pool, block: int, layer: int, *, faults: Faults | None, check: bool) -> bytearray | None:
+    """Return a block of a layer, of all its tensors, as the faults make of it; None where its checksum is wrong."""
     tensors = tensors_of(pool)
     addresses = pool.layer_addresses[layer * tensors : (layer + 1) * tensors]
     parts = [ctypes.string_at(address + block * pool.block_stride_bytes, pool.block_bytes) for address in addresses]
     data = bytearray(b"".join(parts))
     checksum = crc32(data) if check else 0
-    if corrupt:
-        data[0] ^= 1
+    if faults is not None:
+        data = corrupted(data, faults.corruption)
+        if faults.before_checksum:
+            return data
     return None if check and crc32(data) != checksum else data
+
+
+def corrupted(data: bytearray, corruption: Corruption) -> bytearray:
+    match corruption:
+        case Corruption.FLIP:
+            return bytearray((data[0] ^ 1,)) + data[1:]
+        case Corruption.ZERO:
+            return bytearray(len(data))
+        case Corruption.SHIFT:
+            shift = min(64, len(data) // 2)
+            return data[shift:] + data[:shift]
 
 
 def write_block(data: bytearray, pool: Pool, block: int, layer: int) -> None:

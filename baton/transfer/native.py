@@ -53,9 +53,7 @@ class NativeAgent:
         native.wanted_timeout_s = options.wanted_timeout_s
         native.connect_timeout_s = options.connect_timeout_s
         native.stall_timeout_s = options.stall_timeout_s
-        native.delay_s = options.faults.delay_s
-        native.corrupt_every = options.faults.corrupt_every
-        native.silent = options.faults.silent
+        native.faults = _faults(options.faults)
         if not 0 <= options.port <= 65535:
             raise ValueError(f"{options.port} is no port")
         try:
@@ -167,7 +165,7 @@ class NativeAgent:
 
     def set_faults(self, faults: Faults) -> None:
         with _typed_failure():
-            self._agent.set_faults(faults.delay_s, _natural("corrupt_every", faults.corrupt_every), faults.silent)
+            self._agent.set_faults(_faults(faults))
 
     def close(self) -> None:
         self._agent.close()
@@ -209,6 +207,16 @@ def _natural(name: str, value: int) -> int:
     if not 0 <= value < 1 << 32:
         raise ValueError(f"{name} must be from 0 to 2**32 - 1, not {value}")
     return value
+
+
+def _faults(faults: Faults) -> baton_native.Faults:
+    return baton_native.Faults(
+        faults.delay_s,
+        _natural("corrupt_every", faults.corrupt_every),
+        faults.corruption,
+        faults.before_checksum,
+        faults.silent,
+    )
 
 
 def _indexes(blocks: Sequence[int]) -> list[int]:

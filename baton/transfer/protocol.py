@@ -80,6 +80,14 @@ class Pool:
     be converted; the others are refused under the cause LAYOUT. Without it blocks of equal sizes are taken as equal."""
 
 
+class Corruption(StrEnum):
+    FLIP = "flip"
+    """One bit is another."""
+    ZERO = "zero"
+    SHIFT = "shift"
+    """All bytes move by 64, or by half of fewer, and the first come last."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """Injected faults, for tests and benchmarks. All off by default."""
@@ -87,7 +95,11 @@ class Faults:
     delay_s: float = 0.0
     """Each pull's first bytes are held back at the source for this long."""
     corrupt_every: int = 0
-    """Flip one bit of every n-th data chunk, after its checksum was taken. 0: never."""
+    """Every n-th data chunk arrives with other bytes than it was sent with. 0: none."""
+    corruption: Corruption = Corruption.FLIP
+    before_checksum: bool = False
+    """The source's checksum is of the wrong bytes, as if it had them in its pool: nobody notices. Only where the source
+    copies them (shm, tcp); elsewhere the checksum itself is what is falsified."""
     silent: bool = False
     """The sink sends no keep-alives, so that its leases expire."""
 

@@ -17,7 +17,7 @@ from baton.errors import ConfigurationError
 from baton.messages import RANKS_MAX, Role
 from baton.telemetry import TelemetrySettings
 from baton.telemetry.settings import traces_url
-from baton.transfer import AgentOptions, Faults
+from baton.transfer import AgentOptions, Corruption, Faults
 
 _AGENT: Final = AgentOptions()
 """Defaults of the transfer agent."""
@@ -30,6 +30,8 @@ class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     delay_s: Annotated[float, Meta(ge=0)] = 0.0
     corrupt_every: Annotated[int, Meta(ge=0)] = 0
+    corruption: Corruption = Corruption.FLIP
+    before_checksum: bool = False
 
 
 class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +140,7 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
             unclaimed_ttl_s=self.unclaimed_ttl_s,
             wanted_timeout_s=self.wanted_timeout_s,
             stall_timeout_s=self.stall_timeout_s,
-            faults=Faults(delay_s=self.faults.delay_s, corrupt_every=self.faults.corrupt_every),
+            faults=Faults(**msgspec.structs.asdict(self.faults)),
         )
 
 

@@ -100,11 +100,8 @@ void bind_agent(nb::module_& m) {
           },
           "key"_a, "endpoint"_a, Unlocked())
       .def(
-          "set_faults",
-          [](Agent& agent, double delay_s, std::uint32_t corrupt_every, bool silent) {
-            agent.command(SetFaults{{delay_s, corrupt_every, silent}});
-          },
-          "delay_s"_a, "corrupt_every"_a, "silent"_a = false, Unlocked())
+          "set_faults", [](Agent& agent, const Faults& faults) { agent.command(SetFaults{faults}); }, "faults"_a,
+          Unlocked())
       .def("stats", &Agent::stats, Unlocked())
       .def("close", &Agent::close, Unlocked());
 }

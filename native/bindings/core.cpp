@@ -16,6 +16,15 @@ using namespace baton::transfer;
 namespace {
 
 void bind_values(nb::module_& m) {
+  nb::class_<Faults>(m, "Faults")
+      .def(
+          "__init__",
+          [](Faults* self, double delay_s, std::uint32_t corrupt_every, const std::string& corruption,
+             bool before_checksum, bool silent) {
+            new (self) Faults{delay_s, corrupt_every, corruption_of(corruption), before_checksum, silent};
+          },
+          "delay_s"_a = 0.0, "corrupt_every"_a = 0, "corruption"_a = "flip", "before_checksum"_a = false,
+          "silent"_a = false);
   nb::class_<Options>(m, "Options")
       .def(nb::init<>())
       .def_rw("secret", &Options::secret)
@@ -43,15 +52,7 @@ void bind_values(nb::module_& m) {
       .def_rw("stall_timeout_s", &Options::stall_timeout_s)
       .def_rw("incarnation", &Options::incarnation)
       .def_rw("entropy", &Options::entropy)
-      .def_prop_rw(
-          "delay_s", [](const Options& o) { return o.faults.delay_s; },
-          [](Options& o, double value) { o.faults.delay_s = value; })
-      .def_prop_rw(
-          "corrupt_every", [](const Options& o) { return o.faults.corrupt_every; },
-          [](Options& o, std::uint32_t value) { o.faults.corrupt_every = value; })
-      .def_prop_rw(
-          "silent", [](const Options& o) { return o.faults.silent; },
-          [](Options& o, bool value) { o.faults.silent = value; })
+      .def_rw("faults", &Options::faults)
       .def_prop_rw(
           "chunks_served", [](const Options& o) { return o.limits.chunks_served; },
           [](Options& o, std::uint32_t value) { o.limits.chunks_served = value; })
@@ -112,13 +113,7 @@ void bind_commands(nb::module_& m) {
            "endpoint"_a, "first_token"_a, "tokens"_a, "blocks"_a, "budget_s"_a);
   nb::class_<CancelPull>(m, "CancelPull").def(nb::init<Key>(), "key"_a);
   nb::class_<ReleaseLease>(m, "ReleaseLease").def(nb::init<Key, std::string>(), "key"_a, "endpoint"_a);
-  nb::class_<SetFaults>(m, "SetFaults")
-      .def(
-          "__init__",
-          [](SetFaults* self, double delay_s, std::uint32_t corrupt_every, bool silent) {
-            new (self) SetFaults{{delay_s, corrupt_every, silent}};
-          },
-          "delay_s"_a, "corrupt_every"_a, "silent"_a = false);
+  nb::class_<SetFaults>(m, "SetFaults").def(nb::init<Faults>(), "faults"_a);
   nb::class_<Shutdown>(m, "Shutdown").def(nb::init<>());
 }
 
@@ -162,7 +157,7 @@ void bind_actions(nb::module_& m) {
       .def_ro("sequence", &Serve::sequence)
       .def_ro("layer", &Serve::layer)
       .def_ro("blocks", &Serve::blocks)
-      .def_ro("corrupt", &Serve::corrupt);
+      .def_prop_ro("corrupt", [](const Serve& s) { return s.corruption != Corruption::none; });
   nb::class_<StopServing>(m, "StopServing")
       .def_ro("connection", &StopServing::connection)
       .def_ro("pull", &StopServing::pull);

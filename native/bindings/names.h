@@ -1,6 +1,10 @@
 // Names of enumerations, as baton.transfer spells them.
 #pragma once
 
+#include <stdexcept>
+#include <string>
+#include <string_view>
+
 #include "transfer/types.h"
 
 namespace baton::transfer {
@@ -25,6 +29,14 @@ inline const char* name_of(Cause cause) {
   constexpr const char* kNames[kCauses] = {"none",    "cancelled", "deadline", "unreachable", "refused", "revoked",
                                            "expired", "checksum",  "stalled",  "layout",      "model"};
   return kNames[static_cast<std::uint8_t>(cause)];
+}
+
+inline Corruption corruption_of(std::string_view name) {
+  constexpr std::string_view kNames[kCorruptions] = {"none", "flip", "zero", "shift"};
+  for (std::uint8_t i = 0; i < kCorruptions; ++i) {
+    if (kNames[i] == name) return static_cast<Corruption>(i);
+  }
+  throw std::invalid_argument("a corruption is none, flip, zero or shift, not '" + std::string(name) + "'");
 }
 
 }  // namespace baton::transfer

@@ -56,9 +56,15 @@ struct Pair {
     }
   }
   // What the source says of a chunk: where it may be found, and its sum.
-  Place serve(PullId pull, std::uint32_t layer, const Blocks& from, const Blocks& to, bool corrupt = false) {
+  Place serve(PullId pull, std::uint32_t layer, const Blocks& from, const Blocks& to,
+              Corruption corruption = Corruption::none, bool before_checksum = false) {
     const std::size_t before = source.happened.size();
-    serving->serve({.connection = 1, .pull = pull, .layer = layer, .blocks = from, .corrupt = corrupt});
+    serving->serve({.connection = 1,
+                    .pull = pull,
+                    .layer = layer,
+                    .blocks = from,
+                    .corruption = corruption,
+                    .before_checksum = before_checksum});
     CHECK(work(*serving, [&] { return source.happened.size() > before; }));
     Place chunk{.connection = 1, .pull = pull, .layer = layer, .blocks = to};
     if (const auto* served = std::get_if<Served>(&source.happened.back())) {
@@ -163,9 +169,13 @@ TEST(paths_move_what_they_are_given_and_nothing_else) {
         pair.check(1, from, to);
       }
     }
-    Pair corrupting(*backend);
-    const Place chunk = corrupting.serve(1, 0, from, to, true);
-    CHECK(corrupting.place(chunk) != corrupting.crc);
+    for (const Corruption corruption : {Corruption::flip, Corruption::zero, Corruption::shift}) {
+      for (const bool before : {false, true}) {
+        Pair corrupting(*backend);
+        const Place chunk = corrupting.serve(1, 0, from, to, corruption, before);
+        CHECK((corrupting.place(chunk) == corrupting.crc) == (before && backend == &kRing));
+      }
+    }
   }
 }
 

@@ -2,6 +2,8 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <numeric>
+
 #include "hash/crc32c.h"
 #include "tests/check.h"
 #include "transfer/tcp.h"
@@ -146,13 +148,33 @@ TEST(streams_write_nothing_of_a_payload_that_was_stopped) {
   CHECK(ends.at_sink.empty() && ends.order() == std::vector<std::int64_t>({5}));
 }
 
-TEST(streams_spoil_a_payload_after_it_was_summed) {
-  auto bytes = pattern(1000);
-  Ends ends;
-  ends.where.resize(bytes.size());
-  ends.source.serve({.connection = 1, .pull = 1, .corrupt = true}, {{bytes.data(), bytes.size()}}, bytes.size());
-  CHECK(ends.run() && ends.where != bytes);
-  CHECK(std::get<Served>(ends.at_source[0]).crc != std::get<Placed>(ends.at_sink[0]).crc);
+TEST(streams_spoil_a_payload_after_it_was_summed_or_before) {
+  for (const Corruption corruption : {Corruption::flip, Corruption::zero, Corruption::shift}) {
+    for (const bool before : {false, true}) {
+      auto bytes = pattern(1000);
+      Ends ends;
+      ends.where.resize(bytes.size());
+      ends.source.serve({.connection = 1, .pull = 1, .corruption = corruption, .before_checksum = before},
+                        {{bytes.data(), bytes.size()}}, bytes.size());
+      CHECK(ends.run() && ends.where != bytes && bytes == pattern(1000));
+      CHECK((std::get<Served>(ends.at_source[0]).crc == std::get<Placed>(ends.at_sink[0]).crc) == before);
+    }
+  }
+}
+
+TEST(corrupted_bytes_are_what_they_are_said_to_be) {
+  std::vector<std::uint8_t> bytes(100), few = {1, 2, 3, 4, 5};
+  std::iota(bytes.begin(), bytes.end(), std::uint8_t{1});
+  corrupt(bytes, Corruption::shift);
+  CHECK(bytes.front() == 65 && bytes[35] == 100 && bytes[36] == 1 && bytes.back() == 64);
+  corrupt(few, Corruption::shift);
+  CHECK(few == std::vector<std::uint8_t>({3, 4, 5, 1, 2}));
+  corrupt(few, Corruption::flip);
+  CHECK(few == std::vector<std::uint8_t>({3, 4, 5 ^ 0x10, 1, 2}));
+  corrupt(few, Corruption::none);
+  CHECK(few[0] == 3);
+  corrupt(few, Corruption::zero);
+  CHECK(few == std::vector<std::uint8_t>(5));
 }
 
 TEST(streams_do_not_wait_for_ever_for_a_peer_that_does_not_read) {

@@ -48,7 +48,8 @@ void CudaServing::judge(const gpu::Queue::Ended& ended) {
   if (serving.stopped) {
     dropped(serving);
   } else {
-    served(serving, checksum_ ? ended.result.sum ^ (serving.chunk.corrupt ? 0x10U : 0U) : 0);
+    const std::uint32_t falsified = serving.chunk.corruption == Corruption::none ? 0 : 0x10;
+    served(serving, checksum_ ? ended.result.sum ^ falsified : 0);
   }
   moving_.erase(serving.self);
 }

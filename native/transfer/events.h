@@ -165,7 +165,9 @@ struct Serve {
   std::uint32_t layer = 0;  // Counts tensors, as in `Place`.
   std::vector<std::uint32_t> blocks;
   std::uint64_t released = 0;  // As posted with this layer.
-  bool corrupt = false;        // Injected: flip one bit after the checksum was taken.
+  // Injected, after the checksum was taken, or before it.
+  Corruption corruption = Corruption::none;
+  bool before_checksum = false;
 };
 struct StopServing {
   ConnectionId connection = 0;

@@ -126,14 +126,16 @@ bool Source::on_request(double now_s, ConnectionId connection, const frames::Req
 void Source::serve(const ReaderId& id, const Lease& lease, const frames::Request& request) {
   const auto first = lease.blocks.begin() + request.first_block;
   ++chunks_served_;
-  const std::uint32_t every = options_.faults.corrupt_every;
+  const Faults& faults = options_.faults;
+  const bool corrupted = faults.corrupt_every != 0 && chunks_served_ % faults.corrupt_every == 0;
   out_.put(Serve{.connection = id.first,
                  .pull = id.second,
                  .sequence = request.sequence,
                  .layer = request.layer,
                  .blocks = {first, first + request.blocks},
                  .released = lease.released[request.layer / geometry_.tensors_per_layer()],
-                 .corrupt = every != 0 && chunks_served_ % every == 0});
+                 .corruption = corrupted ? faults.corruption : Corruption::none,
+                 .before_checksum = faults.before_checksum});
 }
 
 Source::Reading* Source::reading(const ReaderId& id, std::uint32_t sequence) {

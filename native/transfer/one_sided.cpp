@@ -55,7 +55,8 @@ void OneSidedSource::serve_now(const Serve& chunk) {
       crc = crc32c(crc, piece.iov_base, piece.iov_len);
     }
   }
-  if (chunk.corrupt) crc ^= 0x10;  // Nothing of ours touches the bytes on their way, so the sum is what is falsified.
+  // Nothing of ours touches the bytes on their way, so the sum is what is falsified.
+  if (chunk.corruption != Corruption::none) crc ^= 0x10;
   Blob where;
   Writer writer(where);
   for (const std::uint32_t block : chunk.blocks) writer.put(block);

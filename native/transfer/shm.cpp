@@ -188,7 +188,11 @@ class RingPath : public CopyingPath {
       crc = copy(to, piece.iov_base, piece.iov_len, crc);
       to += piece.iov_len;
     }
-    if (chunk.corrupt) begin[(to - begin) / 2] ^= 0x10;
+    if (chunk.corruption != Corruption::none) {
+      const std::span<std::uint8_t> bytes(begin, to);
+      corrupt(bytes, chunk.corruption);
+      if (checksum_ && chunk.before_checksum) crc = crc32c(0, bytes.data(), bytes.size());
+    }
     site_.happened.push_back(Served{site_.connection, chunk.pull, chunk.sequence, slot, crc});
   }
   bool place_now(const Place& chunk, std::uint32_t& crc) override {

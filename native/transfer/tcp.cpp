@@ -63,13 +63,14 @@ void Stream::stop_serving(PullId pull) {
 void Stream::prepare(Payload& payload) {
   payload.prepared = true;
   if (checksum_) payload.crc = checksum_of(payload.pieces);
-  if (payload.chunk.corrupt) {
+  if (payload.chunk.corruption != Corruption::none) {
     for (const iovec& piece : payload.pieces) {
       const auto* at = static_cast<const std::uint8_t*>(piece.iov_base);
       payload.copy.insert(payload.copy.end(), at, at + piece.iov_len);
     }
-    payload.copy[payload.copy.size() / 2] ^= 0x10;
+    corrupt(payload.copy, payload.chunk.corruption);
     payload.pieces = {{payload.copy.data(), payload.copy.size()}};
+    if (checksum_ && payload.chunk.before_checksum) payload.crc = checksum_of(payload.pieces);
   }
   payload.pieces.insert(payload.pieces.begin(), {payload.header.data(), payload.header.size()});
 }

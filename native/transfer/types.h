@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "hash/blake3.h"
+#include "transfer/faults.h"
 
 namespace baton::transfer {
 
@@ -68,12 +69,6 @@ struct Report {
   std::string declined;  // Why it is none of the backends that were preferred, and what else it says of itself.
   std::uint32_t restarts = 0;
   std::vector<RailShare> rails;
-};
-
-struct Faults {
-  double delay_s = 0;
-  std::uint32_t corrupt_every = 0;
-  bool silent = false;  // Sink: sends no keep-alives.
 };
 
 // Bounds on everything a peer or a caller can make grow.

@@ -12,7 +12,7 @@ from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ModelMismatch, TransferFailed
 from baton.messages import Role
-from baton.transfer import AgentOptions, Cause, Faults, NativeAgent, TransferAgent
+from baton.transfer import AgentOptions, Cause, Corruption, Faults, NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
 from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
 
@@ -56,8 +56,9 @@ class TestSimulated(EngineSuite):
             yield pair
 
 
-async def test_a_corrupted_transfer_is_noticed(make_agent: MakeAgent) -> None:
-    faulty = AgentOptions(faults=Faults(corrupt_every=1))
+@pytest.mark.parametrize("corruption", Corruption)
+async def test_a_corrupted_transfer_is_noticed(make_agent: MakeAgent, corruption: Corruption) -> None:
+    faulty = AgentOptions(faults=Faults(corrupt_every=1, corruption=corruption))
     async with open_pair(make_agent, prefill_agent=faulty) as pair:
         with pytest.raises(TransferFailed, match="checksum"):
             await pair.hand_off(pair.prompt(100))

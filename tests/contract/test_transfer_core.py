@@ -59,7 +59,7 @@ class Schedule:
         self.world = World([make_options(), make_options(streams)], backend=self.random.choice(BACKENDS))
         self.source, self.sink = self.world.nodes
         self.corrupts = self.random.random() < 0.1
-        self.source.step(core.SetFaults(self.random.choice([0.0, 0.0, 0.05]), 9 if self.corrupts else 0))
+        self.source.step(core.SetFaults(core.Faults(self.random.choice([0.0, 0.0, 0.05]), 9 if self.corrupts else 0)))
         self.preempts = self.random.choice([4, 4, 30])
         self.attempts = 0
         self.requests = [self.new_request(place) for place in range(PLACES)]

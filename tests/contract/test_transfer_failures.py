@@ -21,7 +21,7 @@ from transfer_rig import (
 )
 
 from baton.errors import LayoutMismatch, ModelMismatch
-from baton.transfer import Cause, EventKind, Faults, lease_key, pull_failure
+from baton.transfer import Cause, Corruption, EventKind, Faults, lease_key, pull_failure
 
 # ---------------------------------------------------------------- revocation and expiry
 
@@ -147,8 +147,9 @@ def test_an_old_ask_is_not_parked_for_ever(make_node: MakeNode) -> None:
 # ---------------------------------------------------------------- failures
 
 
-def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node) -> None:
-    source.agent.set_faults(Faults(corrupt_every=3))
+@pytest.mark.parametrize("corruption", Corruption)
+def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node, corruption: Corruption) -> None:
+    source.agent.set_faults(Faults(corrupt_every=3, corruption=corruption))
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source)
     failed = sink.wait_end(KEY)

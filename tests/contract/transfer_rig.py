@@ -7,6 +7,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from random import Random
 from typing import Protocol, TypedDict
 
 from baton_native import DeviceMemory
@@ -205,10 +206,8 @@ def all_poison(size: int) -> bytes:
 
 
 def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> bytes:
-    pattern = bytes((layer, position, seed, layer ^ position)) + (layer * 7919 + position * 131 + seed).to_bytes(
-        4, "little"
-    )
-    return (pattern * (size // len(pattern) + 1))[:size]
+    """Return bytes of which no part is another's, be it of the same block."""
+    return Random(f"{layer} {position} {seed}").randbytes(size)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
 from baton.errors import EngineFailed, ModelMismatch, PeerUnreachable, TransferFailed
 from baton.messages import Role, Sampling
-from baton.transfer import AgentOptions, NativeAgent
+from baton.transfer import AgentOptions, Corruption, NativeAgent
 from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect, first_delta
 
 AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
@@ -250,20 +250,40 @@ async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     assert answer.last.finish == "stop"
 
 
-@over(*PAIRS)
-async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair) -> None:
-    prompt = pair.prompt(300)
+@asynccontextmanager
+async def corrupting(pair: Pair, **faults: object) -> AsyncGenerator[None]:
     assert isinstance(pair.prefill, RemoteEngine)
-    await pair.prefill.set_faults(corrupt_every=1)
+    await pair.prefill.set_faults(corrupt_every=1, **faults)
     try:
-        with pytest.raises(TransferFailed, match="checksum"):
-            await pair.hand_off(prompt)
+        yield
     finally:
         await pair.prefill.set_faults()
+
+
+@over(*PAIRS)
+@pytest.mark.parametrize("corruption", Corruption)
+async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair, corruption: Corruption) -> None:
+    prompt = pair.prompt(300)
+    async with corrupting(pair, corruption=corruption):
+        with pytest.raises(TransferFailed, match="checksum"):
+            await pair.hand_off(prompt)
     await pair.settled()
     answer = await pair.hand_off(prompt)
     assert answer.last.cached_tokens == 0, "nothing of the failed pull may be cached"
     assert answer.tokens == (await collect(pair.decode, pair.request(prompt, salt="computed here"))).tokens
+
+
+@over(*PAIRS)
+@pytest.mark.parametrize("corruption", [Corruption.ZERO, Corruption.SHIFT])
+async def test_answers_depend_on_the_kv_that_was_handed_over(pair: Pair, corruption: Corruption) -> None:
+    """The control of all tests that compare answers: with KV that its source sent wrong, sums and all, they differ."""
+    prompt = pair.prompt(300)
+    async with corrupting(pair, corruption=corruption, before_checksum=True):
+        wrong = await pair.hand_off(prompt, GREEDY)
+    await pair.settled()
+    assert wrong.last.transferred_tokens == len(prompt) - 1
+    alone = await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))
+    assert wrong.tokens[0] != alone.tokens[0]
 
 
 @over(*PAIRS)

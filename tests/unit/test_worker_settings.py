@@ -69,6 +69,7 @@ def test_a_worker_without_a_name_gets_one_that_is_a_subject_part() -> None:
         (["--engine", "other"], "engine"),
         (["--faults", '{"delay": 1}'], "faults is malformed.*`delay`"),
         (["--faults", '{"corrupt_every": 1.5}'], "corrupt_every"),
+        (["--faults", '{"corruption": "swap"}'], "corruption"),
         (["--leased-share", "2"], "leased-share"),
         (["--block-tokens", "8"], "block-tokens"),
         (["--engine-options", "[1]"], "engine-options"),

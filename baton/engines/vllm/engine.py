@@ -6,7 +6,7 @@ import asyncio
 import gc
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
@@ -158,7 +158,7 @@ class VllmEngine:
 
     async def set_faults(self, faults: Faults) -> None:
         """Inject faults at this engine's agents, for tests and benchmarks."""
-        await self._ask_ranks("baton_set_faults", faults.delay_s, faults.corrupt_every)
+        await self._ask_ranks("baton_set_faults", asdict(faults))
 
     async def transfer_stats(self) -> list[dict[str, Any]]:
         """Return the agents' counters by rank, for tests and benchmarks."""

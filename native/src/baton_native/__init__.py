@@ -7,6 +7,7 @@ from baton_native import core
 from baton_native._core import (
     Agent,
     DeviceMemory,
+    Faults,
     FlatTable,
     GpuError,
     GpuUnavailable,
@@ -30,6 +31,7 @@ from baton_native._core import (
 __all__ = [
     "Agent",
     "DeviceMemory",
+    "Faults",
     "FlatTable",
     "GpuError",
     "GpuUnavailable",

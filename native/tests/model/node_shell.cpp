@@ -210,7 +210,9 @@ bool Node::read(Random& random) {
       const std::size_t at = reading.transit->cells.size();
       Cell cell = memory->cell(reading.chunk.layer, reading.chunk.blocks[at / kBlockTokens], at % kBlockTokens);
       reading.crc = sum(reading.crc, cell);
-      if (reading.chunk.corrupt && at == 0 && (end->is_inline() || end->has_slots())) cell.life ^= 1u << 31;
+      if (reading.chunk.corruption != Corruption::none && at == 0 && (end->is_inline() || end->has_slots())) {
+        cell.life ^= 1u << 31;
+      }
       reading.transit->cells.push_back(cell);
     }
     if (reading.transit->whole()) finish_reading(*end, index);
@@ -228,7 +230,8 @@ void Node::finish_reading(End& end, std::size_t index) {
     happened(Served{end.id, chunk.pull, chunk.sequence, reading.slot, crc});
   } else {
     Blob where(chunk.blocks.begin(), chunk.blocks.end());
-    happened(Granted{end.id, chunk.pull, chunk.sequence, chunk.corrupt ? crc ^ 1 : crc, std::move(where)});
+    happened(
+        Granted{end.id, chunk.pull, chunk.sequence, crc ^ (chunk.corruption != Corruption::none), std::move(where)});
   }
   const auto peer = end.peer.lock();
   for (Blob& frame : end.held) {
