@@ -9,6 +9,7 @@ from transfer_rig import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
     KEY,
+    LAYERS,
     SINK_BLOCKS,
     SOURCE_BLOCKS,
     TERMINAL,
@@ -162,6 +163,16 @@ def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node, corruption: 
     pull(sink, source, again)
     assert sink.wait_end(again).kind == EventKind.PULL_DONE
     assert_nothing_left(source, sink)
+
+
+def test_bytes_that_are_wrong_before_their_checksum_arrive(source: Node, sink: Node, backend: str) -> None:
+    source.agent.set_faults(Faults(corrupt_every=1, corruption=Corruption.ZERO, before_checksum=True))
+    source.offer(KEY, SOURCE_BLOCKS)
+    pull(sink, source)
+    copied_by_source = backend in ("shm", "tcp", "memory")
+    assert sink.wait_end(KEY).kind == (EventKind.PULL_DONE if copied_by_source else EventKind.PULL_FAILED)
+    arrived = b"".join(sink.read(layer, block) for layer in range(LAYERS) for block in SINK_BLOCKS)
+    assert not copied_by_source or not any(arrived)
 
 
 @pytest.mark.parametrize(
