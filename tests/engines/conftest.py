@@ -65,7 +65,7 @@ def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def started_pair(model: Path, tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Generator[Pair]:
     started: list[EngineProcess] = []
     try:
-        # One after another: two that load at once take longer than both in turn.
+        # One after another: an engine loads on one core, and the other has other tests.
         for role in ("prefill", "decode"):
             settings = {"model": str(model), "role": role, "options": OPTIONS | options, "agent": AGENT}
             engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))

@@ -56,7 +56,7 @@ class Running:
 
 
 class Engines:
-    """Engines by name, started when they are first wanted, one after another: several at once take longer.
+    """Engines by name, started when they are first wanted.
 
     Each takes 1 to 2 GB, so few run at a time: the one that was not wanted for longest ends first.
     """
