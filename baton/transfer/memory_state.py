@@ -94,7 +94,7 @@ def corrupted(data: bytearray, corruption: Corruption) -> bytearray:
         case Corruption.ZERO:
             return bytearray(len(data))
         case Corruption.SHIFT:
-            shift = min(64, len(data) // 2)
+            shift = 64 if len(data) > 64 else len(data) // 2
             return data[shift:] + data[:shift]
 
 

@@ -85,7 +85,7 @@ class Corruption(StrEnum):
     """One bit is another."""
     ZERO = "zero"
     SHIFT = "shift"
-    """All bytes move by 64, or by half of fewer, and the first come last."""
+    """All bytes move by 64, or where there are no more, by half of them; the first come last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
