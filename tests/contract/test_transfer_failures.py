@@ -170,7 +170,9 @@ def test_bytes_that_are_wrong_before_their_checksum_arrive(source: Node, sink: N
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source)
     copied_by_source = backend in ("shm", "tcp", "memory")
-    assert sink.wait_end(KEY).kind == (EventKind.PULL_DONE if copied_by_source else EventKind.PULL_FAILED)
+    ended = sink.wait_end(KEY)
+    right = (EventKind.PULL_DONE, Cause.NONE) if copied_by_source else (EventKind.PULL_FAILED, Cause.CHECKSUM)
+    assert (ended.kind, ended.cause) == right
     arrived = b"".join(sink.read(layer, block) for layer in range(LAYERS) for block in SINK_BLOCKS)
     assert not copied_by_source or not any(arrived)
 
