@@ -87,6 +87,8 @@ class Observer:
     workers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
     """request → workers that have said something of it to its gateway."""
     finished: set[str] = field(default_factory=set[str])
+    requests: set[str] = field(default_factory=set[str])
+    """Every request that anything was heard of."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def see(self, delivery: Delivery) -> None:
@@ -98,8 +100,10 @@ class Observer:
                     del self.states[key]
                 for entry in digest.entries:
                     self.states[digest.worker, entry.request, entry.attempt] = entry.state
+                    self.requests.add(entry.request)
             case Frames() as frames:
                 for frame in frames.frames:
+                    self.requests.add(frame.request)
                     self.workers.setdefault(frame.request, set()).add(frames.worker)
                     count = frame.index + len(frame.tokens) // 4
                     self.tokens_seen[frame.request] = max(count, self.tokens_seen.get(frame.request, 0))
@@ -119,12 +123,18 @@ class Observer:
                 await self.changed.wait()
 
     async def worker_in(self, role: Role, *states: AttemptState, attempts: int = 1, timeout_s: float = 15.0) -> str:
-        """Return the worker of this role that next reports so many attempts in one of these states."""
+        """Return the worker of this role that next reports so many attempts at new requests in one of these states.
+
+        A request is new if nothing was heard of it before: a digest may still be on its way when its answer is there.
+        """
         self.states.clear()
+        old = frozenset(self.requests)
         found: list[str] = []
 
         def look() -> bool:
-            counts = Counter(worker for (worker, _, _), seen in self.states.items() if seen in states)
+            counts = Counter(
+                worker for (worker, request, _), seen in self.states.items() if seen in states and request not in old
+            )
             found[:] = [
                 worker for worker, count in counts.items() if count >= attempts and self.heartbeats[worker].role is role
             ]
