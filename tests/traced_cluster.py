@@ -17,8 +17,10 @@ from tests.traces import Trace
 SERVICES = ("gateway", "scheduler", "kvindex", "prefill", "decode")
 OUTPUT_TOKENS = 240
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
-OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 2.0, "layers": 4, "seed": 1}
+OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 1.0, "layers": 4, "seed": 1}
 """Some seconds for an answer: what messages take on their way is small against it, even on a busy machine."""
+PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--worker-dead-s", "4")
+"""On a busy machine only the worker that is killed is taken for lost, so that traces have the attempts they should."""
 
 PATHS = {
     "chat tiny",
@@ -59,7 +61,9 @@ def export_traces(monkeypatch: pytest.MonkeyPatch, endpoint: str, *, share: floa
         monkeypatch.setenv(f"BATON_{service.upper()}_TRACE_SHARE", str(share))
 
 
-async def start_workers(cluster: Cluster, *, prefill: int, decode: int) -> None:
+async def start_all(cluster: Cluster, *, prefill: int, decode: int) -> None:
+    """Start one of each service and so many workers."""
+    await cluster.start_control_plane(gateway_flags=PATIENT)
     for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for number in range(count):
             await cluster.start_worker(role, f"{role}-{number}", "--digest-s", "0.1", options=OPTIONS)

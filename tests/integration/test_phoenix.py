@@ -30,7 +30,7 @@ from tests.traced_cluster import (
     check_retried,
     check_whole,
     export_traces,
-    start_workers,
+    start_all,
 )
 from tests.traces import Trace, TracedSpan
 
@@ -131,7 +131,6 @@ async def cluster(tmp_path: Path, phoenix: Phoenix, monkeypatch: pytest.MonkeyPa
     make_tiny_model(model)
     export_traces(monkeypatch, phoenix.url)
     async with running_cluster(tmp_path, model=model) as cluster:
-        await cluster.start_control_plane()
         yield cluster
 
 
@@ -156,7 +155,7 @@ def _request_id(span: TracedSpan) -> object:
 async def test_phoenix_shows_a_request_as_one_tree_also_after_a_killed_worker(
     cluster: Cluster, phoenix: Phoenix
 ) -> None:
-    await start_workers(cluster, prefill=1, decode=2)
+    await start_all(cluster, prefill=1, decode=2)
     check_whole(await stored(phoenix, await ask(cluster), "prefill", "decode"))
     struck = await ask_while_decode_is_killed(cluster, prompt="another " * 300)
     check_retried(await stored(phoenix, struck, "decode", after_kill=True))
