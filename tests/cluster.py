@@ -182,9 +182,11 @@ class Cluster:
         await service.start()
         return service
 
-    async def start_control_plane(self, *, gateway_flags: Sequence[str] = (), disaggregation: str = "always") -> None:
+    async def start_control_plane(
+        self, *, gateway_flags: Sequence[str] = (), scheduler_flags: Sequence[str] = (), disaggregation: str = "always"
+    ) -> None:
         await self.start("kvindex", "baton_kvindex", "--redis-url", self.redis_url)
-        await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation)
+        await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation, *scheduler_flags)
         await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", "0", *gateway_flags)
         await self.observe()
 

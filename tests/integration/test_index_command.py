@@ -42,7 +42,10 @@ async def first_report(cluster: Cluster, *arguments: str) -> dict[str, Any]:
 async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
     async with running_cluster(tmp_path, model=tmp_path / "model") as cluster:
-        await cluster.start_control_plane()
+        # What each worker holds is known of every request, on a busy machine too.
+        await cluster.start_control_plane(
+            gateway_flags=("--place-resend-s", "5"), scheduler_flags=("--index-timeout-s", "5")
+        )
         await cluster.start_worker(Role.PREFILL, "p")
         await cluster.start_worker(Role.DECODE, "d")
         await cluster.wait_ready()
