@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ async def first_report(cluster: Cluster, *arguments: str) -> dict[str, Any]:
     return json.loads(out)[0]
 
 
+async def report_when(cluster: Cluster, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Return the first report on the prompt of which this holds."""
+    async with asyncio.timeout(30):
+        while not holds(report := await first_report(cluster, "--prompt", PROMPT)):
+            pass
+    return report
+
+
+def has_heard_all(report: dict[str, Any]) -> bool:
+    workers = {each["worker"]: each for each in report["workers"]}
+    agree = all(each["agreed_sequence"] == each["sequence"] for each in workers.values())
+    found = workers.get("p", {}).get("cached_tokens", 0)
+    return agree and found >= 0.9 * (REQUESTS - 1) * 32 * report["held"].get("p", 0) > 0
+
+
 @pytest.mark.timeout(120)
 async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_path: Path) -> None:
     make_tiny_model(tmp_path / "model")
@@ -50,11 +66,14 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         await cluster.start_worker(Role.DECODE, "d")
         await cluster.wait_ready()
         async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
-            for _ in range(REQUESTS):
-                body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+            body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+            (await client.post("/v1/completions", json=body)).raise_for_status()
+            # What is stored is promised from then on.
+            await report_when(cluster, lambda report: len(report.get("held", {})) == 2)
+            for _ in range(REQUESTS - 1):
                 (await client.post("/v1/completions", json=body)).raise_for_status()
-                await asyncio.sleep(1.0)  # The blocks are stored, and two heartbeats have told of them.
-        report = await first_report(cluster, "--prompt", PROMPT)
+        # Heartbeats tell later what the requests found, and at which event a worker is.
+        report = await report_when(cluster, has_heard_all)
         (model,) = report["models"]
         workers = {each["worker"]: each for each in report["workers"]}
         assert workers.keys() == {"p", "d"}
