@@ -67,8 +67,8 @@ def begin(source: Node, sink: Node) -> int:
             for status in (LOCAL_PROTECTION, REMOTE_ACCESS, RETRIES_EXCEEDED)
         ),
         *(("verbs", {"fail_post": nth}) for nth in (2, 9, 30)),
-        *((way, {"fail_launch": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (3, 4, 6)),
-        *((way, {"fail_run": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (3, 4, 6)),
+        *((way, {"fail_launch": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (1, 2, 3)),
+        *((way, {"fail_run": nth}) for way in ("cuda-ipc", "cuda-put") for nth in (1, 2, 3)),
     ],
     indirect=["way"],
 )
@@ -76,15 +76,13 @@ def test_what_fails_is_done_again_on_a_new_connection(
     make_node: MakeNode, fake: FakeLibrary, fault: dict[str, int]
 ) -> None:
     source, sink = make_node(), make_node()
-    source.fill(SOURCE_BLOCKS, seed=3)
-    generation = source.lease(KEY, SOURCE_BLOCKS)
+    generation = begin(source, sink)  # A way that fails while the sides try it is none that they take.
     fake.set(**fault)
-    pull(sink, source)
-    for layer in range(LAYERS):  # One after the other, so that there is work enough for the fault to strike.
+    for layer in range(1, LAYERS):  # One after the other, so that there is work enough for the fault to strike.
         source.agent.post_ready(KEY, generation, layer, TOKENS)
         sink.wait(EventKind.PULL_PROGRESS, layers=layer + 1)
     assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
-    assert sink.holds(SINK_BLOCKS, seed=3) and sink.gaps_are_untouched()
+    assert sink.holds(SINK_BLOCKS) and sink.gaps_are_untouched()
     assert sink.agent.stats().lanes_retired == 1
 
 
