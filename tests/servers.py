@@ -16,16 +16,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-START_TIMEOUT_S = 10.0
+from baton.cli.servers import free_port
+
+START_TIMEOUT_S = 30.0
 PR_SET_PDEATHSIG = 1
 SETTINGS_FILE = "settings.conf"
 _libc = ctypes.CDLL(None)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _die_with_parent() -> None:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -17,6 +17,8 @@ from baton.cli.processes import Program
 from baton.errors import ConfigurationError
 
 LOOPBACK: Final = "127.0.0.1"
+PORTS: Final = range(20_000, 32_000)
+"""Below those that Linux lends for connections (`ip_local_port_range`)."""
 PAYLOAD_BYTES_MAX: Final = 8 << 20
 START_TIMEOUT_S: Final = 15.0
 PROBE_INTERVAL_S: Final = 0.02
@@ -36,10 +38,15 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now."""
-    with closing(socket.socket()) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """Return a loopback port that nobody listens on now.
+
+    It is none that the kernel lends for connections, of which one could have it before the server does.
+    """
+    while True:
+        port = PORTS[secrets.randbelow(len(PORTS))]
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
 
 
 def server_binary(name: str) -> str:

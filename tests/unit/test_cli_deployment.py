@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.cli import servers
 from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, run
@@ -145,6 +146,14 @@ def test_a_port_in_use_is_named_with_another_to_try(tmp_path: Path) -> None:
             check_wishes(make_wishes(tmp_path, engine="simulated", port=port))
     assert f"port {port} is in use" in str(caught.value)
     assert f"PORT={port + 1}" in str(caught.value)
+
+
+def test_a_port_that_is_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", used := free_port()))
+        unused = free_port()
+        monkeypatch.setattr(servers, "PORTS", (used, unused))
+        assert {free_port() for _ in range(20)} == {unused}
 
 
 def test_a_model_must_be_there_and_whole(tmp_path: Path) -> None:
