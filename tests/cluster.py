@@ -110,6 +110,7 @@ class Observer:
                     if frame.finish is not None:
                         self.finished.add(frame.request)
             case Prefilled() as prefilled:
+                self.requests.add(prefilled.context.request)
                 self.workers.setdefault(prefilled.context.request, set()).add(prefilled.worker)
             case _:
                 return

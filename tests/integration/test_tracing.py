@@ -99,10 +99,13 @@ async def test_a_request_is_one_tree_through_all_services_also_after_a_killed_wo
 async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster) -> None:
     await start_all(cluster, prefill=1, decode=2)
     answer = await ask_while_decode_is_killed(cluster, prompt="a story " * 300)
-    status, out, _ = await baton_trace(cluster, answer.request_id, "--json")
-    assert status == 0
-    content: dict[str, Any] = json.loads(out)
-    names = [answer.request_id, content["trace"], json.loads(answer.text.split("\n")[0][6:])["id"]]
+
+    async def as_json() -> dict[str, Any]:
+        status, out, _ = await baton_trace(cluster, answer.request_id, "--json")
+        assert status == 0
+        return json.loads(out)
+
+    names = [answer.request_id, (await as_json())["trace"], json.loads(answer.text.split("\n")[0][6:])["id"]]
     shown = by_trace = by_answer = ""
     async with asyncio.timeout(30):  # The last spans may still be on their way to those who keep them.
         while not shown == by_trace == by_answer != "":
@@ -115,7 +118,7 @@ async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster
     assert "Ended by worker_lost: " in shown
     assert "attempt 1: " in shown
 
-    spans = {span["span"]: span for span in content["spans"]}
+    spans = {span["span"]: span for span in (await as_json())["spans"]}
     (root,) = [span for span in spans.values() if span.get("parent", "") not in spans]
     assert root["name"] == "chat tiny"
 
