@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.cli.servers import free_port
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG = 1
 SETTINGS_FILE = "settings.conf"
 _libc = ctypes.CDLL(None)

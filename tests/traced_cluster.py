@@ -17,7 +17,7 @@ from tests.traces import Trace
 SERVICES = ("gateway", "scheduler", "kvindex", "prefill", "decode")
 OUTPUT_TOKENS = 240
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
-OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 1.0, "layers": 4, "seed": 1}
+OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 2.0, "layers": 4, "seed": 1}
 """Some seconds for an answer: what messages take on their way is small against it, even on a busy machine."""
 PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--worker-dead-s", "4")
 """On a busy machine only the worker that is killed is taken for lost, so that traces have the attempts they should."""

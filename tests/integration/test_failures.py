@@ -37,9 +37,6 @@ A step has room for one prompt's chunk only: a second prompt is queued behind th
 PREFILL_FLAGS = ("--faults", '{"delay_s": 3.5}', "--digest-s", "0.1")
 """Bytes are held back for longer than the prompt takes, so that prefill is seen holding and decode pulling."""
 
-PATIENT = ("--accept-s", "0.5")
-"""A worker of a busy machine that lives is not given up for lost as often as a request has attempts."""
-
 
 @dataclass(frozen=True)
 class Case:
@@ -73,7 +70,7 @@ async def start_worker(cluster: Cluster, role: Role, number: int, *flags: str, m
 @pytest.fixture
 async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
     async with running_cluster(tmp_path, model=model) as cluster:
-        await cluster.start_control_plane(gateway_flags=PATIENT)
+        await cluster.start_control_plane()
         yield cluster
 
 
