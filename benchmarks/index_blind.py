@@ -25,9 +25,9 @@ from msgspec import structs
 from baton import subjects
 from baton.errors import BatonError
 from baton.messages import Context, Disaggregation, Heartbeat, Place, Placement, Role
-from tests.cluster import Service
-from tests.index_actors import Worker, chain, working
-from tests.index_pair import WRITES, Pair, running_pair, said, until
+from tests.harness.cluster import Service
+from tests.harness.index.services import WRITES, Pair, running_pair, said, until
+from tests.harness.index.worker import Worker, chain, working
 
 WORKERS = 4
 """As many as a placement names candidates: who holds the prompt is always among them, chosen or not."""

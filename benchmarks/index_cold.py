@@ -22,7 +22,7 @@ from baton_kvindex.store import RedisStore
 from baton.clock import SystemClock
 from baton.messages import BlocksStored
 from benchmarks.report import Row
-from tests.index_actors import MODEL, Cache
+from tests.harness.index.worker import MODEL, Cache
 
 PROMPTS, PROMPT_BLOCKS, SHARED_BLOCKS = 2000, 256, 16
 ASKED = 200

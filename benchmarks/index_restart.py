@@ -29,9 +29,9 @@ from baton.messages import BlocksStored
 from benchmarks.index_blind import Phase, blind_placements
 from benchmarks.index_cold import cold_rows, memory_bytes
 from benchmarks.report import Row, report
-from tests.index_actors import MODEL, working
-from tests.index_pair import indexing, until
-from tests.servers import start_nats, start_redis
+from tests.harness.index.services import indexing, until
+from tests.harness.index.worker import MODEL, working
+from tests.harness.servers import start_nats, start_redis
 
 WORKERS, PROMPT_BLOCKS, SHARED_BLOCKS = 8, 64, 16
 TREE_BLOCKS = 100_000

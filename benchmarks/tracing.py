@@ -26,9 +26,8 @@ import psutil
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages import Role
 from benchmarks.report import Row, report
-from tests.cluster import Cluster, running_cluster
-from tests.otlp import Collector, running_collector
-from tests.traced_cluster import SERVICES
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.telemetry import SERVICES, Collector, running_collector
 
 OUTPUT_TOKENS = 200
 CONCURRENCY = 16

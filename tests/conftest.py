@@ -1,4 +1,4 @@
-"""Options of all tests; its place also makes `tests/servers.py` importable."""
+"""Options of all tests."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from baton.cli.servers import free_port
 from requirements.environment import TORCH
-from tests.servers import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 STAND_INS = Path(__file__).parent / "stand_ins.sh"

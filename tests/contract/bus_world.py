@@ -8,10 +8,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from nats.aio.client import Client
-from servers import Server
 
 from baton.bus import Bus, BusLimits, Delivery, MemoryBus, MemoryNetwork, NatsBus
 from baton.messages import AnyMessage, Context, GatewayBeat, TokenChunk
+from tests.harness.servers import Server
 
 NOT_A_MESSAGE = b"\xc1 no message"
 

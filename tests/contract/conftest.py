@@ -13,13 +13,13 @@ import pytest
 from baton_native import DeviceMemory, GpuUnavailable
 from bus_world import World, memory_world, nats_world
 from fake_library import FakeGpu, FakeVerbs
-from servers import Server, start_nats
 from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, RAILS, Fabric, MakeAgent, MakeNode, Node
 from ucx_library import ucx_library
 
 from baton.transfer import NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
 from tests.contract.frozen_index import frozen_indexes
+from tests.harness.servers import Server, start_nats
 
 _names = (f"t{number}" for number in itertools.count())
 

@@ -12,7 +12,7 @@ from baton_kvindex.cold import Cold, ColdIndex
 from baton_kvindex.index import Run, Tier
 from baton_kvindex.store import ColdStore, RedisStore
 
-from tests.servers import start_redis
+from tests.harness.servers import start_redis
 
 Result = TypeVar("Result")
 

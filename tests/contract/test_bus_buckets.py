@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 from bus_world import World, label_of, message, nats_world
-from servers import start_nats
 
 from baton.bus import Bus
 from baton.errors import Conflict, InvalidRequest
+from tests.harness.servers import start_nats
 
 
 async def value(bus: Bus, bucket: str, key: str = "key") -> tuple[str, int] | None:

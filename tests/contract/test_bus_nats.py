@@ -12,12 +12,13 @@ from typing import cast
 import pytest
 from bus_world import NOT_A_MESSAGE, Inbox, echo, eventually, label_of, message
 from nats.aio.client import Client
-from servers import Server, free_port, start_nats
 
 from baton.bus import BusLimits, Delivery, NatsBus
 from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower
+from baton.cli.servers import free_port
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
+from tests.harness.servers import Server, start_nats
 
 
 @pytest.fixture

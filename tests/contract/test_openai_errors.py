@@ -14,8 +14,8 @@ from baton_gateway.config import Settings
 from baton_gateway.door import Door
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
-from tests.gateway_actors import CONTEXT_TOKENS, MODEL
-from tests.gateway_stage import Stage, open_stage
+from tests.harness.gateway.actors import CONTEXT_TOKENS, MODEL
+from tests.harness.gateway.stage import Stage, open_stage
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

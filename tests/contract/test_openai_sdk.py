@@ -13,8 +13,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionMessageParam
 
 from baton.messages import Cancel, DecodeTask, PrefillTask, Role, TokenChunk, unpack_tokens
-from tests.gateway_actors import MODEL
-from tests.gateway_stage import Stage, forward, open_stage
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.stage import Stage, forward, open_stage
 
 HELLO = "Hello wörld, 你好 😀! And then it stops."
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]

@@ -6,11 +6,11 @@ import ctypes
 import random
 
 import numpy as np
-from layout_oracle import Cache
 from transfer_rig import Party
 
 from baton.transfer import Pool, TransferAgent, share_memory
 from baton.transfer.layout import Layout, common_heads
+from tests.harness.transfer import Cache
 
 
 class CacheNode(Party):

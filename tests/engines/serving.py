@@ -7,7 +7,7 @@ import asyncio
 import openai
 
 from baton.messages import AttemptState
-from tests.cluster import Cluster
+from tests.harness.cluster import Cluster
 
 # Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
 PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")

@@ -15,7 +15,7 @@ from engine_settings import EngineName, engine_environ, engine_options, engine_p
 from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
 from baton.messages import Role
-from tests.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
 
 WORKERS: tuple[tuple[Role, str, EngineName], ...] = (
     (Role.PREFILL, "prefill-vllm", "vllm"),

@@ -15,10 +15,8 @@ import pytest_asyncio
 from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
 from baton.messages import AttemptState, Role
-from tests.cluster import Cluster, running_cluster
-from tests.otlp import Collector, running_collector
-from tests.traced_cluster import PATHS, ask, export_traces
-from tests.traces import Trace, TracedSpan
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.telemetry import PATHS, Collector, Trace, TracedSpan, ask, export_traces, running_collector
 
 OPTIONS = {
     "dtype": "float32",

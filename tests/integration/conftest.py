@@ -1,4 +1,4 @@
-"""Real servers for the whole test session. A test that kills a server starts its own from `tests/servers.py`."""
+"""Servers for the whole session. A test that kills one starts its own from `tests/harness/servers.py`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissingTypeStubs]
 
-from tests.servers import start_nats, start_redis
+from tests.harness.servers import start_nats, start_redis
 
 TOGETHER: Final = ("/test_metrics.py", "/test_up.py")
 """Modules with a system that takes long to start: one worker runs all of their tests, first of all."""

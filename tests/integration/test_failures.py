@@ -18,7 +18,7 @@ import pytest
 
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages import AttemptState, Role
-from tests.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
 
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OUTPUT_TOKENS = 60
@@ -142,7 +142,7 @@ async def test_a_task_for_a_worker_that_has_just_been_lost_goes_elsewhere(
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 async def test_decode_lost_while_the_attempt_is_reserved(cluster: Cluster, how: signal.Signals) -> None:
     await start_worker(cluster, Role.PREFILL, 0)
-    await start_worker(cluster, Role.DECODE, 0, "--enter-timeout-s", "20", module="tests.reluctant_worker")
+    await start_worker(cluster, Role.DECODE, 0, "--enter-timeout-s", "20", module="tests.integration.reluctant_worker")
     await cluster.wait_ready()
     answer = asyncio.create_task(ask(cluster))
     worker = await cluster.observer.worker_in(Role.DECODE, AttemptState.RESERVED)

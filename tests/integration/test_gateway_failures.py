@@ -16,8 +16,8 @@ from baton_gateway.config import Settings
 
 from baton.errors import EngineFailed, TransferFailed
 from baton.messages import Cancel, DecodeTask, Frame, Place, PrefillTask, Resend, Role, unpack_tokens
-from tests.gateway_actors import MODEL, Attempt, Worker
-from tests.gateway_stage import Stage, forward, open_stage
+from tests.harness.gateway.actors import MODEL, Attempt, Worker
+from tests.harness.gateway.stage import Stage, forward, open_stage
 
 CHAT = "/v1/chat/completions"
 TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀, and then it stops. " * 3

@@ -17,10 +17,11 @@ import pytest
 from baton_gateway.config import Settings
 
 from baton.bus import NatsBus
+from baton.cli.servers import free_port
 from baton.clock import SystemClock
 from baton.messages import Cancel, DecodeTask, PrefillTask, Role
-from tests.gateway_actors import MODEL, Actors
-from tests.servers import free_port, start_nats
+from tests.harness.gateway.actors import MODEL, Actors
+from tests.harness.servers import start_nats
 
 pytestmark = pytest.mark.timeout(90)  # Starting a process takes seconds, and more on a busy machine.
 

@@ -12,9 +12,9 @@ from baton_gateway.config import Settings
 from opentelemetry.trace import SpanKind
 
 from baton.messages import SpanRecord, TracePage, decode, encode
-from tests.gateway_actors import MODEL
-from tests.gateway_stage import Stage, forward, open_stage
-from tests.traces import Trace, TracedSpan
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.stage import Stage, forward, open_stage
+from tests.harness.telemetry import Trace, TracedSpan
 
 CHAT = "/v1/chat/completions"
 CLIENT_TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

@@ -15,7 +15,7 @@ import pytest
 
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages import Role
-from tests.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
 
 PROMPT = "All that is gold does not glitter, not all those who wander are lost. " * 12
 REQUESTS = 4

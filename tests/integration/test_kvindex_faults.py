@@ -18,8 +18,8 @@ from baton import subjects
 from baton.cli.asking import ask_all
 from baton.errors import BatonError
 from baton.messages import BlocksStored, IndexQuery, IndexReport, KvEvents
-from tests.index_actors import Worker, chain, working, written
-from tests.index_pair import PREFIX, WRITES, Pair, running_pair, said, until
+from tests.harness.index.services import PREFIX, WRITES, Pair, running_pair, said, until
+from tests.harness.index.worker import Worker, chain, working, written
 
 CONVERGED_S = 5.0
 PAUSE_S = 0.02

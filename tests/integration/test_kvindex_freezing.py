@@ -18,9 +18,9 @@ from baton.bus import NatsBus
 from baton.clock import SystemClock
 from baton.errors import ConfigurationError
 from baton.telemetry import Metrics, Tracing
-from tests.index_actors import Worker, chain, match, until_held, working
-from tests.index_pair import indexing, until
-from tests.servers import Server, start_redis
+from tests.harness.index.services import indexing, until
+from tests.harness.index.worker import Worker, chain, match, until_held, working
+from tests.harness.servers import Server, start_redis
 
 PATHS = [letter * 20 + " is a prompt, and long enough to be worth a stub" for letter in "abcdef"]
 

@@ -22,8 +22,8 @@ from baton.errors import BatonError
 from baton.messages import Context, Disaggregation, Heartbeat, Place, Placement, Role
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-from tests.index_actors import Worker, chain, until_held, working
-from tests.index_pair import WRITES, Pair, running_pair, said, until
+from tests.harness.index.services import WRITES, Pair, running_pair, said, until
+from tests.harness.index.worker import Worker, chain, until_held, working
 
 pytestmark = pytest.mark.timeout(60)
 

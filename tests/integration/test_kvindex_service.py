@@ -18,9 +18,9 @@ from baton.messages import (
     Match,
     Refused,
 )
-from tests.index_actors import MODEL, Cache, chain, match, until_held, working, written
-from tests.index_pair import indexing
-from tests.servers import start_nats, start_redis
+from tests.harness.index.services import indexing
+from tests.harness.index.worker import MODEL, Cache, chain, match, until_held, working, written
+from tests.harness.servers import start_nats, start_redis
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from baton_kvindex.index import Run, link
 from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced, StoreUnavailable
 
 from baton.errors import ConfigurationError
-from tests.servers import start_redis
+from tests.harness.servers import start_redis
 
 STATE = WorkerState(generation=2, model_digest="digest", sequence=7)
 

@@ -22,8 +22,8 @@ from prometheus_client.openmetrics import parser
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages import AttemptState, Role
 from baton.telemetry import catalogue
-from tests.cluster import Cluster, running_cluster
-from tests.prometheus import DEPLOY, RULES, Prometheus, needs_prometheus, promtool, start_prometheus
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.servers import DEPLOY, RULES, Prometheus, needs_prometheus, promtool, start_prometheus
 
 pytestmark = [needs_prometheus, pytest.mark.timeout(180)]
 

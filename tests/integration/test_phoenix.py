@@ -20,11 +20,13 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
-from tests.cluster import Cluster, running_cluster
-from tests.servers import free_port
-from tests.traced_cluster import (
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.telemetry import (
     Answer,
+    Trace,
+    TracedSpan,
     ask,
     ask_while_decode_is_killed,
     check_retried,
@@ -32,7 +34,6 @@ from tests.traced_cluster import (
     export_traces,
     start_all,
 )
-from tests.traces import Trace, TracedSpan
 
 ENVIRONMENT = Path(__file__).parents[2] / ".venv-phoenix"
 START_TIMEOUT_S = 240.0

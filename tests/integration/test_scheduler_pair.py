@@ -13,7 +13,7 @@ import pytest
 from baton.bus import Delivery
 from baton.cli.tiny_model import make_tiny_model
 from baton.messages import Cancel, DecodeTask, Role
-from tests.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.timeout(120)
 

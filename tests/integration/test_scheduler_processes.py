@@ -27,8 +27,8 @@ from baton.messages import (
     Placement,
     Role,
 )
-from tests.heartbeats import heartbeat
-from tests.servers import start_nats, start_redis
+from tests.harness.heartbeats import heartbeat
+from tests.harness.servers import start_nats, start_redis
 
 # Python processes start slowly on a busy machine, and these tests start several.
 pytestmark = pytest.mark.timeout(60)

@@ -14,20 +14,22 @@ from typing import Any
 
 import pytest
 
+from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
-from tests.cluster import Cluster, running_cluster
-from tests.otlp import Collector, running_collector
-from tests.servers import free_port
-from tests.traced_cluster import (
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.telemetry import (
     Answer,
+    Collector,
+    Trace,
+    TracedSpan,
     ask,
     ask_while_decode_is_killed,
     check_retried,
     check_whole,
     export_traces,
+    running_collector,
     start_all,
 )
-from tests.traces import Trace, TracedSpan
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
-from tests.servers import free_port
 
 READY_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0

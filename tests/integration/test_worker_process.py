@@ -45,7 +45,7 @@ from baton.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from tests.servers import Server, start_nats
+from tests.harness.servers import Server, start_nats
 
 PROMPT = [5 + (position * 7919) % 300 for position in range(200)]
 SLOW = {"speed": 1.0, "step_fixed_s": 0.02, "prefill_token_s": 0.001, "eos_probability": 0.0, "seed": 1, "blocks": 256}

@@ -12,7 +12,7 @@ import yaml
 
 from baton.telemetry import catalogue
 from deploy.grafana import make_dashboard
-from tests.prometheus import DEPLOY, RULES
+from tests.harness.servers import DEPLOY, RULES
 
 GRAFANA = DEPLOY / "grafana"
 DASHBOARD: dict[str, Any] = json.loads((GRAFANA / "dashboards" / "baton.json").read_text())

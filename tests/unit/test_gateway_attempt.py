@@ -32,11 +32,11 @@ from baton.messages import (
     Frame,
     Sampling,
 )
-from tests.attempt_bench import REQUEST, Bench, frame, placement
+from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, frame, placement
 
 
 def test_an_undisturbed_attempt() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     assert bench.fresh == [ev.SendPlace(0, (), ())]
     assert bench.step(ev.Placed(0, placement("d1", "p1"))) == [ev.SendTasks(0, placement("d1", "p1"))]
     assert bench.step(ev.TaskAccepted(0, "d1")) == []
@@ -56,7 +56,7 @@ def test_an_undisturbed_attempt() -> None:
 
 
 def test_place_is_resent_three_times_then_fails() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     assert [len(bench.wait(0.25)) for _ in range(3)] == [1, 1, 1]
     assert all(isinstance(action, ev.SendPlace) for action in bench.all)
     assert not bench.machine.ended
@@ -66,7 +66,7 @@ def test_place_is_resent_three_times_then_fails() -> None:
 
 
 def test_a_scheduler_that_knows_no_worker_yet_is_asked_again() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.PlaceRefused(0, NoWorkers("none")))
     assert bench.fresh == []
     assert bench.wait(0.25) == [ev.SendPlace(0, (), ())]
@@ -75,7 +75,7 @@ def test_a_scheduler_that_knows_no_worker_yet_is_asked_again() -> None:
 
 
 def test_a_bus_that_is_away_for_a_moment_costs_no_request() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     for _ in range(40):
         bench.step(ev.PlaceRefused(0, BusUnavailable("gone")))
         assert not bench.machine.ended
@@ -85,7 +85,7 @@ def test_a_bus_that_is_away_for_a_moment_costs_no_request() -> None:
 
 
 def test_a_late_placement_counts() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.wait(0.6)
     bench.step(ev.Placed(0, placement()))
     assert bench.did(ev.SendTasks)
@@ -93,14 +93,14 @@ def test_a_late_placement_counts() -> None:
 
 
 def test_a_refusal_that_concerns_the_request_is_final() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.PlaceRefused(0, InvalidRequest("never")))
     assert isinstance(bench.error, InvalidRequest)
 
 
 @pytest.mark.parametrize("silent", [("d1",), ("p1",), ("d1", "p1")])
 def test_silence_after_dispatch_cancels_both_and_excludes(silent: tuple[str, ...]) -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1", "p1")))
     for worker in {"d1", "p1"} - set(silent):
         bench.step(ev.TaskAccepted(0, worker))
@@ -112,14 +112,14 @@ def test_silence_after_dispatch_cancels_both_and_excludes(silent: tuple[str, ...
 
 
 def test_no_responders_is_noticed_at_once() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1")))
     bench.step(ev.TaskFailed(0, "d1", WorkerLost("not there")))
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
 
 
 def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1")))
     bench.wait(0.1)
     bench.step(ev.PlaceRefused(1, NoWorkers("all excluded")))
@@ -128,7 +128,7 @@ def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:
 
 
 def test_attempts_are_bounded() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     for attempt in range(4):
         bench.step(ev.Placed(attempt, placement(f"d{attempt}")))
         bench.step(ev.TaskFailed(attempt, f"d{attempt}", WorkerLost("gone")))
@@ -137,7 +137,7 @@ def test_attempts_are_bounded() -> None:
 
 
 def test_a_refused_parameter_is_not_retried() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1", "p1")))
     bench.step(ev.TaskFailed(0, "d1", InvalidRequest("no such parameter")))
     assert isinstance(bench.error, InvalidRequest)
@@ -148,7 +148,7 @@ def test_a_refused_parameter_is_not_retried() -> None:
 
 
 def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     for attempt in range(3):
         bench.step(ev.Placed(attempt, placement(f"d{attempt}")))
         bench.step(ev.TaskBusy(attempt, f"d{attempt}", "full"))
@@ -159,7 +159,7 @@ def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
 
 
 def test_busy_then_nobody_left_waits() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1", "p1")))
     bench.step(ev.TaskBusy(0, "p1", "leases"))
     assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
@@ -169,7 +169,7 @@ def test_busy_then_nobody_left_waits() -> None:
 
 
 def test_the_queue_has_a_deadline() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.PlaceRefused(0, Overloaded("full", retry_after_s=3.0)))
     for _ in range(20):
         bench.wait(0.4)
@@ -182,7 +182,7 @@ def test_the_queue_has_a_deadline() -> None:
 
 
 def test_an_answer_that_waited_once_may_wait_again_when_its_worker_dies() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.PlaceRefused(0, Overloaded("full")))
     bench.step(ev.TurnCame())
     bench.run_on("d1")
@@ -196,7 +196,7 @@ def test_an_answer_that_waited_once_may_wait_again_when_its_worker_dies() -> Non
 
 
 def test_a_full_queue_refuses() -> None:
-    bench = Bench(queued=True)
+    bench = AttemptHarness(queued=True)
     assert bench.fresh == [ev.JoinQueue()]
     bench.step(ev.QueueFull())
     assert isinstance(bench.error, Overloaded)
@@ -207,7 +207,7 @@ def test_a_full_queue_refuses() -> None:
 
 
 def test_a_gap_is_asked_for_again_and_duplicates_are_dropped() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     bench.frame(0, [10])
     bench.frame(2, [12])
@@ -226,14 +226,14 @@ def test_a_gap_is_asked_for_again_and_duplicates_are_dropped() -> None:
 
 @pytest.mark.parametrize(("worker", "generation", "attempt"), [("d2", 1, 0), ("d1", 0, 0), ("d1", 2, 0), ("d1", 1, 1)])
 def test_foreign_frames_are_fenced(worker: str, generation: int, attempt: int) -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     assert bench.step(ev.FrameArrived(worker, generation, frame(attempt, 0, [10]))) == []
     assert bench.machine.delivered == []
 
 
 def test_frames_of_an_old_attempt_are_fenced() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     bench.frame(0, [10])
     bench.step(ev.WorkerGone("d1", 1, "died"))
@@ -244,7 +244,7 @@ def test_frames_of_an_old_attempt_are_fenced() -> None:
 
 
 def test_slow_workers_have_more_time_to_accept_each_further_attempt() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     for attempt, accept_s in enumerate([0.1, 0.3, 0.9]):
         bench.step(ev.Placed(attempt, placement("d1")))
         assert bench.wait(accept_s - 0.01) == []
@@ -256,7 +256,7 @@ def test_slow_workers_have_more_time_to_accept_each_further_attempt() -> None:
 
 
 def test_a_frame_implies_acceptance() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1")))
     bench.frame(0, [10])
     bench.wait(0.2)
@@ -265,14 +265,14 @@ def test_a_frame_implies_acceptance() -> None:
 
 
 def test_a_malformed_frame_costs_the_attempt_only() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     bench.step(ev.FrameArrived("d1", 1, Frame(request=REQUEST, attempt=0, index=0, tokens=b"abc")))
     assert bench.did(ev.SendPlace)
 
 
 def test_a_lost_final_frame_is_asked_for() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     bench.frame(0, [10, 11])
     entry = DigestEntry(request=REQUEST, attempt=0, emitted=2, state=AttemptState.RETAINED)
@@ -282,14 +282,14 @@ def test_a_lost_final_frame_is_asked_for() -> None:
 
 
 def test_a_digest_that_is_ahead_asks_again() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     entry = DigestEntry(request=REQUEST, attempt=0, emitted=3, state=AttemptState.RUNNING)
     assert bench.step(ev.DigestArrived("d1", 1, entry)) == [ev.SendResend("d1", 0, 0)]
 
 
 def test_absent_twice_means_lost() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     assert bench.step(ev.DigestArrived("d1", 1, None)) == []
     listed = DigestEntry(request=REQUEST, attempt=0, emitted=0, state=AttemptState.QUEUED)
@@ -303,7 +303,7 @@ def test_absent_twice_means_lost() -> None:
 
 
 def test_a_dead_decode_worker_is_lost_at_once_and_the_rest_resumed() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     bench.frame(0, [10, 11])
     bench.step(ev.WorkerGone("d1", 1, "sent no heartbeat"))
@@ -315,14 +315,14 @@ def test_a_dead_decode_worker_is_lost_at_once_and_the_rest_resumed() -> None:
 
 
 def test_another_generation_dying_does_not_matter() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1")
     assert bench.step(ev.WorkerGone("d1", 0, "old")) == []
     assert bench.step(ev.WorkerGone("d9", 1, "foreign")) == []
 
 
 def test_prefill_matters_until_the_first_token() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1", "p1")
     bench.step(ev.WorkerGone("p1", 1, "died"))
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",), ())]
@@ -342,7 +342,7 @@ def test_prefill_matters_until_the_first_token() -> None:
     ],
 )
 def test_who_is_excluded(error: BatonError, excluded: tuple[str, ...], pairs: tuple[tuple[str, str], ...]) -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1", "p1")
     bench.frame(0, [], FinishReason.ERROR, error=error)
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, excluded, pairs)]
@@ -359,7 +359,7 @@ NOT_EXACT = [
 
 @pytest.mark.parametrize("sampling", NOT_EXACT)
 def test_what_cannot_be_resumed_exactly_fails_after_the_first_token(sampling: Sampling) -> None:
-    bench = Bench(sampling)
+    bench = AttemptHarness(sampling)
     bench.run_on("d1")
     bench.frame(0, [10])
     bench.step(ev.WorkerGone("d1", 1, "died"))
@@ -369,7 +369,7 @@ def test_what_cannot_be_resumed_exactly_fails_after_the_first_token(sampling: Sa
 
 @pytest.mark.parametrize("sampling", NOT_EXACT)
 def test_an_attempt_that_delivered_nothing_is_rerun_whatever_its_parameters(sampling: Sampling) -> None:
-    bench = Bench(sampling)
+    bench = AttemptHarness(sampling)
     bench.run_on("d1")
     bench.step(ev.WorkerGone("d1", 1, "died"))
     assert bench.did(ev.SendPlace)
@@ -385,7 +385,7 @@ def test_an_attempt_that_delivered_nothing_is_rerun_whatever_its_parameters(samp
     ],
 )
 def test_plain_sampling_is_resumed(sampling: Sampling) -> None:
-    bench = Bench(sampling)
+    bench = AttemptHarness(sampling)
     bench.run_on("d1")
     bench.frame(0, [10])
     bench.step(ev.WorkerGone("d1", 1, "died"))
@@ -393,12 +393,12 @@ def test_plain_sampling_is_resumed(sampling: Sampling) -> None:
 
 
 def test_an_output_that_is_whole_is_not_resumed() -> None:
-    length = Bench(Sampling(max_tokens=2, temperature=0.0))
+    length = AttemptHarness(Sampling(max_tokens=2, temperature=0.0))
     length.run_on("d1")
     length.frame(0, [10, 11])
     length.step(ev.WorkerGone("d1", 1, "died"))
     assert length.did(ev.Complete) == [ev.Complete(FinishReason.LENGTH, 0)]
-    stopped = Bench()
+    stopped = AttemptHarness()
     stopped.run_on("d1")
     stopped.frame(0, [10, 2])
     stopped.step(ev.WorkerGone("d1", 1, "died"))
@@ -409,11 +409,11 @@ def test_an_output_that_is_whole_is_not_resumed() -> None:
 
 
 def test_the_first_token_and_every_further_one_have_a_deadline() -> None:
-    waiting = Bench()
+    waiting = AttemptHarness()
     waiting.run_on("d1")
     waiting.wait(120.1)
     assert waiting.did(ev.SendPlace)[0].exclude == ("d1",)
-    stuck = Bench()
+    stuck = AttemptHarness()
     stuck.run_on("d1")
     stuck.frame(0, [10])
     stuck.wait(30.1)
@@ -423,7 +423,7 @@ def test_the_first_token_and_every_further_one_have_a_deadline() -> None:
 @pytest.mark.parametrize("stage", ["placing", "queued", "dispatched", "waiting", "streaming"])
 def test_the_deadline_and_a_client_that_leaves_end_every_phase(stage: str) -> None:
     for event in (ev.Tick(), ev.Aborted(ClientGone("left"))):
-        bench = Bench(deadline_s=0.05)
+        bench = AttemptHarness(deadline_s=0.05)
         if stage == "queued":
             bench.step(ev.PlaceRefused(0, Overloaded("full")))
         elif stage == "dispatched":
@@ -442,7 +442,7 @@ def test_the_deadline_and_a_client_that_leaves_end_every_phase(stage: str) -> No
 
 
 def test_a_stop_string_cancels_the_decode() -> None:
-    bench = Bench()
+    bench = AttemptHarness()
     bench.run_on("d1", "p1")
     bench.frame(0, [10])
     bench.step(ev.TextStopped())
@@ -456,7 +456,7 @@ def test_a_stop_string_cancels_the_decode() -> None:
 class Network:
     """Workers that produce tokens 100, 101, … by position, behind a network that hypothesis commands."""
 
-    def __init__(self, bench: Bench, length: int) -> None:
+    def __init__(self, bench: AttemptHarness, length: int) -> None:
         self.bench = bench
         self.length = length
         self.start = 0
@@ -500,7 +500,7 @@ MOVES = st.lists(
 
 @given(MOVES, st.integers(1, 12))
 def test_any_network_yields_each_token_once_and_one_end(moves: list[tuple[str, int]], length: int) -> None:
-    bench = Bench(Sampling(max_tokens=length, temperature=0.0), deadline_s=10_000.0)
+    bench = AttemptHarness(Sampling(max_tokens=length, temperature=0.0), deadline_s=10_000.0)
     network = Network(bench, length)
     network.place(0)
     kills = 0

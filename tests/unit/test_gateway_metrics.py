@@ -11,13 +11,13 @@ from baton_gateway.workers import Model
 from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
 from baton.messages import FinishReason
 from baton.telemetry import Metrics
-from tests.attempt_bench import GREEDY, Bench, placement
+from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, placement
 from tests.unit.test_telemetry_metrics import SAMPLED, scrape
 
 CHAT = 'gen_ai_operation_name="chat",gen_ai_provider_name="baton",gen_ai_request_model="tiny"'
 
 
-class Watched(Bench):
+class Watched(AttemptHarness):
     """A machine whose every step is observed, as its driver does it."""
 
     answer: AnswerMetrics | None = None

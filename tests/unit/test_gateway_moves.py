@@ -8,7 +8,7 @@ from baton_gateway.attempt import MOVE_S, Phase
 
 from baton.errors import NoWorkers
 from baton.messages import Sampling
-from tests.attempt_bench import GREEDY, Bench, frame, placement
+from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, frame, placement
 
 LONG = Sampling(max_tokens=1000, temperature=0.0)
 
@@ -19,8 +19,8 @@ def leaving(
     return ev.WorkerLeaving(worker, generation, leaves_in_s, tokens_per_s=10.0)
 
 
-def streaming(sampling: Sampling = LONG) -> Bench:
-    bench = Bench(sampling)
+def streaming(sampling: Sampling = LONG) -> AttemptHarness:
+    bench = AttemptHarness(sampling)
     bench.run_on("d1", "p1")
     bench.frame(0, [10, 11])
     return bench
@@ -70,7 +70,7 @@ def test_without_a_place_it_stays_and_each_heartbeat_asks_again() -> None:
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=1000, seed=1), Sampling(max_tokens=1000, presence_penalty=1)])
 def test_what_cannot_go_on_exactly_stays_but_before_its_first_token_it_moves(sampling: Sampling) -> None:
     assert streaming(sampling).step(leaving()) == []
-    bench = Bench(sampling)
+    bench = AttemptHarness(sampling)
     bench.run_on("d1")
     assert bench.step(leaving()) == [ev.SendPlace(1, ("d1",), ())]
     bench.frame(0, [10])

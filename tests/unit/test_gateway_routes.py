@@ -7,11 +7,11 @@ from typing import cast
 from baton_gateway.driver import AnswerDriver
 from baton_gateway.routes import Routes
 
-from tests.attempt_bench import Bench
+from tests.harness.gateway.attempt_harness import AttemptHarness
 
 
-def answer(routes: Routes, request: str, decode: str, prefill: str = "") -> Bench:
-    bench = Bench()
+def answer(routes: Routes, request: str, decode: str, prefill: str = "") -> AttemptHarness:
+    bench = AttemptHarness()
     # Routes look at a driver's machine, and so does this bench have one.
     routes.enter(request, cast("AnswerDriver", bench))
     bench.run_on(decode, prefill)

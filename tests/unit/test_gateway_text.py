@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from baton.messages import TokenLogprob
-from tests.gateway_actors import EOS, make_tokenizer
+from tests.harness.gateway.actors import EOS, make_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.radix import RadixIndex
 
 from baton.messages import Audited, Context
-from tests.index_actors import Cache
+from tests.harness.index.worker import Cache
 
 
 def noted(*pairs: tuple[int, int], times: int = REQUESTS) -> list[bool]:

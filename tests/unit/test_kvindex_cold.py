@@ -13,10 +13,10 @@ from baton_kvindex.index import IndexSize, split_ids
 from baton_kvindex.life import Resync
 
 from baton.messages import BlocksStored
-from tests.cold_world import PATH, World, cold_prompt
 from tests.contract.index_world import block, chain
-from tests.index_actors import MODEL, Cache
-from tests.index_actors import chain as prompt
+from tests.harness.index.cold import PATH, World, cold_prompt
+from tests.harness.index.worker import MODEL, Cache
+from tests.harness.index.worker import chain as prompt
 
 # ---------------------------------------------------------------- leaving and coming back
 

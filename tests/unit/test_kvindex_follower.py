@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from msgspec.structs import replace
 
 from baton.messages import BlocksRemoved, BlocksStored, Fingerprint, KvEvents, ShadowPage, WorkerAddress
-from tests.index_actors import MODEL, Cache, chain
+from tests.harness.index.worker import MODEL, Cache, chain
 
 
 def make_follower(**options: Any) -> Follower:

@@ -8,9 +8,9 @@ from baton_kvindex.freezer import MEMORY_BYTES_MIN
 from baton_kvindex.index import link
 
 from baton.messages import BlocksStored
-from tests.cold_world import PATH, World
-from tests.index_actors import MODEL, Cache
-from tests.index_actors import chain as prompt
+from tests.harness.index.cold import PATH, World
+from tests.harness.index.worker import MODEL, Cache
+from tests.harness.index.worker import chain as prompt
 
 
 def is_nowhere(world: World, path: str) -> bool:

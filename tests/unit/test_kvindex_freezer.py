@@ -9,9 +9,9 @@ import pytest
 from baton_kvindex.life import Resync
 
 from baton.messages import BlocksRemoved, WorkerAddress
-from tests.cold_world import PATH, World, cold_prompt
-from tests.index_actors import MODEL, Cache
-from tests.index_actors import chain as prompt
+from tests.harness.index.cold import PATH, World, cold_prompt
+from tests.harness.index.worker import MODEL, Cache
+from tests.harness.index.worker import chain as prompt
 
 
 async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_back() -> None:

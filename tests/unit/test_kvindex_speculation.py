@@ -27,8 +27,8 @@ from baton.errors import MalformedMessage
 from baton.messages import Context, Disaggregation, Place, Placed, Placement, Role
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-from tests.heartbeats import heartbeat
-from tests.index_actors import MODEL, Cache, chain
+from tests.harness.heartbeats import heartbeat
+from tests.harness.index.worker import MODEL, Cache, chain
 
 
 def make_speculation(blocks_max: int = 1000) -> Speculation:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_oracle import Cache
 
 from baton.transfer.layout import (
     Chunk,
@@ -23,6 +22,7 @@ from baton.transfer.layout import (
     plan,
     scatter,
 )
+from tests.harness.transfer import Cache
 
 # Many examples, on machines that do other things too.
 pytestmark = pytest.mark.timeout(120)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from layout_oracle import Cache
 
 from baton.errors import LayoutMismatch, MalformedMessage
 from baton.transfer.layout import (
@@ -26,6 +25,7 @@ from baton.transfer.layout import (
     read_layout,
     scatter,
 )
+from tests.harness.transfer import Cache
 
 WORDS: dict[str, Any] = {
     "layers": 2,

@@ -9,7 +9,7 @@ from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement, unlike_pai
 
 from baton.errors import MalformedMessage
 from baton.messages import Role, WorkerAddress
-from tests.heartbeats import heartbeat
+from tests.harness.heartbeats import heartbeat
 
 
 def soft(placed_s: float, *, attempt: int = 0, lasts_s: float = 60.0) -> SoftPlacement:

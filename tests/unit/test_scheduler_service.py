@@ -30,7 +30,7 @@ from baton.messages import (
 )
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-from tests.heartbeats import heartbeat
+from tests.harness.heartbeats import heartbeat
 
 PREFILL = heartbeat("p1", Role.PREFILL)
 DECODE = heartbeat("d1", Role.DECODE)

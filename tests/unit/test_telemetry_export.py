@@ -7,13 +7,13 @@ import time
 
 import pytest
 
+from baton.cli.servers import free_port
 from baton.errors import ConfigurationError
 from baton.telemetry import TelemetrySettings, Tracing
 from baton.telemetry import export as export_module
 from baton.telemetry.export import QUEUE_SPANS_MAX
 from baton.telemetry.settings import traces_url
-from tests.otlp import running_collector
-from tests.servers import free_port
+from tests.harness.telemetry import running_collector
 
 SOON_S = 2.5
 

@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from baton import config
+from baton.cli.servers import free_port
 from baton.errors import ConfigurationError, Unavailable
 from baton.stop import Stop
 from baton.telemetry import Metrics, TelemetrySettings
 from baton.telemetry import status as module
 from baton.telemetry.status import CONNECTIONS_MAX, HEAD_BYTES_MAX, Status, serve_status
-from tests.servers import free_port
 
 
 @asynccontextmanager

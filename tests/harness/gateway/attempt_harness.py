@@ -1,4 +1,4 @@
-"""An attempt machine, its time, and everything it did, for tests."""
+"""An attempt machine on a clock of the test's own, with a record of everything it did."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def frame(
     return Frame(request=REQUEST, attempt=attempt, index=index, tokens=pack_tokens(tokens), finish=ended)
 
 
-class Bench:
-    """A machine, its time, and everything it did."""
+class AttemptHarness:
+    """See the module."""
 
     def __init__(self, sampling: Sampling = GREEDY, *, queued: bool = False, deadline_s: float = 300.0) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""A whole Baton on this machine for tests: real NATS, Redis and service processes that can be killed and paused."""
+"""A whole Baton on this machine: real NATS, Redis and service processes that can be killed and paused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import psutil
 
 from baton.bus import Bus, Delivery, NatsBus
 from baton.messages import AttemptState, Digest, Frames, Heartbeat, Prefilled, Role
-from tests.servers import start_nats, start_redis
+from tests.harness.servers import start_nats, start_redis
 
 START_TIMEOUT_S = 60.0
 

@@ -1,4 +1,4 @@
-"""A worker as the index sees it, and questions to the index and its database, for tests."""
+"""A worker as the index sees it, and questions to the index and its database."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from baton.messages import (
     ShadowQuery,
     WorkerAddress,
 )
-from tests.heartbeats import MODEL_DIGEST, heartbeat
+from tests.harness.heartbeats import MODEL_DIGEST, heartbeat
 
 MODEL = MODEL_DIGEST
 

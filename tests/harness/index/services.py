@@ -1,4 +1,4 @@
-"""The index beside real NATS and Redis, in this process or as two of its own, for tests."""
+"""The index beside real NATS and Redis, in this process or as two processes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from baton.bus import NatsBus
 from baton.clock import SystemClock
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-from tests.cluster import Service
-from tests.index_actors import Worker, match, working, written
-from tests.servers import Server, start_nats, start_redis
+from tests.harness.cluster import Service
+from tests.harness.index.worker import Worker, match, working, written
+from tests.harness.servers import Server, start_nats, start_redis
 
 PREFIX = "baton:kvindex"
 WRITES = "this index writes"

@@ -1,4 +1,4 @@
-"""An index with memory for nothing, a place for what is cold that can be away, and workers, for tests."""
+"""An index with no memory to spare, a store for what is cold that can be away, and workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton_kvindex.packing import Leaving
 from baton_kvindex.store import StoreUnavailable
 
 from baton.clock import ManualClock
-from tests.index_actors import Cache
+from tests.harness.index.worker import Cache
 
 PATH = "a prompt that is long enough"
 

@@ -1,4 +1,4 @@
-"""A worker's heartbeat with figures that can be, for tests."""
+"""A worker's heartbeat with plausible figures."""
 
 from __future__ import annotations
 

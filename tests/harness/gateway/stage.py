@@ -18,7 +18,7 @@ from baton.clock import SystemClock
 from baton.messages import SpanRecord
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
-from tests.gateway_actors import Actors
+from tests.harness.gateway.actors import Actors
 
 
 class Stage(Actors):

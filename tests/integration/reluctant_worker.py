@@ -1,6 +1,6 @@
 """A decode worker whose first attempt does not get past RESERVED, which lasts microseconds elsewhere.
 
-Started as `python -m tests.reluctant_worker`, with the flags of a decode worker.
+Started as `python -m tests.integration.reluctant_worker`, with the flags of a decode worker.
 """
 
 from __future__ import annotations

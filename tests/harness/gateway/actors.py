@@ -59,6 +59,7 @@ from baton.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from tests.harness.heartbeats import heartbeat
 
 MODEL: Final = "tiny"
 CONTEXT_TOKENS: Final = 4096
@@ -308,23 +309,16 @@ class Worker:
         self.script = Script()
 
     def heartbeat(self) -> Heartbeat:
-        return Heartbeat(
-            address=self.address,
-            role=self.role,
+        return heartbeat(
+            self.name,
+            self.role,
+            generation=self.generation,
             model=self.model,
             model_path=str(self.actors.model_path),
-            model_digest="d1",
             engine="scripted",
-            block_tokens=32,
             context_tokens_max=CONTEXT_TOKENS,
             running=self.running,
             running_max=min(self.script.capacity, 1024),
-            kv_blocks_total=1024,
-            engine_block_tokens=32,
-            prefill_tokens_per_s=1e4,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
-            kv_bytes_per_token=1024,
         )
 
     async def beat(self) -> None:
