@@ -43,7 +43,7 @@ _BOOLEANS: Final = {"true", "false", "1", "0"}
 class _Field:
     name: str
     type: object
-    """As annotated, with its constraints."""
+    """The annotation, with its constraints."""
     bare: object
     """Without `Annotated` and `| None`."""
     description: str

@@ -33,7 +33,7 @@ class KvIdentity:
     """See `baton.blocks.model_digest`: configuration, tokenizer and weights."""
     layers: int
     kv_heads: int
-    """Of the whole model; 1 where all heads share one latent row."""
+    """KV heads of the whole model; 1 where all heads share one latent row."""
     dim: int
     dtype: str
     scales: str = NONE

@@ -24,8 +24,8 @@ from benchmarks.index_events import ID_BYTES, Event, Workload, make_workload
 MATCHES = 3000
 RESTED_S, BUSY_S = 0.5, 1.5
 PAUSE_S = 100e-6
-"""Between two matches beside a writer: the interpreter has one lock, and the writer needs its turns. After a pause a
-match finds its memory further away; what that alone costs is measured without a writer: `rested`."""
+"""Pause between two matches beside a writer: the interpreter has one lock, and the writer needs its turns. After a
+pause a match finds its memory further away; what that alone costs is measured without a writer: `rested`."""
 WRITTEN_BLOCKS = 256
 
 

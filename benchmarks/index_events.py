@@ -24,9 +24,9 @@ ID_BYTES: Final = 16
 BLOCKS_PER_TRACE_ID: Final = 16
 BATCH_BLOCKS: Final = 256
 CACHED_BLOCKS: Final = 1 << 19
-"""Of all workers together: a third of the trace's different blocks."""
+"""Blocks cached by all workers together: a third of the trace's different blocks."""
 LARGE_COPIES: Final = 7
-"""Of the trace, each with ids of its own and nothing evicted: 10.8 million different blocks."""
+"""Copies of the trace, each with ids of its own and nothing evicted: 10.8 million different blocks."""
 TRUNKS, TRUNK_BLOCKS, OWN_BLOCKS = 24, 256, 16
 
 

@@ -30,7 +30,7 @@ class HandOff:
     after_prefill_s: float
     """From prefill's end to decode's first token: the part of the hand-off that does not hide."""
     arrived_share: float
-    """Of the bytes, when prefill ended."""
+    """Share of the bytes that had arrived when prefill ended."""
 
 
 async def first_token_s(pair: VllmPair, leg: Leg, number: int) -> tuple[float, int]:

@@ -197,7 +197,7 @@ def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) 
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Of each round, since the machine's speed changes from round to round."""
+    """Return the median of the ratios of each round, since the machine's speed changes from round to round."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 

@@ -75,9 +75,9 @@ class ApiAnswer(msgspec.Struct):
 
     error: _ApiError | None = None
     seq: int = 0
-    """Of an acknowledgement."""
+    """Sequence that an acknowledgement names."""
     name: str = ""
-    """Of a consumer."""
+    """The consumer's name."""
     created: str = ""
     state: _StreamState = msgspec.field(default_factory=_StreamState)
     message: StoredMessage | None = None

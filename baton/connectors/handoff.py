@@ -36,7 +36,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     sink_ranks: int = 0
     """Tensor-parallel ranks that will pull; 0: as many as there are here. Prefill only."""
     endpoints: tuple[str, ...] = ()
-    """Of the source's agents, by tensor-parallel rank. Decode only."""
+    """Addresses of the source's agents, by tensor-parallel rank. Decode only."""
     deadline_s: float = 0.0
     """Instant on this machine's monotonic clock at which a pull has lost its sense. Decode only."""
 
@@ -89,7 +89,7 @@ class LeaseStep:
     """Tokens that were there before the step; cached ones when it opens the lease."""
     ready_after: int
     tokens: int
-    """Of the whole prompt."""
+    """Length of the whole prompt."""
     sink_ranks: int = 0
 
 

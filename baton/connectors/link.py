@@ -58,7 +58,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     kv_identity: str
     """See `baton.identity`."""
     endpoint: str
-    """Of the rank's agent; empty: it has none."""
+    """Address of the rank's agent; empty: it has none."""
     block_tokens: int
     blocks: int
     block_bytes: int

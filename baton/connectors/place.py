@@ -16,7 +16,7 @@ class RankPlace:
     rank: int = 0
     size: int = 1
     layout: Layout | None = None
-    """Of this rank's cache; None: it cannot be described, hence not be divided among other numbers of ranks."""
+    """KV layout; None requires equal tensor-parallel sizes."""
 
     def readers(self, key: bytes, sink_ranks: int) -> tuple[bytes, ...]:
         """Return the keys of what this rank leases: one for each rank of the sink that reads it, perhaps none."""

@@ -50,7 +50,7 @@ class _Pull:
     layers: dict[bytes, int] = field(default_factory=dict[bytes, int])
     """How many have arrived, of ended ones too."""
     outcome: PullOutcome | None = None
-    """Of those that have ended."""
+    """Outcome of the request's pulls once they have ended."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class HandoffRank:
     def __init__(self, agent: TransferAgent, place: RankPlace, now_s: Callable[[], float] = time.monotonic) -> None:
         self.agent = agent
         self.layers_arrived: dict[bytes, int] = {}
-        """Of the pulls that run now: how many leading layers are here, whole and verified."""
+        """Leading layers that are here, whole and verified, by running pull."""
         self._place = place
         self._news = select.poll()
         self._news.register(agent.fileno(), select.POLLIN)

@@ -51,9 +51,9 @@ class Arrival:
     cached_tokens: int
     tokens: int
     slots: torch.Tensor
-    """Of all tokens, the tree's first."""
+    """Slots of all tokens, the tree's first."""
     own_slots: torch.Tensor
-    """Those that were allocated for it: whole pages."""
+    """Slots allocated for this request: whole pages."""
     lock: TreeLock | None
     match: MatchResult
 

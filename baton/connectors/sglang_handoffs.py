@@ -46,7 +46,7 @@ class Handoffs:
     ) -> None:
         self.rank = rank
         self.pulled_tokens = 0
-        """Of all requests whose KV has come."""
+        """Tokens pulled for all requests so far."""
         self._cache = cache
         self._enqueue = enqueue
         self._decisions = HandoffScheduler(cache.page_size)
@@ -101,7 +101,7 @@ class Handoffs:
     # Steps.
 
     def settle(self) -> list[Req]:
-        """Between two steps: take what the agent has finished, and start what there is room for.
+        """Take what the agent has finished, and start what there is room for. Called between two steps.
 
         Returns the requests whose KV did not come.
         """

@@ -114,7 +114,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._rank: HandoffRank | None = None
         self._layers: dict[str, int] = {}
         self.kv_block_bytes = 0
-        """Of one block of the cache, all layers of this rank."""
+        """Size of one block of the cache, all layers of this rank."""
         self.kv_identity = ""
         if self._agent_options is None:
             return

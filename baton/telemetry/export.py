@@ -21,9 +21,9 @@ from baton.telemetry.settings import traces_url
 log = logging.getLogger(__name__)
 
 EXPORT_TIMEOUT_S: Final = 10.0
-"""Of one batch, in a thread of its own: a collector that is slow for a while loses nothing."""
+"""Time to export one batch, in a thread of its own, so that a slow collector loses nothing."""
 CLOSE_TIMEOUT_S: Final = 1.0
-"""What a collector that hangs can delay the end of a service."""
+"""Longest delay of a service's end by a collector that hangs."""
 PAUSE_S: Final = 5.0
 QUEUE_SPANS_MAX: Final = 4096
 BATCH_SPANS_MAX: Final = 512

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from baton.telemetry.export import Collector
 
 TEXT_CHARACTERS_MAX: Final = 1024
-"""Of an attribute, and of an error's sentence."""
+"""Longest text of an attribute or an error."""
 PAGE_SPANS: Final = 64
-"""Of one `TracePage`; with attributes as long as they may be it stays far below a bus's payload limit."""
+"""Spans per `TracePage`: a page stays far below the bus's payload limit even with the longest attributes."""
 
 _TRACEPARENT: Final = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _ID_BITS: Final = 64
-"""Of a trace's id: those that decide whether it is sampled, as in OpenTelemetry's ratio sampler."""
+"""Bits of a trace id that decide whether it is sampled, as in OpenTelemetry's ratio sampler."""
 
 
 class Span:

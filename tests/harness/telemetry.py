@@ -203,7 +203,7 @@ PATHS = {
     "chat tiny / attempt / stream",
     "chat tiny / send",
 }
-"""Of a streamed, disaggregated chat: every stage, below what caused it."""
+"""Stages of a streamed, disaggregated chat, each below its parent."""
 
 
 @dataclass(frozen=True)

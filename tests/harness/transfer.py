@@ -63,7 +63,7 @@ class Cache:
     origin: int = 0
     pool_blocks: int = 8
     gap_bytes: int = 0
-    """Between two blocks of a tensor."""
+    """Distance of two blocks of a tensor."""
     seed: int = 1
     kv: Elements = field(init=False)
     """(layers, planes, slots, heads, dim): what the memory is to hold; junk to begin with."""
