@@ -13,10 +13,17 @@ from typing import Final, Protocol
 
 
 class Clock(Protocol):
-    """A monotonic clock. Instants are only comparable on one clock; budgets travel as durations."""
+    """A monotonic clock, with the time of day beside it.
+
+    Instants are only comparable on one clock; budgets travel as durations.
+    """
 
     def now_s(self) -> float:
         """Return seconds since an arbitrary start."""
+        ...
+
+    def wall_s(self) -> float:
+        """Return seconds since 1970. They jump when the machine's time is set: never measure with them."""
         ...
 
     async def sleep(self, duration_s: float) -> None: ...
@@ -29,6 +36,9 @@ class Clock(Protocol):
 class SystemClock:
     def now_s(self) -> float:
         return time.monotonic()
+
+    def wall_s(self) -> float:
+        return time.time()
 
     async def sleep(self, duration_s: float) -> None:
         await asyncio.sleep(duration_s)
@@ -52,13 +62,17 @@ class _Timer:
 class ManualClock:
     """A clock that stands still until `advance` moves it; timers fire in order of their due time, then of age."""
 
-    def __init__(self, start_s: float = 0.0) -> None:
+    def __init__(self, start_s: float = 0.0, *, wall_start_s: float = 1_700_000_000.0) -> None:
         self._now_s = start_s
+        self._wall_ahead_s = wall_start_s - start_s
         self._timers: list[_Timer] = []
         self._timers_made = 0
 
     def now_s(self) -> float:
         return self._now_s
+
+    def wall_s(self) -> float:
+        return self._now_s + self._wall_ahead_s
 
     async def sleep(self, duration_s: float) -> None:
         if duration_s <= 0:

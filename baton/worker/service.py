@@ -16,7 +16,6 @@ from baton.bus import Bus, Delivery, Subscription
 from baton.clock import Clock
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import BatonError, BusUnavailable, EngineFailed, MalformedMessage, Unavailable, WorkerLost
-from baton.hearing import Hearing
 from baton.messages import (
     Accepted,
     Acknowledge,
@@ -36,6 +35,7 @@ from baton.messages import (
     Resend,
     TokenChunk,
 )
+from baton.node.failure_detector import PauseDetector
 from baton.telemetry import Metrics, Tracing
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
 from baton.worker.assembly import Assembly
@@ -89,7 +89,7 @@ class WorkerService:
         self._bus = bus
         self._clock = clock
         self._timers = timers
-        self._hearing = Hearing(interval_s=timers.heartbeat_s)
+        self._pauses = PauseDetector(interval_s=timers.heartbeat_s)
         self._ledger = Ledger(limits)
         self._assembly = Assembly()
         self._rates = Rates()
@@ -275,7 +275,7 @@ class WorkerService:
         now_s = self._clock.now_s()
         self._ledger.settle(self._engine.load().leased)
         self._assembly.purge(now_s)
-        self._ledger.excuse(self._hearing.deaf_s(now_s, connected=self._bus.connected), now_s)
+        self._ledger.excuse(self._pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
         for stopped in self._ledger.sweep(now_s):
             attempt = stopped.attempt
             if stopped.overdue:

@@ -29,6 +29,12 @@ async def test_the_manual_clock_wakes_sleepers_in_order_of_their_due_time() -> N
     assert woken[-1] == ("late", 10.0)
 
 
+async def test_the_time_of_day_moves_with_the_manual_clock() -> None:
+    clock = ManualClock(5.0, wall_start_s=1000.0)
+    await clock.advance(2.5)
+    assert (clock.now_s(), clock.wall_s()) == (7.5, 1002.5)
+
+
 async def test_timers_that_a_woken_task_starts_fire_in_the_same_advance() -> None:
     clock = ManualClock()
     ticks: list[float] = []

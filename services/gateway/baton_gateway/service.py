@@ -13,7 +13,6 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
-from baton.hearing import Hearing
 from baton.messages import (
     Acknowledge,
     AttemptState,
@@ -32,6 +31,7 @@ from baton.messages import (
     Refused,
     Role,
 )
+from baton.node.failure_detector import PauseDetector
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
@@ -245,10 +245,10 @@ class Gateway:
             await self.clock.sleep(BEAT_S)
 
     async def _expire(self) -> None:
-        hearing = Hearing(interval_s=EXPIRY_S)
+        pauses = PauseDetector(interval_s=EXPIRY_S)
         while True:
             now_s = self.clock.now_s()
-            self.workers.excuse(hearing.deaf_s(now_s, connected=self.bus.connected), now_s)
+            self.workers.excuse(pauses.local_pause_s(now_s, connected=self.bus.connected), now_s)
             for gone in self.workers.expire(now_s):
                 self._note_gone(gone)
             await self.clock.sleep(EXPIRY_S)

@@ -15,7 +15,6 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
-from baton.hearing import Hearing
 from baton.messages import (
     Audited,
     Goodbye,
@@ -30,6 +29,7 @@ from baton.messages import (
     ShadowQuery,
     WorkerAddress,
 )
+from baton.node.failure_detector import PauseDetector
 from baton.stop import Stop
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_kvindex.cold import ColdIndex
@@ -287,10 +287,10 @@ class IndexService:
                 self._behind = None
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
-        hearing = Hearing(interval_s=TICK_S)
+        pauses = PauseDetector(interval_s=TICK_S)
         while True:
             now_s = self._clock.now_s()
-            self.follower.excuse(hearing.deaf_s(now_s, connected=self._bus.connected), now_s)
+            self.follower.excuse(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
             self.follower.on_tick(now_s)
             for address in self.follower.due_resyncs(now_s):
                 tasks.create_task(self._resync(address))

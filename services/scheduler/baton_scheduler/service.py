@@ -27,7 +27,6 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.hearing import Hearing
 from baton.messages import (
     AnyMessage,
     Context,
@@ -43,6 +42,7 @@ from baton.messages import (
     Role,
     WorkerAddress,
 )
+from baton.node.failure_detector import PauseDetector
 from baton.stop import Stop
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_scheduler.config import SchedulerSettings
@@ -147,10 +147,10 @@ class SchedulerService:
 
     async def _listen(self) -> None:
         """Notice when nobody could be heard, before every worker is taken for dead."""
-        hearing = Hearing(interval_s=TICK_S)
+        pauses = PauseDetector(interval_s=TICK_S)
         while True:
             now_s = self._clock.now_s()
-            self._loads.excuse(hearing.deaf_s(now_s, connected=self._bus.connected), now_s)
+            self._loads.excuse(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
             await self._clock.sleep(TICK_S)
 
     def _on_answered(self, _task: asyncio.Task[None]) -> None:

@@ -1,0 +1,87 @@
+"""The ports of a service: all that it asks of the world outside its own memory, as one value.
+
+Services and workers never ask the machine for time, random numbers, ids or threads: they ask their ports
+(`make check` holds them to it). So the same code runs on a real machine and on ports that give the same answers
+at every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from baton.bus import Bus
+from baton.clock import Clock, SystemClock
+
+Result = TypeVar("Result")
+Element = TypeVar("Element")
+
+
+class Randomness(Protocol):
+    """What is used of `random.Random`."""
+
+    def random(self) -> float:
+        """Return a number from 0 up to, but not including, 1."""
+        ...
+
+    def uniform(self, a: float, b: float) -> float: ...
+
+    def sample(self, population: Sequence[Element], k: int) -> list[Element]: ...
+
+
+class Threads(Protocol):
+    """Runs what would hold up the event loop."""
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        """Call `function` off the event loop and return what it returns; to give up the wait does not end it."""
+        ...
+
+
+class SystemThreads:
+    async def run(self, function: Callable[[], Result]) -> Result:
+        return await asyncio.to_thread(function)
+
+
+class InlineThreads:
+    """Runs everything on the event loop, after a pass of it, so that the order is the same at every run."""
+
+    async def run(self, function: Callable[[], Result]) -> Result:
+        await asyncio.sleep(0)
+        return function()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    bus: Bus
+    clock: Clock
+    random: Randomness
+    new_id: Callable[[], str]
+    """Returns 32 hexadecimal digits, others at each call."""
+    threads: Threads
+
+
+def system_ports(bus: Bus, *, seed: int | None = None) -> Ports:
+    """Return the ports of this machine. `seed` repeats the random numbers, never the ids."""
+    return Ports(
+        bus=bus,
+        clock=SystemClock(),
+        random=random.SystemRandom() if seed is None else random.Random(seed),
+        new_id=lambda: uuid.uuid4().hex,
+        threads=SystemThreads(),
+    )
+
+
+def deterministic_ports(bus: Bus, clock: Clock, *, seed: int) -> Ports:
+    """Return ports whose answers follow from what is given here: a `ManualClock`, a `MemoryBus` on it, and `seed`."""
+    ids = random.Random(f"ids {seed}")
+    return Ports(
+        bus=bus,
+        clock=clock,
+        random=random.Random(seed),
+        new_id=lambda: f"{ids.getrandbits(128):032x}",
+        threads=InlineThreads(),
+    )
