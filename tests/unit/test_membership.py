@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.messages import Goodbye, WorkerAddress
 from baton.node.membership import Event, Joined, Leaving, Left, Lost, Membership, Restarted, Workers
-from tests.heartbeats import heartbeat
+from tests.harness.heartbeats import heartbeat
 
 LOST_AFTER_S = 1.5
 FORGET_AFTER_S = 60.0
