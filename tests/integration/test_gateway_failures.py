@@ -227,13 +227,46 @@ async def test_a_worker_that_is_not_there(stage: Stage, client: httpx.AsyncClien
     assert stage.workers["d1"].got(Cancel), "it may have the task after all"
 
 
-async def test_the_scheduler_answers_late_or_not_at_all(stage: Stage, client: httpx.AsyncClient) -> None:
-    stage.scheduler.answers = [None, None]
+async def test_schedulers_that_answer_late_cost_no_request(stage: Stage, client: httpx.AsyncClient) -> None:
+    stage.scheduler.answers = [None] * 5
     assert (await client.post(CHAT, json=body())).status_code == 200
-    assert len(stage.scheduler.places) == 3
-    stage.scheduler.answers = [None] * 4
+    assert len(stage.scheduler.places) == 6
+    stage.scheduler.answers = [None] * 100
     response = await client.post(CHAT, json=body())
     assert (response.status_code, response.json()["error"]["code"]) == (503, "unavailable")
+
+
+async def test_new_requests_wait_for_a_worker_that_is_restarted(stage: Stage, client: httpx.AsyncClient) -> None:
+    worker = stage.workers["d1"]
+    worker.die()
+    await stage.wait_for(lambda: not stage.gateway.workers.is_alive("d1"))
+    answer = asyncio.create_task(stream(client))
+    await stage.wait_for(lambda: len(stage.scheduler.places) > 4)
+    worker.restart()
+    assert text_of(await answer) == TEXT
+    await check_clean(stage)
+
+
+async def test_an_answer_that_has_begun_waits_for_a_worker_that_is_restarted(
+    stage: Stage, client: httpx.AsyncClient
+) -> None:
+    worker = stage.workers["d1"]
+    worker.script.die_at = 20
+    answer = asyncio.create_task(stream(client))
+    await stage.wait_for(lambda: len(stage.scheduler.places) > 4)
+    worker.restart()
+    assert text_of(await answer) == TEXT
+    await check_clean(stage)
+
+
+async def test_a_client_that_leaves_ends_the_wait_for_a_worker(stage: Stage) -> None:
+    stage.workers["d1"].die()
+    async with httpx.AsyncClient(base_url=stage.base_url) as client:
+        request = asyncio.create_task(client.post(CHAT, json=body()))
+        await stage.wait_for(lambda: len(stage.scheduler.places) > 4)
+        request.cancel()
+        await asyncio.wait([request])
+    await check_clean(stage)
 
 
 async def test_every_message_carries_the_trace_and_the_budget() -> None:

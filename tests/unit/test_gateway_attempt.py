@@ -17,12 +17,12 @@ from baton.errors import (
     InvalidRequest,
     LayoutMismatch,
     ModelMismatch,
+    ModelNotFound,
     NotResumable,
     NoWorkers,
     Overloaded,
     PeerUnreachable,
     TransferFailed,
-    Unavailable,
     WorkerLost,
 )
 from baton.messages import (
@@ -55,33 +55,66 @@ def test_an_undisturbed_attempt() -> None:
     assert bench.step(ev.Tick()) == []
 
 
-def test_place_is_resent_three_times_then_fails() -> None:
+def test_a_place_without_an_answer_is_asked_for_again() -> None:
     bench = AttemptHarness()
     assert [len(bench.wait(0.25)) for _ in range(3)] == [1, 1, 1]
-    assert all(isinstance(action, ev.SendPlace) for action in bench.all)
-    assert not bench.machine.ended
-    bench.wait(0.25)
-    assert isinstance(bench.error, Unavailable)
-    assert len(bench.did_ever(ev.SendPlace)) == 4
+    assert bench.all == [ev.SendPlace(0, (), ())] * 4
 
 
-def test_a_scheduler_that_knows_no_worker_yet_is_asked_again() -> None:
+AWAY = [None, BusUnavailable("gone"), NoWorkers("all dead"), ModelNotFound("a scheduler that has just started")]
+
+
+def search(bench: AttemptHarness, refusal: BatonError | None) -> float:
+    """Refuse every place, or stay silent, until the machine ends; return how long it took."""
+    started_s = bench.now_s
+    while not bench.machine.ended:
+        for action in bench.did(ev.SendPlace):
+            if refusal is not None:
+                bench.step(ev.PlaceRefused(action.attempt, refusal))
+        bench.wait(0.05)
+    return bench.now_s - started_s
+
+
+@pytest.mark.parametrize("refusal", AWAY)
+def test_placing_waits_for_bus_schedulers_and_workers_up_to_the_admission_wait(refusal: BatonError | None) -> None:
     bench = AttemptHarness()
-    bench.step(ev.PlaceRefused(0, NoWorkers("none")))
-    assert bench.fresh == []
-    assert bench.wait(0.25) == [ev.SendPlace(0, (), ())]
-    bench.wait(1.0)
-    assert isinstance(bench.error, NoWorkers)
+    assert 10.0 <= search(bench, refusal) <= 11.1
+    assert bench.error.http_status == 503
+    assert 12 <= len(bench.did_ever(ev.SendPlace)) <= 16, "less often after the first tries"
 
 
-def test_a_bus_that_is_away_for_a_moment_costs_no_request() -> None:
+@pytest.mark.parametrize("refusal", AWAY)
+def test_an_answer_that_has_begun_waits_for_as_long_as_for_progress(refusal: BatonError | None) -> None:
     bench = AttemptHarness()
-    for _ in range(40):
-        bench.step(ev.PlaceRefused(0, BusUnavailable("gone")))
-        assert not bench.machine.ended
-        bench.wait(0.25)
-    assert len(bench.did_ever(ev.SendPlace)) == 40
-    assert isinstance(bench.error, BusUnavailable)
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert 30.0 <= search(bench, refusal) <= 31.1
+    assert bench.error.http_status == 503
+
+
+@pytest.mark.parametrize("refusal", AWAY)
+def test_a_worker_that_comes_back_ends_the_wait(refusal: BatonError | None) -> None:
+    bench = AttemptHarness()
+    for _ in range(8):
+        if refusal is not None:
+            bench.step(ev.PlaceRefused(0, refusal))
+        assert bench.wait(1.0)
+    bench.run_on("d1")
+    bench.frame(0, [10] * 8, FinishReason.LENGTH)
+    assert bench.machine.phase is Phase.DONE
+
+
+def test_the_waits_before_a_worker_share_one_bound() -> None:
+    bench = AttemptHarness()
+    bench.step(ev.PlaceRefused(0, NoWorkers("all dead")))
+    bench.wait(6.0)
+    bench.step(ev.PlaceRefused(0, Overloaded("full")))
+    assert bench.machine.phase is Phase.QUEUED
+    bench.wait(3.0)
+    bench.step(ev.TurnCame())
+    search(bench, NoWorkers("all dead"))
+    assert 10.0 <= bench.now_s <= 11.1
 
 
 def test_a_late_placement_counts() -> None:
@@ -191,7 +224,9 @@ def test_an_answer_that_waited_once_may_wait_again_when_its_worker_dies() -> Non
     bench.step(ev.WorkerGone("d1", 1, "died"))
     bench.step(ev.PlaceRefused(1, Overloaded("full")))
     assert bench.machine.phase is Phase.QUEUED
-    bench.wait(10.0)
+    bench.wait(29.9)
+    assert not bench.machine.ended, "a client that has part of an answer waits for longer than a new one"
+    bench.wait(0.1)
     assert isinstance(bench.error, Overloaded)
 
 

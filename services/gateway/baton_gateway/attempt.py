@@ -23,13 +23,13 @@ from typing import assert_never
 
 from baton.errors import (
     BatonError,
-    BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
     LayoutMismatch,
     MalformedMessage,
     ModelMismatch,
+    ModelNotFound,
     NoWorkers,
     Overloaded,
     PeerUnreachable,
@@ -46,6 +46,8 @@ ACCEPT_GROWTH = 3
 """A worker that is alive but slow, as on a busy machine, is reached by the last of four attempts in 2.7 s."""
 BUSY_ROUNDS_MAX = 3
 """Placements in a row that met a busy worker, before the request waits in the queue."""
+RESEND_DOUBLINGS_MAX = 2
+"""Of the time between two questions to schedulers while none of them can place the request."""
 MOVE_S = 1.0
 """An answer must end this long before its worker leaves, or it is moved."""
 TOKENS_PER_S_MIN = 0.1
@@ -91,8 +93,8 @@ class AttemptMachine:
         self._phase_until_s = inf
         self._resend_at_s = inf
         self._move_again_at_s = -inf
-        self._queue_until_s = inf
-        self._placing_since_s = inf
+        self._worker_by_s = inf
+        """When the present search for workers is given up, waits for the bus, schedulers and free workers included."""
         self._attempt_start = 0
         self._awaited: set[str] = set()
         self._absences = 0
@@ -191,24 +193,26 @@ class AttemptMachine:
         """Begin to look for a placement: the first of several tries."""
         self.phase = Phase.PLACING
         self.placement = None
-        self._placing_since_s = now_s
+        self._limit_search(now_s)
         self._places_sent = 0
         self._refusal = None
         self._resend_at_s = inf
         self._send_place(now_s)
 
+    def _limit_search(self, now_s: float) -> None:
+        """Let the search for workers end in time. An answer that has begun is worth a longer one than a new request."""
+        patience_s = self._timers.progress_s if self.delivered else self._timers.admission_wait_s
+        self._worker_by_s = min(self._worker_by_s, now_s + patience_s)
+
     def _send_place(self, now_s: float) -> None:
         self._places_sent += 1
-        self._phase_until_s = now_s + self._timers.place_resend_s
+        # The first tries find another scheduler; those after them wait for one, or for workers, with many others.
+        doublings = max(0, self._places_sent - self._timers.place_resends_max)
+        self._phase_until_s = now_s + self._timers.place_resend_s * 2 ** min(doublings, RESEND_DOUBLINGS_MAX)
         self._actions.append(self._place_request(self.attempt))
 
     def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
         return ev.SendPlace(attempt, (*{**self._failed, **self._busy}, *leaving), tuple(self._cut_pairs))
-
-    def _awaits_bus(self, now_s: float) -> bool:
-        """Whether the bus is away, and that not for long: a restart of it should cost no request."""
-        is_away = isinstance(self._refusal, BusUnavailable)
-        return is_away and now_s - self._placing_since_s < self._timers.admission_wait_s
 
     def _place_after(self, now_s: float, pause_s: float) -> None:
         """Place anew, but not at once: the workers left to try are those that have just failed."""
@@ -229,28 +233,29 @@ class AttemptMachine:
             self._failed.clear()
             self._cut_pairs.clear()
             self._place_after(now_s, self._timers.retry_pause_s * 2 ** min(self._failures, 6))
-        elif isinstance(error, Unavailable):
-            # A scheduler that has just started knows no worker yet; the resends give it time to learn.
-            self._refusal = error
+        elif isinstance(error, Unavailable | ModelNotFound):
+            # The gateway knows the model, so its workers, the bus or the scheduler were just restarted: they are
+            # waited for, as a restart should cost no request.
+            self._refusal = NoWorkers(error.detail, retry_after_s=1.0) if isinstance(error, ModelNotFound) else error
         else:
             self._fail(error)
 
     def _join_queue(self, now_s: float, error: BatonError) -> None:
-        self._queue_until_s = min(self._queue_until_s, now_s + self._timers.admission_wait_s)
+        self._limit_search(now_s)
         self._refusal = error
         self._busy.clear()
         self._busy_rounds = 0
-        if now_s >= self._queue_until_s:
+        if now_s >= self._worker_by_s:
             self._fail_overloaded()
             return
         self.phase = Phase.QUEUED
-        self._phase_until_s = self._queue_until_s
+        self._phase_until_s = self._worker_by_s
         self._actions.append(ev.JoinQueue())
 
     def _fail_overloaded(self) -> None:
         refusal = self._refusal
         retry_after_s = refusal.retry_after_s if refusal and refusal.retry_after_s else 1.0
-        detail = f"no worker became free within {self._timers.admission_wait_s:g} s"
+        detail = "no worker became free in time"
         self._fail(Overloaded(f"{detail}: {refusal}" if refusal else detail, retry_after_s=retry_after_s))
 
     # ------------------------------------------------------------ dispatched
@@ -291,8 +296,8 @@ class AttemptMachine:
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._timers.first_token_s
         self._busy_rounds = 0
-        # Should this attempt fail, the wait for a worker begins anew.
-        self._queue_until_s = inf
+        # Should this attempt fail, the search for workers begins anew.
+        self._worker_by_s = inf
         self._actions.append(ev.LeaveQueue())
 
     # ------------------------------------------------------------ waiting, streaming
@@ -431,7 +436,7 @@ class AttemptMachine:
         if self.phase is Phase.QUEUED:
             self._fail_overloaded()
         elif self.phase is Phase.PLACING:
-            if self._places_sent > self._timers.place_resends_max and not self._awaits_bus(now_s):
+            if self._places_sent > self._timers.place_resends_max and now_s >= self._worker_by_s:
                 self._fail(self._refusal or Unavailable("no scheduler answered", retry_after_s=1.0))
             else:
                 self._send_place(now_s)

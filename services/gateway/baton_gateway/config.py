@@ -35,7 +35,13 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
         Seconds, Meta(description="Time for the workers to accept a first attempt; retries get more.")
     ] = 0.1
     first_token_s: Annotated[Seconds, Meta(description="Time for the first token of an accepted attempt.")] = 120.0
-    progress_s: Annotated[Seconds, Meta(description="Time without a token after which an attempt is stuck.")] = 30.0
+    progress_s: Annotated[
+        Seconds,
+        Meta(
+            description="Time without a token after which an attempt is stuck; so long, too, an answer that has begun "
+            "waits for another worker."
+        ),
+    ] = 30.0
     resend_s: Annotated[Seconds, Meta(description="Time for missing frames to come before asking again.")] = 0.25
     learn_s: Annotated[
         float, Meta(ge=0, description="How long to hear which workers there are before the first request is answered.")
@@ -45,7 +51,9 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     admission_wait_s: Annotated[
         float,
         Meta(
-            ge=0, description="How long a request waits for a free worker (then 429), or for the bus to return (503)."
+            ge=0,
+            description="How long a new request waits for a free worker (then 429), or for the bus, a scheduler or any "
+            "worker of its model to return (503).",
         ),
     ] = 10.0
     admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 1024

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Final
 
-from baton.errors import ModelNotFound, NoWorkers
+from baton.errors import ModelNotFound
 from baton.messages import Heartbeat, Role
+
+KNOWN_FOR_S: Final = 60.0
+"""How long a worker that is gone, and the model that it served, stay known: it may be restarted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,37 +38,34 @@ class Model:
 class _Row:
     heartbeat: Heartbeat
     seen_at_s: float
+    alive: bool = True
 
 
 class WorkerTable:
-    """Pure: time is passed in. A worker that left by death or goodbye is forgotten, its model name is not."""
+    """Pure: time is passed in. A worker that left by death or goodbye is remembered for a minute."""
 
     def __init__(self, dead_after_s: float) -> None:
         self._dead_after_s = dead_after_s
         self._rows: dict[str, _Row] = {}
-        self._generations: dict[str, int] = {}
-        self._names: set[str] = set()
 
     def observe(self, heartbeat: Heartbeat, now_s: float) -> Gone | None:
         """Note a heartbeat; return the life that it replaces."""
         worker, generation = heartbeat.address.worker, heartbeat.address.generation
-        known = self._generations.get(worker, -1)
-        if generation < known:
+        known = self._rows.get(worker)
+        known_generation = -1 if known is None else known.heartbeat.address.generation
+        if generation < known_generation:
             return None  # The last words of an earlier life, late.
-        replaced = self._rows.get(worker)
-        self._generations[worker] = generation
-        self._names.add(heartbeat.model)
         self._rows[worker] = _Row(heartbeat, now_s)
-        if replaced is None or known == generation:
+        if known is None or not known.alive or known_generation == generation:
             return None
-        return Gone(worker, known, "was restarted")
+        return Gone(worker, known_generation, "was restarted")
 
     def leave(self, worker: str, generation: int) -> Gone | None:
         """Note a goodbye."""
         row = self._rows.get(worker)
-        if row is None or row.heartbeat.address.generation != generation:
+        if row is None or not row.alive or row.heartbeat.address.generation != generation:
             return None
-        del self._rows[worker]
+        row.alive = False
         return Gone(worker, generation, "left")
 
     def excuse(self, deaf_s: float, now_s: float) -> None:
@@ -73,23 +74,25 @@ class WorkerTable:
             row.seen_at_s = min(now_s, row.seen_at_s + deaf_s)
 
     def expire(self, now_s: float) -> list[Gone]:
-        """Forget and return the workers that were silent for too long."""
-        dead = [worker for worker, row in self._rows.items() if now_s - row.seen_at_s > self._dead_after_s]
-        return [
-            Gone(
-                worker,
-                self._rows.pop(worker).heartbeat.address.generation,
-                f"sent no heartbeat for {self._dead_after_s:g} s",
-            )
-            for worker in dead
-        ]
+        """Return the workers that were silent for too long, and forget those long gone."""
+        gone: list[Gone] = []
+        for worker, row in list(self._rows.items()):
+            silent_s = now_s - row.seen_at_s
+            if silent_s > KNOWN_FOR_S:
+                del self._rows[worker]
+            if row.alive and silent_s > self._dead_after_s:
+                row.alive = False
+                detail = f"sent no heartbeat for {self._dead_after_s:g} s"
+                gone.append(Gone(worker, row.heartbeat.address.generation, detail))
+        return gone
 
     def is_alive(self, worker: str) -> bool:
-        return worker in self._rows
+        row = self._rows.get(worker)
+        return row is not None and row.alive
 
     def counts(self) -> Counter[tuple[str, str]]:
         """Return how many workers are alive, by role and model."""
-        return Counter((row.heartbeat.role, row.heartbeat.model) for row in self._rows.values())
+        return Counter((row.heartbeat.role, row.heartbeat.model) for row in self._rows.values() if row.alive)
 
     def models(self) -> list[Model]:
         """Return the models that a live decode worker serves, by name."""
@@ -97,11 +100,13 @@ class WorkerTable:
         return [self.model(name) for name in names]
 
     def model(self, name: str) -> Model:
-        """Return the model of this name. Raises ModelNotFound, or NoWorkers where its workers are gone."""
+        """Return the model of this name. Raises ModelNotFound where no worker had it within the last minute.
+
+        Where all its workers are gone or leave, it is as they had it: a request for it waits until one is back.
+        """
         serving = [row.heartbeat for row in self._serving() if row.heartbeat.model == name]
+        serving = serving or [row.heartbeat for row in self._rows.values() if row.heartbeat.model == name]
         if not serving:
-            if name in self._names:
-                raise NoWorkers(f"no worker serves the model `{name}` at the moment", param="model", retry_after_s=1.0)
             raise ModelNotFound(f"the model `{name}` does not exist", param="model")
         # Workers of one name should agree; while a model is being replaced, the newest life decides.
         newest = max(serving, key=lambda heartbeat: (heartbeat.address.generation, heartbeat.address.worker))
@@ -115,7 +120,11 @@ class WorkerTable:
         )
 
     def _serving(self) -> Iterable[_Row]:
-        return (row for row in self._rows.values() if row.heartbeat.role is Role.DECODE and not row.heartbeat.draining)
+        return (
+            row
+            for row in self._rows.values()
+            if row.alive and row.heartbeat.role is Role.DECODE and not row.heartbeat.draining
+        )
 
 
 def has_room(heartbeat: Heartbeat) -> bool:
