@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from baton_gateway.config import Settings
 
+from baton import subjects
 from baton.errors import EngineFailed, TransferFailed
 from baton.messages import Cancel, DecodeTask, Frame, Place, PrefillTask, Resend, Role, unpack_tokens
 from tests.harness.gateway.actors import MODEL, Attempt, Worker
@@ -256,6 +257,19 @@ async def test_an_answer_that_has_begun_waits_for_a_worker_that_is_restarted(
     await stage.wait_for(lambda: len(stage.scheduler.places) > 4)
     worker.restart()
     assert text_of(await answer) == TEXT
+    await check_clean(stage)
+
+
+async def test_a_worker_that_does_not_listen_yet_is_tried_until_it_does(
+    stage: Stage, client: httpx.AsyncClient
+) -> None:
+    stage.workers["d1"].die()
+    late = stage.workers["d2"] = Worker(stage, "d2")
+    answer = asyncio.create_task(stream(client))
+    await stage.wait_for(lambda: len(stage.scheduler.places) > 9)
+    await stage.bus.subscribe(subjects.task("d2"), late.handle)
+    assert text_of(await answer) == TEXT
+    assert len(late.got(DecodeTask)) == 1
     await check_clean(stage)
 
 

@@ -18,6 +18,7 @@ from baton.errors import (
     LayoutMismatch,
     ModelMismatch,
     ModelNotFound,
+    NoResponders,
     NotResumable,
     NoWorkers,
     Overloaded,
@@ -144,11 +145,53 @@ def test_silence_after_dispatch_cancels_both_and_excludes(silent: tuple[str, ...
     assert bench.step(ev.TaskAccepted(0, "d1")) == [], "an answer to the old attempt"
 
 
-def test_no_responders_is_noticed_at_once() -> None:
+UNREACHED = [NoResponders("worker d1 does not listen"), BusUnavailable("gone")]
+
+
+@pytest.mark.parametrize("error", UNREACHED)
+def test_a_worker_that_the_bus_does_not_reach_is_excluded_for_that_try_only(error: BatonError) -> None:
     bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1")))
-    bench.step(ev.TaskFailed(0, "d1", WorkerLost("not there")))
-    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
+    bench.step(ev.TaskFailed(0, "d1", error))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())], "at once"
+    bench.run_on("d2")
+    bench.frame(0, [10])
+    bench.step(ev.WorkerGone("d2", 1, "died"))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(2, ("d2",), ())], "d1 was merely restarting"
+
+
+@pytest.mark.parametrize("error", UNREACHED)
+def test_the_only_worker_is_tried_until_the_bus_reaches_it(error: BatonError) -> None:
+    bench = AttemptHarness()
+    while bench.now_s < 9.0:
+        attempt = bench.machine.attempt
+        bench.step(ev.Placed(attempt, placement("d1")))
+        bench.step(ev.TaskFailed(attempt, "d1", error))
+        bench.step(ev.PlaceRefused(attempt + 1, NoWorkers("all excluded")))
+        assert bench.fresh == [], "not at once"
+        assert bench.wait(0.8)[0] == ev.SendPlace(attempt + 1, (), ())
+    assert bench.machine.attempt < 15, "with growing pauses"
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    for _ in range(3):
+        assert not bench.machine.ended, "none of them was a failure"
+        bench.step(ev.WorkerGone("d1", 1, "died"))
+        bench.run_on("d1")
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert isinstance(bench.error, WorkerLost)
+
+
+def test_a_worker_that_stays_unreached_ends_the_request_in_time() -> None:
+    bench = AttemptHarness()
+    while not bench.machine.ended:
+        attempt = bench.machine.attempt
+        bench.step(ev.Placed(attempt, placement("d1")))
+        bench.step(ev.TaskFailed(attempt, "d1", NoResponders("worker d1 does not listen")))
+        if not bench.machine.ended:
+            bench.step(ev.PlaceRefused(attempt + 1, NoWorkers("all excluded")))
+            bench.wait(0.2)
+    assert 10.0 <= bench.now_s <= 14.0
+    assert isinstance(bench.error, NoResponders)
 
 
 def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:

@@ -23,6 +23,7 @@ from typing import assert_never
 
 from baton.errors import (
     BatonError,
+    BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
@@ -30,6 +31,7 @@ from baton.errors import (
     MalformedMessage,
     ModelMismatch,
     ModelNotFound,
+    NoResponders,
     NoWorkers,
     Overloaded,
     PeerUnreachable,
@@ -46,6 +48,8 @@ ACCEPT_GROWTH = 3
 """A worker that is alive but slow, as on a busy machine, is reached by the last of four attempts in 2.7 s."""
 BUSY_ROUNDS_MAX = 3
 """Placements in a row that met a busy worker, before the request waits in the queue."""
+PAUSE_DOUBLINGS_MAX = 3
+"""Of the pause before workers that failed are tried again."""
 RESEND_DOUBLINGS_MAX = 2
 """Of the time between two questions to schedulers while none of them can place the request."""
 MOVE_S = 1.0
@@ -104,6 +108,9 @@ class AttemptMachine:
         self._busy_rounds = 0
         self._busy: dict[str, None] = {}
         self._failed: dict[str, None] = {}
+        self._unreached: dict[str, None] = {}
+        """Workers that the bus found nobody listening for, in the present search."""
+        self._pauses = 0
         self._cut_pairs: dict[tuple[str, str], None] = {}
         self._cached_tokens = 0
         self._actions: list[ev.Action] = []
@@ -212,14 +219,23 @@ class AttemptMachine:
         self._actions.append(self._place_request(self.attempt))
 
     def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
-        return ev.SendPlace(attempt, (*{**self._failed, **self._busy}, *leaving), tuple(self._cut_pairs))
+        return ev.SendPlace(
+            attempt, (*{**self._failed, **self._busy, **self._unreached}, *leaving), tuple(self._cut_pairs)
+        )
 
-    def _place_after(self, now_s: float, pause_s: float) -> None:
-        """Place anew, but not at once: the workers left to try are those that have just failed."""
-        self.phase = Phase.PLACING
+    def _place_after_pause(self, now_s: float) -> None:
+        """Place anew, but not at once: the workers left to try are those that have just failed.
+
+        An exclusion is a preference: rather a worker that failed once than no answer at all.
+        """
+        self._failed.clear()
+        self._unreached.clear()
+        self._cut_pairs.clear()
         self._places_sent = 0
         self._refusal = None
-        self._phase_until_s = now_s + pause_s
+        doublings = min(self._failures + self._pauses, PAUSE_DOUBLINGS_MAX)
+        self._phase_until_s = now_s + self._timers.retry_pause_s * 2**doublings
+        self._pauses += 1
 
     def _on_place_answer(self, now_s: float, event: ev.Placed | ev.PlaceRefused) -> None:
         if isinstance(event, ev.Placed):
@@ -228,11 +244,8 @@ class AttemptMachine:
         error = event.error
         if isinstance(error, Overloaded) or (isinstance(error, NoWorkers) and self._busy):
             self._join_queue(now_s, error)
-        elif isinstance(error, NoWorkers) and (self._failed or self._cut_pairs):
-            # An exclusion is a preference: rather a worker that failed once than no answer at all.
-            self._failed.clear()
-            self._cut_pairs.clear()
-            self._place_after(now_s, self._timers.retry_pause_s * 2 ** min(self._failures, 6))
+        elif isinstance(error, NoWorkers) and (self._failed or self._unreached or self._cut_pairs):
+            self._place_after_pause(now_s)
         elif isinstance(error, Unavailable | ModelNotFound):
             # The gateway knows the model, so its workers, the bus or the scheduler were just restarted: they are
             # waited for, as a restart should cost no request.
@@ -244,6 +257,7 @@ class AttemptMachine:
         self._limit_search(now_s)
         self._refusal = error
         self._busy.clear()
+        self._unreached.clear()
         self._busy_rounds = 0
         if now_s >= self._worker_by_s:
             self._fail_overloaded()
@@ -279,16 +293,19 @@ class AttemptMachine:
                 if not self._awaited:
                     self._wait_for_tokens(now_s)
             case ev.TaskBusy(_, worker, detail):
-                self._cancel_both("busy")
-                self.setback = busy = Overloaded(f"worker {worker} is busy: {detail}")
-                self.attempt += 1
-                self._awaited.clear()
+                busy = Overloaded(f"worker {worker} is busy: {detail}")
+                self._give_up_attempt(busy)
                 self._busy[worker] = None
                 self._busy_rounds += 1
                 if self._busy_rounds >= BUSY_ROUNDS_MAX:
                     self._join_queue(now_s, busy)
                 else:
                     self._place(now_s)
+            case ev.TaskFailed(_, worker, (NoResponders() | BusUnavailable()) as error) if now_s < self._worker_by_s:
+                # It has nothing against the worker, which may be restarting.
+                self._give_up_attempt(error)
+                self._unreached[worker] = None
+                self._place(now_s)
             case ev.TaskFailed(_, worker, error):
                 self._retry(now_s, error, worker)
 
@@ -298,6 +315,8 @@ class AttemptMachine:
         self._busy_rounds = 0
         # Should this attempt fail, the search for workers begins anew.
         self._worker_by_s = inf
+        self._unreached.clear()
+        self._pauses = 0
         self._actions.append(ev.LeaveQueue())
 
     # ------------------------------------------------------------ waiting, streaming
@@ -397,9 +416,7 @@ class AttemptMachine:
         """Go on from what was delivered by now, at the place that was asked for."""
         if not self._may_move():
             return
-        self.setback = Moved("its worker is leaving")
-        self._cancel_both(self.setback.code)
-        self.attempt += 1
+        self._give_up_attempt(Moved("its worker is leaving"))
         self._resend_at_s = inf
         self._dispatch(now_s, placement)
 
@@ -459,27 +476,32 @@ class AttemptMachine:
 
     def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
         """Give this attempt up and begin the next one, where that is allowed and exact."""
-        self._cancel_both(error.code)
         self._failures += 1
-        if isinstance(error, InvalidRequest | DeadlineExceeded):
-            self._fail(error)
-            return
         rest = rest_of(self._sampling, self.delivered, self._eos_tokens, error)
-        if isinstance(rest, FinishReason):
-            self._complete(rest)
-            return
-        if rest is not None:
-            self._fail(rest)
-            return
-        if self._failures >= self._timers.attempts_max:
+        if isinstance(error, InvalidRequest | DeadlineExceeded):
+            end: FinishReason | BatonError | None = error
+        elif rest is None and self._failures >= self._timers.attempts_max:
             detail = f"{self._failures} attempts failed, the last one because {error}"
-            self._fail(type(error)(detail) if isinstance(error, WorkerLost | EngineFailed) else error)
+            end = type(error)(detail) if isinstance(error, WorkerLost | EngineFailed | NoResponders) else error
+        else:
+            end = rest
+        if end is None:
+            self._give_up_attempt(error)
+            self._failed.update(dict.fromkeys(worker for worker in failed if worker))
+            self._place(now_s)
             return
-        self._failed.update(dict.fromkeys(worker for worker in failed if worker))
-        self.setback = error
+        self._cancel_both(error.code)
+        if isinstance(end, FinishReason):
+            self._complete(end)
+        else:
+            self._fail(end)
+
+    def _give_up_attempt(self, setback: BatonError) -> None:
+        """End the present attempt; what comes is for the next one."""
+        self._cancel_both(setback.code)
+        self.setback = setback
         self.attempt += 1
         self._awaited.clear()
-        self._place(now_s)
 
     def _cancel_both(self, reason: str) -> None:
         if self.phase in ON_WORKERS and self.placement is not None:

@@ -53,7 +53,7 @@ class TaskBusy:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """Nobody listens at the worker's subject, or it refused with `error`."""
+    """The task did not get to the worker (NoResponders, BusUnavailable), or it refused with `error`."""
 
     attempt: int
     worker: str

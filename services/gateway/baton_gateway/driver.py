@@ -22,7 +22,6 @@ from baton.errors import (
     DeadlineExceeded,
     NoResponders,
     PayloadTooLarge,
-    WorkerLost,
 )
 from baton.messages import (
     TOKEN_BYTES,
@@ -395,7 +394,7 @@ class AnswerDriver:
                 return  # The machine's own timer says what silence means.
             except NoResponders as error:
                 span.fail(error)
-                self.post(ev.TaskFailed(attempt, worker, WorkerLost(f"worker {worker} does not listen")))
+                self.post(ev.TaskFailed(attempt, worker, NoResponders(f"worker {worker} does not listen")))
                 return
             except BatonError as error:
                 span.fail(error)
