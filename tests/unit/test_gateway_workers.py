@@ -7,7 +7,7 @@ from random import Random
 
 import msgspec
 import pytest
-from baton_gateway.admission import RETRY_MAX_S, AdmissionQueue, Ticket
+from baton_gateway.admission import RETRY_MAX_S, TRIES_MAX, AdmissionQueue, Ticket
 from baton_gateway.driver import cut
 from baton_gateway.workers import Gone, WorkerTable, has_room
 from hypothesis import given
@@ -101,12 +101,33 @@ class Line:
         return Ticket(model, lambda: self.turns.append(name))
 
 
-async def test_turns_come_in_order_and_only_to_the_head() -> None:
+async def test_new_requests_try_at_once_while_not_too_many_do() -> None:
     line = Line()
-    first, second = line.ticket("first"), line.ticket("second")
+    tickets = [line.ticket(str(number)) for number in range(TRIES_MAX + 1)]
+    assert [line.queue.enter(ticket) for ticket in tickets] == [True] * TRIES_MAX + [False]
     async with asyncio.TaskGroup() as group:
         running = group.create_task(line.queue.run())
-        assert line.queue.join(first)
+        assert line.queue.join(tickets[-1])
+        await line.clock.advance(1.0)
+        assert line.turns == []
+        assert line.queue.waiting() == {"m": 1}
+        line.queue.leave(tickets[5], accepted=True)
+        await line.clock.advance(0.0)
+        assert line.turns == [str(TRIES_MAX)]
+        running.cancel()
+    for ticket in tickets:
+        line.queue.leave(ticket)
+    assert line.queue.waiting() == {}
+
+
+async def test_when_workers_are_full_turns_come_in_order_and_only_to_the_head() -> None:
+    line = Line()
+    first, second, third = line.ticket("first"), line.ticket("second"), line.ticket("third")
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(line.queue.run())
+        assert line.queue.enter(first)
+        assert line.queue.join(first), "its try was in vain"
+        assert not line.queue.enter(second)
         assert line.queue.join(second)
         await line.clock.advance(1.0)
         assert line.turns == ["first"], "one try at a time"
@@ -116,8 +137,37 @@ async def test_turns_come_in_order_and_only_to_the_head() -> None:
         line.queue.leave(first)
         await line.clock.advance(0.0)
         assert line.turns == ["first", "first", "second"]
+        assert not line.queue.enter(third), "one that left says nothing of room"
         line.queue.leave(second)
-        assert not line.queue.is_waiting("m")
+        assert line.queue.waiting() == {}
+        assert line.queue.enter(third)
+        running.cancel()
+
+
+async def test_with_each_that_is_accepted_one_more_tries_until_one_fails() -> None:
+    line = Line(waiting_max=100)
+    tickets = [line.ticket(str(number)) for number in range(20)]
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(line.queue.run())
+        assert line.queue.enter(tickets[0])
+        for ticket in tickets:
+            line.queue.join(ticket)
+        await line.clock.advance(RETRY_MAX_S)
+        assert line.turns == ["0"]
+        tried = 1
+        for expected in (3, 7, 15):
+            for ticket in tickets[:tried]:
+                line.queue.leave(ticket, accepted=True)
+            await line.clock.advance(0.0)
+            assert line.turns == [str(number) for number in range(expected)], "in order"
+            tried = expected
+        line.queue.join(tickets[9])
+        await line.clock.advance(1.0)
+        assert line.turns[15:] == [], "the first of them still tries"
+        for ticket in tickets[7:9]:
+            line.queue.leave(ticket)
+        await line.clock.advance(0.0)
+        assert line.turns[15:] == ["9"], "the one that failed keeps its place"
         running.cancel()
 
 
@@ -140,11 +190,16 @@ async def test_the_queue_is_bounded_per_model() -> None:
     first = line.ticket("first")
     assert line.queue.join(first)
     assert line.queue.join(first), "it waits already"
-    assert not line.queue.join(line.ticket("second"))
+    second = line.ticket("second")
+    assert not line.queue.enter(second)
+    assert not line.queue.join(second)
     assert line.queue.join(line.ticket("other", "another model"))
     none = Line(waiting_max=0)
-    assert not none.queue.join(none.ticket("x"))
-    assert not none.queue.is_waiting("m")
+    ticket = none.ticket("x")
+    assert none.queue.enter(ticket)
+    assert not none.queue.join(ticket)
+    none.queue.leave(ticket)
+    assert none.queue.waiting() == {}
 
 
 @given(st.binary(max_size=400).map(lambda raw: raw[: len(raw) // 4 * 4]), st.integers(-5, 100))

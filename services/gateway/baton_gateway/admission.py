@@ -1,8 +1,9 @@
-"""Requests that wait for a worker: one bounded first-in-first-out queue per model.
+"""Requests that look for a worker: one bounded first-in-first-out queue per model.
 
-Only the head of a queue tries for a placement, again and again: after a short time, jittered so that
-several gateways do not ask in step, or when a heartbeat shows room. Once its workers have accepted,
-it leaves and the next one tries at once.
+The first `tries` of a queue try for a placement at the same time, the others wait. More at once would only wait for
+each other elsewhere, and be asked for again there. Once one finds all workers full, a single one tries again and
+again: after a short time, jittered so that several gateways do not ask in step, or when a heartbeat shows room. Each
+one that workers accept lets one more try than before, so the queue drains as fast as placements succeed.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
+from math import inf
 from random import Random
 from typing import Final
 
@@ -17,18 +20,33 @@ from baton.clock import Clock
 
 RETRY_MIN_S: Final = 0.02
 RETRY_MAX_S: Final = 0.06
+TRIES_MAX: Final = 32
+"""Enough for thousands of placements per second, as one takes a few milliseconds."""
 
 
 class Ticket:
     """A place in the queue. `give_turn` is called when its owner may try."""
 
-    __slots__ = ("due_at_s", "give_turn", "model")
+    __slots__ = ("give_turn", "model", "trying", "waits")
 
     def __init__(self, model: str, give_turn: Callable[[], None]) -> None:
         self.model = model
         self.give_turn = give_turn
-        self.due_at_s: float | None = None
-        """When the owner may try again; None while it tries."""
+        self.trying = False
+        self.waits = False
+        """It could not try at once, or tried in vain."""
+
+
+class _Queue:
+    """The tickets of one model, in order. The first `tries` of them may try, from `due_at_s` on."""
+
+    __slots__ = ("due_at_s", "tickets", "tries", "waiting")
+
+    def __init__(self) -> None:
+        self.tickets: OrderedDict[Ticket, None] = OrderedDict()
+        self.tries = TRIES_MAX
+        self.due_at_s = -inf
+        self.waiting = 0
 
 
 class AdmissionQueue:
@@ -36,47 +54,60 @@ class AdmissionQueue:
         self._waiting_max = waiting_max
         self._clock = clock
         self._random = random
-        self._queues: dict[str, OrderedDict[Ticket, None]] = {}
+        self._queues: dict[str, _Queue] = {}
         self._changed = asyncio.Event()
 
-    def is_waiting(self, model: str) -> bool:
-        return bool(self._queues.get(model))
-
     def waiting(self) -> dict[str, int]:
-        """Return how many wait for each model."""
-        return {model: len(queue) for model, queue in self._queues.items()}
+        """Return how many wait for each model, those that try in their turn included."""
+        return {model: queue.waiting for model, queue in self._queues.items()}
+
+    def enter(self, ticket: Ticket) -> bool:
+        """Return whether this new request may try at once; otherwise it must `join`."""
+        queue = self._queues.setdefault(ticket.model, _Queue())
+        if len(queue.tickets) < queue.tries and queue.due_at_s <= self._clock.now_s():
+            queue.tickets[ticket] = None
+            ticket.trying = True
+        return ticket.trying
 
     def join(self, ticket: Ticket) -> bool:
-        """Stand in the queue, or wait at its head for the next try. Returns False where the queue is full."""
-        queue = self._queues.setdefault(ticket.model, OrderedDict())
-        if ticket not in queue:
-            if len(queue) >= self._waiting_max:
-                if not queue:
-                    del self._queues[ticket.model]
+        """Wait for a turn; after a try in vain, at the same place. Returns False where the queue is full."""
+        queue = self._queues.setdefault(ticket.model, _Queue())
+        if not ticket.waits:
+            if queue.waiting >= self._waiting_max:
                 return False
-            queue[ticket] = None
-        ticket.due_at_s = self._clock.now_s() + self._random.uniform(RETRY_MIN_S, RETRY_MAX_S)
+            ticket.waits = True
+            queue.waiting += 1
+        if ticket.trying or not queue.tickets:
+            ticket.trying = False
+            queue.tries = 1
+            queue.due_at_s = self._clock.now_s() + self._random.uniform(RETRY_MIN_S, RETRY_MAX_S)
+        queue.tickets[ticket] = None
         self._changed.set()
         return True
 
-    def leave(self, ticket: Ticket) -> None:
-        """Give the place up; the next one may try at once. Does nothing for a ticket that is not in the queue."""
+    def leave(self, ticket: Ticket, *, accepted: bool = False) -> None:
+        """Give the place up. Does nothing for a ticket that is not in the queue.
+
+        `accepted`: workers took the request, so there may be room for more.
+        """
         queue = self._queues.get(ticket.model)
-        if queue is None or ticket not in queue:
+        if queue is None or ticket not in queue.tickets:
             return
-        was_head = next(iter(queue)) is ticket
-        del queue[ticket]
-        if not queue:
+        del queue.tickets[ticket]
+        queue.waiting -= ticket.waits
+        ticket.trying = ticket.waits = False
+        if not queue.tickets:
             del self._queues[ticket.model]
-        elif was_head:
-            next(iter(queue)).due_at_s = self._clock.now_s()
-            self._changed.set()
+        if accepted:
+            queue.tries = min(queue.tries + 1, TRIES_MAX)
+            queue.due_at_s = self._clock.now_s()
+        self._changed.set()
 
     def note_room(self, model: str) -> None:
         """A worker of this model has a free place: let the head try now."""
         queue = self._queues.get(model)
-        if queue and (head := next(iter(queue))).due_at_s is not None:
-            head.due_at_s = self._clock.now_s()
+        if queue is not None:
+            queue.due_at_s = self._clock.now_s()
             self._changed.set()
 
     async def run(self) -> None:
@@ -92,16 +123,14 @@ class AdmissionQueue:
                 continue
 
     def _give_turns(self) -> float | None:
-        """Let every head that is due try; return when the next one is due."""
+        """Let all that are due try; return when the next ones are due."""
         now_s = self._clock.now_s()
         next_at_s: float | None = None
-        for queue in self._queues.values():
-            head = next(iter(queue))
-            if head.due_at_s is None:
+        for queue in list(self._queues.values()):
+            if queue.due_at_s > now_s:
+                next_at_s = min(queue.due_at_s, next_at_s or queue.due_at_s)
                 continue
-            if head.due_at_s <= now_s:
-                head.due_at_s = None
-                head.give_turn()
-            elif next_at_s is None or head.due_at_s < next_at_s:
-                next_at_s = head.due_at_s
+            for ticket in [ticket for ticket in islice(queue.tickets, queue.tries) if not ticket.trying]:
+                ticket.trying = True
+                ticket.give_turn()
         return next_at_s

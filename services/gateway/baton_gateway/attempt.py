@@ -106,6 +106,8 @@ class AttemptMachine:
         self._refusal: BatonError | None = None
         self._failures = 0
         self._busy_rounds = 0
+        self._has_turn = True
+        """Whether it is one of those in the queue that try."""
         self._busy: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         self._unreached: dict[str, None] = {}
@@ -142,7 +144,7 @@ class AttemptMachine:
         return worker == self.placement.decode.worker or (prefill is not None and worker == prefill.worker)
 
     def start(self, now_s: float, *, queued: bool) -> list[ev.Action]:
-        """Return the first actions. `queued`: others wait for a placement already, so stand behind them."""
+        """Return the first actions. `queued`: enough others look for a worker already, so stand behind them."""
         if queued:
             self._join_queue(now_s, Overloaded("other requests are waiting for a worker"))
         else:
@@ -175,6 +177,7 @@ class AttemptMachine:
                 self._end(Phase.CANCELLED, ev.Fail(error))
             case ev.TurnCame():
                 if self.phase is Phase.QUEUED:
+                    self._has_turn = True
                     self._place(now_s)
             case ev.QueueFull():
                 self._fail(Overloaded("too many requests are waiting for a worker", retry_after_s=1.0))
@@ -262,6 +265,7 @@ class AttemptMachine:
         if now_s >= self._worker_by_s:
             self._fail_overloaded()
             return
+        self._has_turn = False
         self.phase = Phase.QUEUED
         self._phase_until_s = self._worker_by_s
         self._actions.append(ev.JoinQueue())
@@ -315,9 +319,10 @@ class AttemptMachine:
         self._busy_rounds = 0
         # Should this attempt fail, the search for workers begins anew.
         self._worker_by_s = inf
+        self._has_turn = False
         self._unreached.clear()
         self._pauses = 0
-        self._actions.append(ev.LeaveQueue())
+        self._actions.append(ev.LeaveQueue(accepted=True))
 
     # ------------------------------------------------------------ waiting, streaming
 
@@ -450,6 +455,10 @@ class AttemptMachine:
             self._ask_again(now_s)
         if now_s < self._phase_until_s:
             return
+        if self._has_turn:
+            # What it waits for is away or slow. Others in the queue may want something else.
+            self._has_turn = False
+            self._actions.append(ev.LeaveQueue(accepted=False))
         if self.phase is Phase.QUEUED:
             self._fail_overloaded()
         elif self.phase is Phase.PLACING:

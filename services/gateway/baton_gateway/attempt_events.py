@@ -196,7 +196,9 @@ class JoinQueue:
 
 @dataclass(frozen=True, slots=True)
 class LeaveQueue:
-    """Let the next one try: this request runs."""
+    """Let the next one try: workers have `accepted` this request, or it goes on with its own timers."""
+
+    accepted: bool
 
 
 @dataclass(frozen=True, slots=True)

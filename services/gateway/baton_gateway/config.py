@@ -56,7 +56,7 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
             "worker of its model to return (503).",
         ),
     ] = 10.0
-    admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 1024
+    admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 4096
     requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond it the answer is 429.")] = 4096
 
     goal_ttft_s: Annotated[Seconds, Meta(description="Time to the first token of a good answer, in metrics.")] = 1.0

@@ -172,7 +172,7 @@ class AnswerDriver:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                queued = links.admission.is_waiting(order.model.name)
+                queued = not links.admission.enter(self._ticket)
                 self._perform(self.machine.start(links.clock.now_s(), queued=queued))
                 self._pump()
                 while not self._is_over():
@@ -229,8 +229,8 @@ class AnswerDriver:
                 case ev.JoinQueue():
                     if not self._links.admission.join(self._ticket):
                         self._events.append(ev.QueueFull())
-                case ev.LeaveQueue():
-                    self._links.admission.leave(self._ticket)
+                case ev.LeaveQueue(accepted):
+                    self._links.admission.leave(self._ticket, accepted=accepted)
                 case ev.Complete(reason, cached_tokens):
                     self._complete(reason, cached_tokens)
                 case ev.Fail(error):

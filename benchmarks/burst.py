@@ -1,0 +1,106 @@
+"""How fast does the queue for workers drain? `make bench-burst`.
+
+All of Baton as `baton up` starts it, with eight idle workers of simulated engines. Requests are sent in two ways,
+turn by turn: all at once, so that most stand in the gateway's queue, and a few at a time, so that none does. What is
+compared is the rate at which they are answered. Every answer must be 200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from benchmarks.report import Row, report
+
+WORKERS = 8
+ENGINE_OPTIONS = {"running_max": 64, "speed": 100.0}
+CONCURRENCY = 32
+"""Of the requests that find no queue: far fewer than the workers run."""
+OUTPUT_TOKENS = 4
+START_TIMEOUT_S = 300.0
+
+
+@contextmanager
+def deployment(folder: Path) -> Generator[int]:
+    """Run `baton up` and yield the gateway's port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--disaggregation", "never"]
+    command += ["--prefill", "0", "--decode", str(WORKERS), "--engine-options", json.dumps(ENGINE_OPTIONS)]
+    command += ["--port", str(port), "--folder", str(folder), "--die-with-parent"]
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    try:
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not _is_ready(port):
+            if process.poll() is not None or time.monotonic() > give_up_s:
+                raise SystemExit(f"the deployment did not start:\n{(folder / 'up.log').read_text()}")
+            time.sleep(0.2)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+async def ask(port: int, number: int) -> None:
+    """Send one request on a connection of its own, and check that it is answered."""
+    body = json.dumps({"model": "tiny", "prompt": f"request {number}", "max_tokens": OUTPUT_TOKENS}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(head.encode() + body)
+    answer = await reader.read()
+    writer.close()
+    if not answer.startswith(b"HTTP/1.1 200 "):
+        raise SystemExit(f"a request was not served:\n{answer.decode(errors='replace')}")
+
+
+async def requests_per_s(port: int, requests: int, at_once: int) -> float:
+    numbers = iter(range(requests))
+
+    async def client() -> None:
+        for number in numbers:
+            await ask(port, number)
+
+    began_s = time.monotonic()
+    await asyncio.gather(*(client() for _ in range(at_once)))
+    return requests / (time.monotonic() - began_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind (default 5)")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of each round (default 2000)")
+    arguments = parser.parse_args()
+    rates: dict[int, list[float]] = {arguments.requests: [], CONCURRENCY: []}
+    with tempfile.TemporaryDirectory() as folder, deployment(Path(folder)) as port:
+        asyncio.run(requests_per_s(port, CONCURRENCY * WORKERS, CONCURRENCY))  # Warms everything up.
+        for number in range(arguments.rounds):
+            for at_once in sorted(rates, reverse=bool(number % 2)):
+                rates[at_once].append(asyncio.run(requests_per_s(port, arguments.requests, at_once)))
+    burst, steady = (statistics.median(rates[at_once]) for at_once in (arguments.requests, CONCURRENCY))
+    row = Row.against(f"{arguments.requests} requests at once", "requests/s", burst, steady=steady)
+    report("burst", [row], notes=f"{WORKERS} workers; steady: {CONCURRENCY} at a time; {arguments.rounds} rounds each")
+
+
+if __name__ == "__main__":
+    main()
