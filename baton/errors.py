@@ -22,7 +22,7 @@ BatonError
 │   │   ├── LayoutMismatch      502  one KV layout cannot be converted into the other
 │   │   └── ModelMismatch       502  two engines differ in model, weights, RoPE, or type or scales of their KV
 │   ├── EngineFailed            502  the engine ended the request with an error
-│   └── NotResumable            502  tokens were delivered, and the rest cannot be continued exactly
+│   └── NotResumable            502  the client has part of the answer, and the rest cannot be continued exactly
 ├── MalformedMessage            500  bytes from the bus or a peer that are no message of ours
 └── ConfigurationError          500  a setting is unknown or malformed; stops the start
 

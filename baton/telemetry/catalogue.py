@@ -136,8 +136,9 @@ ANSWERS: Final = _counter(
     "Answers (choices of a request) that ended: a finish reason, or a code of `baton/errors.py`.",
     "end",
     known=(
-        *("stop", "length", "client_gone", "overloaded", "no_workers", "unavailable", "deadline_exceeded"),
-        *("worker_lost", "transfer_failed", "peer_unreachable", "engine_failed", "not_resumable", "internal_error"),
+        *("stop", "length", "client_gone", "overloaded", "no_workers", "no_responders", "bus_unavailable"),
+        *("unavailable", "deadline_exceeded", "worker_lost", "transfer_failed", "peer_unreachable"),
+        *("engine_failed", "not_resumable", "internal_error"),
     ),
 )
 GOOD_ANSWERS: Final = _counter(
@@ -152,8 +153,8 @@ ATTEMPTS: Final = _counter(
     "Attempts sent to workers, by what ended them. Most that are not `done` are retried and no client notices.",
     "end",
     known=(
-        *("done", "busy", "client_gone", "deadline_exceeded", "worker_lost", "transfer_failed", "peer_unreachable"),
-        *("engine_failed", "attempt_failed", "moved", "internal_error"),
+        *("done", "busy", "no_responders", "bus_unavailable", "client_gone", "deadline_exceeded", "worker_lost"),
+        *("transfer_failed", "peer_unreachable", "engine_failed", "attempt_failed", "moved", "internal_error"),
     ),
 )
 ADMISSION_WAITING: Final = _gauge(

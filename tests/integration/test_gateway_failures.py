@@ -179,6 +179,42 @@ async def test_the_last_worker_dies(stage: Stage, client: httpx.AsyncClient) -> 
     assert not stage.gateway.routes
 
 
+NOT_EXACT: list[dict[str, Any]] = [{"presence_penalty": 1.0}, {"temperature": 1.0, "seed": 7}, {"guided_regex": ".*"}]
+
+
+@pytest.mark.parametrize("fields", NOT_EXACT, ids=lambda fields: str(next(iter(fields))))
+async def test_an_answer_that_nobody_has_seen_starts_over(
+    stage: Stage, client: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    await stage.add("d2")
+    await forward(stage, "d2")
+    stage.workers["d1"].script.die_at = 9
+    answer = (await client.post(CHAT, json=body(**fields, logprobs=True, n=2))).json()
+    assert len(stage.workers["d2"].got(DecodeTask)) >= 1
+    for choice in answer["choices"]:
+        assert choice["message"]["content"] == TEXT
+        assert len(choice["logprobs"]["content"]) == len(stage.answer)
+    assert answer["usage"]["completion_tokens"] == 2 * len(stage.answer), "of the final runs only"
+    assert stage.gateway.figures.output_tokens == 2 * len(stage.answer)
+    for task in stage.workers["d2"].got(DecodeTask):
+        assert isinstance(task, DecodeTask)
+        assert task.prompt_tokens == answer["usage"]["prompt_tokens"]
+    await check_clean(stage)
+
+
+async def test_a_stream_starts_over_as_long_as_all_of_it_is_held_back(stage: Stage, client: httpx.AsyncClient) -> None:
+    """What could be the start of a stop string is not sent."""
+    await stage.add("d2")
+    await forward(stage, "d2")
+    stage.workers["d1"].script.die_at = 3
+    events = await stream(client, presence_penalty=1.0, stop=["the quick brown cat"])
+    assert text_of(events) == TEXT
+    assert events[-1]["usage"]["completion_tokens"] == len(stage.answer)
+    (task,) = stage.workers["d2"].got(DecodeTask)
+    assert isinstance(task, DecodeTask)
+    assert task.prompt_tokens == events[-1]["usage"]["prompt_tokens"]
+
+
 async def test_what_cannot_be_continued_exactly_says_so(stage: Stage, client: httpx.AsyncClient) -> None:
     await stage.add("d2")
     await forward(stage, "d2")

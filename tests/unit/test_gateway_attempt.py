@@ -241,7 +241,7 @@ def test_busy_then_nobody_left_waits() -> None:
     bench = AttemptHarness()
     bench.step(ev.Placed(0, placement("d1", "p1")))
     bench.step(ev.TaskBusy(0, "p1", "leases"))
-    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
+    assert bench.did(ev.SendCancel) == [ev.SendCancel("d1", 0, "busy"), ev.SendCancel("p1", 0, "busy")]
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",), ())]
     bench.step(ev.PlaceRefused(1, NoWorkers("none left")))
     assert bench.machine.phase is Phase.QUEUED
@@ -449,10 +449,11 @@ NOT_EXACT = [
 
 
 @pytest.mark.parametrize("sampling", NOT_EXACT)
-def test_what_cannot_be_resumed_exactly_fails_after_the_first_token(sampling: Sampling) -> None:
+def test_what_cannot_be_resumed_exactly_fails_once_something_was_shown(sampling: Sampling) -> None:
     bench = AttemptHarness(sampling)
     bench.run_on("d1")
     bench.frame(0, [10])
+    bench.step(ev.Shown())
     bench.step(ev.WorkerGone("d1", 1, "died"))
     assert isinstance(bench.error, NotResumable)
     assert bench.did(ev.SendCancel)
@@ -464,6 +465,20 @@ def test_an_attempt_that_delivered_nothing_is_rerun_whatever_its_parameters(samp
     bench.run_on("d1")
     bench.step(ev.WorkerGone("d1", 1, "died"))
     assert bench.did(ev.SendPlace)
+
+
+@pytest.mark.parametrize("sampling", NOT_EXACT)
+def test_what_cannot_be_resumed_exactly_starts_over_while_nothing_was_shown(sampling: Sampling) -> None:
+    bench = AttemptHarness(sampling)
+    bench.run_on("d1")
+    bench.frame(0, [10, 11, 12], cached=3)
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    assert bench.fresh == [ev.SendCancel("d1", 0, "worker_lost"), ev.StartOver(), ev.SendPlace(1, ("d1",), ())]
+    assert bench.machine.delivered == []
+    bench.run_on("d2")
+    bench.frame(0, [20, 21], FinishReason.LENGTH)
+    assert bench.did(ev.Deliver) == [ev.Deliver([20, 21], (), False)]
+    assert bench.did(ev.Complete) == [ev.Complete(FinishReason.LENGTH, 0)]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from baton_gateway.metrics import AnswerMetrics, GatewayMetrics, Goals
 from baton_gateway.workers import Model
 
 from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
-from baton.messages import FinishReason
+from baton.messages import FinishReason, Sampling
 from baton.telemetry import Metrics
 from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, placement
 from tests.unit.test_telemetry_metrics import SAMPLED, scrape
@@ -41,8 +41,8 @@ class Stage:
     def now_s(self) -> float:
         return self.bench.now_s
 
-    def begin(self, *, queued: bool = False) -> Watched:
-        self.bench = Watched(queued=queued)
+    def begin(self, *, queued: bool = False, sampling: Sampling = GREEDY) -> Watched:
+        self.bench = Watched(sampling, queued=queued)
         model = Model(name="tiny", path="", digest="", block_tokens=32, context_tokens_max=100)
         order = Order(
             request="r",
@@ -50,7 +50,7 @@ class Stage:
             tokens=b"",
             prompt_tokens=40,
             root=b"",
-            sampling=GREEDY,
+            sampling=sampling,
             eos_tokens=frozenset(),
             cache_salt="",
             disaggregation=None,
@@ -124,6 +124,23 @@ def test_each_attempt_ends_once_by_its_cause(stage: Stage) -> None:
         "busy": 1,
         "done": 1,
     }
+
+
+def test_an_answer_that_starts_over_has_the_times_of_its_final_run(stage: Stage) -> None:
+    bench = stage.begin(sampling=Sampling(max_tokens=8, seed=1))
+    bench.run_on()
+    bench.now_s = 0.1
+    bench.frame(0, [5, 6])
+    bench.step(ev.WorkerGone("d1", 1, "died"))
+    bench.run_on("d2")
+    bench.now_s = 0.8
+    bench.frame(0, [5])
+    bench.now_s = 1.0
+    bench.frame(1, [6, 7], FinishReason.LENGTH)
+    stage.whole(3)
+    assert stage.shown("gen_ai_server_time_to_first_token_seconds_sum", CHAT) == pytest.approx(1.0)
+    assert stage.shown("gen_ai_server_time_per_output_token_seconds_sum", CHAT) == pytest.approx(0.1)
+    assert stage.shown("baton_output_tokens_total") == 3
 
 
 @pytest.mark.parametrize(("error", "code"), [(WorkerLost(""), "worker_lost"), (None, "client_gone")])

@@ -68,13 +68,21 @@ def test_without_a_place_it_stays_and_each_heartbeat_asks_again() -> None:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=1000, seed=1), Sampling(max_tokens=1000, presence_penalty=1)])
-def test_what_cannot_go_on_exactly_stays_but_before_its_first_token_it_moves(sampling: Sampling) -> None:
-    assert streaming(sampling).step(leaving()) == []
-    bench = AttemptHarness(sampling)
-    bench.run_on("d1")
-    assert bench.step(leaving()) == [ev.SendPlace(1, ("d1",), ())]
-    bench.frame(0, [10])
-    assert bench.step(ev.Placed(1, placement("d2"))) == [], "its first token came before the place"
+def test_what_cannot_go_on_exactly_stays_but_before_something_is_shown_it_moves(sampling: Sampling) -> None:
+    shown = streaming(sampling)
+    shown.step(ev.Shown())
+    assert shown.step(leaving()) == []
+    late = streaming(sampling)
+    assert late.step(leaving()) == [ev.SendPlace(1, ("d1",), ())]
+    late.step(ev.Shown())
+    assert late.step(ev.Placed(1, placement("d2"))) == [], "it was shown before the place came"
+    moved = streaming(sampling)
+    moved.step(leaving())
+    moved.step(ev.Placed(1, placement("d2")))
+    assert moved.did(ev.StartOver)
+    moved.step(ev.TaskAccepted(1, "d2"))
+    moved.frame(0, [20])
+    assert moved.machine.delivered == [20]
 
 
 def test_who_leaves_must_be_the_decode_worker_in_this_life() -> None:

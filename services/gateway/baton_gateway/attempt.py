@@ -11,7 +11,8 @@ An answer that would outlast a decode worker that leaves is moved: it is placed 
 DISPATCHED once there is a place for it; where there is none, or it cannot go on exactly, it stays to the end.
 
 One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt);
-a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once.
+a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once. An answer that
+cannot go on exactly elsewhere starts over, as long as its client has seen nothing of it.
 The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
 """
 
@@ -32,6 +33,7 @@ from baton.errors import (
     ModelMismatch,
     ModelNotFound,
     NoResponders,
+    NotResumable,
     NoWorkers,
     Overloaded,
     PeerUnreachable,
@@ -42,7 +44,7 @@ from baton.errors import (
 from baton.messages import Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
-from baton_gateway.resumption import Moved, is_ended, rest_of
+from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
 
 ACCEPT_GROWTH = 3
 """A worker that is alive but slow, as on a busy machine, is reached by the last of four attempts in 2.7 s."""
@@ -74,7 +76,7 @@ ON_WORKERS = frozenset({Phase.DISPATCHED, Phase.WAITING, Phase.STREAMING})
 
 
 class AttemptMachine:
-    """See the module's text. `delivered` holds the output so far, over all attempts."""
+    """See the module's text. `delivered` holds the output so far, over all attempts since it last started over."""
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class AttemptMachine:
         self.placement: Placement | None = None
         self.setback: BatonError | None = None
         """Why the attempt before this one ended."""
+        self._shown = False
         self._sampling = sampling
         self._timers = timers
         self._eos_tokens = eos_tokens
@@ -169,6 +172,8 @@ class AttemptMachine:
                 self._on_worker_gone(now_s, event)
             case ev.WorkerLeaving():
                 self._on_worker_leaving(now_s, event)
+            case ev.Shown():
+                self._shown = True
             case ev.TextStopped():
                 self._cancel_both("stop string")
                 self._complete(FinishReason.STOP)
@@ -298,7 +303,7 @@ class AttemptMachine:
                     self._wait_for_tokens(now_s)
             case ev.TaskBusy(_, worker, detail):
                 busy = Overloaded(f"worker {worker} is busy: {detail}")
-                self._give_up_attempt(busy)
+                self._give_up_attempt(busy, "busy")
                 self._busy[worker] = None
                 self._busy_rounds += 1
                 if self._busy_rounds >= BUSY_ROUNDS_MAX:
@@ -427,7 +432,7 @@ class AttemptMachine:
 
     def _may_move(self) -> bool:
         accepted = self.phase in (Phase.WAITING, Phase.STREAMING)
-        return accepted and rest_of(self._sampling, self.delivered, self._eos_tokens, WorkerLost("")) is None
+        return accepted and self._rest(WorkerLost("")) is None
 
     def _is_decode(self, worker: str, generation: int) -> bool:
         if self.phase not in ON_WORKERS or self.placement is None:
@@ -486,7 +491,7 @@ class AttemptMachine:
     def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
         """Give this attempt up and begin the next one, where that is allowed and exact."""
         self._failures += 1
-        rest = rest_of(self._sampling, self.delivered, self._eos_tokens, error)
+        rest = self._rest(error)
         if isinstance(error, InvalidRequest | DeadlineExceeded):
             end: FinishReason | BatonError | None = error
         elif rest is None and self._failures >= self._timers.attempts_max:
@@ -505,9 +510,17 @@ class AttemptMachine:
         else:
             self._fail(end)
 
-    def _give_up_attempt(self, setback: BatonError) -> None:
-        """End the present attempt; what comes is for the next one."""
-        self._cancel_both(setback.code)
+    def _rest(self, cause: BatonError) -> FinishReason | NotResumable | None:
+        """Return what becomes of the answer if its attempt ends here: its end, or None where the next one goes on."""
+        rest = rest_of(self._sampling, self.delivered, self._eos_tokens, cause)
+        return rest if self._shown or not isinstance(rest, NotResumable) else None
+
+    def _give_up_attempt(self, setback: BatonError, reason: str = "") -> None:
+        """End the present attempt; what comes is for the next one, which goes on exactly or starts over."""
+        self._cancel_both(reason or setback.code)
+        if self.delivered and obstacle(self._sampling):
+            self.delivered.clear()
+            self._actions.append(ev.StartOver())
         self.setback = setback
         self.attempt += 1
         self._awaited.clear()

@@ -115,6 +115,11 @@ class QueueFull:
 
 
 @dataclass(frozen=True, slots=True)
+class Shown:
+    """The client gets the first part of the answer: from now on it cannot start over."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextStopped:
     """A stop string was found in the text: nothing that comes after is wanted."""
 
@@ -144,6 +149,7 @@ Event = (
     | WorkerLeaving
     | TurnCame
     | QueueFull
+    | Shown
     | TextStopped
     | Aborted
     | Tick
@@ -203,11 +209,16 @@ class LeaveQueue:
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """Tokens in order, each exactly once over all attempts. `ends`: the last of them ended the output."""
+    """Tokens in order, each exactly once since the answer started. `ends`: the last of them ended the output."""
 
     tokens: list[int]
     logprobs: tuple[TokenLogprob, ...]
     ends: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StartOver:
+    """Forget what was delivered, of which the client has seen nothing: the answer starts again with its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +245,7 @@ Action = (
     | JoinQueue
     | LeaveQueue
     | Deliver
+    | StartOver
     | Complete
     | Fail
 )

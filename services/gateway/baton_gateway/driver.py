@@ -96,9 +96,15 @@ class Outcome:
     cached_tokens: int
 
 
-class Emit(Protocol):
-    def __call__(self, piece: Piece, /) -> bool:
-        """Take a piece of the answer. False: the client reads too slowly, nothing more is wanted."""
+class Sink(Protocol):
+    """Where the pieces of one answer go."""
+
+    def put(self, piece: Piece, /) -> bool:
+        """Take a piece. False: the client reads too slowly, nothing more is wanted."""
+        ...
+
+    def take_back(self) -> None:
+        """Drop all pieces: the answer starts over, and its client has seen none of them."""
         ...
 
 
@@ -120,10 +126,11 @@ class Links:
 class AnswerDriver:
     """Steps its machine in `post`, at once and without a task switch; `run` only adds the passing of time."""
 
-    def __init__(self, order: Order, text: ChoiceText, emit: Emit, links: Links) -> None:
+    def __init__(self, order: Order, new_text: Callable[[], ChoiceText], sink: Sink, links: Links) -> None:
         self._order = order
-        self._text = text
-        self._emit = emit
+        self._new_text = new_text
+        self._text = new_text()
+        self._sink = sink
         self._links = links
         self.machine = AttemptMachine(
             order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
@@ -216,6 +223,9 @@ class AnswerDriver:
             match action:
                 case ev.Deliver(tokens, logprobs, ends):
                     self._deliver(self._text.feed(tokens, logprobs, ends=ends))
+                case ev.StartOver():
+                    self._text = self._new_text()
+                    self._sink.take_back()
                 case ev.SendPlace():
                     self._spawn(self._place(action))
                 case ev.SendTasks(attempt, placement):
@@ -239,7 +249,7 @@ class AnswerDriver:
                     assert_never(action)
 
     def _deliver(self, piece: Piece) -> None:
-        if not self._emit(piece):
+        if not self._sink.put(piece):
             self._events.append(ev.Aborted(ClientGone("the client stopped reading")))
         elif piece.stopped:
             self._events.append(ev.TextStopped())
@@ -250,7 +260,7 @@ class AnswerDriver:
             self.audit(self.machine.attempt, placement.decode.worker, cached_tokens)
         rest = self._text.finish()
         if rest.text:
-            self._emit(rest)
+            self._sink.put(rest)
         if rest.stopped:
             reason = FinishReason.STOP
         self._outcome = Outcome(reason, self._text.tokens, min(cached_tokens, self._order.prompt_tokens))

@@ -18,7 +18,7 @@ from baton_gateway.bodies import ChatBody, CompletionBody, OutputOptions, output
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.driver import AnswerDriver, Order
-from baton_gateway.outlet import Ending, Outlet
+from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
@@ -168,7 +168,9 @@ class Production:
         self._outlet = outlet
         self._on_ended = on_ended
         self._drivers = [
-            AnswerDriver(order, ChoiceText(job.vocabulary, job.output), partial(outlet.put, choice), gateway.links)
+            AnswerDriver(
+                order, partial(ChoiceText, job.vocabulary, job.output), ChoiceOutlet(outlet, choice), gateway.links
+            )
             for choice, order in enumerate(job.orders)
         ]
 
@@ -185,6 +187,10 @@ class Production:
             self._outlet.put(choice, Ending(error))
         finally:
             self._on_ended()
+
+    def note_shown(self, choice: int) -> None:
+        """The client gets the first part of a choice."""
+        self._drivers[choice].post(ev.Shown())
 
     def abort(self, error: BatonError) -> None:
         """Nobody wants the answer any more. The drivers end on their own, at once."""

@@ -106,6 +106,8 @@ class AnswerMetrics:
         if machine.attempt != self._attempt:
             self._attempt = machine.attempt
             self._end_attempt(machine.setback)
+            if not machine.delivered:
+                self._first_token_s = None
         self._phase = machine.phase
         match machine.phase:
             case Phase.QUEUED:

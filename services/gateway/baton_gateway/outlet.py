@@ -26,6 +26,8 @@ class Outlet:
         self._items: list[tuple[int, Piece | Ending]] = []
         self._unread_tokens = 0
         self._overflowed = False
+        self._endings = 0
+        self._failed = False
         self._filled = asyncio.Event()
 
     def put(self, choice: int, item: Piece | Ending) -> bool:
@@ -37,6 +39,9 @@ class Outlet:
                     self._overflowed = True
                     self._on_overflow()
                 return False
+        else:
+            self._endings += 1
+            self._failed |= isinstance(item.result, Exception)
         self._items.append((choice, item))
         self._filled.set()
         return True
@@ -44,7 +49,37 @@ class Outlet:
     async def take(self) -> list[tuple[int, Piece | Ending]]:
         """Wait for news and return all of it."""
         await self._filled.wait()
+        return self._take()
+
+    async def take_whole(self, choices: int) -> list[tuple[int, Piece | Ending]]:
+        """Wait until so many choices have ended, or one has failed, and return everything."""
+        while self._endings < choices and not self._failed:
+            await self._filled.wait()
+            self._filled.clear()
+        return self._take()
+
+    def take_back(self, choice: int) -> None:
+        """Drop what a choice has put and nobody has taken."""
+        kept = [(number, item) for number, item in self._items if number != choice]
+        self._items = kept
+        self._unread_tokens = sum(item.tokens for _, item in kept if isinstance(item, Piece))
+
+    def _take(self) -> list[tuple[int, Piece | Ending]]:
         self._filled.clear()
         items, self._items = self._items, []
         self._unread_tokens = 0
         return items
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceOutlet:
+    """One choice's way into the outlet of its request."""
+
+    outlet: Outlet
+    choice: int
+
+    def put(self, item: Piece | Ending) -> bool:
+        return self.outlet.put(self.choice, item)
+
+    def take_back(self) -> None:
+        self.outlet.take_back(self.choice)

@@ -54,7 +54,7 @@ class AnswerResponse(Response):
             watch = group.create_task(_watch(receive, production))
             try:
                 if self._stream:
-                    await self._send_stream(outlet, scope, receive, send)
+                    await self._send_stream(outlet, production, scope, receive, send)
                 else:
                     await self._send_whole(outlet, scope, receive, send)
             finally:
@@ -73,32 +73,37 @@ class AnswerResponse(Response):
 
     async def _send_whole(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
         choices = [WholeChoice() for _ in self._job.orders]
-        while len(self._outcomes) < len(choices):
-            for choice, item in await outlet.take():
-                if isinstance(item, Ending):
-                    try:
-                        choices[choice].finish_reason = self._note_ending(choice, item)
-                    except ClientGone:
-                        return  # Nobody is there to read it.
-                    except BatonError as error:
-                        await error_response(error)(scope, receive, send)
-                        return
-                    continue
-                choices[choice].texts.append(item.text)
-                choices[choice].logprobs += item.logprobs
+        # Until then it stays in the outlet, from where a choice that starts over takes it back.
+        for choice, item in await outlet.take_whole(len(choices)):
+            if isinstance(item, Ending):
+                try:
+                    choices[choice].finish_reason = self._note_ending(choice, item)
+                except ClientGone:
+                    return  # Nobody is there to read it.
+                except BatonError as error:
+                    await error_response(error)(scope, receive, send)
+                    return
+                continue
+            choices[choice].texts.append(item.text)
+            choices[choice].logprobs += item.logprobs
         answer = Response(to_json(self._format.whole(choices, self._usage())), media_type="application/json")
         await answer(scope, receive, send)
 
     # ------------------------------------------------------------ streamed
 
-    async def _send_stream(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_stream(
+        self, outlet: Outlet, production: Production, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         opened: set[int] = set()
         started = False
         while len(self._outcomes) < len(self._job.orders):
             events: list[bytes] = []
             try:
-                for choice, item in await outlet.take():
+                items, before = await outlet.take(), frozenset(opened)
+                for choice, item in items:
                     self._render(choice, item, opened, events)
+                for choice in opened - before:
+                    production.note_shown(choice)
             except ClientGone:
                 return
             except BatonError as error:
