@@ -461,6 +461,30 @@ async def test_a_stalled_reader_slows_nobody_and_is_cut_off() -> None:
             assert not received.endswith(b"0\r\n\r\n"), "the end of a whole answer"
 
 
+async def test_a_reader_that_stalls_below_the_limit_is_cut_off_after_a_while() -> None:
+    settings = msgspec.structs.replace(SETTINGS, progress_s=60.0, send_timeout_s=1.0)
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        stage.say(TEXT, ends=False)
+        decode = stage.workers["d1"]
+        # Far fewer tokens than may stay unread, in more bytes than the stalled client's kernel takes.
+        decode.script.stall_at = 200
+        async with client.stream("POST", CHAT, json=body(stream=True, max_tokens=4000)) as reading:
+            host, port = stage.base_url.removeprefix("http://").split(":")
+            loop = asyncio.get_running_loop()
+            with socket.socket() as stalled:
+                stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                stalled.setblocking(False)
+                await loop.sock_connect(stalled, (host, int(port)))
+                payload = json.dumps(body(stream=True, max_tokens=4000)).encode()
+                head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n".encode()
+                await loop.sock_sendall(stalled, head + payload)
+                await stage.wait_for(lambda: len(decode.attempts) == 2)
+                await stage.wait_for(lambda: len(decode.attempts) == 1, timeout_s=15.0)
+            assert reading.status_code == 200
+            assert len(stage.gateway.routes) == 1, "who reads may wait for more"
+        await check_clean(stage)
+
+
 async def test_a_worker_that_missed_its_cancel_is_told_again(stage: Stage, client: httpx.AsyncClient) -> None:
     """Digests that list what nobody waits for are answered, so that a lost message costs a second at most."""
     decode = stage.workers["d1"]

@@ -69,6 +69,9 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
         int,
         Meta(ge=16, description="Tokens kept for a client that reads too slowly; with more it is cut off."),
     ] = 8192
+    send_timeout_s: Annotated[
+        Seconds, Meta(description="A client that takes nothing for this long, while data waits for it, is cut off.")
+    ] = 60.0
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise long prompts.")] = 2
     keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
     drain_delay_s: Annotated[

@@ -148,6 +148,8 @@ def listen(settings: Settings) -> socket.socket:
     # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it a small answer takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it. The kernel alone knows whether a client takes what waits in its buffers.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.send_timeout_s * 1000))
     try:
         listener.bind((settings.host, settings.port))
         listener.listen(4096)
