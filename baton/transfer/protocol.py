@@ -229,7 +229,7 @@ class TransferEvent:
     restarts: int = 0
     """How often the pull began again because the source's generation rose."""
     rails: tuple[RailShare, ...] = ()
-    """What carried the pull's bytes, those of a given-up generation too; empty where an agent has no rails."""
+    """What carried the pull's bytes, those of a given-up generation too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-// The core itself, to be stepped by a simulator or a test: its options, events, actions, reports.
+// The core itself, to be stepped by an agent in memory or a test: its options, events, actions, reports.
 #include "transfer/core.h"
 
 #include <nanobind/nanobind.h>
@@ -157,7 +157,15 @@ void bind_actions(nb::module_& m) {
       .def_ro("sequence", &Serve::sequence)
       .def_ro("layer", &Serve::layer)
       .def_ro("blocks", &Serve::blocks)
-      .def_prop_ro("corrupt", [](const Serve& s) { return s.corruption != Corruption::none; });
+      .def_prop_ro("corrupt", [](const Serve& s) { return s.corruption != Corruption::none; })
+      .def_ro("before_checksum", &Serve::before_checksum)
+      .def(
+          "corrupted",
+          [](const Serve& s, Blob data) {
+            corrupt(data, s.corruption);
+            return data;
+          },
+          "data"_a);
   nb::class_<StopServing>(m, "StopServing")
       .def_ro("connection", &StopServing::connection)
       .def_ro("pull", &StopServing::pull);
@@ -170,7 +178,9 @@ void bind_actions(nb::module_& m) {
       .def_ro("layer", &Place::layer)
       .def_ro("blocks", &Place::blocks)
       .def_ro("where", &Place::where);
-  nb::class_<Stage>(m, "Stage").def_ro("connection", &Stage::connection);
+  nb::class_<Stage>(m, "Stage").def_ro("connection", &Stage::connection).def_prop_ro("layout", [](const Stage& s) {
+    return to_string(s.source.layout.value());
+  });
   nb::class_<Convert>(m, "Convert")
       .def_ro("connection", &Convert::connection)
       .def_ro("pull", &Convert::pull)

@@ -223,6 +223,13 @@ NB_MODULE(layout, m) {
       "source"_a, "source_table"_a, "sink"_a, "sink_table"_a, "first_token"_a, "tokens"_a, "first_layer"_a, "layers"_a,
       Unlocked());
   m.def(
+      "convert_tensor",
+      [](const Pool& source, const Blocks& source_table, const Pool& sink, const Blocks& sink_table,
+         std::uint32_t first_token, std::uint32_t tokens, std::uint32_t tensor) {
+        return convert_tensor(source, source_table, sink, sink_table, {first_token, tokens}, tensor);
+      },
+      "source"_a, "source_table"_a, "sink"_a, "sink_table"_a, "first_token"_a, "tokens"_a, "tensor"_a, Unlocked());
+  m.def(
       "gather",
       [](const Pool& pool, const Blocks& table, const Chunk& chunk, nb::handle out) {
         const Bytes bytes(out, PyBUF_WRITABLE);

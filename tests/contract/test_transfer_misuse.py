@@ -8,30 +8,41 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import pytest
 from baton_native import core
 from transfer_rig import BLOCK_BYTES, BLOCK_TOKENS, BLOCKS, LAYERS, Node, wait_until
 
 from baton.errors import ConfigurationError, TransferFailed
-from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, lease_key
+from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, TransferAgent, lease_key
+from baton.transfer.memory import MemoryFabric
 
+MakeAgent = Callable[[AgentOptions], TransferAgent]
 KEY = lease_key("request", 0)
 SINK_BLOCKS = list(range(30, 34))
 TOKENS = len(SINK_BLOCKS) * BLOCK_TOKENS
 
 
+NATIVE_ONLY = pytest.mark.parametrize("make_agent", ["native"], indirect=True)
+"""For what only an agent with sockets can meet."""
+
+
+@pytest.fixture(params=["native", "memory"])
+def make_agent(request: pytest.FixtureRequest) -> MakeAgent:
+    return MemoryFabric().agent if request.param == "memory" else NativeAgent
+
+
 @pytest.fixture
-def node() -> Generator[Node]:
-    node = Node(NativeAgent(AgentOptions()))
+def node(make_agent: MakeAgent) -> Generator[Node]:
+    node = Node(make_agent(AgentOptions()))
     yield node
     node.agent.close()
 
 
 @pytest.fixture
-def other() -> Generator[Node]:
-    node = Node(NativeAgent(AgentOptions()))
+def other(make_agent: MakeAgent) -> Generator[Node]:
+    node = Node(make_agent(AgentOptions()))
     yield node
     node.agent.close()
 
@@ -98,8 +109,8 @@ def test_a_lease_that_makes_no_sense(node: Node) -> None:
     assert node.agent.stats().leased_blocks == 0
 
 
-def test_a_pool_is_set_once_and_first(node: Node) -> None:
-    agent = NativeAgent(AgentOptions())
+def test_a_pool_is_set_once_and_first(node: Node, make_agent: MakeAgent) -> None:
+    agent = make_agent(AgentOptions())
     with pytest.raises(ValueError, match="set_pool first"):
         agent.open_lease(KEY)
     with pytest.raises(ValueError, match="set_pool first"):
@@ -110,6 +121,7 @@ def test_a_pool_is_set_once_and_first(node: Node) -> None:
     agent.close()
 
 
+@NATIVE_ONLY
 def test_options_that_make_no_sense(node: Node) -> None:
     with pytest.raises(ValueError, match="no backend 'carrier pigeon'"):
         NativeAgent(AgentOptions(backends=("carrier pigeon",)))
@@ -145,6 +157,7 @@ def frame(kind: int, body: bytes) -> bytes:
 HELLO = frame(1, struct.pack("<IH32s", 0x4E544142, 1, bytes(32)))
 
 
+@NATIVE_ONLY
 @pytest.mark.parametrize(
     "noise",
     [
@@ -181,6 +194,7 @@ def test_strangers_are_sent_away(node: Node, other: Node, noise: bytes) -> None:
     assert other.wait_end(KEY).kind == EventKind.PULL_DONE
 
 
+@NATIVE_ONLY
 def test_a_source_that_agrees_before_it_is_answered(node: Node, other: Node) -> None:
     options = core.Options()
     options.incarnation = 7
@@ -230,6 +244,7 @@ def test_an_agent_sleeps_while_nothing_happens(node: Node, other: Node) -> None:
     assert time.process_time() - before_s < 0.05
 
 
+@NATIVE_ONLY
 def test_no_agent_there(other: Node) -> None:
     node = Node(NativeAgent(AgentOptions(connect_timeout_s=0.3)))
     other.agent.close()
@@ -239,6 +254,7 @@ def test_no_agent_there(other: Node) -> None:
     assert (failed.cause, "127.0.0.1" in failed.detail) == (Cause.UNREACHABLE, True)
 
 
+@NATIVE_ONLY
 def test_another_life_of_the_source_is_not_the_source(node: Node, other: Node) -> None:
     endpoint = other.agent.endpoint
     other.agent.close()
@@ -251,6 +267,7 @@ def test_another_life_of_the_source_is_not_the_source(node: Node, other: Node) -
     assert node.is_poison()
 
 
+@NATIVE_ONLY
 def test_without_free_descriptors_an_agent_waits(node: Node, other: Node) -> None:
     """Newcomers are accepted once there are descriptors again, and until then nothing spins."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 
@@ -18,8 +19,7 @@ from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages import FinishReason, KvSource, Role, Sampling, WorkerAddress
 from baton.transfer import AgentOptions, Pool, TransferEvent
-from baton.transfer.memory import MemoryFabric
-from baton.transfer.memory_agent import MemoryAgent
+from baton.transfer.memory import MemoryAgent, MemoryFabric
 
 # One second per step, whatever is in it: an instant says which step it is.
 SECONDS = {"step_fixed_s": 1.0, "prefill_token_s": 0.0, "decode_sequence_s": 0.0, "attention_token_s": 0.0, "speed": 1}
@@ -80,13 +80,7 @@ class World:
 
     def made(self, kind: type[MemoryAgent]) -> Callable[[AgentOptions], MemoryAgent]:
         """Return what makes agents of another kind on this world's fabric."""
-
-        def make(options: AgentOptions) -> MemoryAgent:
-            agent = kind(self.fabric, f"memory://{kind.__name__}", options)
-            self.fabric.agents[agent.endpoint] = agent
-            return agent
-
-        return make
+        return partial(kind, self.fabric)
 
     def run(
         self,

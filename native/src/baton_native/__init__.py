@@ -1,6 +1,7 @@
-"""Baton's native core. One module knows each of its jobs.
+"""Baton's native core.
 
-They are `baton.blocks`, `baton.transfer.native`, `baton.transfer.layout` and `baton_kvindex.radix`.
+Its users are `baton.blocks`, `native`, `native_values`, `memory` and `layout` in `baton.transfer`, and
+`baton_kvindex.radix`.
 """
 
 from baton_native import core

@@ -301,6 +301,10 @@ class Serve:
     def blocks(self) -> list[int]: ...
     @property
     def corrupt(self) -> bool: ...
+    @property
+    def before_checksum(self) -> bool: ...
+    def corrupted(self, data: builtins.bytes) -> builtins.bytes:
+        """Return what the injected fault, if there is one, makes of the chunk's bytes."""
 
 class StopServing:
     @property
@@ -333,6 +337,9 @@ class Place:
 class Stage:
     @property
     def connection(self) -> int: ...
+    @property
+    def layout(self) -> str:
+        """The source's."""
 
 class Convert:
     @property

@@ -1,4 +1,4 @@
-"""The transfer agent's state machine, to be stepped by a simulator or a test: see native/transfer/core.h."""
+"""The transfer agent's state machine, to be stepped by an agent in memory or a test: see native/transfer/core.h."""
 
 from typing import TypeAlias
 

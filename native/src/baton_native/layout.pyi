@@ -206,6 +206,20 @@ def convert(
     Raises Mismatch, and Invalid for layers, ranges or blocks that are not there.
     """
 
+def convert_tensor(
+    source: Pool,
+    source_table: Table,
+    sink: Pool,
+    sink_table: Table,
+    first_token: int,
+    tokens: int,
+    tensor: int,
+) -> int:
+    """Do the same for one tensor of the source, counted as in its pool: where K and V are split, one of a layer's two.
+
+    The source's other tensors are not read.
+    """
+
 def gather(pool: Pool, table: Table, chunk: Chunk, out: Buffer) -> None:
     """Write a chunk in wire form to `out`, which is writable and has exactly `chunk_bytes`. Raises Invalid."""
 
