@@ -64,13 +64,17 @@ class Ports:
     threads: Threads
 
 
+def new_system_id() -> str:
+    return uuid.uuid4().hex
+
+
 def system_ports(bus: Bus, *, seed: int | None = None) -> Ports:
     """Return the ports of this machine. `seed` repeats the random numbers, never the ids."""
     return Ports(
         bus=bus,
         clock=SystemClock(),
         random=random.SystemRandom() if seed is None else random.Random(seed),
-        new_id=lambda: uuid.uuid4().hex,
+        new_id=new_system_id,
         threads=SystemThreads(),
     )
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from random import Random
 
 import pytest
 from baton_scheduler.config import SchedulerSettings
@@ -17,13 +16,11 @@ from msgspec import structs
 
 from baton import subjects
 from baton.bus import NatsBus
-from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.messages import Context, Disaggregation, Heartbeat, Place, Placement, Role
-from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing
 from tests.harness.index.services import WRITES, Pair, running_pair, said, until
 from tests.harness.index.worker import Worker, chain, until_held, working
+from tests.harness.nodes import living, make_node
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -121,22 +118,11 @@ async def test_placements_know_what_is_held_while_one_index_stands_still(pair: P
 @asynccontextmanager
 async def placing(pair: Pair) -> AsyncGenerator[None]:
     """A scheduler in this process, with time enough for an index on a busy machine."""
-    bus, stop = await NatsBus.connect(pair.nats.url, name="scheduler"), Stop()
-    service = SchedulerService(
-        bus=bus,
-        clock=SystemClock(),
-        tracing=Tracing("scheduler"),
-        metrics=Metrics("scheduler"),
-        settings=SchedulerSettings(index_timeout_s=1.0),
-        random=Random(0),
-    )
-    running = asyncio.create_task(service.run(stop))
-    try:
+    bus = await NatsBus.connect(pair.nats.url, name="scheduler")
+    service = SchedulerService(SchedulerSettings(index_timeout_s=1.0), make_node("scheduler", bus))
+    async with living(service):
         yield
-    finally:
-        stop.asked.set()
-        await running
-        await bus.close()
+    await bus.close()
 
 
 async def until_known(pair: Pair, place: Place) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from random import Random
-from typing import Any
 
 import pytest
 from baton_kvindex.config import IndexSettings
@@ -29,6 +27,7 @@ from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from tests.harness.heartbeats import heartbeat
 from tests.harness.index.worker import MODEL, Cache, chain
+from tests.harness.nodes import living, make_node
 
 
 def make_speculation(blocks_max: int = 1000) -> Speculation:
@@ -178,10 +177,16 @@ def common(one: str, other: str) -> int:
 
 
 @asynccontextmanager
-async def serving(bus: Bus, kind: type[SchedulerService | IndexService], **extra: Any) -> AsyncGenerator[None]:
-    name = "scheduler" if kind is SchedulerService else "kvindex"
+async def indexing(bus: Bus) -> AsyncGenerator[None]:
     stop = Stop()
-    service = kind(bus=bus, clock=SystemClock(), tracing=Tracing(name), metrics=Metrics(name), **extra)
+    service = IndexService(
+        bus=bus,
+        clock=SystemClock(),
+        tracing=Tracing("kvindex"),
+        metrics=Metrics("kvindex"),
+        store=None,
+        settings=IndexSettings(redis_url="", settle_s=0.01),
+    )
     running = asyncio.create_task(service.run(stop))
     try:
         async with asyncio.timeout(5.0):
@@ -200,11 +205,10 @@ async def bus() -> AsyncIterator[MemoryBus]:
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            settings = IndexSettings(redis_url="", settle_s=0.01)
-            await stack.enter_async_context(serving(MemoryBus(network), IndexService, store=None, settings=settings))
-            patient = SchedulerSettings(learn_s=0.001, dead_after_s=30.0, index_timeout_s=1.0)
-            scheduler = serving(MemoryBus(network), SchedulerService, settings=patient, random=Random(0))
-            await stack.enter_async_context(scheduler)
+            await stack.enter_async_context(indexing(MemoryBus(network)))
+            patient = SchedulerSettings(learn_s=0.001, lost_after_s=30.0, index_timeout_s=1.0)
+            scheduler = SchedulerService(patient, make_node("scheduler", MemoryBus(network)))
+            await stack.enter_async_context(living(scheduler))
         made = MemoryBus(network)
         yield made
         await made.close()

@@ -7,22 +7,19 @@ from typing import Annotated
 import msgspec
 
 from baton.messages import Disaggregation
-from baton.telemetry import TelemetrySettings
+from baton.node.settings import NodeSettings, Seconds
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
-class SchedulerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    nats_url: Annotated[str, msgspec.Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
+class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     disaggregation: Annotated[
         Disaggregation, msgspec.Meta(description="Whether prefill runs on another worker; a request may say otherwise.")
     ] = Disaggregation.AUTO
     index_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="Longest wait for the index; then requests are placed without its hints.")
     ] = 0.05
-    dead_after_s: Annotated[Seconds, msgspec.Meta(description="A worker silent for this long is dead.")] = 1.5
     token_interval_s_max: Annotated[
         Seconds,
         msgspec.Meta(description="Placements that push a decode worker above this token interval rank last."),

@@ -1,4 +1,4 @@
-"""What the scheduler knows of the workers: their newest heartbeat, and what it sent them since. Pure.
+"""What the scheduler knows of the live workers: their newest heartbeat, and what it sent them since. Pure.
 
 A placement counts as a soft placement until a heartbeat can tell of it: one that lists the attempt, or one
 that came late enough to list it and does not, since then it was refused or is over already. It also ends when
@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.errors import MalformedMessage
-from baton.messages import Heartbeat, Role, WorkerAddress
+from baton.messages import Goodbye, Heartbeat, Role
+from baton.node.membership import LOST_AFTER_S, Event, Leaving, Workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,92 +81,66 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadsOptions:
-    dead_after_s: float = 1.5
-    forget_after_s: float = 60.0
-    """A model whose last worker died or left is unavailable, not unknown, for this long: it may be restarted."""
+    lost_after_s: float = LOST_AFTER_S
     soft_s: float = 2.0
     listed_after_s: float = 0.25
     """A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
 
 
-@dataclass(slots=True)
-class _Worker:
-    load: WorkerLoad
-    """By its heartbeat alone."""
-    heard_s: float
-    left: bool = False
-    soft: dict[str, SoftPlacement] = field(default_factory=dict[str, SoftPlacement])
-    """Request → its newest attempt here."""
-
-    @property
-    def generation(self) -> int:
-        return self.load.heartbeat.address.generation
-
-
 class Loads:
     def __init__(self, options: LoadsOptions) -> None:
         self._options = options
-        self._workers: dict[str, _Worker] = {}
+        self._workers = Workers(lost_after_s=options.lost_after_s)
+        self._soft: dict[str, dict[str, SoftPlacement]] = {}
+        """Live worker → request → its newest attempt there."""
 
-    def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
-        """Take a worker's word; that of an older generation is ignored. Raises MalformedMessage for nonsense."""
-        _check(heartbeat)
-        address = heartbeat.address
-        known = self._workers.get(address.worker)
-        if known is None or address.generation > known.generation:
-            self._workers[address.worker] = _Worker(WorkerLoad(heartbeat), now_s)
-            return
-        if address.generation < known.generation or known.left:
-            return
-        known.load, known.heard_s = WorkerLoad(heartbeat), now_s
-        if known.soft:
-            listed = set(heartbeat.attempts)
-            known.soft = {
-                request: soft
-                for request, soft in known.soft.items()
-                if (request, soft.attempt) not in listed
-                and now_s < min(soft.until_s, soft.placed_s + self._options.listed_after_s)
+    def take(self, message: Heartbeat | Goodbye, now_s: float) -> None:
+        """Take a worker's word; that of a life that is over is ignored. Raises MalformedMessage for nonsense."""
+        if isinstance(message, Heartbeat):
+            _check(message)
+        self._drop_ended(self._workers.take(message, now_s))
+        address = message.address
+        soft = self._soft.get(address.worker)
+        if soft and isinstance(message, Heartbeat) and self._workers.is_live(address.worker, address.generation):
+            listed = set(message.attempts)
+            self._soft[address.worker] = {
+                request: each
+                for request, each in soft.items()
+                if (request, each.attempt) not in listed
+                and now_s < min(each.until_s, each.placed_s + self._options.listed_after_s)
             }
 
-    def on_goodbye(self, address: WorkerAddress) -> None:
-        known = self._workers.get(address.worker)
-        if known is not None and known.generation <= address.generation:
-            known.left = True
+    def tick(self, now_s: float, pause_s: float = 0.0) -> None:
+        """Drop the workers that are lost; `pause_s`: this process could hear nothing for so long."""
+        self._workers.extend_deadlines(pause_s, now_s)
+        self._drop_ended(self._workers.expire(now_s))
 
     def place(self, request: str, placed: Mapping[str, SoftPlacement]) -> None:
         """Count an attempt on the workers it was just sent to, in place of the request's earlier attempts."""
-        for worker, known in self._workers.items():
-            if worker in placed:
-                known.soft[request] = placed[worker]
-            else:
-                known.soft.pop(request, None)
-
-    def excuse(self, deaf_s: float, now_s: float) -> None:
-        """Take it that nobody could be heard for `deaf_s`."""
-        for known in self._workers.values():
-            known.heard_s = min(now_s, known.heard_s + deaf_s)
+        for soft in self._soft.values():
+            soft.pop(request, None)
+        for worker, each in placed.items():
+            if worker in self._workers:
+                self._soft.setdefault(worker, {})[request] = each
 
     def live(self, now_s: float) -> list[WorkerLoad]:
-        """Return the workers heard of lately, and forget those long dead."""
-        for worker, known in list(self._workers.items()):
-            if now_s - known.heard_s > self._options.forget_after_s:
-                del self._workers[worker]
-        return [
-            self._load(known, now_s)
-            for known in self._workers.values()
-            if now_s - known.heard_s <= self._options.dead_after_s and not known.left
-        ]
+        """Return the live workers."""
+        return [self._load(heartbeat, now_s) for heartbeat in self._workers.beats()]
 
-    def knows(self, model: str) -> bool:
-        """Whether a worker served this model lately, whatever became of it."""
-        return any(known.load.heartbeat.model == model for known in self._workers.values())
+    def served_lately(self, model: str) -> bool:
+        """Return whether a worker served this model lately, whatever became of it: it may be restarted."""
+        return self._workers.served_lately(model)
 
-    def _load(self, known: _Worker, now_s: float) -> WorkerLoad:
-        if not known.soft:
-            return known.load
-        soft = [soft for soft in known.soft.values() if now_s < min(soft.until_s, soft.placed_s + self._options.soft_s)]
+    def _drop_ended(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if not isinstance(event, Leaving):
+                self._soft.pop(event.member, None)
+
+    def _load(self, heartbeat: Heartbeat, now_s: float) -> WorkerLoad:
+        placed = self._soft.get(heartbeat.address.worker, {}).values()
+        soft = [each for each in placed if now_s < min(each.until_s, each.placed_s + self._options.soft_s)]
         return WorkerLoad(
-            known.load.heartbeat,
+            heartbeat,
             soft_slots=len(soft),
             soft_kv_tokens=sum(each.kv_tokens for each in soft),
             soft_prefill_tokens=sum(each.prefill_tokens for each in soft),

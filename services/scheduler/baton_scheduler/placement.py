@@ -21,12 +21,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from random import Random
 from typing import Final
 
 from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
 from baton.identity import unlike
 from baton.messages import Candidate, Disaggregation, Placed, Placement, Role
+from baton.node.ports import Randomness
 from baton_scheduler.loads import SoftPlacement, WorkerLoad
 
 # Of a worker that has not measured itself yet.
@@ -87,7 +87,7 @@ def choose(
     workers: Sequence[WorkerLoad],
     hints: Hints,
     options: PlacementOptions,
-    random: Random,
+    random: Randomness,
 ) -> Placement:
     """Return where the attempt runs, why, and the alternatives.
 
@@ -219,7 +219,7 @@ def _interval_s(load: WorkerLoad) -> float:
 class _Prediction:
     """The costs of one demand on any worker."""
 
-    def __init__(self, demand: Demand, hints: Hints, options: PlacementOptions, random: Random) -> None:
+    def __init__(self, demand: Demand, hints: Hints, options: PlacementOptions, random: Randomness) -> None:
         self._demand = demand
         self._hints = hints
         self._options = options
@@ -352,7 +352,7 @@ def _near_s(best_s: float, options: PlacementOptions) -> float:
 
 
 def _pick(
-    candidates: Sequence[Candidate], loads: Mapping[str, WorkerLoad], options: PlacementOptions, random: Random
+    candidates: Sequence[Candidate], loads: Mapping[str, WorkerLoad], options: PlacementOptions, random: Randomness
 ) -> Candidate:
     """Return the best candidate, or one as good: most cached tokens, no transfer, the less loaded of any two."""
     best = min(candidates, key=lambda candidate: _rank(candidate, options))

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
-from random import Random
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from opentelemetry.trace import SpanKind
 
 from baton import subjects
-from baton.bus import Bus, Delivery
-from baton.clock import Clock
+from baton.bus import Delivery, Subscription
 from baton.errors import (
     BatonError,
     BusUnavailable,
@@ -43,8 +40,8 @@ from baton.messages import (
     WorkerAddress,
 )
 from baton.node.failure_detector import PauseDetector
-from baton.stop import Stop
-from baton.telemetry import Metrics, Reading, Tracing, catalogue
+from baton.node.service import Node
+from baton.telemetry import Reading, catalogue
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad, unlike_pairs
 from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose, soft_placements
@@ -58,24 +55,14 @@ FIRST_ASK_SHARE: Final = 0.3
 
 
 class SchedulerService:
-    """Runs until it is told to stop. The bus is the caller's to close."""
-
-    def __init__(
-        self,
-        *,
-        bus: Bus,
-        clock: Clock,
-        tracing: Tracing,
-        metrics: Metrics,
-        settings: SchedulerSettings,
-        random: Random,
-    ) -> None:
-        self._bus = bus
-        self._clock = clock
-        self._tracing = tracing
+    def __init__(self, settings: SchedulerSettings, node: Node) -> None:
+        self._bus = node.ports.bus
+        self._clock = node.ports.clock
+        self._random = node.ports.random
+        self._tracing = node.tracing
+        self._metrics = node.metrics
         self._settings = settings
-        self._random = random
-        self._loads = Loads(LoadsOptions(dead_after_s=settings.dead_after_s))
+        self._loads = Loads(LoadsOptions(lost_after_s=settings.lost_after_s))
         self._options = PlacementOptions(
             token_interval_s_max=settings.token_interval_s_max,
             tie_share=settings.tie_share,
@@ -84,48 +71,43 @@ class SchedulerService:
             leased_share_max=settings.leased_share_max,
             retry_after_s=settings.retry_after_s,
         )
-        self._name = uuid.uuid4().hex
+        self._name = node.ports.new_id()
+        self._places: Subscription | None = None
+        """The placements asked for; None: this scheduler does not answer yet, or not any more."""
+        self._tasks: asyncio.TaskGroup
         self._placing = 0
-        self._answers = False
-        self._metrics = metrics
         self._results = Counter[str]()
         self._without_index = 0
         self._asked_again = 0
-        metrics.read(self._readings)
+        node.metrics.read(self._readings)
 
-    async def run(self, stop: Stop) -> None:
-        """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Answer inside this context. At its end, what has come until then is answered."""
         async with AsyncExitStack() as stack:
             for subject, handler in ((subjects.HEARTBEAT, self._on_heartbeat), (subjects.PLACED, self._on_placed)):
                 subscription = await self._bus.subscribe(subject, handler)
                 stack.push_async_callback(subscription.unsubscribe)
             # A scheduler that knows no worker yet would answer that there is none.
             await self._clock.sleep(self._settings.learn_s)
-            async with asyncio.TaskGroup() as tasks:
-
-                async def on_place(delivery: Delivery) -> None:
-                    # Deliveries come one at a time, and placing waits for the index: so each gets a task.
-                    if self._placing >= self._settings.placements_max:
-                        busy = Overloaded("the scheduler is full", retry_after_s=self._settings.retry_after_s)
-                        await self._refuse(delivery, busy)
-                        return
-                    self._placing += 1
-                    tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
-
-                listening = tasks.create_task(self._listen())
-                places = await self._bus.subscribe(subjects.PLACE, on_place, group=subjects.SCHEDULERS)
-                stack.push_async_callback(places.unsubscribe)
-                self._answers = stop.serving = True
+            stack.push_async_callback(self.drain)
+            async with asyncio.TaskGroup() as self._tasks:
+                watching = self._tasks.create_task(self._watch_workers())
+                self._places = await self._bus.subscribe(subjects.PLACE, self._on_place, group=subjects.SCHEDULERS)
                 logger.info("the scheduler answers")
-                await stop.asked.wait()
-                self._answers = False
-                await places.unsubscribe()
-                logger.info("draining: %d placements", self._placing)
-                listening.cancel()
+                yield
+                watching.cancel()
+
+    async def drain(self) -> None:
+        """Leave the queue group."""
+        places, self._places = self._places, None
+        if places is not None:
+            await places.unsubscribe()
+            logger.info("draining: %d placements", self._placing)
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless a `Place` that came now would be looked at."""
-        if not self._answers:
+        if self._places is None:
             raise Unavailable("the scheduler does not answer yet: it listens which workers there are")
         if not self._bus.connected:
             raise BusUnavailable("the message bus cannot be reached")
@@ -145,28 +127,35 @@ class SchedulerService:
             soft = sum(load.soft_slots for load in live if load.role is role)
             yield Reading(catalogue.SOFT_PLACEMENTS, soft, (role,))
 
-    async def _listen(self) -> None:
-        """Notice when nobody could be heard, before every worker is taken for dead."""
+    async def _watch_workers(self) -> None:
         pauses = PauseDetector(interval_s=TICK_S)
         while True:
             now_s = self._clock.now_s()
-            self._loads.excuse(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
+            self._loads.tick(now_s, pauses.local_pause_s(now_s, connected=self._bus.connected))
             await self._clock.sleep(TICK_S)
-
-    def _on_answered(self, _task: asyncio.Task[None]) -> None:
-        self._placing -= 1
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:
-            case Heartbeat() as heartbeat:
+            case Heartbeat() | Goodbye() as message:
                 try:
-                    self._loads.on_heartbeat(heartbeat, self._clock.now_s())
+                    self._loads.take(message, self._clock.now_s())
                 except MalformedMessage as error:
                     logger.warning("%s", error)
-            case Goodbye(address=address):
-                self._loads.on_goodbye(address)
             case other:
                 logger.warning("%s on %s is not for the scheduler", type(other).__name__, delivery.subject)
+
+    async def _on_place(self, delivery: Delivery) -> None:
+        # Deliveries come one at a time, and placing waits for the index: so each gets a task.
+        if self._placing >= self._settings.placements_max:
+            await self._refuse(
+                delivery, Overloaded("the scheduler is full", retry_after_s=self._settings.retry_after_s)
+            )
+            return
+        self._placing += 1
+        self._tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
+
+    def _on_answered(self, _task: asyncio.Task[None]) -> None:
+        self._placing -= 1
 
     async def _on_placed(self, delivery: Delivery) -> None:
         """Count what another scheduler has placed, or until the next heartbeats all would choose the same worker."""
@@ -218,7 +207,7 @@ class SchedulerService:
             exclude=frozenset(place.exclude),
             exclude_pairs=frozenset(place.exclude_pairs),
         )
-        # Asked again, since workers may have died while the index was thinking.
+        # Asked again, since workers may have been lost while the index was asked.
         serving = self._serving(place.model, now_s)
         placement = choose(demand, serving, hints or Hints(), self._options, self._random)
         placed = self._placed(place, placement, serving, now_s - started_s)
@@ -235,10 +224,10 @@ class SchedulerService:
         return placement
 
     def _serving(self, model: str, now_s: float) -> list[WorkerLoad]:
-        """Return the live workers of a model. Raises ModelNotFound, or NoWorkers where they died lately."""
+        """Return the live workers of a model. Raises ModelNotFound, or NoWorkers where they departed lately."""
         serving = [load for load in self._loads.live(now_s) if load.heartbeat.model == model]
-        if not serving and self._loads.knows(model):
-            raise NoWorkers(f"every worker that served the model {model} is dead")
+        if not serving and self._loads.served_lately(model):
+            raise NoWorkers(f"every worker that served the model {model} has left or is lost")
         if not serving:
             raise ModelNotFound(f"no worker serves the model {model}")
         return serving

@@ -1,0 +1,122 @@
+"""A service's process: one bootstrap and one lifecycle for all of them.
+
+    start ──▶ serve ──first signal──▶ drain ──▶ stop        a second signal, or one before it serves: stop at once
+
+`run` is the body of a service's `__main__`. It reads the settings, answers on the status port and calls `main`, which
+joins the bus and serves; both contexts are left in the opposite order, whatever ends them.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Final, NoReturn, Protocol, TypeVar
+
+import uvloop
+
+from baton import config
+from baton.bus import NatsBus
+from baton.errors import BatonError, ConfigurationError
+from baton.node.ports import Ports, new_system_id, system_ports
+from baton.node.settings import NodeSettings
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing, serve_status
+from baton.telemetry.status import Status
+
+SettingsType = TypeVar("SettingsType", bound=NodeSettings)
+
+EXIT_FAILED: Final = 1
+EXIT_MISCONFIGURED: Final = 2
+
+
+class Service(Protocol):
+    def serving(self) -> AbstractAsyncContextManager[None]:
+        """Return a context: entering it starts the service, inside it serves, and leaving it ends all that it began.
+
+        A failure of the service inside ends the context with that failure.
+        """
+        ...
+
+    async def check_ready(self) -> None:
+        """Raise Unavailable, a sentence, unless the service can do its work now; from before it starts on."""
+        ...
+
+    async def drain(self) -> None:
+        """Take nothing new, and return once what runs is finished, handed over, or out of time."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """What a service stands on: its ports, and where it shows what it does."""
+
+    ports: Ports
+    tracing: Tracing
+    metrics: Metrics
+
+
+async def serve(service: Service, stop: Stop) -> None:
+    """Run a service through its life; `stop` ends it."""
+    async with service.serving():
+        stop.serving = True
+        await stop.asked.wait()
+        await service.drain()
+
+
+class Process:
+    """What `run` hands to a service's `main`."""
+
+    def __init__(self, service: str, settings: NodeSettings, stop: Stop, metrics: Metrics, status: Status) -> None:
+        self._service = service
+        self._settings = settings
+        self._stop = stop
+        self._metrics = metrics
+        self._status = status
+        self.new_id = new_system_id
+
+    @asynccontextmanager
+    async def join(self, name: str, *, seed: int | None = None) -> AsyncGenerator[Node]:
+        """Be on the bus inside this context; `name` tells apart the processes of one service. See `system_ports`."""
+        bus = await NatsBus.connect(self._settings.nats_url, name=name)
+        tracing = Tracing(self._service, self._settings, instance=name)
+        try:
+            await tracing.answer(bus)
+            self._metrics.read_bus(bus)
+            yield Node(ports=system_ports(bus, seed=seed), tracing=tracing, metrics=self._metrics)
+        finally:
+            await bus.close()
+            tracing.close()
+
+    async def serve(self, service: Service) -> None:
+        """Serve until a signal ends it, and show on the status port whether it is ready."""
+        self._status.check_ready = service.check_ready
+        await serve(service, self._stop)
+
+
+def run(
+    service: str, settings_type: type[SettingsType], main: Callable[[SettingsType, Process], Awaitable[None]]
+) -> NoReturn:
+    """Run a service's process and leave it.
+
+    SIGTERM and SIGINT end it with status 0. An expected failure is one sentence on standard error, with status 2
+    where a setting is to blame, else 1.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        settings = config.load(settings_type, service=service)
+
+        async def live(stop: Stop) -> None:
+            metrics = Metrics(service)
+            async with serve_status(settings, metrics, stop) as status:
+                await main(settings, Process(service, settings, stop, metrics, status))
+
+        uvloop.run(Stop().watch(live))
+    except BatonError as error:
+        sys.stderr.write(f"baton-{service}: {error}\n")
+        raise SystemExit(EXIT_MISCONFIGURED if isinstance(error, ConfigurationError) else EXIT_FAILED) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0)
