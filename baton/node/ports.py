@@ -12,13 +12,14 @@ import random
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, TypeVarTuple
 
 from baton.bus import Bus
 from baton.clock import Clock, SystemClock
 
 Result = TypeVar("Result")
 Element = TypeVar("Element")
+Arguments = TypeVarTuple("Arguments")
 
 
 class Randomness(Protocol):
@@ -36,22 +37,22 @@ class Randomness(Protocol):
 class Threads(Protocol):
     """Runs what would hold up the event loop."""
 
-    async def run(self, function: Callable[[], Result]) -> Result:
+    async def run(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         """Call `function` off the event loop and return what it returns; to give up the wait does not end it."""
         ...
 
 
 class SystemThreads:
-    async def run(self, function: Callable[[], Result]) -> Result:
-        return await asyncio.to_thread(function)
+    async def run(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
+        return await asyncio.to_thread(function, *arguments)
 
 
 class InlineThreads:
     """Runs everything on the event loop, after a pass of it, so that the order is the same at every run."""
 
-    async def run(self, function: Callable[[], Result]) -> Result:
+    async def run(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         await asyncio.sleep(0)
-        return function()
+        return function(*arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,7 @@ from typing import Final
 
 from baton import subjects
 from baton.blocks import ID_BYTES
-from baton.bus import Bus, Delivery
-from baton.clock import Clock
+from baton.bus import Delivery
 from baton.engines.engine import EngineBlocksStored, EngineEventBatch
 from baton.errors import BatonError, MalformedMessage
 from baton.messages import (
@@ -34,6 +33,7 @@ from baton.messages import (
     ShadowQuery,
     WorkerAddress,
 )
+from baton.node.ports import Ports
 from baton.worker.shadow import ShadowMap, count_ids
 
 _log = logging.getLogger("baton.worker")
@@ -58,9 +58,10 @@ class _Snapshot:
 class EventPublisher:
     """Follows one engine. `follow` and `publish` are tasks; `answer` handles the worker's shadow subject."""
 
-    def __init__(self, bus: Bus, clock: Clock, address: WorkerAddress, model_digest: str, shadow: ShadowMap) -> None:
-        self._bus = bus
-        self._clock = clock
+    def __init__(self, ports: Ports, address: WorkerAddress, model_digest: str, shadow: ShadowMap) -> None:
+        self._bus = ports.bus
+        self._clock = ports.clock
+        self._threads = ports.threads
         self._address = address
         self._model_digest = model_digest
         self._shadow = shadow
@@ -86,7 +87,7 @@ class EventPublisher:
         async for batch in batches:
             async with self._map_free:
                 if sum(len(e.tokens) for e in batch.events if isinstance(e, EngineBlocksStored)) >= _THREAD_TOKENS_MIN:
-                    changes = await asyncio.to_thread(self._shadow.apply, batch)
+                    changes = await self._threads.run(self._shadow.apply, batch)
                 else:
                     changes = self._shadow.apply(batch)
                 messages = [self._number(part) for part in split_events(changes, MESSAGE_IDS_MAX)]
@@ -163,7 +164,7 @@ class EventPublisher:
 
     async def _take_snapshot(self) -> int:
         async with self._map_free:
-            runs = await asyncio.to_thread(lambda: list(self._shadow.runs(MESSAGE_IDS_MAX)))
+            runs = await self._threads.run(lambda: list(self._shadow.runs(MESSAGE_IDS_MAX)))
             sequence = self._sequence
         number = next(self._snapshot_numbers)
         pages = [tuple(e for e in page if isinstance(e, BlocksStored)) for page in split_events(runs, MESSAGE_IDS_MAX)]

@@ -35,6 +35,7 @@ from baton.messages import (
     Usage,
     pack_tokens,
 )
+from baton.node.membership import Membership
 from baton.worker.tombstones import Tombstones
 
 Key = tuple[str, int]
@@ -63,7 +64,8 @@ class Limits:
     enter_timeout_s: float = 2.0
     retain_s: float = 30.0
     retained_tokens_max: int = 4_000_000
-    gateway_silence_s: float = 5.0
+    lost_after_s: float = 5.0
+    """A gateway that is silent for this long is lost, and what belongs to it is aborted."""
     abort_timeout_s: float = 10.0
     """An engine that has not let go of an aborted attempt for this long is overruled."""
     budget_s_max: float = 3600.0
@@ -166,7 +168,7 @@ class Ledger:
         self._attempts: dict[Key, Attempt] = {}
         self._tombstones = Tombstones(limits.tombstones_max)
         self._retained_tokens = 0
-        self._heard_s: dict[str, float] = {}
+        self._gateways = Membership[None](lost_after_s=limits.lost_after_s)
 
     # ------------------------------------------------------------ reading
 
@@ -187,7 +189,7 @@ class Ledger:
 
     def digests(self) -> dict[str, tuple[DigestEntry, ...]]:
         """Return what is held for each gateway that is alive; an empty list is news, too."""
-        entries: dict[str, list[DigestEntry]] = {gateway: [] for gateway in self._heard_s}
+        entries: dict[str, list[DigestEntry]] = {gateway: [] for gateway in self._gateways}
         for attempt in self:
             request, number = attempt.key
             entry = DigestEntry(request=request, attempt=number, emitted=len(attempt.tokens), state=attempt.state)
@@ -209,7 +211,7 @@ class Ledger:
             return Refusal("draining", "the worker is leaving")
         if refusal := self._lack(blocks := self._blocks_of(ask), ask.leg):
             return refusal
-        self.heard(ask.gateway, now_s)
+        self.hear_gateway(ask.gateway, now_s)
         deadline_s = now_s + min(ask.budget_s, self.limits.budget_s_max)
         attempt = Attempt(
             key=ask.key,
@@ -358,23 +360,24 @@ class Ledger:
                     attempt.stopping, attempt.stop_error = True, error
                 return first
 
-    def heard(self, gateway: str, now_s: float) -> None:
-        self._heard_s[gateway] = now_s
+    def hear_gateway(self, gateway: str, now_s: float) -> None:
+        """Note a gateway's beat. Gateways have one life: a restarted one has another name."""
+        self._gateways.hear(gateway, 0, None, now_s)
 
-    def excuse(self, deaf_s: float, now_s: float) -> None:
-        """Take it that no gateway could be heard for `deaf_s`."""
-        self._heard_s = {gateway: min(now_s, heard_s + deaf_s) for gateway, heard_s in self._heard_s.items()}
+    def extend_deadlines(self, pause_s: float, now_s: float) -> None:
+        """Give gateways the time in which this process could hear nothing, see `PauseDetector`."""
+        self._gateways.extend_deadlines(pause_s, now_s)
 
     def sweep(self, now_s: float) -> list[Stopped]:
         """Stop everything whose time is up; call it several times a second."""
         self._tombstones.purge(now_s)
-        silent = {g for g, heard_s in self._heard_s.items() if now_s - heard_s > self.limits.gateway_silence_s}
+        self._gateways.expire(now_s)
         stopped: list[Stopped] = []
         for attempt in list(self):
             if attempt.stopping and attempt.state in IN_ENGINE:
                 if attempt.state_until_s <= now_s:
                     stopped.append(self._overrule(attempt, now_s))
-            elif attempt.gateway in silent:
+            elif attempt.gateway not in self._gateways:
                 stopped.append(Stopped(attempt, self.stop(attempt, None, now_s)))
             elif attempt.state is AttemptState.RETAINED:
                 if attempt.state_until_s <= now_s:
@@ -385,8 +388,6 @@ class Ledger:
             elif attempt.state is AttemptState.RESERVED and attempt.state_until_s <= now_s:
                 stuck = AttemptFailed(f"the attempt did not enter the engine within {self.limits.enter_timeout_s:g} s")
                 stopped.append(Stopped(attempt, self.stop(attempt, stuck, now_s)))
-        for gateway in silent - {attempt.gateway for attempt in self}:
-            del self._heard_s[gateway]
         return stopped
 
     # ------------------------------------------------------------ the book itself

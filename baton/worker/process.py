@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import NoReturn
 
-from baton.bus import NatsBus
-from baton.clock import SystemClock
 from baton.engines.engine import Engine, EngineFacts
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, Unavailable
 from baton.messages import Role, WorkerAddress
-from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing, serve_status
-from baton.telemetry.status import Status
+from baton.node.service import Node, Process, run
 from baton.worker.admission import Identity
 from baton.worker.ledger import Limits
 from baton.worker.service import Timers, WorkerService
@@ -24,66 +22,87 @@ _log = logging.getLogger("baton.worker")
 CLOSE_TIMEOUT_S = 20.0
 
 
-async def run_worker(role: Role, settings: WorkerSettings, stop: Stop) -> None:
-    """Run one life of a worker. Raises ConfigurationError when it cannot start, EngineFailed when its engine dies."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    metrics = Metrics(role)
-    async with serve_status(settings, metrics, stop) as status:
-        await _serve(role, settings, stop, metrics, status)
+def run_worker(role: Role, settings_type: type[WorkerSettings]) -> NoReturn:
+    """Run the process of one life of a worker."""
+    run(role, settings_type, partial(_main, role))
 
 
-async def _serve(role: Role, settings: WorkerSettings, stop: Stop, metrics: Metrics, status: Status) -> None:
+async def _main(role: Role, settings: WorkerSettings, process: Process) -> None:
     if not settings.model:
         raise ConfigurationError("there is no model: give the folder of one with --model", param="model")
-    began_s = time.monotonic()
-    worker = settings.worker_id(role)
-    # The wall clock's milliseconds: higher at each start of a worker of this name, unless the machine's
-    # clock was set back by more than the worker was away.
-    generation = time.time_ns() // 1_000_000
-    clock = SystemClock()
-    tracing = Tracing(role, settings, instance=worker)
-    # The bus first: a wrong address shows at once, not after a minute of loading.
-    bus = await NatsBus.connect(settings.nats_url, name=worker)
-    metrics.read_bus(bus)
-    await tracing.answer(bus)
-    engine = create_engine(role, settings)
-    try:
-        _log.info("loading model %s into %s …", settings.model, settings.engine)
-        facts = await engine.start()
-        _log.info("model loaded, %.1f s; proving the block mapping …", time.monotonic() - began_s)
-        service = WorkerService(
-            identity=Identity(
-                address=WorkerAddress(worker=worker, generation=generation, agents=facts.agents),
-                role=role,
-                model_name=settings.public_model_name(),
-                model_path=settings.model,
-                block_tokens=settings.block_tokens,
-            ),
-            facts=facts,
-            engine=engine,
-            bus=bus,
-            clock=clock,
-            tracing=tracing,
-            metrics=metrics,
-            limits=_limits(settings, facts),
-            timers=Timers(
-                heartbeat_s=settings.heartbeat_s,
-                digest_s=settings.digest_s,
-                canary_timeout_s=settings.canary_timeout_s,
-                drain_s=settings.drain_s,
-            ),
+    # The bus before the engine: a wrong address shows at once, not after a minute of loading.
+    async with process.join(settings.worker_id(role)) as node:
+        await process.serve(LoadingWorker(role, settings, node))
+
+
+class LoadingWorker:
+    """Loads an engine, then is a `WorkerService` around it.
+
+    Raises ConfigurationError when it cannot start, EngineFailed when its engine dies.
+    """
+
+    def __init__(self, role: Role, settings: WorkerSettings, node: Node) -> None:
+        self._role = role
+        self._settings = settings
+        self._node = node
+        self._clock = node.ports.clock
+        # The time of day in milliseconds: higher at each start of a worker of this name, unless the machine's time
+        # was set back by more than the worker was away.
+        self._generation = int(self._clock.wall_s() * 1000)
+        self._service: WorkerService | None = None
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        settings, began_s = self._settings, self._clock.now_s()
+        engine = create_engine(self._role, settings)
+        try:
+            _log.info("loading model %s into %s …", settings.model, settings.engine)
+            facts = await engine.start()
+            _log.info("model loaded, %.1f s; proving the block mapping …", self._clock.now_s() - began_s)
+            self._service = WorkerService(
+                identity=self._identify(facts),
+                facts=facts,
+                engine=engine,
+                node=self._node,
+                limits=_limits(settings, facts),
+                timers=Timers(
+                    heartbeat_s=settings.heartbeat_s,
+                    digest_s=settings.digest_s,
+                    canary_timeout_s=settings.canary_timeout_s,
+                    drain_s=settings.drain_s,
+                ),
+            )
+            async with self._service.serving():
+                _log.info("ready in %.1f s, on %s", self._clock.now_s() - began_s, facts.engine)
+                yield
+        finally:
+            await self._close(engine)
+
+    async def check_ready(self) -> None:
+        if self._service is None:
+            raise Unavailable("the service is starting")
+        await self._service.check_ready()
+
+    async def drain(self) -> None:
+        assert self._service is not None, "what does not serve yet is not drained"
+        await self._service.drain()
+
+    def _identify(self, facts: EngineFacts) -> Identity:
+        worker = self._settings.worker_id(self._role)
+        return Identity(
+            address=WorkerAddress(worker=worker, generation=self._generation, agents=facts.agents),
+            role=self._role,
+            model_name=self._settings.public_model_name(),
+            model_path=self._settings.model,
+            block_tokens=self._settings.block_tokens,
         )
 
-        def announce() -> None:
-            stop.serving = True
-            status.check_ready = service.check_ready
-            _log.info("ready in %.1f s: %s on %s", time.monotonic() - began_s, worker, facts.engine)
-
-        await service.run(stop.asked, announce)
-    finally:
-        await _close(engine)
-        await bus.close()
-        tracing.close()
+    async def _close(self, engine: Engine) -> None:
+        try:
+            async with self._clock.timeout(CLOSE_TIMEOUT_S):
+                await engine.close()
+        except TimeoutError:
+            _log.error("the engine did not close within %g s; its processes end with this one", CLOSE_TIMEOUT_S)
 
 
 def _limits(settings: WorkerSettings, facts: EngineFacts) -> Limits:
@@ -99,13 +118,5 @@ def _limits(settings: WorkerSettings, facts: EngineFacts) -> Limits:
         leased_share_max=settings.leased_share,
         enter_timeout_s=settings.enter_timeout_s,
         retain_s=settings.retain_s,
-        gateway_silence_s=settings.gateway_silence_s,
+        lost_after_s=settings.lost_after_s,
     )
-
-
-async def _close(engine: Engine) -> None:
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await engine.close()
-    except TimeoutError:
-        _log.error("the engine did not close within %g s; its processes end with this one", CLOSE_TIMEOUT_S)

@@ -12,8 +12,7 @@ from math import inf
 from typing import Final
 
 from baton import subjects
-from baton.bus import Bus, Delivery, Subscription
-from baton.clock import Clock
+from baton.bus import Delivery, Subscription
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import BatonError, BusUnavailable, EngineFailed, MalformedMessage, Unavailable, WorkerLost
 from baton.messages import (
@@ -36,7 +35,7 @@ from baton.messages import (
     TokenChunk,
 )
 from baton.node.failure_detector import PauseDetector
-from baton.telemetry import Metrics, Tracing
+from baton.node.service import Node
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
 from baton.worker.assembly import Assembly
 from baton.worker.canary import prove_block_identity
@@ -68,7 +67,7 @@ class Timers:
 
 
 class WorkerService:
-    """One life of one worker, around an engine that has started. `run` is all there is to call."""
+    """One life of one worker, around an engine that has started: a `baton.node.service.Service`."""
 
     def __init__(
         self,
@@ -76,30 +75,27 @@ class WorkerService:
         identity: Identity,
         facts: EngineFacts,
         engine: Engine,
-        bus: Bus,
-        clock: Clock,
-        tracing: Tracing,
-        metrics: Metrics,
+        node: Node,
         limits: Limits,
         timers: Timers,
     ) -> None:
         self._identity = identity
         self._facts = facts
         self._engine = engine
-        self._bus = bus
-        self._clock = clock
+        self._bus = node.ports.bus
+        self._clock = node.ports.clock
         self._timers = timers
         self._pauses = PauseDetector(interval_s=timers.heartbeat_s)
         self._ledger = Ledger(limits)
         self._assembly = Assembly()
         self._rates = Rates()
-        self._frames = FrameSender(bus, identity.address)
+        self._frames = FrameSender(self._bus, identity.address)
         self._engine_failed = asyncio.Event()
         self._runner = Runner(
-            bus=bus,
-            clock=clock,
-            tracing=tracing,
-            metrics=metrics,
+            bus=self._bus,
+            clock=self._clock,
+            tracing=node.tracing,
+            metrics=node.metrics,
             engine=engine,
             ledger=self._ledger,
             rates=self._rates,
@@ -112,13 +108,13 @@ class WorkerService:
             engine_block_tokens=facts.block_tokens,
             block_tokens=identity.block_tokens,
         )
-        self._publisher = EventPublisher(bus, clock, identity.address, facts.model_digest, shadow)
+        self._publisher = EventPublisher(node.ports, identity.address, facts.model_digest, shadow)
         self._refusals = Counter[str]()
         readings = WorkerReadings(
             identity=identity,
             facts=facts,
             engine=engine,
-            clock=clock,
+            clock=self._clock,
             ledger=self._ledger,
             refusals=self._refusals,
             rates=self._rates,
@@ -126,14 +122,15 @@ class WorkerService:
             publisher=self._publisher,
             shadow=shadow,
         )
-        metrics.read(readings)
+        node.metrics.read(readings)
         self._tasks: asyncio.TaskGroup
         self._running: dict[Key, asyncio.Task[None]] = {}
         self._bus_down = False
         self._leaves_at_s = inf
 
-    async def run(self, stop: asyncio.Event, on_ready: Callable[[], None]) -> None:
-        """Serve until `stop` is set, then drain and leave.
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Serve inside this context; at its end say goodbye.
 
         Raises ConfigurationError when the canary fails, EngineFailed when the engine dies.
         """
@@ -160,9 +157,7 @@ class WorkerService:
                         tasks.create_task(self._every(self._timers.digest_s, self._send_digests), name="digests"),
                         tasks.create_task(self._watch_engine(), name="health"),
                     ]
-                    on_ready()
-                    await stop.wait()
-                    await self._drain()
+                    yield
                 for loop in loops:
                     loop.cancel()
         except BaseExceptionGroup as group:
@@ -262,7 +257,7 @@ class WorkerService:
 
     async def _on_gateway_beat(self, delivery: Delivery) -> None:
         if isinstance(delivery.message, GatewayBeat):
-            self._ledger.heard(delivery.message.gateway, self._clock.now_s())
+            self._ledger.hear_gateway(delivery.message.gateway, self._clock.now_s())
 
     # ------------------------------------------------------------ what happens by itself
 
@@ -275,7 +270,7 @@ class WorkerService:
         now_s = self._clock.now_s()
         self._ledger.settle(self._engine.load().leased)
         self._assembly.purge(now_s)
-        self._ledger.excuse(self._pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
+        self._ledger.extend_deadlines(self._pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
         for stopped in self._ledger.sweep(now_s):
             attempt = stopped.attempt
             if stopped.overdue:
@@ -356,7 +351,7 @@ class WorkerService:
 
     # ------------------------------------------------------------ leaving
 
-    async def _drain(self) -> None:
+    async def drain(self) -> None:
         """Take nothing more, and let what runs finish or be moved by its gateway; after the budget, end it as lost."""
         began_s = self._clock.now_s()
         self._leaves_at_s = began_s + self._timers.drain_s

@@ -15,14 +15,12 @@ from baton.blocks import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MI
 from baton.engines.engine import Engine
 from baton.errors import ConfigurationError
 from baton.messages import RANKS_MAX, Role
-from baton.telemetry import TelemetrySettings
+from baton.node.settings import NodeSettings, Seconds
 from baton.telemetry.settings import traces_url
 from baton.transfer import AgentOptions, Corruption, Faults
 
 _AGENT: Final = AgentOptions()
 """Defaults of the transfer agent."""
-
-Seconds = Annotated[float, Meta(gt=0)]
 
 
 class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -34,8 +32,7 @@ class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     before_checksum: bool = False
 
 
-class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    nats_url: Annotated[str, Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
+class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     worker: Annotated[
         str,
         Meta(
@@ -73,8 +70,8 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
 
     heartbeat_s: Annotated[Seconds, Meta(description="Time between two heartbeats.")] = 0.25
     digest_s: Annotated[Seconds, Meta(description="Time between two digests to each gateway.")] = 1.0
-    gateway_silence_s: Annotated[
-        Seconds, Meta(description="What belongs to a gateway that was silent for this long is aborted.")
+    lost_after_s: Annotated[
+        Seconds, Meta(description="A gateway without a beat for this long is lost, and what belongs to it is aborted.")
     ] = 5.0
     enter_timeout_s: Annotated[Seconds, Meta(description="Time for an accepted attempt to enter the engine.")] = 2.0
     retain_s: Annotated[

@@ -5,12 +5,10 @@ Started as `python -m tests.integration.reluctant_worker`, with the flags of a d
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 from baton_decode.config import DecodeSettings
 
-from baton import config
 from baton.messages import Role
 from baton.worker.ledger import Key, Ledger
 from baton.worker.process import run_worker
@@ -27,4 +25,4 @@ def _hold_the_first(self: Ledger, key: Key) -> bool:
 
 if __name__ == "__main__":
     Ledger.enter = _hold_the_first
-    config.run(partial(run_worker, Role.DECODE), DecodeSettings, service="decode")
+    run_worker(Role.DECODE, DecodeSettings)

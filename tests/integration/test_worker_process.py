@@ -58,7 +58,7 @@ def command(role: Role, nats_url: str, worker: str, *flags: str, options: Mappin
     return [
         *(sys.executable, "-m", f"baton_{role}", "--nats-url", nats_url, "--worker", worker, "--model", "simulated"),
         *("--engine", "simulated", "--engine-options", json.dumps(dict(options))),
-        *("--digest-s", "0.1", "--gateway-silence-s", "1.5", *flags),
+        *("--digest-s", "0.1", "--lost-after-s", "1.5", *flags),
     ]
 
 

@@ -14,6 +14,7 @@ from baton.engines.engine import EngineBlocksStored, EngineDelta, EngineRequest
 from baton.engines.scripted import FACTS, ScriptedEngine, one_token, stored_prompt
 from baton.errors import ConfigurationError, EngineFailed
 from baton.messages import WorkerAddress
+from baton.node.ports import deterministic_ports
 from baton.worker.canary import prove_block_identity
 from baton.worker.events import EventPublisher
 from baton.worker.shadow import ShadowMap
@@ -42,7 +43,9 @@ async def prove(
     shadow = ShadowMap(
         model_digest=facts.model_digest, engine_block_tokens=engine_block_tokens, block_tokens=block_tokens
     )
-    publisher = EventPublisher(bus, clock, WorkerAddress(worker="w", generation=1), facts.model_digest, shadow)
+    publisher = EventPublisher(
+        deterministic_ports(bus, clock, seed=0), WorkerAddress(worker="w", generation=1), facts.model_digest, shadow
+    )
     following = asyncio.create_task(publisher.follow(engine.events()))
     proof = asyncio.create_task(
         prove_block_identity(engine, facts, publisher, clock, block_tokens=block_tokens, timeout_s=2.0)

@@ -28,6 +28,7 @@ from baton.messages import (
     WorkerAddress,
     pack_tokens,
 )
+from baton.node.ports import deterministic_ports
 from baton.worker import events
 from baton.worker.events import EventPublisher, split_events
 from baton.worker.shadow import ShadowMap
@@ -43,7 +44,7 @@ class World:
         self.engine = ScriptedEngine()
         shadow = ShadowMap(model_digest=DIGEST, engine_block_tokens=32, block_tokens=32)
         address = WorkerAddress(worker="w0", generation=5)
-        self.publisher = EventPublisher(self.bus, self.clock, address, DIGEST, shadow)
+        self.publisher = EventPublisher(deterministic_ports(self.bus, self.clock, seed=0), address, DIGEST, shadow)
         self.stored: list[KvEvents] = []
         self.message_ids: list[str] = []
 

@@ -145,10 +145,10 @@ def test_a_retained_answer_is_dropped_after_its_time() -> None:
     ledger.enter(attempt.key)
     ledger.end(attempt.key, FinishReason.STOP, None, 1.0)
     for second in range(2, 31):
-        ledger.heard("g", second)
+        ledger.hear_gateway("g", second)
         ledger.sweep(second)
     assert len(ledger) == 1
-    ledger.heard("g", 31.0)
+    ledger.hear_gateway("g", 31.0)
     ledger.sweep(31.0)
     assert len(ledger) == 0
 
@@ -236,7 +236,7 @@ def test_a_silent_gateway_loses_what_it_had() -> None:
     ledger.hold(held.key)
     other = reserve(ledger, ask("other", gateway="alive"))
     ledger.enter(other.key)
-    ledger.heard("alive", 5.0)
+    ledger.hear_gateway("alive", 5.0)
     stopped = ledger.sweep(5.1)
     assert {s.attempt.key[0] for s in stopped if s.tell_engine} == {"run", "hold"}
     ledger.end(running.key, FinishReason.CANCELLED, None, 5.2)
@@ -250,7 +250,7 @@ def test_an_engine_that_ignores_an_abort_is_overruled() -> None:
     attempt = reserve(ledger, ask("r"))
     ledger.enter(attempt.key)
     ledger.stop(attempt, WorkerLost("leaving"), 0.0)
-    ledger.heard("g", 9.0)
+    ledger.hear_gateway("g", 9.0)
     assert ledger.sweep(9.9) == []
     [stopped] = ledger.sweep(10.0)
     assert stopped.overdue
@@ -262,7 +262,7 @@ def test_an_engine_that_ignores_an_abort_is_overruled() -> None:
 
 def test_a_gateway_without_attempts_gets_an_empty_digest_while_it_is_heard() -> None:
     ledger = Ledger(LIMITS)
-    ledger.heard("g", 0.0)
+    ledger.hear_gateway("g", 0.0)
     assert ledger.digests() == {"g": ()}
     ledger.sweep(5.1)
     assert ledger.digests() == {}
@@ -374,7 +374,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(gateway=st.sampled_from(["g1", "g2"]))
     def beat(self, gateway: str) -> None:
-        self.ledger.heard(gateway, self.now_s)
+        self.ledger.hear_gateway(gateway, self.now_s)
 
     @rule(step_s=st.sampled_from([0.25, 1.0, 6.0, 40.0]))
     def time_passes(self, step_s: float) -> None:

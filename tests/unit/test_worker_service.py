@@ -44,6 +44,9 @@ from baton.messages import (
     pack_tokens,
     unpack_tokens,
 )
+from baton.node.ports import deterministic_ports
+from baton.node.service import Node, serve
+from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from baton.worker.admission import Identity
 from baton.worker.ledger import Limits
@@ -65,9 +68,10 @@ class World:
         self.gateway_bus = MemoryBus(self.network)
         self.engine = engine or ScriptedEngine()
         self.heard: list[AnyMessage] = []
-        self.stop = asyncio.Event()
-        self.ready = asyncio.Event()
+        self.stop = Stop()
         self.metrics = Metrics(role)
+        ports = deterministic_ports(self.bus, self.clock, seed=0)
+        self.node = Node(ports=ports, tracing=Tracing(role), metrics=self.metrics)
         self.service = WorkerService(
             identity=Identity(
                 address=WorkerAddress(worker="w0", generation=GENERATION, agents=FACTS.agents),
@@ -78,10 +82,7 @@ class World:
             ),
             facts=FACTS,
             engine=self.engine,
-            bus=self.bus,
-            clock=self.clock,
-            tracing=Tracing(role),
-            metrics=self.metrics,
+            node=self.node,
             limits=Limits(slots=2, kv_blocks=FACTS.kv_blocks, engine_block_tokens=FACTS.block_tokens),
             timers=Timers(),
         )
@@ -93,10 +94,10 @@ class World:
 
         for subject in (subjects.gateway("g"), subjects.HEARTBEAT):
             await self.gateway_bus.subscribe(subject, hear)
-        self.running = asyncio.create_task(self.service.run(self.stop, self.ready.set))
+        self.running = asyncio.create_task(serve(self.service, self.stop))
         for _ in range(50):
             await self.clock.advance(0.02)
-            if self.ready.is_set():
+            if self.stop.serving:
                 return
         raise AssertionError("the worker did not get ready")
 
@@ -456,7 +457,7 @@ async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> Non
 
 async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None:
     await decode.ask(decode_task())
-    decode.stop.set()
+    decode.stop.asked.set()
     await decode.clock.settle()
     refusal = await decode.ask(decode_task("late"))
     assert isinstance(refusal, Busy)
@@ -474,7 +475,7 @@ async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None
 
 
 async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_it_said_so(decode: World) -> None:
-    decode.stop.set()
+    decode.stop.asked.set()
     await decode.clock.settle()
     await decode.clock.advance(0.9)
     refusal = await decode.ask(decode_task("on its way"))
@@ -488,7 +489,7 @@ async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_i
 async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was_moved(decode: World) -> None:
     await decode.ask(decode_task())
     assert decode.heartbeat().leaves_in_s == 0.0
-    decode.stop.set()
+    decode.stop.asked.set()
     await decode.clock.settle()
     assert decode.heartbeat().leaves_in_s == 30.0
     await decode.clock.advance(3.0)
@@ -501,7 +502,7 @@ async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was
 
 async def test_a_drain_out_of_time_ends_what_runs_as_lost(decode: World) -> None:
     await decode.ask(decode_task())
-    decode.stop.set()
+    decode.stop.asked.set()
     for _ in range(33):
         await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
         await decode.clock.advance(1.0)
@@ -537,18 +538,15 @@ async def test_a_worker_whose_canary_fails_does_not_start() -> None:
         ),
         facts=FACTS,
         engine=world.engine,
-        bus=world.bus,
-        clock=world.clock,
-        tracing=Tracing("decode"),
-        metrics=Metrics("decode"),
+        node=world.node,
         limits=Limits(slots=2, kv_blocks=10, engine_block_tokens=32),
         timers=Timers(canary_timeout_s=3.0),
     )
-    running = asyncio.create_task(world.service.run(world.stop, world.ready.set))
+    running = asyncio.create_task(serve(world.service, world.stop))
     await world.clock.advance(4.0)
     with pytest.raises(ConfigurationError, match="canary prompt must show as 2 blocks of 32 tokens"):
         await running
-    assert not world.ready.is_set()
+    assert not world.stop.serving
     await world.bus.close()
     await world.gateway_bus.close()
 
