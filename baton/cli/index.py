@@ -16,8 +16,10 @@ from baton import subjects
 from baton.blocks import hash_blocks, root_key
 from baton.bus import Bus, Delivery, NatsBus
 from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
+from baton.clock import SystemClock
 from baton.errors import InvalidRequest, Unavailable
-from baton.messages import Heartbeat, IndexedWorker, IndexQuery, IndexReport, pack_tokens
+from baton.messages import Goodbye, Heartbeat, IndexedWorker, IndexQuery, IndexReport, pack_tokens
+from baton.node.membership import Workers
 
 FIRST_HEARTBEAT_S: Final = 3.0
 """How long a busy machine may take to be heard at all."""
@@ -76,12 +78,12 @@ async def _index(question: Question, nats_url: str) -> tuple[list[IndexReport], 
 
 async def _find_model(bus: Bus, name: str) -> Heartbeat:
     """Return the word of a worker that serves the model. Raises InvalidRequest."""
-    heard: dict[str, Heartbeat] = {}
+    workers, clock = Workers(), SystemClock()
     first = asyncio.Event()
 
     async def take(delivery: Delivery) -> None:
-        if isinstance(delivery.message, Heartbeat):
-            heard[delivery.message.model] = delivery.message
+        if isinstance(delivery.message, Heartbeat | Goodbye):
+            workers.take(delivery.message, clock.now_s())
             first.set()
 
     subscription = await bus.subscribe(subjects.HEARTBEAT, take)
@@ -89,6 +91,7 @@ async def _find_model(bus: Bus, name: str) -> Heartbeat:
         await asyncio.wait_for(first.wait(), FIRST_HEARTBEAT_S)
         await asyncio.sleep(HEARTBEATS_S)
     await subscription.unsubscribe()
+    heard = {heartbeat.model: heartbeat for heartbeat in workers.beats()}
     if not heard:
         raise Unavailable("no worker is heard, so nobody says how a prompt is cut into blocks")
     if name in heard or (not name and len(heard) == 1):

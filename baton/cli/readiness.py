@@ -7,7 +7,9 @@ from contextlib import suppress
 
 from baton import subjects
 from baton.bus import Bus, Delivery
-from baton.messages import Heartbeat
+from baton.clock import SystemClock
+from baton.messages import Goodbye, Heartbeat
+from baton.node.membership import Workers
 
 REQUEST_TIMEOUT_S = 2.0
 
@@ -16,28 +18,29 @@ class Roster:
     """The workers that send heartbeats, and which of their lives that is."""
 
     def __init__(self) -> None:
-        self._generations: dict[str, int] = {}
-        self._heard = asyncio.Condition()
+        self._clock = SystemClock()
+        self._workers = Workers()
+        self._changed = asyncio.Condition()
 
     async def follow(self, bus: Bus) -> None:
         await bus.subscribe(subjects.HEARTBEAT, self._hear)
 
     async def _hear(self, delivery: Delivery) -> None:
-        if isinstance(delivery.message, Heartbeat):
-            address = delivery.message.address
-            if address.generation != self._generations.get(address.worker):
-                async with self._heard:
-                    self._generations[address.worker] = address.generation
-                    self._heard.notify_all()
+        message, now_s = delivery.message, self._clock.now_s()
+        self._workers.expire(now_s)
+        if isinstance(message, Heartbeat | Goodbye) and self._workers.take(message, now_s):
+            async with self._changed:
+                self._changed.notify_all()
 
     def generation(self, worker: str) -> int | None:
-        """Return the newest life of `worker`; None before its first heartbeat."""
-        return self._generations.get(worker)
+        """Return the newest life of `worker`; None before its first heartbeat, and once it left."""
+        member = self._workers.get(worker)
+        return None if member is None else member.generation
 
     async def next_life(self, worker: str, *, after: int | None) -> None:
         """Wait for a heartbeat of `worker` with another generation than `after`."""
-        async with self._heard:
-            await self._heard.wait_for(lambda: self._generations.get(worker, after) != after)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.generation(worker) not in (None, after))
 
 
 async def http_status(host: str, port: int, path: str) -> tuple[int, str]:

@@ -199,7 +199,8 @@ class Workers(Membership[Heartbeat]):
         members_max: int = MEMBERS_MAX,
     ) -> None:
         super().__init__(lost_after_s=lost_after_s, forget_after_s=forget_after_s, members_max=members_max)
-        self._models = Recent[None](forget_after_s, members_max)
+        self._models = Recent[Heartbeat | None](forget_after_s, members_max)
+        """Model → the newest heartbeat of any of its workers."""
 
     def take(self, message: Heartbeat | Goodbye, now_s: float) -> list[Event]:
         """Take a worker's message on `subjects.HEARTBEAT`, and return what it changes."""
@@ -208,12 +209,12 @@ class Workers(Membership[Heartbeat]):
             return self.goodbye(address.worker, address.generation, now_s)
         events = self.hear(address.worker, address.generation, message, now_s, leaving=message.draining)
         if self.is_live(address.worker, address.generation):
-            self._models.put(message.model, None, now_s)
+            self._models.put(message.model, message, now_s)
         return events
 
-    def served_lately(self, model: str) -> bool:
-        """Return whether a worker served this model within `forget_after_s`, whatever became of it."""
-        return model in self._models
+    def newest(self, model: str) -> Heartbeat | None:
+        """Return the newest heartbeat of a worker that served this model within `forget_after_s`, live or not."""
+        return self._models.get(model, None)
 
     def extend_deadlines(self, pause_s: float, now_s: float) -> None:
         super().extend_deadlines(pause_s, now_s)
@@ -232,9 +233,6 @@ class Recent(Generic[Value]):
         self._entries_max = entries_max
         self._entries: OrderedDict[str, tuple[Value, float]] = OrderedDict()
         """In the order in which they were put."""
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._entries
 
     def get(self, key: str, default: Value) -> Value:
         entry = self._entries.get(key)

@@ -81,7 +81,7 @@ class FrameSender:
         """Send for ever."""
         while True:
             await self._wake.wait()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # noqa: TID251 - a pass of the event loop takes no time.
             await self.flush()
 
     async def flush(self) -> None:

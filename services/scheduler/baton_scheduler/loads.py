@@ -129,7 +129,7 @@ class Loads:
 
     def served_lately(self, model: str) -> bool:
         """Return whether a worker served this model lately, whatever became of it: it may be restarted."""
-        return self._workers.served_lately(model)
+        return self._workers.newest(model) is not None
 
     def _drop_ended(self, events: Sequence[Event]) -> None:
         for event in events:
