@@ -10,7 +10,7 @@ from baton.messages import AttemptState
 from tests.harness.cluster import Cluster
 
 # Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
-PATIENCE = ("--accept-s", "2.0", "--worker-dead-s", "4.0")
+PATIENCE = ("--accept-s", "2.0", "--lost-after-s", "4.0")
 PROMPT_STATES = (AttemptState.COMPUTING, AttemptState.HELD)
 """A prompt of a tiny model is computed between two digests, now and then."""
 

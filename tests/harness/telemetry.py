@@ -178,7 +178,7 @@ OUTPUT_TOKENS = 240
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 2.0, "layers": 4, "seed": 1}
 """Some seconds for an answer: what messages take on their way is small against it, even on a busy machine."""
-PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--worker-dead-s", "4")
+PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--lost-after-s", "4")
 """On a busy machine only the worker that is killed is taken for lost, so that traces have the attempts they should."""
 
 PATHS = {

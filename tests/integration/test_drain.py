@@ -25,7 +25,7 @@ ENGINE = {"speed": 1.0, "step_fixed_s": 0.015, "prefill_token_s": 0.0002, "block
 """An answer takes about four seconds."""
 DRAIN_S = {Role.PREFILL: 30.0, Role.DECODE: 2.0}
 """Decode leaves before an answer ends: some are moved. Prefill leaves when nothing needs it any more."""
-PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--worker-dead-s", "20")
+PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--lost-after-s", "20")
 """On a busy machine nobody is taken for lost, so that nothing but draining makes answers move."""
 
 

@@ -23,7 +23,7 @@ from tests.harness.gateway.stage import Stage, forward, open_stage
 
 CHAT = "/v1/chat/completions"
 TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀, and then it stops. " * 3
-SETTINGS = Settings(port=0, worker_dead_s=0.8, progress_s=3.0, resend_s=0.1, admission_wait_s=5.0)
+SETTINGS = Settings(port=0, lost_after_s=0.8, progress_s=3.0, resend_s=0.1, admission_wait_s=5.0)
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ async def test_an_answer_survives_its_worker(
 
 
 async def test_a_restarted_worker_is_noticed_at_once() -> None:
-    settings = msgspec.structs.replace(SETTINGS, worker_dead_s=60.0, progress_s=60.0)
+    settings = msgspec.structs.replace(SETTINGS, lost_after_s=60.0, progress_s=60.0)
     async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
         stage.say(TEXT)
         worker = stage.workers["d1"]
@@ -277,7 +277,7 @@ async def test_schedulers_that_answer_late_cost_no_request(stage: Stage, client:
 async def test_new_requests_wait_for_a_worker_that_is_restarted(stage: Stage, client: httpx.AsyncClient) -> None:
     worker = stage.workers["d1"]
     worker.die()
-    await stage.wait_for(lambda: not stage.gateway.workers.is_alive("d1"))
+    await stage.wait_for(lambda: "d1" not in stage.gateway.workers.members)
     answer = asyncio.create_task(stream(client))
     await stage.wait_for(lambda: len(stage.scheduler.places) > 4)
     worker.restart()
@@ -324,7 +324,7 @@ async def test_every_message_carries_the_trace_and_the_budget() -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
     headers = {"traceparent": f"00-{trace}-00f067aa0ba902b7-01", "x-baton-deadline-s": "20"}
     # On a busy machine nothing is sent again: each message once.
-    patient = msgspec.structs.replace(SETTINGS, accept_s=10.0, place_resend_s=10.0, resend_s=10.0, worker_dead_s=10.0)
+    patient = msgspec.structs.replace(SETTINGS, accept_s=10.0, place_resend_s=10.0, resend_s=10.0, lost_after_s=10.0)
     async with open_stage(patient) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
         stage.say(TEXT)
         assert (await client.post(CHAT, json=body(), headers=headers)).status_code == 200

@@ -214,7 +214,7 @@ async def test_nats_goes_away_and_comes_back() -> None:
             server.kill()
             waiting = asyncio.create_task(client.post("/v1/completions", json=body))
             # Longer than workers may be silent: without the bus that says nothing about them.
-            await asyncio.sleep(2 * Settings().worker_dead_s)
+            await asyncio.sleep(2 * Settings().lost_after_s)
             assert (await client.get("/health")).status_code == 200
             assert (await client.get("/ready")).status_code == 503
             assert not waiting.done()

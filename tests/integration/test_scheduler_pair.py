@@ -25,7 +25,7 @@ AT_ONCE = 16
 BUSY_SHARE_MAX = 0.1
 ENGINE = {"speed": 1.0, "step_fixed_s": 0.01, "prefill_token_s": 0.0001, "blocks": 1024, "eos_probability": 0.0}
 
-PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--worker-dead-s", "10")
+PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--lost-after-s", "10")
 """On a busy machine nobody is taken for lost, so that what is counted here is the schedulers' doing."""
 
 

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from baton_gateway.admission import RETRY_MAX_S, TRIES_MAX, AdmissionQueue, Ticket
 from baton_gateway.driver import cut
-from baton_gateway.workers import Gone, WorkerTable, has_room
+from baton_gateway.workers import WorkerTable, has_room
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,44 +41,31 @@ def beat(worker: str = "d1", generation: int = 1, **fields: object) -> Heartbeat
     return msgspec.structs.replace(BEAT, address=address, **fields)
 
 
-def test_a_silent_worker_dies_and_its_model_stays_known_for_a_minute() -> None:
+def test_a_model_stays_known_for_a_minute_after_its_last_worker() -> None:
     table = WorkerTable(1.5)
     with pytest.raises(ModelNotFound):
         table.model("m")
-    table.observe(beat(), 10.0)
+    table.members.take(beat(), 10.0)
     assert table.model("m").path == "somewhere"
-    assert table.expire(11.5) == []
-    assert [gone.worker for gone in table.expire(11.51)] == ["d1"]
+    assert table.counts() == {("decode", "m"): 1}
+    table.members.expire(11.51)
     assert table.models() == []
     assert not table.counts()
-    assert table.expire(70.0) == []
+    table.members.expire(70.0)
     assert table.model("m").path == "somewhere"
-    assert table.observe(beat(generation=0), 70.0) is None
-    assert not table.is_alive("d1"), "late words of an earlier life"
-    assert table.expire(70.01) == []
+    table.members.expire(70.01)
     with pytest.raises(ModelNotFound):
         table.model("m")
-
-
-def test_a_new_generation_ends_the_old_one_and_old_words_do_not_count() -> None:
-    table = WorkerTable(1.5)
-    assert table.observe(beat(), 0.0) is None
-    assert table.observe(beat(generation=2), 0.1) == Gone("d1", 1, "was restarted")
-    assert table.observe(beat(generation=1), 0.2) is None
-    assert table.leave("d1", 1) is None
-    assert table.leave("d1", 2) == Gone("d1", 2, "left")
-    assert table.observe(beat(generation=1), 0.3) is None
-    assert table.models() == []
 
 
 def test_only_decode_workers_that_stay_serve_a_model() -> None:
     table = WorkerTable(1.5)
-    table.observe(beat("p1", role=Role.PREFILL), 0.0)
-    table.observe(beat("d1", draining=True), 0.0)
+    table.members.take(beat("p1", role=Role.PREFILL), 0.0)
+    table.members.take(beat("d1", draining=True), 0.0)
     assert table.models() == []
     assert table.model("m").context_tokens_max == 1000, "it waits for a worker that stays"
-    table.observe(beat("d2", context_tokens_max=500), 0.0)
-    table.observe(beat("d3", context_tokens_max=800), 0.0)
+    table.members.take(beat("d2", context_tokens_max=500), 0.0)
+    table.members.take(beat("d3", context_tokens_max=800), 0.0)
     assert table.model("m").context_tokens_max == 500
     assert [model.name for model in table.models()] == ["m"]
 

@@ -13,10 +13,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from itertools import islice
 from math import inf
-from random import Random
 from typing import Final
 
 from baton.clock import Clock
+from baton.node.ports import Randomness
 
 RETRY_MIN_S: Final = 0.02
 RETRY_MAX_S: Final = 0.06
@@ -50,7 +50,7 @@ class _Queue:
 
 
 class AdmissionQueue:
-    def __init__(self, *, waiting_max: int, clock: Clock, random: Random) -> None:
+    def __init__(self, *, waiting_max: int, clock: Clock, random: Randomness) -> None:
         self._waiting_max = waiting_max
         self._clock = clock
         self._random = random

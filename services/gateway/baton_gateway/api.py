@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import time
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, Final
-from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
 from baton.messages import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
@@ -61,8 +58,8 @@ class _WrongMethod(InvalidRequest):
     http_status = 405
 
 
-def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> ASGIApp:
-    """Return the application. `wall_s` dates the answers, and nothing else."""
+def make_app(gateway: Gateway) -> ASGIApp:
+    """Return the application."""
     app = FastAPI(
         title="Baton",
         docs_url=None,
@@ -71,7 +68,7 @@ def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> AS
         redirect_slashes=False,
         responses={"default": {"description": "An error.", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
     )
-    started_s = int(wall_s())
+    started_s = int(gateway.clock.wall_s())
 
     @app.get("/health")
     async def health() -> Response:
@@ -93,15 +90,21 @@ def make_app(gateway: Gateway, *, wall_s: Callable[[], float] = time.time) -> AS
 
     @app.post("/v1/chat/completions", openapi_extra=_body_reference(ChatBody))
     async def chat() -> Response:
-        return GenerationResponse(gateway, ChatBody, int(wall_s()))
+        return GenerationResponse(gateway, ChatBody, int(gateway.clock.wall_s()))
 
     @app.post("/v1/completions", openapi_extra=_body_reference(CompletionBody))
     async def complete() -> Response:
-        return GenerationResponse(gateway, CompletionBody, int(wall_s()))
+        return GenerationResponse(gateway, CompletionBody, int(gateway.clock.wall_s()))
 
     _add_error_handlers(app)
     _describe_bodies(app)
-    return Guard(app, ApiKeys(gateway.settings.api_keys), lambda: gateway.door, gateway.figures.responded)
+    return Guard(
+        app,
+        ApiKeys(gateway.settings.api_keys),
+        door=lambda: gateway.door,
+        on_response=gateway.figures.responded,
+        new_id=gateway.ports.new_id,
+    )
 
 
 class GenerationResponse(Response):
@@ -123,7 +126,8 @@ class GenerationResponse(Response):
             measured.trace = trace
             facts = _facts_of(gateway, request, trace)
             with gateway.tracing.span("read", parent=trace.trace):
-                payload = await read_body(request, gateway.settings.body_bytes_max, gateway.settings.body_read_s)
+                settings = gateway.settings
+                payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
                 body = parse(self._kind, payload)
             if body.stream_options is not None and not body.stream:
                 raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
@@ -164,7 +168,7 @@ def _facts_of(gateway: Gateway, request: Request, trace: RequestTrace) -> Reques
             ) from error
     now_s = gateway.clock.now_s()
     return RequestFacts(
-        request=uuid4().hex,
+        request=gateway.ports.new_id(),
         received_at_s=now_s,
         deadline_at_s=now_s + deadline_s,
         disaggregation=disaggregation,
@@ -173,7 +177,7 @@ def _facts_of(gateway: Gateway, request: Request, trace: RequestTrace) -> Reques
     )
 
 
-async def read_body(request: Request, bytes_max: int, timeout_s: float) -> bytes:
+async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: float) -> bytes:
     """Return the request's body. Raises PayloadTooLarge as soon as that is certain, ClientGone, InvalidRequest."""
     if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
         raise InvalidRequest(f"the body is sent as {encoding[:40]!r}; this server takes it unencoded only")
@@ -183,7 +187,7 @@ async def read_body(request: Request, bytes_max: int, timeout_s: float) -> bytes
         raise too_large
     body = bytearray()
     try:
-        async with asyncio.timeout(timeout_s):
+        async with clock.timeout(timeout_s):
             async for part in request.stream():
                 body += part
                 if len(body) > bytes_max:

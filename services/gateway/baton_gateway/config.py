@@ -7,16 +7,13 @@ from typing import Annotated
 from msgspec import Meta
 
 from baton.config import is_loopback
-from baton.telemetry import TelemetrySettings
+from baton.node.settings import NodeSettings, Seconds
 from baton_gateway.attempt_events import AttemptTimers
 
-Seconds = Annotated[float, Meta(gt=0)]
 
-
-class Settings(TelemetrySettings, frozen=True, kw_only=True):
+class Settings(NodeSettings, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes any free one.")] = 8000
-    nats_url: Annotated[str, Meta(description="NATS server.")] = "nats://127.0.0.1:4222"
     api_keys: Annotated[
         tuple[str, ...],
         Meta(description="Keys, one of which clients present as a bearer token; none: open to all."),
@@ -46,7 +43,6 @@ class Settings(TelemetrySettings, frozen=True, kw_only=True):
     learn_s: Annotated[
         float, Meta(ge=0, description="How long to hear which workers there are before the first request is answered.")
     ] = 0.6
-    worker_dead_s: Annotated[Seconds, Meta(description="A worker without heartbeat for this long is dead.")] = 1.5
 
     admission_wait_s: Annotated[
         float,

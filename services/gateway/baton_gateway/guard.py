@@ -8,7 +8,6 @@ import logging
 import re
 from collections.abc import Callable, Iterable
 from typing import Final
-from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -47,9 +46,16 @@ class ApiKeys:
 
 class Guard:
     def __init__(
-        self, app: ASGIApp, keys: ApiKeys, door: Callable[[], Door], on_response: Callable[[str, int], None]
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        *,
+        door: Callable[[], Door],
+        on_response: Callable[[str, int], None],
+        new_id: Callable[[], str],
     ) -> None:
         """`on_response` hears of each response that begins: the request's path, and the status."""
+        self._new_id = new_id
         self._door = door
         self._app = app
         self._keys = keys
@@ -64,7 +70,7 @@ class Guard:
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         presented = headers.get("x-request-id", "")
-        request_id = presented if REQUEST_ID.fullmatch(presented) else uuid4().hex
+        request_id = presented if REQUEST_ID.fullmatch(presented) else self._new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         started = finished = False
 

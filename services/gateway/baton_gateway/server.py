@@ -9,7 +9,7 @@ import logging
 import math
 import re
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any, Final, cast
 
 import uvicorn
@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from baton.errors import InvalidRequest, Unavailable
-from baton.stop import Stop
 from baton_gateway.answers import error_body, to_json
 from baton_gateway.config import Settings
 from baton_gateway.door import Door
@@ -109,32 +108,41 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which is told to stop and drains in steps: see `serve_until`."""
+    """The gateway's life: on the bus first, then uvicorn on the listener; it drains in steps."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: Gateway, listener: socket.socket) -> None:
         super().__init__(config)
         self._gateway = gateway
+        self._listener = listener
+        self._answering: asyncio.Task[None]
+        self.check_ready = gateway.check_ready
 
-    async def serve_until(self, stop: Stop, listener: socket.socket) -> None:
-        """Serve; once asked to stop, turn not ready, close the listener, let what runs finish, and end the rest."""
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
         gateway = self._gateway
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self.serve(sockets=[listener]))
-            stop.serving = True
-            await stop.asked.wait()
-            gateway.door = Door.CLOSING
-            log.info("draining: not ready any more; the listener closes in %g s", gateway.settings.drain_delay_s)
-            await gateway.clock.sleep(gateway.settings.drain_delay_s)
-            gateway.door = Door.CLOSED
-            log.info("draining: %d answers, %g s at most", len(gateway.routes), gateway.settings.drain_s)
-            self.should_exit = True
+        async with gateway.running():
+            where = self._listener.getsockname()
+            log.info("gateway %s listens on %s port %d", gateway.links.gateway, where[0], where[1])
+            # Connections wait meanwhile: a gateway that knows no worker yet would say that there is no such model.
+            await gateway.clock.sleep(gateway.settings.learn_s)
+            async with asyncio.TaskGroup() as tasks:
+                self._answering = tasks.create_task(self.serve(sockets=[self._listener]))
+                yield
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        timer = asyncio.get_running_loop().call_later(self._gateway.settings.drain_s, self._gateway.end_requests)
+    async def drain(self) -> None:
+        """Turn not ready, close the listener, let what runs finish, and end the rest."""
+        gateway, settings = self._gateway, self._gateway.settings
+        gateway.door = Door.CLOSING
+        log.info("draining: not ready any more; the listener closes in %g s", settings.drain_delay_s)
+        await gateway.clock.sleep(settings.drain_delay_s)
+        gateway.door = Door.CLOSED
+        log.info("draining: %d answers, %g s at most", len(gateway.routes), settings.drain_s)
+        self.should_exit = True
         try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
+            async with gateway.clock.timeout(settings.drain_s):
+                await asyncio.wait({self._answering})
+        except TimeoutError:
+            gateway.end_requests()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -163,7 +171,7 @@ def listen(settings: Settings) -> socket.socket:
     return listener
 
 
-def make_server(app: ASGIApp, gateway: Gateway) -> Server:
+def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Server:
     settings = gateway.settings
 
     class OurProtocol(Protocol):
@@ -183,4 +191,4 @@ def make_server(app: ASGIApp, gateway: Gateway) -> Server:
         # Only clients that do not even read the error are left by then; their connections are cut.
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + LAST_WORDS_S,
     )
-    return Server(config, gateway)
+    return Server(config, gateway, listener)

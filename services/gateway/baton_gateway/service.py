@@ -6,12 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from random import Random
 from typing import Final
 
 from baton import subjects
-from baton.bus import Bus, Delivery
-from baton.clock import Clock
+from baton.bus import Delivery
 from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
 from baton.messages import (
     Acknowledge,
@@ -32,7 +30,9 @@ from baton.messages import (
     Role,
 )
 from baton.node.failure_detector import PauseDetector
-from baton.telemetry import Metrics, Reading, Tracing, catalogue
+from baton.node.membership import Event, Left, Lost, Restarted
+from baton.node.service import Node
+from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
 from baton_gateway.config import Settings
@@ -42,7 +42,7 @@ from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.outbox import Outbox
 from baton_gateway.routes import Routes
 from baton_gateway.tokenise import Tokenizers
-from baton_gateway.workers import Gone, WorkerTable, has_room
+from baton_gateway.workers import WorkerTable, has_room
 
 log = logging.getLogger(__name__)
 
@@ -60,30 +60,29 @@ class Gateway:
         settings: Settings,
         *,
         gateway: str,
-        bus: Bus,
-        clock: Clock,
-        tracing: Tracing,
-        metrics: Metrics,
+        node: Node,
         tokenizers: Tokenizers,
-        random: Random,
     ) -> None:
         self.settings = settings
-        self.bus = bus
-        self.clock = clock
-        self.tracing = tracing
+        self.ports = node.ports
+        self.bus = node.ports.bus
+        self.clock = node.ports.clock
+        self.tracing = node.tracing
         self.tokenizers = tokenizers
-        self.workers = WorkerTable(settings.worker_dead_s)
+        self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes()
-        self.outbox = Outbox(bus)
-        self.admission = AdmissionQueue(waiting_max=settings.admission_queue_max, clock=clock, random=random)
+        self.outbox = Outbox(self.bus)
+        self.admission = AdmissionQueue(
+            waiting_max=settings.admission_queue_max, clock=self.clock, random=self.ports.random
+        )
         goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
-        self.figures = GatewayMetrics(metrics, clock, goals)
-        metrics.read(self._readings)
+        self.figures = GatewayMetrics(node.metrics, self.clock, goals)
+        node.metrics.read(self._readings)
         self.links = Links(
             gateway=gateway,
-            bus=bus,
-            clock=clock,
-            tracing=tracing,
+            bus=self.bus,
+            clock=self.clock,
+            tracing=self.tracing,
             figures=self.figures,
             outbox=self.outbox,
             admission=self.admission,
@@ -173,16 +172,16 @@ class Gateway:
 
     async def _on_worker(self, delivery: Delivery) -> None:
         message = delivery.message
+        if not isinstance(message, Heartbeat | Goodbye):
+            return
+        self._note(self.workers.members.take(message, self.clock.now_s()))
         if isinstance(message, Heartbeat):
-            self._note_gone(self.workers.observe(message, self.clock.now_s()))
             if message.draining:
                 self._note_leaving(message)
             if message.role is Role.DECODE:
                 self.tokenizers.prepare(message.model_path, message.model_digest)
             if has_room(message):
                 self.admission.note_room(message.model)
-        elif isinstance(message, Goodbye):
-            self._note_gone(self.workers.leave(message.address.worker, message.address.generation))
 
     async def _on_message(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -224,12 +223,21 @@ class Gateway:
         )
         self.outbox.post(subjects.task(worker), gone)
 
-    def _note_gone(self, gone: Gone | None) -> None:
-        if gone is None:
-            return
-        log.info("worker %s (generation %d) %s", gone.worker, gone.generation, gone.detail)
-        for _, driver in self.routes.running_on(gone.worker):
-            driver.post(ev.WorkerGone(gone.worker, gone.generation, gone.detail))
+    def _note(self, events: list[Event]) -> None:
+        """Tell the answers whose worker is gone."""
+        for event in events:
+            match event:
+                case Restarted(member, _, generation):
+                    detail = "was restarted"
+                case Left(member, generation):
+                    detail = "left"
+                case Lost(member, generation):
+                    detail = f"sent no heartbeat for {self.settings.lost_after_s:g} s"
+                case _:
+                    continue
+            log.info("worker %s (generation %d) %s", member, generation, detail)
+            for _, driver in self.routes.running_on(member):
+                driver.post(ev.WorkerGone(member, generation, detail))
 
     def _note_leaving(self, heartbeat: Heartbeat) -> None:
         worker, generation = heartbeat.address.worker, heartbeat.address.generation
@@ -245,10 +253,9 @@ class Gateway:
             await self.clock.sleep(BEAT_S)
 
     async def _expire(self) -> None:
-        pauses = PauseDetector(interval_s=EXPIRY_S)
+        members, pauses = self.workers.members, PauseDetector(interval_s=EXPIRY_S)
         while True:
             now_s = self.clock.now_s()
-            self.workers.excuse(pauses.local_pause_s(now_s, connected=self.bus.connected), now_s)
-            for gone in self.workers.expire(now_s):
-                self._note_gone(gone)
+            members.extend_deadlines(pauses.local_pause_s(now_s, connected=self.bus.connected), now_s)
+            self._note(members.expire(now_s))
             await self.clock.sleep(EXPIRY_S)

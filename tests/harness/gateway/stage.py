@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from random import Random
 
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import Tokenizers
+from msgspec import structs
 
 from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import SystemClock
 from baton.messages import SpanRecord
-from baton.stop import Stop
+from baton.node.ports import system_ports
+from baton.node.service import Node
 from baton.telemetry import Metrics, Tracing
 from tests.harness.gateway.actors import Actors
+from tests.harness.nodes import living
 
 
 class Stage(Actors):
     """Everything of one test. `base_url` is set while it stands."""
 
     def __init__(self, settings: Settings) -> None:
+        # It need not hear of workers before the first request: tests wait until it has.
+        settings = structs.replace(settings, learn_s=0.0)
         clock = SystemClock()
         self.spans: list[SpanRecord] = []
         self.network = MemoryNetwork(clock=clock)
@@ -34,19 +37,19 @@ class Stage(Actors):
         self.gateway = Gateway(
             settings,
             gateway="gw-test",
-            bus=self.gateway_bus,
-            clock=clock,
-            tracing=Tracing("gateway", settings, export=self.spans.append),
-            metrics=Metrics("gateway"),
+            node=Node(
+                ports=system_ports(self.gateway_bus, seed=1),
+                tracing=Tracing("gateway", settings, export=self.spans.append),
+                metrics=Metrics("gateway"),
+            ),
             tokenizers=self.tokenizers,
-            random=Random(1),
         )
         self.base_url = ""
 
     @asynccontextmanager
     async def standing(self) -> AsyncGenerator[None]:
         try:
-            async with self.acting(), self.gateway.running():
+            async with self.acting():
                 await self.gateway.tracing.answer(self.gateway_bus)
                 yield
         finally:
@@ -59,16 +62,11 @@ class Stage(Actors):
     async def serving(self) -> AsyncGenerator[None]:
         """Serve the gateway over HTTP on a free port."""
         with listen(self.gateway.settings) as listener:
-            server = make_server(make_app(self.gateway), self.gateway)
-            stop = Stop()
+            server = make_server(make_app(self.gateway), self.gateway, listener)
             self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            task = asyncio.create_task(server.serve_until(stop, listener))
-            try:
+            async with living(server):
                 await self.wait_for(lambda: server.started)
                 yield
-            finally:
-                stop.asked.set()
-                await task
 
 
 @asynccontextmanager
@@ -83,4 +81,4 @@ async def open_stage(settings: Settings | None = None) -> AsyncGenerator[Stage]:
 
 async def forward(stage: Stage, *workers: str) -> None:
     """Wait until the gateway knows these workers."""
-    await stage.wait_for(lambda: all(stage.gateway.workers.is_alive(worker) for worker in workers))
+    await stage.wait_for(lambda: all(worker in stage.gateway.workers.members for worker in workers))
