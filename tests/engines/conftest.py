@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == here and item.path.name.startswith("test_vllm_"):
             item.add_marker(pytest.mark.timeout(700))
             if importlib.util.find_spec("vllm") is None:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: `make test-engines` installs it"))
 
 
 @pytest.fixture(scope="session")
