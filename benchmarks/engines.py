@@ -27,9 +27,9 @@ from baton.engines.engine import EngineFacts, EngineRequest, Leg
 from baton.messages import KvSource, Role, Sampling, WorkerAddress
 from baton.transfer.layout import Layout
 from benchmarks.layout import LAYOUTS, Case
+from benchmarks.remote_engine.engine import RemoteEngine
+from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from benchmarks.report import Row, report
-from tests.engines.engine_settings import EngineName, engine_environ, engine_options, engine_python
-from tests.engines.remote_engine import RemoteEngine
 
 PROMPT_TOKENS: Final = 1500
 OUTPUT_TOKENS: Final = 32

@@ -13,36 +13,26 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from uuid import uuid4
 
-from msgspec import structs
-
 from baton import subjects
+from baton.bus import Bus, NatsBus
+from baton.cli.processes import Child
 from baton.errors import BatonError
-from baton.messages import Context, Disaggregation, Heartbeat, Place, Placement, Role
-from tests.harness.cluster import Service
-from tests.harness.index.services import WRITES, Pair, running_pair, said, until
-from tests.harness.index.worker import Worker, chain, working
+from baton.messages import Context, Disaggregation, Place, Placement
+from benchmarks.index_world import BLOCK_TOKENS, CachingWorker, chain, servers, service, started
 
 WORKERS = 4
 """As many as a placement names candidates: who holds the prompt is always among them, chosen or not."""
 PROMPT = "a prompt that somebody holds " * 2
 PLACED_PER_S = 100
 STEADY_S, AWAY_S, STOPPED_S, AFTER_S = 10.0, 1.0, 3.0, 3.0
-BLOCK_TOKENS = 32
+ANSWERS, WRITES = "the index answers", "this index writes"
 NO_LONGER, REFUSED = "no longer the index", "a late write was refused"
-
-
-class Decoder(Worker):
-    """Never full, so that placements differ by nothing but what is known of the prompt."""
-
-    def heartbeat(self) -> Heartbeat:
-        return structs.replace(super().heartbeat(), role=Role.DECODE, running_max=10_000, kv_blocks_total=10_000_000)
 
 
 @dataclass
@@ -69,8 +59,8 @@ class Phase:
 
 @dataclass
 class Load:
-    pair: Pair
-    workers: list[Worker]
+    bus: Bus
+    workers: list[CachingWorker]
     phases: list[Phase] = field(default_factory=list[Phase])
 
     async def run(self) -> None:
@@ -83,7 +73,7 @@ class Load:
                 number += 1
                 await asyncio.sleep(max(0.0, began_s + number / PLACED_PER_S - time.monotonic()))
 
-    async def _place(self, holder: Worker) -> None:
+    async def _place(self, holder: CachingWorker) -> None:
         blocks = chain(holder.name + PROMPT)
         tokens = len(blocks) // 16 * BLOCK_TOKENS
         place = Place(
@@ -97,7 +87,7 @@ class Load:
         phase, began_s = self.phases[-1], time.monotonic()
         phase.placed += 1
         try:
-            placement = await self.pair.bus.request(subjects.PLACE, place, timeout_s=2.0)
+            placement = await self.bus.request(subjects.PLACE, place, timeout_s=2.0)
         except BatonError:
             placement = None
         phase.times_s.append(time.monotonic() - began_s)
@@ -108,27 +98,32 @@ class Load:
         elif all(each.cached_tokens - each.coming_tokens < tokens for each in placement.candidates):
             phase.unknown += 1
 
-    async def store(self, worker: Worker) -> None:
+    async def store(self, worker: CachingWorker) -> None:
         while True:
-            await worker.store(f"{worker.name} {worker.sequence % 500}")
+            await worker.store(chain(f"{worker.name} {worker.sequence % 500}"))
             await asyncio.sleep(0.02)
 
 
 async def blind_placements(folder: Path) -> list[Phase]:
     async with AsyncExitStack() as stack:
-        pair = await stack.enter_async_context(running_pair(folder))
-        workers = [await stack.enter_async_context(working(pair.bus, Decoder)) for _ in range(WORKERS)]
+        nats_url, redis_url = await stack.enter_async_context(servers(folder))
+        bus = await NatsBus.connect(nats_url, name="bench")
+        stack.push_async_callback(bus.close)
+        workers = [CachingWorker(f"w-{number}", bus) for number in range(WORKERS)]
         for worker in workers:
-            worker.page_blocks = 4096
-            await worker.store(worker.name + PROMPT)
-        for _ in range(2):
-            await pair.start()
-        command = [sys.executable, "-m", "baton_scheduler", "--nats-url", pair.nats.url]
-        scheduler = Service("scheduler", command, folder / "scheduler.log", dict(os.environ))
-        stack.push_async_callback(scheduler.end)
-        await scheduler.start()
-        await until(lambda: said(scheduler, "the scheduler answers"))
-        load = Load(pair, workers, [Phase("before")])
+            await stack.enter_async_context(worker.living())
+            await worker.store(chain(worker.name + PROMPT))
+        indexes = [
+            service(f"kvindex-{number}", "baton_kvindex", folder, nats_url=nats_url, redis_url=redis_url)
+            for number in range(2)
+        ]
+        scheduler = service("scheduler", "baton_scheduler", folder, nats_url=nats_url)
+        for child in (*indexes, scheduler):
+            stack.callback(child.kill)
+        for index in indexes:
+            await started(index, ANSWERS)
+        await started(scheduler, "the scheduler answers")
+        load = Load(bus, workers, [Phase("before")])
         tasks = [asyncio.create_task(load.run()), *(asyncio.create_task(load.store(worker)) for worker in workers)]
         try:
             # What a busy machine does by itself.
@@ -136,9 +131,9 @@ async def blind_placements(folder: Path) -> list[Phase]:
             load.phases.append(Phase("while indexes restart"))
             for how in (signal.SIGTERM, signal.SIGKILL):
                 for writes in (True, False):
-                    await _again(how, _index(pair, writes=writes))
+                    await _again(how, _index(indexes, writes=writes))
             for writes in (True, False):
-                stopped = _index(pair, writes=writes)
+                stopped = _index(indexes, writes=writes)
                 load.phases.append(Phase(f"while the index that {'writes' if writes else 'reads'} is stopped"))
                 await _stop(stopped)
         finally:
@@ -148,29 +143,32 @@ async def blind_placements(folder: Path) -> list[Phase]:
         return load.phases
 
 
-def _index(pair: Pair, *, writes: bool) -> Service:
+def _index(indexes: list[Child], *, writes: bool) -> Child:
     # The last that a log says of it is true now.
-    return next(each for each in pair.services if (WRITES in _last_words(each)) is writes)
+    return next(each for each in indexes if (WRITES in _last_words(each)) is writes)
 
 
-def _last_words(service: Service) -> str:
+def _last_words(index: Child) -> str:
     """Return the newest line in which an index says whether it writes."""
-    lines = service.log.read_text().splitlines()
+    lines = index.program.log_path.read_text().splitlines()
     return next((line for line in reversed(lines) if WRITES in line or NO_LONGER in line or REFUSED in line), "")
 
 
-async def _again(how: signal.Signals, service: Service) -> None:
-    service.signal(how)
+async def _again(how: signal.Signals, index: Child) -> None:
+    _signal(index, how)
     await asyncio.sleep(AWAY_S)
-    await service.end()
-    service.log.write_text("")
-    await service.start()
-    await until(lambda: said(service, "the index answers"))
+    await index.stop()
+    await started(index, ANSWERS)
     await asyncio.sleep(AFTER_S)
 
 
-async def _stop(service: Service) -> None:
-    service.signal(signal.SIGSTOP)
+async def _stop(index: Child) -> None:
+    _signal(index, signal.SIGSTOP)
     await asyncio.sleep(STOPPED_S)
-    service.signal(signal.SIGCONT)
+    _signal(index, signal.SIGCONT)
     await asyncio.sleep(AFTER_S)
+
+
+def _signal(child: Child, number: signal.Signals) -> None:
+    assert child.pid is not None, f"{child.name} does not run"
+    os.kill(child.pid, number)

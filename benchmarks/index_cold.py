@@ -20,12 +20,12 @@ from baton_kvindex.index import ID_BYTES
 from baton_kvindex.store import RedisStore
 
 from baton.clock import SystemClock
-from baton.messages import BlocksStored
+from benchmarks.index_world import MODEL, events
 from benchmarks.report import Row
-from tests.harness.index.worker import MODEL, Cache
 
 PROMPTS, PROMPT_BLOCKS, SHARED_BLOCKS = 2000, 256, 16
 ASKED = 200
+WORKER = "w"
 
 
 async def cold_rows(redis_url: str) -> list[Row]:
@@ -36,9 +36,8 @@ async def cold_rows(redis_url: str) -> list[Row]:
     before_bytes = await memory_bytes(redis_url)
     shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
     prompts = [shared + os.urandom(ID_BYTES * PROMPT_BLOCKS) for _ in range(PROMPTS)]
-    cache = Cache()
     for number, prompt in enumerate(prompts):
-        follower.on_events(cache.changed(BlocksStored(parent=b"", blocks=prompt)), number, 0.0)
+        follower.on_events(events(WORKER, number + 1, prompt), number, 0.0)
         if number % 2:
             follower.match(MODEL, prompt)
         if number % 8 == 0:
@@ -48,7 +47,7 @@ async def cold_rows(redis_url: str) -> list[Row]:
     assert isinstance(index, ColdIndex)
     tree_bytes = index.footprint().bytes
     each_bytes = (await memory_bytes(redis_url) - before_bytes) / index.cold_blocks
-    cold = [prompt for prompt in prompts if follower.match(MODEL, prompt)[cache.name] == SHARED_BLOCKS]
+    cold = [prompt for prompt in prompts if follower.match(MODEL, prompt)[WORKER] == SHARED_BLOCKS]
     hot = [prompt for prompt in prompts if prompt not in set(cold)]
     times_s = {
         name: [await _match_s(freezer, prompt) for prompt in some[:ASKED]]

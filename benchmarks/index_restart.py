@@ -18,20 +18,23 @@ from contextlib import redirect_stdout
 from itertools import chain
 from pathlib import Path
 
+from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Batch, Journal, WorkerChange, WorkerState
 from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.index import ID_BYTES, Run
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.service import IndexService
 from baton_kvindex.store import RedisStore
 
+from baton import subjects
 from baton.bus import NatsBus
-from baton.messages import BlocksStored
+from baton.clock import SystemClock
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing
 from benchmarks.index_blind import Phase, blind_placements
 from benchmarks.index_cold import cold_rows, memory_bytes
+from benchmarks.index_world import MODEL, events, servers, until
 from benchmarks.report import Row, report
-from tests.harness.index.services import indexing, until
-from tests.harness.index.worker import MODEL, working
-from tests.harness.servers import start_nats, start_redis
 
 WORKERS, PROMPT_BLOCKS, SHARED_BLOCKS = 8, 64, 16
 TREE_BLOCKS = 100_000
@@ -66,23 +69,33 @@ async def restart_s(redis_url: str) -> tuple[float, int, float]:
     return min(times), size.blocks, bytes_each
 
 
-async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, events: int) -> float:
+async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, count: int) -> float:
     """Return blocks per second from the first event to the last write."""
-    bus = await NatsBus.connect(nats_url, name="bench")
-    async with working(bus) as worker:
-        # Its heartbeats would count all blocks anew each time.
-        worker.silent = True
-        async with indexing(nats_url, redis_url, f"insert-{blocks}", dead_after_s=3600.0) as service:
-            began_s = time.perf_counter()
-            for _ in range(events):
-                await worker.send(worker.changed(BlocksStored(parent=b"", blocks=os.urandom(ID_BYTES * blocks))))
-            await until(
-                lambda: (state := service.follower.state_of(worker.name)) is not None and state.sequence == events
-            )
-        # It has ended, and before that written everything.
-        took_s = time.perf_counter() - began_s
+    settings = IndexSettings(redis_prefix=f"insert-{blocks}", write_interval_s=0.02, dead_after_s=3600.0)
+    worker = f"w-{blocks}"
+    bus, own = [await NatsBus.connect(nats_url, name=name) for name in ("bench", "kvindex")]
+    index = IndexService(
+        bus=own,
+        store=RedisStore(redis_url, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s),
+        clock=SystemClock(),
+        tracing=Tracing("kvindex"),
+        metrics=Metrics("kvindex"),
+        settings=settings,
+    )
+    stop = Stop()
+    running = asyncio.create_task(index.run(stop))
+    began_s = time.perf_counter()
+    for number in range(1, count + 1):
+        event = events(worker, number, os.urandom(ID_BYTES * blocks))
+        await bus.append(subjects.KV_STREAM, subjects.kv_events(worker), event, message_id=f"{worker}/{number}")
+    await until(lambda: (state := index.follower.state_of(worker)) is not None and state.sequence == count)
+    # It writes everything before it ends.
+    stop.asked.set()
+    await running
+    took_s = time.perf_counter() - began_s
+    await own.close()
     await bus.close()
-    return blocks * events / took_s
+    return blocks * count / took_s
 
 
 def _blind_rows(phase: Phase) -> list[Row]:
@@ -97,11 +110,12 @@ async def main() -> None:
     # What the indexes said goes where it does not stand in the table's way.
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         phases = await blind_placements(Path(folder))
-    with start_nats() as nats, start_redis() as redis:
-        load_s, blocks, bytes_each = await restart_s(redis.url)
-        single = await inserts_per_s(nats.url, redis.url, 1, SINGLE_EVENTS)
-        batch = await inserts_per_s(nats.url, redis.url, BATCH_BLOCKS, BATCH_EVENTS)
-        cold = await cold_rows(redis.url)
+    with tempfile.TemporaryDirectory() as folder:
+        async with servers(Path(folder)) as (nats_url, redis_url):
+            load_s, blocks, bytes_each = await restart_s(redis_url)
+            single = await inserts_per_s(nats_url, redis_url, 1, SINGLE_EVENTS)
+            batch = await inserts_per_s(nats_url, redis_url, BATCH_BLOCKS, BATCH_EVENTS)
+            cold = await cold_rows(redis_url)
     rows = [
         Row(name=f"restart with {blocks} blocks", unit="s", ours=load_s),
         Row(name="Redis memory for each block of a worker", unit="bytes", ours=bytes_each),

@@ -11,23 +11,28 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Generator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import AsyncGenerator, Generator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
 import psutil
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from baton.cli.tiny_model import make_tiny_model
-from baton.messages import Role
+from baton.cli.servers import free_port
 from benchmarks.report import Row, report
-from tests.harness.cluster import Cluster, running_cluster
-from tests.harness.telemetry import SERVICES, Collector, running_collector
+
+SERVICES = ("gateway", "scheduler", "kvindex", "prefill", "decode")
+START_TIMEOUT_S = 120.0
 
 OUTPUT_TOKENS = 200
 CONCURRENCY = 16
@@ -40,7 +45,7 @@ ROUND_REQUESTS = {1.0: 16, 100.0: 64}
 
 @dataclass(frozen=True)
 class Load:
-    cluster: Cluster
+    launcher: psutil.Process
     client: httpx.AsyncClient
 
     async def round_tokens_per_s(self, number: int, requests: int) -> float:
@@ -64,32 +69,94 @@ class Load:
         return requests * OUTPUT_TOKENS / (time.monotonic() - began_s)
 
     def cpu_s(self) -> float:
-        """Return the processor time that all services together have used."""
-        times = [psutil.Process(one.process.pid).cpu_times() for one in self.cluster.services.values() if one.process]
+        """Return the processor time that all services together have used, without NATS and Redis."""
+        processes = self.launcher.children(recursive=True)
+        times = [one.cpu_times() for one in processes if any("baton_" in word for word in one.cmdline())]
         return sum(one.user + one.system for one in times)
 
 
-@contextmanager
-def variables(settings: Mapping[str, str]) -> Generator[None]:
-    """Set variables that services started inside inherit."""
-    os.environ.update(settings)
+@asynccontextmanager
+async def deployed(folder: Path, speed: float, settings: Mapping[str, str]) -> AsyncGenerator[Load]:
+    """Run `baton up` with the simulated engine until the block ends."""
+    port = free_port()
+    options = json.dumps({**OPTIONS, "speed": speed})
+    command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--engine-options", options]
+    # A machine that is busy with the load itself must not look like a lost worker.
+    environ = {**os.environ, **settings, "BATON_GATEWAY_ACCEPT_S": "5"}
+    process = await asyncio.create_subprocess_exec(
+        *command, *("--port", str(port), "--folder", str(folder), "--die-with-parent"), env=environ, stdout=sys.stderr
+    )
     try:
-        yield
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60.0) as client:
+            await _until_ready(process, client)
+            yield Load(psutil.Process(process.pid), client)
     finally:
-        for name in settings:
-            del os.environ[name]
+        if process.returncode is None:
+            process.terminate()
+        await process.wait()
 
 
-async def start(stack: AsyncExitStack, folder: Path, model: Path, speed: float, settings: Mapping[str, str]) -> Load:
-    cluster = await stack.enter_async_context(running_cluster(folder, model=model))
-    with variables(settings):
-        # A machine that is busy with the load itself must not look like a lost worker.
-        await cluster.start_control_plane(gateway_flags=("--accept-s", "5"))
-        for role in Role:
-            await cluster.start_worker(role, f"{role}-0", options={**OPTIONS, "speed": speed})
-        await cluster.wait_ready()
-    client = httpx.AsyncClient(base_url=cluster.url, timeout=60.0)
-    return Load(cluster, await stack.enter_async_context(client))
+async def _until_ready(process: asyncio.subprocess.Process, client: httpx.AsyncClient) -> None:
+    give_up_at_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        with suppress(httpx.TransportError):
+            if (await client.get("/ready")).is_success:
+                return
+        if process.returncode is not None or time.monotonic() > give_up_at_s:
+            raise SystemExit("baton up did not start")
+        await asyncio.sleep(0.1)
+
+
+class Collector(ThreadingHTTPServer):
+    """Takes OTLP over HTTP and reads it only when asked: it should cost its senders nothing."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Taking)
+        self.payloads: list[bytes] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of spans and of requests."""
+        spans = [
+            span
+            for payload in self.payloads
+            for resource in ExportTraceServiceRequest.FromString(payload).resource_spans
+            for scope in resource.scope_spans
+            for span in scope.spans
+        ]
+        return len(spans), sum(any(one.key == "baton.request_id" for one in span.attributes) for span in spans)
+
+
+class Taking(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # Connections stay open, as at any collector.
+
+    def do_POST(self) -> None:
+        payload = self.rfile.read(int(self.headers["content-length"]))
+        assert isinstance(self.server, Collector)
+        self.server.payloads.append(payload)
+        self.send_response(200)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name.
+        """Say nothing."""
+
+
+@contextmanager
+def running_collector() -> Generator[Collector]:
+    with Collector() as collector:
+        thread = threading.Thread(target=collector.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield collector
+        finally:
+            collector.shutdown()
+            thread.join()
 
 
 @dataclass(frozen=True)
@@ -101,15 +168,11 @@ class Measured:
 
 async def measure(folder: Path, collector: Collector, speed: float, rounds: int) -> tuple[Measured, Measured]:
     """Return what came of it with tracing, and without."""
-    model, *folders = (folder / name for name in ("model", "traced", "plain"))
-    make_tiny_model(model)
-    for one in folders:
-        one.mkdir()
     export = {f"BATON_{service.upper()}_OTLP_ENDPOINT": collector.url for service in SERVICES}
     off = {f"BATON_{service.upper()}_TRACING": "false" for service in SERVICES}
     async with AsyncExitStack() as stack:
-        traced = await start(stack, folders[0], model, speed, export)
-        plain = await start(stack, folders[1], model, speed, off)
+        traced = await stack.enter_async_context(deployed(folder, speed, export))
+        plain = await stack.enter_async_context(deployed(folder, speed, off))
         rates: dict[Load, list[float]] = {traced: [], plain: []}
         for load in rates:
             await load.round_tokens_per_s(0, CONCURRENCY)  # Warms everything up.
@@ -131,18 +194,17 @@ def main() -> None:
     for name, speed in SPEEDS.items():
         with tempfile.TemporaryDirectory() as folder, running_collector() as collector:
             traced, plain = asyncio.run(measure(Path(folder), collector, speed, arguments.rounds))
-            spans = collector.spans
+            spans, requests = collector.counts()
         rates = [statistics.median(one.tokens_per_s) for one in (traced, plain)]
         ratios = [one / other for one, other in zip(traced.tokens_per_s, plain.tokens_per_s, strict=True)]
         cpu_ms = [
             one.cpu_s * 1e6 / (arguments.rounds * ROUND_REQUESTS[speed] * OUTPUT_TOKENS) for one in (traced, plain)
         ]
-        requests = sum("baton.request_id" in span.attributes for span in spans)
         rows += [
             Row.against(f"{name}: output tokens", "tokens/s", rates[0], off=rates[1]),
             Row(name=f"{name}: traced against off, by round", unit="ratio", ours=statistics.median(ratios)),
             Row.against(f"{name}: processor time of all services", "ms/1,000 tokens", cpu_ms[0], off=cpu_ms[1]),
-            Row(name=f"{name}: spans received per request", unit="spans", ours=len(spans) / requests),
+            Row(name=f"{name}: spans received per request", unit="spans", ours=spans / requests),
         ]
     notes = (
         f"medians of {arguments.rounds} interleaved rounds of {' or '.join(map(str, ROUND_REQUESTS.values()))} answers "

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
+pytest_plugins = ["tests.contract.transfer_fixtures"]
+
 # `make test-nightly` takes many. A busy machine must not fail a property: how long an example takes is none.
-settings.register_profile("few", max_examples=150, deadline=None)
+settings.register_profile("few", max_examples=50, deadline=None)
 settings.register_profile("many", max_examples=1000, deadline=None)
 settings.load_profile("few")
 
@@ -22,6 +27,47 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None]:
     yield
     if session.config.pluginmanager.hasplugin("dsession"):
         st.text().validate()
+
+
+LEFT_OUT: Final = pytest.StashKey[int]()
+"""Number of tests that this run's `-m` deselected."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--not-run", metavar="FILE", help="append what was skipped or left out to FILE, by reason")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    config = items[0].config
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # A worker of pytest-xdist tells the process that reports. Each of them has collected all tests.
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["left_out"] = session.config.stash.get(LEFT_OUT, 0)  # pyright: ignore
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Say what was not run and how to have it run: the reason of a skip names it."""
+    skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
+    lines = [f"{count} skipped: {reason.removeprefix('Skipped: ')}" for reason, count in sorted(skipped.items())]
+    left_out = config.stash.get(LEFT_OUT, 0)
+    if left_out and "not nightly" in config.option.markexpr:
+        lines.append(f"{left_out} left out: `make test-nightly` runs them")
+    if not lines:
+        return
+    terminalreporter.section("not run")
+    terminalreporter.write("".join(f"{line}\n" for line in lines))
+    if path := config.getoption("--not-run"):
+        with Path(path).open("a") as file:
+            file.writelines(f"{' '.join(config.args)}: {line}\n" for line in lines)
 
 
 @pytest.fixture(autouse=True)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import itertools
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
 import pytest
-from baton_native import DeviceMemory, GpuUnavailable
 from bus_world import World, memory_world, nats_world
-from fake_library import FakeGpu, FakeVerbs
-from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, RAILS, Fabric, MakeAgent, MakeNode, Node
-from ucx_library import ucx_library
+from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, Fabric, MakeAgent, MakeNode, Node
 
 from baton.transfer import NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
@@ -49,34 +45,6 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     assert not leftover, f"tasks are left after close: {leftover}"
 
 
-@pytest.fixture(scope="session")
-def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
-    return FakeVerbs(tmp_path_factory)
-
-
-@pytest.fixture
-def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
-    """Lend the fake RDMA adapters; afterwards nothing of them may be in use."""
-    fake_verbs_library.reset()
-    yield fake_verbs_library
-    assert not fake_verbs_library.left_open()
-
-
-@pytest.fixture(scope="session")
-def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    return FakeGpu(tmp_path_factory)
-
-
-@pytest.fixture
-def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
-    """Lend the fake GPUs; afterwards nothing of them may be in use."""
-    fake_gpu_library.reset()
-    yield fake_gpu_library
-    if fake_gpu_library.left_open():
-        gc.collect()  # Memory in a cycle that a test has let go. It takes longer than most tests do.
-    assert not fake_gpu_library.left_open()
-
-
 @pytest.fixture(
     params=[
         "cuda-ipc",
@@ -98,32 +66,6 @@ def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
 def way(request: pytest.FixtureRequest) -> str:
     """Name a backend and, of UCX, which of its transports it may use; or that it is the real one."""
     return request.param
-
-
-@pytest.fixture
-def backend(way: str) -> str:
-    return way.split()[0]
-
-
-@pytest.fixture
-def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    """Return the options that the backend needs here."""
-    lanes: Fabric = {"rails": RAILS, "streams": 2, "lane_bytes": 1} if way.endswith("lanes") else {}
-    if way.startswith("verbs"):
-        fake: FakeVerbs = request.getfixturevalue("fake_verbs")
-        return {"verbs_library": fake.library, **lanes}
-    if way.endswith("on a GPU"):
-        try:
-            DeviceMemory(1)
-        except GpuUnavailable as error:
-            pytest.skip(str(error))
-        return {"gpu_library": ""}
-    if way.startswith("cuda"):
-        return {"gpu_library": request.getfixturevalue("fake_gpu").library}
-    if way.startswith("ucx"):
-        monkeypatch.setenv("UCX_TLS", way.split()[-1])
-        return {"ucx_library": ucx_library()}
-    return lanes
 
 
 @pytest.fixture

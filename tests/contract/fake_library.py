@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import mmap
 import os
 import shutil
 import struct
 import subprocess
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 NATIVE = Path(__file__).parents[2] / "native"
+FABRIC = NATIVE / "tests" / "fabric"
+BUILT = NATIVE.parent / ".cache" / "fabric"
 _WORD = struct.Struct("@i")
 
 
@@ -20,8 +24,19 @@ def compiler() -> list[str]:
     """Return the command of the C++ compiler; skip the test where there is none."""
     command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if command is None:
-        pytest.skip("there is no C++ compiler")
+        pytest.skip("there is no C++ compiler: install one, or name it in CXX")
     return command.split()
+
+
+@cache
+def _sources() -> bytes:
+    """Return the digest of all that may be compiled into one."""
+    headers = (path for path in NATIVE.rglob("*.h") if not path.is_relative_to(NATIVE / "build"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted((*headers, *FABRIC.glob("*.cpp"))))).digest()
+
+
+def _digest(command: list[str]) -> str:
+    return hashlib.sha256(_sources() + repr(command).encode()).hexdigest()[:16]
 
 
 class FakeLibrary:
@@ -39,23 +54,22 @@ class FakeLibrary:
     """Counts of what was done for it."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
-        self.library = self._compiled(folders.getbasetemp())
+        self.library = self._compiled()
         self.tables = folders.mktemp("tables")
         (self.tables / "control").write_bytes(bytes(_WORD.size * len(self.controls)))
         os.environ[self.folder_variable] = str(self.tables)
 
-    def _compiled(self, folder: Path) -> str:
-        """Return the library, which the first process of a test run has made for all."""
-        if "PYTEST_XDIST_WORKER" in os.environ:
-            folder = folder.parent
+    def _compiled(self) -> str:
+        """Return the library: the first process that wants it makes it for all, until a source changes."""
+        command = [*compiler(), "-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(FABRIC / self.source), "-lpthread"]
+        folder = BUILT / _digest(command)
+        folder.mkdir(parents=True, exist_ok=True)
         library = folder / self.file
         with (folder / f"{self.file}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
                 unfinished = library.with_suffix(".unfinished")
-                source = NATIVE / "tests" / "fabric" / self.source
-                options = ["-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(source), "-lpthread"]
-                subprocess.run([*compiler(), *options, "-o", str(unfinished)], check=True)
+                subprocess.run([*command, "-o", str(unfinished)], check=True)
                 unfinished.rename(library)
         return str(library)
 

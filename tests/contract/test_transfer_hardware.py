@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from fake_library import FakeLibrary
-from test_transfer_processes import Peer
+from peer_process import Peer
 from transfer_rig import (
     KEY,
     LAYERS,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from fake_library import NATIVE, compiler
-from test_transfer_processes import Peer
+from peer_process import Peer
 from transfer_rig import KEY, OPTIONS, SINK_BLOCKS, SOURCE_BLOCKS, TOKENS, Node, pull
 from ucx_library import ucx_library
 
@@ -50,7 +50,7 @@ def test_our_declarations_are_those_of_the_library() -> None:
     """Sizes, offsets and values are compared when `abi_test.cpp` is compiled with the original header."""
     headers = Path(ucx_library()).parents[1] / "include"
     if not (headers / "ucp").is_dir():
-        pytest.skip("UCX is installed without its headers")
+        pytest.skip("UCX is installed without its headers: `make environment-ucx` installs them, given PyPI")
     arguments = ["-std=c++20", "-fsyntax-only", "-w", f"-I{NATIVE}", f"-I{headers}"]
     subprocess.run([*compiler(), *arguments, str(NATIVE / "tests" / "abi_test.cpp")], check=True)
 

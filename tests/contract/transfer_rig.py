@@ -6,7 +6,7 @@ import ctypes
 import select
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from random import Random
 from typing import Protocol, TypedDict
 
@@ -205,6 +205,7 @@ def all_poison(size: int) -> bytes:
     return bytes([POISON]) * size
 
 
+@lru_cache(maxsize=512)
 def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> bytes:
     """Return bytes of which no part is another's, be it of the same block."""
     return Random(f"{layer} {position} {seed}").randbytes(size)

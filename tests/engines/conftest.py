@@ -6,13 +6,18 @@ import importlib.util
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from engine_pair import LEASE_TTL_S, Pair
 from engine_process import EngineProcess
+from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 
 from baton.cli.tiny_model import make_tiny_model
+from tests.harness.scheduling import GroupScheduling
+
+OF_THE_PAIR: Final = ("death", "failures", "handoff", "parallel", "whole")
+"""Modules `test_vllm_*.py` that share one pair of engines, and therefore one worker."""
 
 OPTIONS: dict[str, Any] = {
     # Token-for-token equality needs fp32: in bf16 random weights give near-ties that any reordering flips.
@@ -33,6 +38,17 @@ AGENT: dict[str, Any] = {
 }
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    """Keep each module on one worker, and all that share the pair of engines on the same one."""
+    together = {f"test_vllm_{name}.py" for name in OF_THE_PAIR}
+
+    def group(test: str) -> str:
+        module = test.partition("::")[0].rpartition("/")[2]
+        return "the pair" if module in together else module
+
+    return GroupScheduling(config, log, group)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "ends_engines: kills the session's engines, and therefore runs last")
 
@@ -45,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.parent == here and item.path.name.startswith("test_vllm_"):
             item.add_marker(pytest.mark.timeout(700))
             if importlib.util.find_spec("vllm") is None:
-                item.add_marker(pytest.mark.skip(reason="vLLM is not installed"))
+                item.add_marker(pytest.mark.skip(reason="vLLM is not installed: `make test-engines` installs it"))
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""A `driver.py` process, driven from a test: commands out, answers in, by command."""
+"""A process of `benchmarks/remote_engine/driver.py`, driven from a test: commands out, answers in, by command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-DRIVER = Path(__file__).with_name("driver.py")
+from benchmarks.remote_engine.engine import DRIVER
+
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 60.0
 

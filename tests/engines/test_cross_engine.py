@@ -1,7 +1,8 @@
 """Real engines that hand off to each other: vLLM and SGLang, each alone and both ways.
 
-The whole engine suite runs over each pair, and what only real KV can show. Every engine serves either leg, so
-four of them make all pairs; no two have blocks or pages of one size.
+Every engine serves either leg, so four of them make all pairs; no two have blocks or pages of one size. `make test`
+hands one batch of prompts over each pair, and damages one hand-off; the whole engine suite over each pair, and all
+that only real KV can show, is for `make test-nightly`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from engine_settings import engine_environ, engine_options, engine_python
-from remote_engine import RemoteEngine
 
 from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
 from baton.errors import EngineFailed, ModelMismatch, PeerUnreachable, TransferFailed
 from baton.messages import Role, Sampling
 from baton.transfer import AgentOptions, Corruption, NativeAgent
+from benchmarks.remote_engine.engine import RemoteEngine
+from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
 from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect, first_delta
 
 AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
@@ -45,6 +46,11 @@ PAIRS = (
 RUNNING_MAX = 4
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+
+
+def nightly(value: object) -> object:
+    """Leave this case to `make test-nightly`."""
+    return pytest.param(value, marks=pytest.mark.nightly)
 
 
 @dataclass
@@ -146,6 +152,7 @@ def over(*pairs: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("pair", pairs, ids=str, indirect=True, scope="module")
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 class TestSuite(EngineSuite):
     @pytest.mark.parametrize("endpoint", ["malformed"])
@@ -181,11 +188,12 @@ async def check_answers(pair: Pair, *, at_once: bool) -> None:
 
 
 @over(*PAIRS)
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("at_once", [nightly(False), True])
 async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at_once: bool) -> None:
     await check_answers(pair, at_once=at_once)
 
 
+@pytest.mark.nightly
 @over("sglang-1-to-vllm-llama-64")
 async def test_kv_of_another_model_never_makes_a_token(pair: Pair) -> None:
     prompt = pair.prompt(200)
@@ -197,6 +205,7 @@ async def test_kv_of_another_model_never_makes_a_token(pair: Pair) -> None:
     await pair.settled()
 
 
+@pytest.mark.nightly
 @over(
     "vllm-llama-64-to-vllm-llama-32",
     "vllm-llama-32-to-sglang-llama-1",
@@ -208,6 +217,7 @@ async def test_answers_of_another_model(pair: Pair) -> None:
     await check_answers(pair, at_once=True)
 
 
+@pytest.mark.nightly
 @over("vllm-bfloat16-32-to-sglang-bfloat16-32", "sglang-bfloat16-32-to-vllm-bfloat16-32")
 async def test_logprobs_in_bfloat16(pair: Pair) -> None:
     """Engines round differently in bfloat16, so answers may part; how likely a first token is, they agree on."""
@@ -223,6 +233,7 @@ async def test_logprobs_in_bfloat16(pair: Pair) -> None:
         assert max(apart.values()) < BFLOAT16_TOLERANCE, tokens
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
     prompt, sampling = pair.prompt(200), changed(GREEDY, logprobs=2)
@@ -233,6 +244,7 @@ async def test_logprobs_are_those_of_a_prompt_computed_here(pair: Pair) -> None:
         assert [token for token, _ in ours.top] == [token for token, _ in theirs.top]
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 async def test_one_token_is_an_answer(pair: Pair) -> None:
     prompt, sampling = pair.prompt(200), changed(GREEDY, max_tokens=1)
@@ -241,6 +253,7 @@ async def test_one_token_is_an_answer(pair: Pair) -> None:
     assert len(answer.tokens) == 1
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     prompt = pair.prompt(200)
@@ -261,7 +274,7 @@ async def corrupting(pair: Pair, **faults: object) -> AsyncGenerator[None]:
 
 
 @over(*PAIRS)
-@pytest.mark.parametrize("corruption", Corruption)
+@pytest.mark.parametrize("corruption", [Corruption.FLIP, *map(nightly, (Corruption.ZERO, Corruption.SHIFT))])
 async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair, corruption: Corruption) -> None:
     prompt = pair.prompt(300)
     async with corrupting(pair, corruption=corruption):
@@ -273,6 +286,7 @@ async def test_bytes_that_changed_on_the_way_never_make_a_token(pair: Pair, corr
     assert answer.tokens == (await collect(pair.decode, pair.request(prompt, salt="computed here"))).tokens
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 @pytest.mark.parametrize("corruption", [Corruption.ZERO, Corruption.SHIFT])
 async def test_answers_depend_on_the_kv_that_was_handed_over(pair: Pair, corruption: Corruption) -> None:
@@ -286,6 +300,7 @@ async def test_answers_depend_on_the_kv_that_was_handed_over(pair: Pair, corrupt
     assert wrong.tokens[0] != alone.tokens[0]
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) -> None:
     prompt = pair.prompt(200)
@@ -297,6 +312,7 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
     await pair.settled()
 
 
+@pytest.mark.nightly
 @over(*PAIRS)
 async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
     """What is left of any request, be it a word in a table, keeps SGLang's scheduler from it."""
@@ -314,6 +330,7 @@ async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
         assert used_s() - before_s < 0.4
 
 
+@pytest.mark.nightly
 async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
     """The last test here: nobody wants this engine after it."""
     running = await engines.get("sglang-bfloat16-32")

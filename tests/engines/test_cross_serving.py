@@ -11,10 +11,10 @@ from pathlib import Path
 import openai
 import pytest
 import pytest_asyncio
-from engine_settings import EngineName, engine_environ, engine_options, engine_python
 from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
 from baton.messages import Role
+from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.harness.cluster import Cluster, running_cluster
 
 WORKERS: tuple[tuple[Role, str, EngineName], ...] = (

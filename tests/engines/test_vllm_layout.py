@@ -89,7 +89,7 @@ def test_blocks_that_vllm_fills_where_there_is_amx_come_out_and_go_in_unchanged(
     spec = importlib.util.find_spec("vllm")
     library = Path(str(spec and spec.origin)).with_name("_C.abi3.so")
     if " avx512_vnni" not in Path("/proc/cpuinfo").read_text() or not library.exists():
-        pytest.skip("vLLM's build for AMX does not load here")
+        pytest.skip("vLLM's build for AMX does not load here: run it on a processor with AVX512-VNNI")
     cases = written(tmp_path, str(library))
     float8 = [case for case in cases if case.layout.dtype.startswith("float8")]
     for case in cases:

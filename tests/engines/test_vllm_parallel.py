@@ -13,6 +13,8 @@ from conftest import started_pair
 from engine_pair import Pair, greedy, prompt
 from engine_process import EngineError, until
 
+pytestmark = pytest.mark.nightly
+
 BLOCK = 32
 SEEDS = itertools.count(1000)
 """Engines stand in several pairs: what one test had computed, the next must not find cached."""

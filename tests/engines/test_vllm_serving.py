@@ -59,7 +59,7 @@ async def client(cluster: Cluster) -> AsyncIterator[openai.AsyncOpenAI]:
         yield client
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.nightly]
 
 
 async def test_stages_and_vllms_own_spans_are_in_the_requests_trace(cluster: Cluster, collector: Collector) -> None:

@@ -7,25 +7,22 @@ from typing import Final
 
 import pytest
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
-from xdist.scheduler import LoadScopeScheduling  # pyright: ignore[reportMissingTypeStubs]
 
+from tests.harness.scheduling import GroupScheduling
 from tests.harness.servers import start_nats, start_redis
 
 TOGETHER: Final = ("/test_metrics.py", "/test_up.py")
 """Modules with a system that takes long to start: one worker runs all of their tests, first of all."""
 
 
-class Scheduling(LoadScopeScheduling):
-    """Every other test goes to the next free worker. xdist's own groups by mark do nothing with pytest 9.2, where a
-    plug-in can no longer change the ids of tests."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    """Send every other test to the next free worker."""
 
-    def _split_scope(self, nodeid: str) -> str:
-        module = nodeid.partition("::")[0]
-        return module if module.endswith(TOGETHER) else nodeid
+    def group(test: str) -> str:
+        module = test.partition("::")[0]
+        return module if module.endswith(TOGETHER) else test
 
-
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling:
-    return Scheduling(config, log)
+    return GroupScheduling(config, log, group)
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""How this folder's tests start real engines."""
+"""Options, environment and Python of real engines that a benchmark or a test starts."""
 
 from __future__ import annotations
 

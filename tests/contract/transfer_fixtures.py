@@ -1,0 +1,67 @@
+"""Fixtures of what a backend of the transfer agent needs here. A module gives `way`: a backend, and what it may use."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+from baton_native import DeviceMemory, GpuUnavailable
+
+from tests.contract.fake_library import FakeGpu, FakeVerbs
+from tests.contract.transfer_rig import RAILS, Fabric
+from tests.contract.ucx_library import ucx_library
+
+
+@pytest.fixture(scope="session")
+def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
+    return FakeVerbs(tmp_path_factory)
+
+
+@pytest.fixture
+def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
+    """Lend the fake RDMA adapters; afterwards nothing of them may be in use."""
+    fake_verbs_library.reset()
+    yield fake_verbs_library
+    assert not fake_verbs_library.left_open()
+
+
+@pytest.fixture(scope="session")
+def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
+    return FakeGpu(tmp_path_factory)
+
+
+@pytest.fixture
+def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
+    """Lend the fake GPUs; afterwards nothing of them may be in use."""
+    fake_gpu_library.reset()
+    yield fake_gpu_library
+    if fake_gpu_library.left_open():
+        gc.collect()  # Memory in a cycle that a test has let go. It takes longer than most tests do.
+    assert not fake_gpu_library.left_open()
+
+
+@pytest.fixture
+def backend(way: str) -> str:
+    return way.split()[0]
+
+
+@pytest.fixture
+def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> Fabric:
+    """Return the options that the backend needs here."""
+    lanes: Fabric = {"rails": RAILS, "streams": 2, "lane_bytes": 1} if way.endswith("lanes") else {}
+    if way.startswith("verbs"):
+        fake: FakeVerbs = request.getfixturevalue("fake_verbs")
+        return {"verbs_library": fake.library, **lanes}
+    if way.endswith("on a GPU"):
+        try:
+            DeviceMemory(1)
+        except GpuUnavailable as error:
+            pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
+        return {"gpu_library": ""}
+    if way.startswith("cuda"):
+        return {"gpu_library": request.getfixturevalue("fake_gpu").library}
+    if way.startswith("ucx"):
+        monkeypatch.setenv("UCX_TLS", way.split()[-1])
+        return {"ucx_library": ucx_library()}
+    return lanes
