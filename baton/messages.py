@@ -202,7 +202,7 @@ class Match(Message, tag="match", frozen=True, kw_only=True):
 class Matched(Message, tag="matched", frozen=True, kw_only=True):
     held: dict[str, int]
     """Worker → number of leading blocks it holds; workers that hold none are left out."""
-    coming: dict[str, int] = {}
+    speculative: dict[str, int] = {}
     """The same once what was placed there lately is computed; only where that is more than it holds."""
 
 
@@ -534,7 +534,7 @@ class IndexedModel(Part, frozen=True, kw_only=True):
     """The ones that most workers hold; of these the longest."""
 
 
-class IndexedWorker(Part, frozen=True, kw_only=True):
+class WorkerReport(Part, frozen=True, kw_only=True):
     worker: str
     generation: int
     model_digest: str
@@ -543,8 +543,9 @@ class IndexedWorker(Part, frozen=True, kw_only=True):
     held: Fingerprint
     agreed_sequence: int
     """The newest event after which the worker held the same; -1: none yet, or not since they differed."""
-    resync: str
-    """`no`, `needed` or `running`."""
+    state: str
+    """`synced`, or of its resync: `needed` or `running`."""
+    resync_reason: str = ""
     drifts: int = 0
     """Since both last held the same."""
     predicted_tokens: int = 0
@@ -557,14 +558,14 @@ class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
     instance: str
     writes: bool
     stream_sequence: int
-    expected_blocks: int = 0
+    speculative_blocks: int = 0
     counters: dict[str, int] = {}
     models: tuple[IndexedModel, ...] = ()
-    workers: tuple[IndexedWorker, ...] = ()
+    workers: tuple[WorkerReport, ...] = ()
     left_out: int = 0
     """Workers for which the message had no room."""
     held: dict[str, int] = {}
-    coming: dict[str, int] = {}
+    speculative: dict[str, int] = {}
     """As in `Matched`, of the prompt that was asked for."""
 
 

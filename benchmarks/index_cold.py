@@ -14,12 +14,14 @@ import redis.asyncio as redis
 from baton_kvindex.cold import BLOCK_BYTES, ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import ID_BYTES
+from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.store import RedisStore
 
+from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import SystemClock
+from baton.node.ports import system_ports
 from benchmarks.index_world import MODEL, events
 from benchmarks.report import Row
 
@@ -29,28 +31,29 @@ WORKER = "w"
 
 
 async def cold_rows(redis_url: str) -> list[Row]:
-    store = RedisStore(redis_url, prefix="cold", timeout_s=10.0)
+    store = RedisStore(redis_url, clock=SystemClock(), prefix="cold", timeout_s=10.0)
     settings = IndexSettings(memory_bytes_max=PROMPTS * PROMPT_BLOCKS * BLOCK_BYTES // 4, cold_timeout_s=10.0)
-    follower = Follower(ColdIndex, FollowerOptions(), Journal(1))
-    freezer = Freezer(store=store.cold("bench"), follower=follower, clock=SystemClock(), settings=settings)
+    reconciler = Reconciler(ColdIndex, IndexSettings(), Journal(1))
+    ports = system_ports(MemoryBus(MemoryNetwork()))
+    freezer = Freezer(ports=ports, store=store.cold("bench"), reconciler=reconciler, settings=settings)
     before_bytes = await memory_bytes(redis_url)
     shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
     prompts = [shared + os.urandom(ID_BYTES * PROMPT_BLOCKS) for _ in range(PROMPTS)]
     for number, prompt in enumerate(prompts):
-        follower.on_events(events(WORKER, number + 1, prompt), number, 0.0)
+        reconciler.on_events(events(WORKER, number + 1, prompt), number, 0.0)
         if number % 2:
-            follower.match(MODEL, prompt)
+            reconciler.match(MODEL, prompt)
         if number % 8 == 0:
             await freezer.make_room()
     await freezer.make_room()
-    (index,) = follower.models().values()
+    (index,) = reconciler.models().values()
     assert isinstance(index, ColdIndex)
     tree_bytes = index.footprint().bytes
     each_bytes = (await memory_bytes(redis_url) - before_bytes) / index.cold_blocks
-    cold = [prompt for prompt in prompts if follower.match(MODEL, prompt)[WORKER] == SHARED_BLOCKS]
+    cold = [prompt for prompt in prompts if reconciler.match(MODEL, prompt).held[WORKER] == SHARED_BLOCKS]
     hot = [prompt for prompt in prompts if prompt not in set(cold)]
     times_s = {
-        name: [await _match_s(freezer, prompt) for prompt in some[:ASKED]]
+        name: [await _match_s(reconciler, freezer, prompt) for prompt in some[:ASKED]]
         for name, some in (("hot", hot), ("cold", cold))
     }
     await freezer.close()
@@ -66,9 +69,9 @@ async def cold_rows(redis_url: str) -> list[Row]:
     return rows
 
 
-async def _match_s(freezer: Freezer, prompt: bytes) -> float:
+async def _match_s(reconciler: Reconciler, freezer: Freezer, prompt: bytes) -> float:
     began_s = time.perf_counter()
-    held = await freezer.match(MODEL, prompt)
+    held = await freezer.complete(reconciler.match(MODEL, prompt), MODEL, prompt)
     assert set(held.values()) == {SHARED_BLOCKS + PROMPT_BLOCKS}
     return time.perf_counter() - began_s
 

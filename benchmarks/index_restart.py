@@ -19,16 +19,17 @@ from itertools import chain
 from pathlib import Path
 
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.durable import Batch, Journal, WorkerChange, WorkerState
-from baton_kvindex.follower import Follower, FollowerOptions
+from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerChange, WorkerState
 from baton_kvindex.index import ID_BYTES, Run
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.service import IndexService
 from baton_kvindex.store import RedisStore
 
 from baton import subjects
 from baton.bus import NatsBus
 from baton.clock import SystemClock
+from baton.node.ports import system_ports
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from benchmarks.index_blind import Phase, blind_placements
@@ -45,7 +46,7 @@ ROUNDS = 5
 
 async def restart_s(redis_url: str) -> tuple[float, int, float]:
     """Return the time to load the tree, its blocks, and Redis' bytes for each holding; the best of some rounds."""
-    store = RedisStore(redis_url, prefix="restart", timeout_s=10.0)
+    store = RedisStore(redis_url, clock=SystemClock(), prefix="restart", timeout_s=10.0)
     await store.claim(1)
     before = await memory_bytes(redis_url)
     shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
@@ -57,16 +58,25 @@ async def restart_s(redis_url: str) -> tuple[float, int, float]:
         change = WorkerChange(state=state, runs=runs, stored={}, removed=())
         await store.write(Batch(1, {f"w{number}": change}), 1)
     times: list[float] = []
-    follower = Follower(RadixIndex, FollowerOptions(), Journal(8192))
+    reconciler = Reconciler(RadixIndex, IndexSettings(), Journal(8192))
     for _ in range(ROUNDS):
-        follower = Follower(RadixIndex, FollowerOptions(), Journal(8192))
+        reconciler = Reconciler(RadixIndex, IndexSettings(), Journal(8192))
         began_s = time.perf_counter()
-        follower.restore(await store.load_all(), 0.0)
+        await load(store, reconciler)
         times.append(time.perf_counter() - began_s)
-    size = follower.size()
+    size = reconciler.size()
     bytes_each = (await memory_bytes(redis_url) - before) / size.holdings
     await store.close()
     return min(times), size.blocks, bytes_each
+
+
+async def load(store: RedisStore, reconciler: Reconciler) -> None:
+    """Read what is written as an index does at its start."""
+
+    async def take(worker: str, saved: SavedWorker) -> None:
+        reconciler.restore_worker(worker, saved, 0.0)
+
+    reconciler.begin(await store.load(take), 0.0)
 
 
 async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, count: int) -> float:
@@ -74,10 +84,12 @@ async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, count: int) 
     settings = IndexSettings(redis_prefix=f"insert-{blocks}", write_interval_s=0.02, dead_after_s=3600.0)
     worker = f"w-{blocks}"
     bus, own = [await NatsBus.connect(nats_url, name=name) for name in ("bench", "kvindex")]
+    ports = system_ports(own)
     index = IndexService(
-        bus=own,
-        store=RedisStore(redis_url, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s),
-        clock=SystemClock(),
+        ports=ports,
+        store=RedisStore(
+            redis_url, clock=ports.clock, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s
+        ),
         tracing=Tracing("kvindex"),
         metrics=Metrics("kvindex"),
         settings=settings,
@@ -88,7 +100,7 @@ async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, count: int) 
     for number in range(1, count + 1):
         event = events(worker, number, os.urandom(ID_BYTES * blocks))
         await bus.append(subjects.KV_STREAM, subjects.kv_events(worker), event, message_id=f"{worker}/{number}")
-    await until(lambda: (state := index.follower.state_of(worker)) is not None and state.sequence == count)
+    await until(lambda: (state := index.reconciler.state_of(worker)) is not None and state.sequence == count)
     # It writes everything before it ends.
     stop.asked.set()
     await running

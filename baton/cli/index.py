@@ -18,7 +18,7 @@ from baton.bus import Bus, Delivery, NatsBus
 from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
 from baton.clock import SystemClock
 from baton.errors import InvalidRequest, Unavailable
-from baton.messages import Goodbye, Heartbeat, IndexedWorker, IndexQuery, IndexReport, pack_tokens
+from baton.messages import Goodbye, Heartbeat, IndexQuery, IndexReport, WorkerReport, pack_tokens
 from baton.node.membership import Workers
 
 FIRST_HEARTBEAT_S: Final = 3.0
@@ -133,18 +133,18 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
     if report.left_out:
         yield f"    and {report.left_out} workers more"
     counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.counters.items() if count)
-    yield f"  counted since it started: {counted or 'nothing'}; {report.expected_blocks} blocks are expected"
+    yield f"  counted since it started: {counted or 'nothing'}; {report.speculative_blocks} blocks are speculative"
     if asked_blocks:
         yield f"  of the prompt's {asked_blocks} blocks"
         holds = report.held
-        will_hold = holds | report.coming
+        will_hold = holds | report.speculative
         rows = [(worker, str(holds.get(worker, 0)), str(will_hold[worker])) for worker in sorted(will_hold)]
         yield from _table(("worker", "holds", "will hold"), rows)
 
 
-def _row(worker: IndexedWorker) -> tuple[str, ...]:
-    if worker.resync != "no":
-        state = f"resync {worker.resync}"
+def _row(worker: WorkerReport) -> tuple[str, ...]:
+    if worker.state != "synced":
+        state = f"resync {worker.state}: {worker.resync_reason}"
     elif worker.drifts:
         state = f"differed {worker.drifts} times"
     elif worker.agreed_sequence < 0:

@@ -245,8 +245,10 @@ INDEX_RECALLS: Final = _counter(
     "baton_index_recalls_total", KVINDEX, "Times that blocks were looked for among those in Redis."
 )
 INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
-INDEX_EXPECTED: Final = _gauge(
-    "baton_index_expected_blocks", KVINDEX, "Blocks of prompts that were placed on workers and are not held there yet."
+INDEX_SPECULATIVE: Final = _gauge(
+    "baton_index_speculative_blocks",
+    KVINDEX,
+    "Blocks of prompts that were placed on workers and are not held there yet.",
 )
 INDEX_MESSAGES: Final = _counter(
     "baton_index_messages_total",
@@ -256,14 +258,15 @@ INDEX_MESSAGES: Final = _counter(
     "result",
     known=(*("applied", "duplicate", "stale", "malformed", "oversized", "foreign_model", "unknown_worker", "full"),),
 )
-INDEX_DOUBTS: Final = _counter(
-    "baton_index_doubts_total",
+INDEX_RESYNCS: Final = _counter(
+    "baton_index_resyncs_total",
     KVINDEX,
-    "Why a worker had to be read anew: `gap` in its events, `unknown_parent`, `behind` its heartbeats, `drift`: its"
-    " fingerprint was another one though every event had come, `audit`: half of its hits were lastingly missing, or"
-    " `cold`: Redis lost what memory had no room for.",
-    "cause",
-    known=("gap", "unknown_parent", "behind", "drift", "audit", "cold"),
+    "Resyncs of a worker from its shadow map, by what they were needed for: it `joined` with events behind it, `gap` in"
+    " its events, `behind` its heartbeats, an event that made no sense (`unknown_parent`, `malformed`, `oversized`) or"
+    " had no room (`full`), `drift`: its fingerprint was another one though every event had come, `audit`: half of its"
+    " hits were lastingly missing, or `cold`: Redis lost what memory had no room for.",
+    "reason",
+    known=(*("joined", "behind", "gap", "unknown_parent", "malformed", "oversized", "full", "drift", "audit", "cold"),),
 )
 INDEX_AUDIT_PREDICTED: Final = _counter(
     "baton_index_audit_predicted_tokens_total",
@@ -274,7 +277,6 @@ INDEX_AUDIT_PREDICTED: Final = _counter(
 INDEX_AUDIT_CACHED: Final = _counter(
     "baton_index_audit_cached_tokens_total", KVINDEX, "Those of them that the worker held indeed.", "worker"
 )
-INDEX_RESYNCS: Final = _counter("baton_index_resyncs_total", KVINDEX, "Workers whose whole shadow map was read.")
 INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")
 INDEX_UNWRITTEN: Final = _gauge(
     "baton_index_unwritten", KVINDEX, "1 on the writer while changes wait for Redis, else 0."

@@ -12,6 +12,7 @@ from baton_kvindex.cold import Cold, ColdIndex
 from baton_kvindex.index import Run, Tier
 from baton_kvindex.store import ColdStore, RedisStore
 
+from baton.clock import SystemClock
 from tests.harness.servers import start_redis
 
 Result = TypeVar("Result")
@@ -83,6 +84,6 @@ def frozen_indexes() -> Generator[None]:
     """Give every index made inside a Redis."""
     with start_redis() as server, asyncio.Runner() as runner:
         FrozenIndex.runner = runner
-        FrozenIndex.stores = RedisStore(server.url, prefix="contract", timeout_s=5.0)
+        FrozenIndex.stores = RedisStore(server.url, clock=SystemClock(), prefix="contract", timeout_s=5.0)
         yield
         runner.run(FrozenIndex.stores.close())

@@ -82,7 +82,7 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
             assert worker["held"]["blocks"] >= report["held"][name] > 4
         assert model["depth"] == report["held"]["p"] <= model["blocks"]
         assert model["prefixes"][0]["workers"] == 2
-        assert (report["counters"]["drifts"], report["counters"]["gaps"]) == (0, 0)
+        assert (report["counters"]["resyncs_drift"], report["counters"]["resyncs_gap"]) == (0, 0)
         promised, found = workers["p"]["predicted_tokens"], workers["p"]["cached_tokens"]
         assert promised == (REQUESTS - 1) * 32 * report["held"]["p"]
         assert 0.9 * promised <= found <= promised

@@ -12,11 +12,12 @@ import pytest
 import redis.asyncio as redis
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
+from baton_kvindex.counters import ResyncReason
 from baton_kvindex.service import IndexService
 
 from baton.bus import NatsBus
-from baton.clock import SystemClock
 from baton.errors import ConfigurationError
+from baton.node.ports import system_ports
 from baton.telemetry import Metrics, Tracing
 from tests.harness.index.services import indexing, until
 from tests.harness.index.worker import Worker, chain, match, until_held, working
@@ -40,7 +41,7 @@ async def worker(bus: NatsBus) -> AsyncGenerator[Worker]:
 
 
 def cold_blocks(service: IndexService) -> int:
-    return sum(index.cold_blocks for index in service.follower.models().values() if isinstance(index, ColdIndex))
+    return sum(index.cold_blocks for index in service.reconciler.models().values() if isinstance(index, ColdIndex))
 
 
 async def all_cold(service: IndexService, worker: Worker) -> None:
@@ -48,7 +49,7 @@ async def all_cold(service: IndexService, worker: Worker) -> None:
 
 
 def agrees(service: IndexService, worker: Worker) -> bool:
-    return service.follower.fingerprint(worker.name) == worker.fingerprint()
+    return service.reconciler.fingerprint(worker.name) == worker.fingerprint()
 
 
 async def test_what_is_cold_matches_changes_and_survives_a_restart(
@@ -68,12 +69,14 @@ async def test_what_is_cold_matches_changes_and_survives_a_restart(
         await until_held(bus, worker, PATHS[0], len(PATHS[0]) - 20)
         await until_held(bus, worker, PATHS[1] + " goes on", len(PATHS[1]) + 8)
         await until(lambda: agrees(service, worker))
-        assert (service.follower.counters.drifts, service.follower.counters.lost_cold) == (0, 0)
+        resyncs = service.reconciler.counters.resyncs
+        assert (resyncs[ResyncReason.DRIFT], resyncs[ResyncReason.COLD]) == (0, 0)
     async with indexing(nats_url, redis_url, worker.name, **settings) as service:
         await until(lambda: cold_blocks(service) > 0)
         await until_held(bus, worker, PATHS[1] + " goes on", len(PATHS[1]) + 8)
         await until(lambda: agrees(service, worker))
-        assert (service.follower.counters.drifts, service.follower.counters.lost_cold) == (0, 0)
+        resyncs = service.reconciler.counters.resyncs
+        assert (resyncs[ResyncReason.DRIFT], resyncs[ResyncReason.COLD]) == (0, 0)
 
 
 async def test_nothing_is_left_in_redis_of_an_index_that_ended(nats_url: str, worker: Worker) -> None:
@@ -109,7 +112,7 @@ async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_withou
                 assert time.monotonic() - began_s < 4.0
                 server.resume()
                 await until_held(bus, worker, PATHS[0], len(PATHS[0]) - 1)
-            assert service.follower.counters.lost_cold == 0
+            assert service.reconciler.counters.resyncs[ResyncReason.COLD] == 0
 
 
 @pytest.mark.parametrize("loss", ["emptied", "away for long"])
@@ -131,7 +134,7 @@ async def test_when_redis_loses_what_is_cold_the_worker_is_read_anew(
                 await until_held(bus, worker, path, len(path))
             await until(lambda: agrees(service, worker))
             assert worker.queries
-            assert service.follower.counters.lost_cold
+            assert service.reconciler.counters.resyncs[ResyncReason.COLD]
             if loss == "away for long":
                 server.start()
             await all_cold(service, worker)
@@ -140,9 +143,8 @@ async def test_when_redis_loses_what_is_cold_the_worker_is_read_anew(
 async def test_a_bound_without_redis_is_a_wrong_setting(nats_url: str, bus: NatsBus) -> None:
     with pytest.raises(ConfigurationError, match="memory_bytes_max"):
         IndexService(
-            bus=bus,
+            ports=system_ports(bus),
             store=None,
-            clock=SystemClock(),
             tracing=Tracing("kvindex"),
             metrics=Metrics("kvindex"),
             settings=IndexSettings(memory_bytes_max=1),

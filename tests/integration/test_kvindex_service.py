@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from uuid import uuid4
 
 import pytest
+from baton_kvindex.counters import ResyncReason
 
 from baton import subjects
 from baton.bus import NatsBus
@@ -52,7 +53,7 @@ async def test_it_follows_events_and_answers(nats_url: str, redis_url: str, pref
         await until_held(bus, worker, "abcd", 3)
         assert worker.queries == 0
         assert (await match(bus, chain("abcd"), "another model")) == {}
-        assert service.follower.counters.gaps == 0
+        assert service.reconciler.counters.resyncs[ResyncReason.GAP] == 0
 
 
 async def test_odd_questions_are_refused_and_harm_nothing(
@@ -77,7 +78,7 @@ async def test_odd_questions_are_refused_and_harm_nothing(
             await bus.publish(subject, wrong)
         await worker.send(told)
         await until_held(bus, worker, "abc", 3)
-        await until(lambda: service.follower.counters.malformed == 2)
+        await until(lambda: service.reconciler.counters.malformed == 2)
         await asyncio.sleep(0.2)
 
 
@@ -89,7 +90,7 @@ async def test_a_lost_event_is_healed_by_a_resync(nats_url: str, redis_url: str,
         await worker.store("abcdefgh")
         await until_held(bus, worker, "xyz", 3)
         await until_held(bus, worker, "abcdefgh", 8)
-        assert service.follower.counters.gaps == 1
+        assert service.reconciler.counters.resyncs[ResyncReason.GAP] == 1
         assert worker.queries == 4, "eleven blocks are four pages"
 
 
@@ -99,7 +100,7 @@ async def test_a_lost_tail_is_healed_by_heartbeats(nats_url: str, redis_url: str
         await until_held(bus, worker, "a", 1)
         await worker.store("ab", lost=True)
         await until_held(bus, worker, "ab", 2)
-        assert service.follower.counters.behind == 1
+        assert service.reconciler.counters.resyncs[ResyncReason.BEHIND] == 1
 
 
 @pytest.mark.parametrize("phantom", [False, True])
@@ -111,18 +112,17 @@ async def test_planted_drift_is_found_and_repaired_within_seconds(
         await until_held(bus, worker, "abcd", 4)
         planted = chain("xyz") if phantom else chain("ab")[16:]
         await asyncio.sleep(0.3)
-        assert service.follower.counters.drifts == 0
-        index = service.follower._trees.assign(worker.name, MODEL)  # pyright: ignore[reportPrivateUsage]
+        assert service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 0
+        index = service.reconciler._trees.assign(worker.name, MODEL)  # pyright: ignore[reportPrivateUsage]
         if phantom:
             index.store(worker.name, b"", planted)
         else:
             index.remove(worker.name, planted)
-        await until(lambda: service.follower.counters.resyncs == 1, within_s=2.0)
-        assert service.follower.counters.drifts == 1
+        await until(lambda: service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1, within_s=2.0)
         await until_held(bus, worker, "abcd", 4)
         await until_held(bus, worker, "xyz", 0)
         await asyncio.sleep(0.3)
-        assert service.follower.counters.drifts == 1, "it agrees again"
+        assert service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1, "it agrees again"
     assert await written(redis_url, prefix, worker) == worker.held
 
 
@@ -156,7 +156,7 @@ async def test_a_restart_goes_on_from_redis_and_the_stream(
         await worker.store("abcde")
         async with indexing(nats_url, redis_url, prefix) as service:
             await until_held(bus, worker, "abcde", 5)
-            assert service.follower.counters.applied == 1, "only what came while it was down"
+            assert service.reconciler.counters.applied == 1, "only what came while it was down"
         assert worker.queries == 0
 
 
@@ -189,7 +189,7 @@ async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: Nats
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix, **changes) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
-            await until(lambda: not service.follower.has_unwritten)
+            await until(lambda: not service.reconciler.has_unwritten)
             redis.kill()
             await worker.store("abcd", lost=False)
             await until_held(bus, worker, "abcd", 4, within_s=1.0)
@@ -202,7 +202,7 @@ async def test_a_redis_that_lost_everything_is_written_anew(nats_url: str, prefi
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
-            await until(lambda: not service.follower.has_unwritten)
+            await until(lambda: not service.reconciler.has_unwritten)
             redis.kill()
             for saved in redis.folder.glob("appendonly*"):
                 saved.unlink()

@@ -9,11 +9,13 @@ from uuid import uuid4
 
 import pytest
 import redis.asyncio as redis
-from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState
+from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState
 from baton_kvindex.index import Run, link
 from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced, StoreUnavailable
 
+from baton.clock import SystemClock
 from baton.errors import ConfigurationError
+from tests.harness.index.worker import Saved, load_all
 from tests.harness.servers import start_redis
 
 STATE = WorkerState(generation=2, model_digest="digest", sequence=7)
@@ -40,7 +42,7 @@ def prefix() -> str:
 
 @pytest.fixture
 async def store(redis_url: str, prefix: str) -> AsyncIterator[RedisStore]:
-    made = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    made = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=2.0)
     await made.claim(1)
     yield made
     await made.close()
@@ -54,7 +56,7 @@ async def raw(redis_url: str) -> AsyncIterator[redis.Redis]:
 
 
 async def test_an_empty_database_is_an_empty_index(store: RedisStore) -> None:
-    assert await store.load_all() == Saved()
+    assert await load_all(store) == Saved()
 
 
 async def test_what_was_written_is_loaded(store: RedisStore) -> None:
@@ -63,7 +65,7 @@ async def test_what_was_written_is_loaded(store: RedisStore) -> None:
     await store.write(Batch(3, {"a": changed(runs=[whole]), "b": changed(stored={long[0]: b""})}), 1)
     added = ids(1)[0]
     await store.write(Batch(4, {"a": changed(stored={added: long[-1]}, removed=(long[1],)), "b": None}), 1)
-    saved = await store.load_all()
+    saved = await load_all(store)
     assert saved.stream_sequence == 4
     assert saved.workers.keys() == {"a"}
     assert saved.workers["a"].state == STATE
@@ -77,7 +79,7 @@ async def test_a_rewrite_replaces_and_an_empty_one_clears(store: RedisStore) -> 
     await store.write(Batch(1, {"a": changed(stored={old: b""}), "b": changed(stored={old: b""})}), 1)
     empty: list[Run] = []
     await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=new)]), "b": changed(runs=empty)}), 1)
-    saved = await store.load_all()
+    saved = await load_all(store)
     assert links(saved, "a") == {new: b""}
     assert saved.workers["b"] == SavedWorker(STATE, [])
 
@@ -90,10 +92,10 @@ async def test_nothing_is_written_on_top_of_a_database_that_was_emptied(
     await raw.delete(f"{prefix}:{VERSION}:state", f"{prefix}:{VERSION}:workers", f"{prefix}:{VERSION}:blocks:a")
     with pytest.raises(StoreEmptied):
         await store.write(Batch(2, {"a": changed(stored={second: first})}), 1)
-    assert await store.load_all() == Saved()
+    assert await load_all(store) == Saved()
     assert await store.claim(1) == {}
     await store.write(Batch(2, {"a": changed(runs=[Run(parent=b"", blocks=first + second)])}), 1)
-    assert links(await store.load_all(), "a") == {first: b"", second: first}
+    assert links(await load_all(store), "a") == {first: b"", second: first}
 
 
 async def test_a_writer_that_was_replaced_writes_nothing_more(
@@ -101,7 +103,7 @@ async def test_a_writer_that_was_replaced_writes_nothing_more(
 ) -> None:
     first, second, late = ids(3)
     await store.write(Batch(1, {"a": changed(stored={first: b""})}), 1)
-    other = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    other = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=2.0)
     assert await other.claim(1 << 70) == {"a": STATE}
     for batch in (
         Batch(9, {"a": changed(stored={late: b""})}),
@@ -113,7 +115,7 @@ async def test_a_writer_that_was_replaced_writes_nothing_more(
     with pytest.raises(StoreFenced):
         await store.claim(2)
     await other.write(Batch(2, {"a": changed(stored={second: first})}), 1 << 70)
-    saved = await other.load_all()
+    saved = await load_all(other)
     assert saved.stream_sequence == 2
     assert links(saved, "a") == {first: b"", second: first}
     await other.close()
@@ -124,7 +126,7 @@ async def test_a_claim_between_a_late_writers_look_and_its_write_refuses_it(
 ) -> None:
     """Wherever the late writer is overtaken, its whole worker is written whole, or not at all."""
     (old,) = ids(1)
-    other = RedisStore(redis_url, prefix=prefix, timeout_s=2.0)
+    other = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=2.0)
     refused = 0
     for fence in range(2, 60):
         await store.claim(fence - 1)
@@ -137,9 +139,9 @@ async def test_a_claim_between_a_late_writers_look_and_its_write_refuses_it(
             await late
         except StoreUnavailable:
             refused += 1
-            assert links(await other.load_all(), "a") == {old: b""}
+            assert links(await load_all(other), "a") == {old: b""}
         else:
-            assert links(await other.load_all(), "a") == dict(link(b"", run.blocks))
+            assert links(await load_all(other), "a") == dict(link(b"", run.blocks))
     assert refused
     await other.close()
 
@@ -158,9 +160,9 @@ async def test_another_version_is_neither_read_nor_changed(store: RedisStore, ra
     other = f"{prefix}:{VERSION + 1}"
     await raw.hset(f"{other}:state", mapping={"stream_sequence": 99, "fence": 1 << 60})
     await raw.hset(f"{other}:workers", "a", b"what a later version says of it")
-    assert await store.load_all() == Saved()
+    assert await load_all(store) == Saved()
     await store.write(Batch(3, {"a": changed(stored={ids(1)[0]: b""})}), 1)
-    assert (await store.load_all()).workers.keys() == {"a"}
+    assert (await load_all(store)).workers.keys() == {"a"}
     assert await raw.hgetall(f"{other}:workers") == {b"a": b"what a later version says of it"}
 
 
@@ -169,19 +171,19 @@ async def test_damage_costs_the_damaged_worker_only(store: RedisStore, raw: redi
     await store.write(Batch(9, dict.fromkeys(("good", "blocks", "state"), changed(stored={block: b""}))), 1)
     await raw.hset(f"{prefix}:{VERSION}:blocks:blocks", "short", "x")
     await raw.hset(f"{prefix}:{VERSION}:workers", "state", b"\xc1")
-    saved = await store.load_all()
+    saved = await load_all(store)
     assert saved.workers.keys() == {"good"}
     await raw.hset(f"{prefix}:{VERSION}:state", "stream_sequence", "nonsense")
-    assert (await store.load_all()).stream_sequence == 0
+    assert (await load_all(store)).stream_sequence == 0
     await raw.delete(f"{prefix}:{VERSION}:workers")
     await raw.set(f"{prefix}:{VERSION}:workers", "of another type")
     with pytest.raises(StoreUnavailable):
-        await store.load_all()
+        await load_all(store)
 
 
 async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() -> None:
     with start_redis() as server:
-        store = RedisStore(server.url, prefix="p", timeout_s=0.5)
+        store = RedisStore(server.url, clock=SystemClock(), prefix="p", timeout_s=0.5)
         batch = Batch(1, {"a": changed(stored={ids(1)[0]: b""})})
         await store.claim(1)
         await store.write(batch, 1)
@@ -195,7 +197,7 @@ async def test_a_database_that_is_away_or_stands_still_is_unavailable_in_time() 
         with pytest.raises(StoreUnavailable):
             await store.write(batch, 1)
         with pytest.raises(StoreUnavailable):
-            await store.load_all()
+            await load_all(store)
         server.start()
         await store.write(batch, 1)
         await store.close()
@@ -214,4 +216,4 @@ async def test_a_cancelled_write_is_cancelled(store: RedisStore) -> None:
 
 def test_an_address_that_is_none_is_a_wrong_setting() -> None:
     with pytest.raises(ConfigurationError, match="redis_url"):
-        RedisStore("nonsense", prefix="p", timeout_s=1.0)
+        RedisStore("nonsense", clock=SystemClock(), prefix="p", timeout_s=1.0)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 from baton_kvindex.audit import REQUESTS, Audit
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.counters import ResyncReason
 from baton_kvindex.durable import Journal
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.reconciler import Reconciler
 
 from baton.messages import Audited, Context
 from tests.harness.index.worker import Cache
@@ -38,22 +40,22 @@ def test_totals_are_of_all_requests() -> None:
 
 
 def test_a_worker_that_falls_short_is_read_anew_whatever_events_come() -> None:
-    follower, worker, other = Follower(RadixIndex, FollowerOptions(), Journal(1000)), Cache(), Cache("x")
+    reconciler, worker, other = Reconciler(RadixIndex, IndexSettings(), Journal(1000)), Cache(), Cache("x")
     for each in (worker, other):
-        follower.on_heartbeat(each.heartbeat(), 0.0)
-    follower.on_events(worker.stored("abc"), 0, 0.0)
+        reconciler.on_heartbeat(each.heartbeat(), 0.0)
+    reconciler.on_events(worker.stored("abc"), 0, 0.0)
     for number in range(REQUESTS):
         for each, cached in ((worker, 0), (other, 320)):
             context = Context(request=f"r{number}", budget_s=1.0)
-            follower.on_audited(
+            reconciler.on_audited(
                 Audited(context=context, address=each.address, predicted_tokens=320, cached_tokens=cached)
             )
-    follower.on_events(worker.stored("abcd"), 0, 0.0)
-    assert follower.counters.shortfalls == 1
-    assert [address.worker for address in follower.due_resyncs(0.0)] == ["w"]
-    follower.on_pages(worker.address, worker.pages())
-    assert follower.settled()
-    follower.on_audited(
+    reconciler.on_events(worker.stored("abcd"), 0, 0.0)
+    assert reconciler.counters.resyncs[ResyncReason.AUDIT] == 1
+    assert [address.worker for address in reconciler.due_resyncs(0.0)] == ["w"]
+    reconciler.on_pages(worker.address, worker.pages())
+    assert reconciler.settled()
+    reconciler.on_audited(
         Audited(
             context=Context(request="r", budget_s=1.0),
             address=Cache("nobody").address,
@@ -61,4 +63,4 @@ def test_a_worker_that_falls_short_is_read_anew_whatever_events_come() -> None:
             cached_tokens=0,
         )
     )
-    assert follower.counters.unknown_workers == 1
+    assert reconciler.counters.unknown_workers == 1

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 from baton_kvindex.cold import BRANCH_BLOCKS_MAX, STUB_BYTES, Cold, ColdIndex
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.freezer import Freezer
+from baton_kvindex.counters import ResyncReason
 from baton_kvindex.index import IndexSize, split_ids
-from baton_kvindex.life import Resync
+from baton_kvindex.indexed_worker import SyncState
 
-from baton.messages import BlocksStored
+from baton.messages import BlocksStored, Goodbye
 from tests.contract.index_world import block, chain
 from tests.harness.index.cold import PATH, World, cold_prompt
 from tests.harness.index.worker import MODEL, Cache
@@ -23,21 +23,20 @@ from tests.harness.index.worker import chain as prompt
 
 async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory() -> None:
     world, cache = await cold_prompt()
-    assert world.follower.match(MODEL, prompt(PATH)) == {}
+    assert world.reconciler.match(MODEL, prompt(PATH)).held == {}
     assert world.is_true(cache)
-    assert world.follower.size() == IndexSize(workers=1, blocks=len(PATH), holdings=len(PATH))
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    assert world.reconciler.size() == IndexSize(workers=1, blocks=len(PATH), holdings=len(PATH))
+    assert await world.match(prompt(PATH)) == {"w": len(PATH)}
     assert (world.store.asked, world.index.branches) == (1, 0)
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
-    assert await world.freezer.match(MODEL, prompt("some other")) == {}
+    assert await world.match(prompt(PATH)) == {"w": len(PATH)}
+    assert await world.match(prompt("some other")) == {}
     assert world.store.asked == 1, "what ends in memory asks nobody"
 
 
 async def test_what_came_back_is_forgotten_elsewhere() -> None:
     world, _ = await cold_prompt()
-    await world.freezer.match(MODEL, prompt(PATH))
-    world.settings = IndexSettings(memory_bytes_max=1 << 20)
-    await Freezer(store=world.store, follower=world.follower, clock=world.clock, settings=world.settings).make_room()
+    await world.match(prompt(PATH))
+    await world.make_freezer(IndexSettings(memory_bytes_max=1 << 20)).make_room()
     assert world.store.branches == {}
 
 
@@ -47,7 +46,7 @@ async def test_memory_is_bounded_and_a_scan_pushes_nothing_out_that_is_asked_for
     shared = [f"system prompt {number} " + "s" * 40 for number in range(20)]
     for path in shared:
         world.tell(cache, path)
-        assert await world.freezer.match(MODEL, prompt(path)) == {"w": len(path)}
+        assert await world.match(prompt(path)) == {"w": len(path)}
     for number in range(400):
         world.tell(cache, chr(0x4E00 + number) + " is asked for once, and long enough to take something")
         if number % 10 == 0:
@@ -58,7 +57,7 @@ async def test_memory_is_bounded_and_a_scan_pushes_nothing_out_that_is_asked_for
     assert world.index.footprint().bytes < 4_000_000, "a chunk of slots and of nodes, and the table"
     asked = world.store.asked
     for path in shared:
-        assert world.follower.match(MODEL, prompt(path)) == {"w": len(path)}
+        assert world.reconciler.match(MODEL, prompt(path)).held == {"w": len(path)}
     assert world.store.asked == asked
     assert world.is_true(cache)
 
@@ -122,11 +121,11 @@ async def test_a_match_beside_a_branch_that_leaves_is_right() -> None:
     world.store.may_end.clear()
     leaving = asyncio.create_task(world.freezer.make_room())
     await world.store.written.wait()
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    assert await world.match(prompt(PATH)) == {"w": len(PATH)}
     world.store.may_end.set()
     await leaving
     assert world.index.branches == 1
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    assert await world.match(prompt(PATH)) == {"w": len(PATH)}
 
 
 def test_a_large_branch_leaves_in_parts_and_only_what_is_on_the_way_comes_back() -> None:
@@ -167,10 +166,10 @@ async def test_memory_is_freed_though_all_was_asked_for_at_the_same_time_behind_
     for number in range(200):
         path = "shared by all " + chr(0x4E00 + number) * 50
         world.tell(cache, path)
-        assert await world.freezer.match(MODEL, prompt(path)) == {"w": len(path)}
+        assert await world.match(prompt(path)) == {"w": len(path)}
     await world.freezer.make_room()
     assert limit / 2 < world.index.used_bytes <= limit
-    assert world.follower.match(MODEL, prompt("shared by all ")) == {"w": 14}
+    assert world.reconciler.match(MODEL, prompt("shared by all ")).held == {"w": 14}
 
 
 def test_what_takes_less_than_its_stub_stays() -> None:
@@ -190,12 +189,12 @@ async def test_a_removal_of_cold_blocks_waits_for_them_and_others_do_not() -> No
     world.tell(cache, "later")
     world.tell(other, PATH[:2])
     assert not world.is_true(cache)
-    assert world.follower.match(MODEL, prompt("later")) == {}, "in order"
-    await world.recall()
+    assert world.reconciler.match(MODEL, prompt("later")).held == {}, "in order"
+    await world.reload()
     assert world.is_true(cache)
-    assert world.follower.match(MODEL, prompt("later")) == {"w": 5}
-    assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 2, "other": 2}
-    assert (world.follower.counters.gaps, world.follower.counters.unknown_blocks) == (0, 0)
+    assert world.reconciler.match(MODEL, prompt("later")).held == {"w": 5}
+    assert world.reconciler.match(MODEL, prompt(PATH)).held == {"w": len(PATH) - 2, "other": 2}
+    assert (world.reconciler.counters.resyncs[ResyncReason.GAP], world.reconciler.counters.unknown_blocks) == (0, 0)
 
 
 async def test_half_of_a_message_is_not_taken_for_drift() -> None:
@@ -204,28 +203,28 @@ async def test_half_of_a_message_is_not_taken_for_drift() -> None:
     cache.stored("new")
     removed = cache.removed(prompt(PATH)[-16:]).events
     cache.sequence = 1
-    world.follower.on_events(cache.changed(BlocksStored(parent=b"", blocks=prompt("new")), *removed), 2, 0.0)
-    world.follower.on_heartbeat(before, 0.0)
-    assert world.follower.counters.drifts == 0
-    await world.recall()
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.reconciler.on_events(cache.changed(BlocksStored(parent=b"", blocks=prompt("new")), *removed), 2, 0.0)
+    world.reconciler.on_heartbeat(before, 0.0)
+    assert world.reconciler.counters.resyncs[ResyncReason.DRIFT] == 0
+    await world.reload()
+    world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
     assert world.is_true(cache)
-    assert world.follower.lives()[cache.name].agreed_sequence == 2
+    assert world.reconciler.workers()[cache.name].agreed_sequence == 2
 
 
 async def test_a_prompt_goes_on_behind_what_is_cold() -> None:
     world, cache = await cold_prompt()
     world.tell(cache, PATH + " and goes on")
-    await world.recall()
+    await world.reload()
     assert world.is_true(cache)
-    assert world.follower.match(MODEL, prompt(PATH + " and goes on")) == {"w": len(PATH) + 12}
+    assert world.reconciler.match(MODEL, prompt(PATH + " and goes on")).held == {"w": len(PATH) + 12}
 
 
 async def test_a_removal_of_what_is_nowhere_is_looked_for_once() -> None:
     world, cache = await cold_prompt()
     for _ in range(3):
         world.remove(cache, prompt("never stored"))
-        await world.recall()
+        await world.reload()
     assert world.store.asked == 1
     assert world.is_true(cache)
 
@@ -239,16 +238,16 @@ async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_ba
     world.tell(cache, "x")
     assert world.is_true(cache)
     assert world.is_true(other)
-    assert world.follower.size() == IndexSize(workers=2, blocks=11, holdings=11)
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"other": 10}
-    world.follower.on_goodbye(other.address)
-    world.follower.on_goodbye(cache.address)
-    assert world.follower.size() == IndexSize(workers=0, blocks=0, holdings=0)
+    assert world.reconciler.size() == IndexSize(workers=2, blocks=11, holdings=11)
+    assert await world.match(prompt(PATH)) == {"other": 10}
+    world.reconciler.on_goodbye(Goodbye(address=other.address), 0.0)
+    world.reconciler.on_goodbye(Goodbye(address=cache.address), 0.0)
+    assert world.reconciler.size() == IndexSize(workers=0, blocks=0, holdings=0)
 
 
 async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
     world, cache = await cold_prompt()
-    world.follower.on_events(cache.cleared(), 9, 0.0)
+    world.reconciler.on_events(cache.cleared(), 9, 0.0)
     assert (world.index.branches, world.index.cold_blocks) == (0, 0)
     await world.freezer.make_room()
     assert world.store.branches == {}
@@ -256,32 +255,32 @@ async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
 
 async def test_cold_branches_of_a_model_that_nobody_has_any_more_are_forgotten_elsewhere_too() -> None:
     world, cache = await cold_prompt()
-    world.follower.on_goodbye(cache.address)
-    assert world.follower.models() == {}
+    world.reconciler.on_goodbye(Goodbye(address=cache.address), 0.0)
+    assert world.reconciler.models() == {}
     await world.freezer.make_room()
     assert world.store.branches == {}
 
 
 async def test_a_resync_replaces_what_is_cold() -> None:
     world, cache = await cold_prompt()
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
-    known = world.follower.lives()[cache.name]
-    known.read_anew()
-    (address,) = world.follower.due_resyncs(0.0)
+    world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
+    known = world.reconciler.workers()[cache.name]
+    known.on_cold_lost()
+    (address,) = world.reconciler.due_resyncs(0.0)
     cache.held = {}
     cache.stored(PATH[:5])
     with pytest.raises(Cold):
-        world.follower.on_pages(address, cache.pages())
-    await world.freezer.until_here(lambda: world.follower.on_pages(address, cache.pages()))
-    assert world.life(cache) is Resync.NO
+        world.reconciler.on_pages(address, cache.pages())
+    await world.freezer.until_here(lambda: world.reconciler.on_pages(address, cache.pages()))
+    assert world.state(cache) is SyncState.SYNCED
     assert world.is_true(cache)
-    assert world.follower.match(MODEL, prompt(PATH)) == {"w": 5}
+    assert world.reconciler.match(MODEL, prompt(PATH)).held == {"w": 5}
 
 
 async def test_a_worker_is_written_as_a_whole_with_what_is_cold() -> None:
     world, cache = await cold_prompt()
-    world.follower.go_on_from({})
-    batch = await world.freezer.until_here(world.follower.take_batch)
+    world.reconciler.go_on_from({})
+    batch = await world.freezer.until_here(world.reconciler.take_batch)
     change = batch.workers[cache.name]
     assert change is not None
     assert change.runs is not None

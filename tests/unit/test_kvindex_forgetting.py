@@ -14,8 +14,7 @@ from tests.harness.index.worker import chain as prompt
 
 
 def is_nowhere(world: World, path: str) -> bool:
-    held = world.follower.match(MODEL, prompt(path))
-    return not held and world.follower.behind(MODEL, prompt(path), held) is None
+    return world.reconciler.match(MODEL, prompt(path)) == ({}, None)
 
 
 async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_still_accounted_for() -> None:
@@ -27,7 +26,7 @@ async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_sti
     for number, path in enumerate(paths):
         world.tell(cache, path)
         if number % 1000 == 999:
-            assert world.follower.match(MODEL, prompt(asked)) == {"w": len(asked)}
+            assert world.reconciler.match(MODEL, prompt(asked)).held == {"w": len(asked)}
             await world.freezer.make_room()
             assert world.index.used_bytes <= limit
             assert world.index.stubs_bytes <= limit // 2
@@ -35,19 +34,19 @@ async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_sti
     assert world.index.forgotten > 0
     assert len(world.store.branches) == world.index.branches, "what is forgotten is forgotten elsewhere too"
     assert world.is_true(cache)
-    assert world.follower.size().holdings == len(cache.held)
-    assert world.follower.state_of("w") == WorkerState(generation=1, model_digest=MODEL, sequence=0)
+    assert world.reconciler.size().holdings == len(cache.held)
+    assert world.reconciler.state_of("w") == WorkerState(generation=1, model_digest=MODEL, sequence=0)
     forgotten = [path for path in paths if is_nowhere(world, path)]
     world.remove(cache, prompt(forgotten[0])[-16:])
-    await world.recall()
+    await world.reload()
     last, goes_on = prompt(forgotten[1])[-16:], prompt(forgotten[1] + " more")[-80:]
     cache.held |= dict(link(last, goes_on))
-    world.follower.on_events(cache.changed(BlocksStored(parent=last, blocks=goes_on)), 1 << 20, 0.0)
-    await world.recall()
+    world.reconciler.on_events(cache.changed(BlocksStored(parent=last, blocks=goes_on)), 1 << 20, 0.0)
+    await world.reload()
     assert world.is_true(cache)
-    counters = world.follower.counters
-    assert (counters.unknown_parents, counters.unknown_blocks, counters.drifts) == (0, 0, 0)
-    world.follower.on_events(cache.cleared(), 1 << 21, 0.0)
+    counters = world.reconciler.counters
+    assert (sum(counters.resyncs.values()), counters.unknown_blocks) == (0, 0)
+    world.reconciler.on_events(cache.cleared(), 1 << 21, 0.0)
     assert (world.index.forgotten, world.index.branches) == (0, 0)
     assert world.is_true(cache)
 
@@ -55,14 +54,14 @@ async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_sti
 async def test_what_is_forgotten_is_known_again_when_the_worker_is_read_anew() -> None:
     world, cache = World(), Cache()
     world.tell(cache, PATH)
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
     world.index.forget_behind(prompt(PATH)[:16])
-    assert world.follower.match(MODEL, prompt(PATH)) == {}
+    assert world.reconciler.match(MODEL, prompt(PATH)).held == {}
     assert world.is_true(cache)
-    world.follower.lives()[cache.name].read_anew()
-    (address,) = world.follower.due_resyncs(0.0)
-    world.follower.on_pages(address, cache.pages())
-    assert world.follower.match(MODEL, prompt(PATH)) == {"w": len(PATH)}
+    world.reconciler.workers()[cache.name].on_cold_lost()
+    (address,) = world.reconciler.due_resyncs(0.0)
+    world.reconciler.on_pages(address, cache.pages())
+    assert world.reconciler.match(MODEL, prompt(PATH)).held == {"w": len(PATH)}
     assert (world.index.forgotten, world.is_true(cache)) == (0, True)
 
 
@@ -84,9 +83,9 @@ async def test_a_message_of_which_a_part_is_cold_is_not_applied_twice() -> None:
     await world.freezer.make_room()
     removals = [cache.removed(prompt(path)[-16:]).events[0] for path in ("forgotten", PATH)]
     cache.sequence = 2
-    world.follower.on_events(cache.changed(*removals), 3, 0.0)
+    world.reconciler.on_events(cache.changed(*removals), 3, 0.0)
     for _ in removals:
-        await world.recall()
+        await world.reload()
     assert world.is_true(cache)
 
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from baton_kvindex.life import Resync
+from baton_kvindex.counters import ResyncReason
+from baton_kvindex.indexed_worker import SyncState
 
 from baton.messages import BlocksRemoved, WorkerAddress
 from tests.harness.index.cold import PATH, World, cold_prompt
@@ -18,29 +19,29 @@ async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_ba
     world, cache = await cold_prompt()
     world.store.away = True
     world.remove(cache, prompt(PATH)[-16:])
-    waiting = asyncio.create_task(world.recall())
+    waiting = asyncio.create_task(world.reload())
     await world.clock.advance(1.0)
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
+    assert await world.match(prompt(PATH)) == {}
     assert not waiting.done()
     world.store.away = False
     await world.clock.advance(0.2)
     await waiting
     assert world.is_true(cache)
-    assert world.follower.counters.lost_cold == 0
+    assert world.reconciler.counters.resyncs[ResyncReason.COLD] == 0
 
 
 async def test_when_it_is_away_for_long_the_worker_is_read_anew() -> None:
     world, cache = await cold_prompt()
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
     world.store.away = True
     world.remove(cache, prompt(PATH)[-16:])
-    waiting = asyncio.create_task(world.recall())
+    waiting = asyncio.create_task(world.reload())
     await world.clock.advance(world.settings.cold_patience_s + 0.5)
     await waiting
-    assert world.follower.counters.lost_cold == 1
-    assert world.life(cache) is Resync.NEEDED
-    (address,) = world.follower.due_resyncs(world.clock.now_s())
-    world.follower.on_pages(address, cache.pages())
+    assert world.reconciler.counters.resyncs[ResyncReason.COLD] == 1
+    assert world.state(cache) is SyncState.NEEDED
+    (address,) = world.reconciler.due_resyncs(world.clock.now_s())
+    world.reconciler.on_pages(address, cache.pages())
     assert world.is_true(cache)
 
 
@@ -61,39 +62,39 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 async def test_what_it_lost_or_damaged_is_read_anew(damage: str) -> None:
     world, cache = World(), Cache()
     world.tell(cache, PATH)
-    world.follower.on_heartbeat(cache.heartbeat(), 0.0)
+    world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
     await world.freezer.make_room()
     stored, world.store.branches = world.store.branches, {}
     if damage != "lost":
         world.store.branches = {name: DAMAGES[damage](packed) for name, packed in stored.items()}
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {}
-    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
-    assert world.follower.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]
+    assert await world.match(prompt(PATH)) == {}
+    assert (world.reconciler.counters.resyncs[ResyncReason.COLD], world.state(cache)) == (1, SyncState.NEEDED)
+    assert world.reconciler.due_resyncs(0.0) == [WorkerAddress(worker="w", generation=1)]
 
 
 async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer() -> None:
     world, cache = await cold_prompt()
     old = dict(world.store.branches)
-    await world.freezer.match(MODEL, prompt(PATH))
+    await world.match(prompt(PATH))
     world.remove(cache, prompt(PATH)[-16:])
     await world.freezer.make_room()
     world.store.branches |= old
-    assert await world.freezer.match(MODEL, prompt(PATH)) == {"w": len(PATH) - 1}
+    assert await world.match(prompt(PATH)) == {"w": len(PATH) - 1}
 
 
 async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed() -> None:
     world, cache = await cold_prompt()
     world.remove(cache, prompt(PATH)[-16:])
-    due = world.follower.due_recalls()
+    due = world.reconciler.due_reloads()
     cache.restart()
     world.tell(cache, "new")
-    assert world.follower.match(MODEL, prompt("new")) == {"w": 3}
+    assert world.reconciler.match(MODEL, prompt("new")).held == {"w": 3}
     for address, wanted in due:
-        await world.freezer.recall(address, wanted)
+        await world.freezer.reload(address, wanted)
     assert world.is_true(cache)
     gone = cache.changed(BlocksRemoved(blocks=b"broken"))
-    world.follower.on_events(gone, 99, 0.0)
-    assert world.follower.counters.malformed == 1
+    world.reconciler.on_events(gone, 99, 0.0)
+    assert world.reconciler.counters.malformed == 1
 
 
 async def test_a_loss_is_seen_before_anybody_asks() -> None:
@@ -101,4 +102,4 @@ async def test_a_loss_is_seen_before_anybody_asks() -> None:
     world.store.branches.clear()
     world.tell(cache, "meanwhile, something else is stored")
     await world.freezer.make_room()
-    assert (world.follower.counters.lost_cold, world.life(cache)) == (1, Resync.NEEDED)
+    assert (world.reconciler.counters.resyncs[ResyncReason.COLD], world.state(cache)) == (1, SyncState.NEEDED)

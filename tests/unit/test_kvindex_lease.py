@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 import pytest
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerState
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.lease import Lease
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.store import ColdStore, StoreFenced
 from baton_kvindex.writer import Writer
 
@@ -19,6 +19,7 @@ from baton.bus import Entry, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.errors import BusUnavailable
 from baton.messages import AnyMessage, BlocksStored, KvEvents, WriterLease
+from baton.node.ports import deterministic_ports
 
 SETTINGS = IndexSettings()
 TTL_S = SETTINGS.writer_ttl_s
@@ -134,18 +135,12 @@ class Written:
 class Peer:
     """One index: the same events as every other, a line and a writer of its own."""
 
-    def __init__(self, network: MemoryNetwork, store: Written) -> None:
+    def __init__(self, network: MemoryNetwork, store: Written, number: int) -> None:
         self.line = Line(network)
-        self.follower = Follower(RadixIndex, FollowerOptions(), Journal(100))
-        freezer = Freezer(store=None, follower=self.follower, clock=network.clock, settings=SETTINGS)
-        self.writer = Writer(
-            bus=self.line,
-            store=store,
-            clock=network.clock,
-            follower=self.follower,
-            freezer=freezer,
-            settings=SETTINGS,
-        )
+        self.reconciler = Reconciler(RadixIndex, IndexSettings(), Journal(100))
+        ports = deterministic_ports(self.line, network.clock, seed=number)
+        freezer = Freezer(ports=ports, store=None, reconciler=self.reconciler, settings=SETTINGS)
+        self.writer = Writer(ports=ports, store=store, reconciler=self.reconciler, freezer=freezer, settings=SETTINGS)
         self.task = asyncio.create_task(self.writer.run())
 
     async def end(self) -> None:
@@ -159,7 +154,7 @@ class Scene:
         self.clock = ManualClock()
         self.network = MemoryNetwork(clock=self.clock)
         self.store = Written()
-        self.peers = [Peer(self.network, self.store) for _ in range(2)]
+        self.peers = [Peer(self.network, self.store, number) for number in range(2)]
         self._sequences: dict[str, int] = {}
 
     def event(self, worker: str) -> None:
@@ -168,13 +163,13 @@ class Scene:
         stored = BlocksStored(parent=b"", blocks=sequence.to_bytes(16, "big"))
         message = KvEvents(worker=worker, generation=1, model_digest="m", sequence=sequence, events=(stored,))
         for peer in self.peers:
-            peer.follower.on_events(message, sequence, self.clock.now_s())
+            peer.reconciler.on_events(message, sequence, self.clock.now_s())
 
     async def writing(self) -> Peer:
         """Return the index that writes: the other one's changes still wait."""
         self.event("probe")
         await self.clock.advance(SETTINGS.write_interval_s * 2)
-        (writes,) = [peer for peer in self.peers if not peer.follower.has_unwritten]
+        (writes,) = [peer for peer in self.peers if not peer.reconciler.has_unwritten]
         return writes
 
     def other(self, peer: Peer) -> Peer:
@@ -240,7 +235,7 @@ async def test_a_writer_that_does_not_know_that_it_was_replaced_is_refused(scene
     scene.event("a")
     await scene.clock.advance(0.3)
     assert "a" not in scene.store.states
-    assert first.follower.has_unwritten
+    assert first.reconciler.has_unwritten
 
 
 async def test_without_the_bus_nobody_writes_and_with_it_one_does(scene: Scene) -> None:

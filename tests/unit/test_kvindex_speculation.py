@@ -8,11 +8,12 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 from baton_kvindex.config import IndexSettings
+from baton_kvindex.counters import ResyncReason
 from baton_kvindex.durable import Journal
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.radix import RadixIndex
+from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.service import IndexService
-from baton_kvindex.speculation import Expectation, Speculation
+from baton_kvindex.speculation import Speculation, SpeculativePrompt
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.service import SchedulerService
 from hypothesis import given
@@ -20,9 +21,9 @@ from hypothesis import strategies as st
 
 from baton import subjects
 from baton.bus import Bus, MemoryBus, MemoryNetwork
-from baton.clock import SystemClock
 from baton.errors import MalformedMessage
 from baton.messages import Context, Disaggregation, Place, Placed, Placement, Role
+from baton.node.ports import system_ports
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from tests.harness.heartbeats import heartbeat
@@ -31,11 +32,11 @@ from tests.harness.nodes import living, make_node
 
 
 def make_speculation(blocks_max: int = 1000) -> Speculation:
-    return Speculation(RadixIndex, blocks_max=blocks_max, listed_after_s=0.25)
+    return Speculation(RadixIndex, blocks_max=blocks_max)
 
 
-def expectation(path: str, *, attempt: int = 0, placed_s: float = 0.0, until_s: float = 60.0) -> Expectation:
-    return Expectation(attempt, MODEL, chain(path), placed_s, until_s)
+def a_prompt(path: str, *, attempt: int = 0, placed_s: float = 0.0, until_s: float = 60.0) -> SpeculativePrompt:
+    return SpeculativePrompt(attempt, MODEL, chain(path), placed_s, until_s)
 
 
 def placed(worker: Cache, path: str, *, request: str = "r", budget_s: float = 60.0) -> Placed:
@@ -53,41 +54,41 @@ def worker() -> Cache:
 
 
 @pytest.fixture
-def follower(worker: Cache) -> Follower:
-    made = Follower(RadixIndex, FollowerOptions(dead_after_s=10.0), Journal(1000))
+def reconciler(worker: Cache) -> Reconciler:
+    made = Reconciler(RadixIndex, IndexSettings(dead_after_s=10.0), Journal(1000))
     made.on_heartbeat(worker.heartbeat(), 0.0)
     return made
 
 
-def test_a_placement_is_seen_at_once_and_is_no_holding(follower: Follower, worker: Cache) -> None:
-    follower.on_placed(placed(worker, "abc"), 0.0)
-    assert follower.coming(MODEL, chain("abcd")) == {"w": 3}
-    assert follower.coming("another model", chain("abcd")) == {}
-    assert follower.match(MODEL, chain("abcd")) == {}
-    assert follower.size().holdings == 0
-    assert follower.take_batch().workers["w"] is not None
-    assert follower.dump("w") == [], "nothing of it is written down"
-    follower.on_heartbeat(worker.heartbeat(), 0.1)
-    assert follower.counters.drifts == 0, "nor part of a fingerprint"
+def test_a_placement_is_seen_at_once_and_is_no_holding(reconciler: Reconciler, worker: Cache) -> None:
+    reconciler.on_placed(placed(worker, "abc"), 0.0)
+    assert reconciler.speculative(MODEL, chain("abcd"), {}) == {"w": 3}
+    assert reconciler.speculative("another model", chain("abcd"), {}) == {}
+    assert reconciler.match(MODEL, chain("abcd")).held == {}
+    assert reconciler.size().holdings == 0
+    assert reconciler.take_batch().workers["w"] is not None
+    assert reconciler.dump("w") == [], "nothing of it is written down"
+    reconciler.on_heartbeat(worker.heartbeat(), 0.1)
+    assert reconciler.counters.resyncs[ResyncReason.DRIFT] == 0, "nor part of a fingerprint"
 
 
-def test_it_ends_with_its_attempt(follower: Follower, worker: Cache) -> None:
-    follower.on_placed(placed(worker, "abc"), 0.0)
-    follower.on_heartbeat(worker.heartbeat(), 0.2)
-    assert follower.coming(MODEL, chain("abc")), "the task may still be on its way"
+def test_it_ends_with_its_attempt(reconciler: Reconciler, worker: Cache) -> None:
+    reconciler.on_placed(placed(worker, "abc"), 0.0)
+    reconciler.on_heartbeat(worker.heartbeat(), 0.2)
+    assert reconciler.speculative(MODEL, chain("abc"), {}), "the task may still be on its way"
     listing = heartbeat("w", Role.PREFILL, attempts=(("r", 0),))
-    follower.on_heartbeat(listing, 0.3)
-    assert follower.coming(MODEL, chain("abc"))
-    follower.on_heartbeat(heartbeat("w", Role.PREFILL, attempts=(("r", 1),)), 0.4)
-    assert follower.coming(MODEL, chain("abc")) == {}, "finished or cancelled"
-    follower.on_placed(placed(worker, "abc", budget_s=1.0), 1.0)
-    follower.on_heartbeat(listing, 1.9)
-    assert follower.coming(MODEL, chain("abc"))
-    follower.on_heartbeat(listing, 2.0)
-    assert follower.coming(MODEL, chain("abc")) == {}, "its deadline has passed"
+    reconciler.on_heartbeat(listing, 0.3)
+    assert reconciler.speculative(MODEL, chain("abc"), {})
+    reconciler.on_heartbeat(heartbeat("w", Role.PREFILL, attempts=(("r", 1),)), 0.4)
+    assert reconciler.speculative(MODEL, chain("abc"), {}) == {}, "finished or cancelled"
+    reconciler.on_placed(placed(worker, "abc", budget_s=1.0), 1.0)
+    reconciler.on_heartbeat(listing, 1.9)
+    assert reconciler.speculative(MODEL, chain("abc"), {})
+    reconciler.on_heartbeat(listing, 2.0)
+    assert reconciler.speculative(MODEL, chain("abc"), {}) == {}, "its deadline has passed"
 
 
-def test_it_ends_with_a_real_store_or_removal(follower: Follower, worker: Cache) -> None:
+def test_it_ends_with_a_real_store_or_removal(reconciler: Reconciler, worker: Cache) -> None:
     for number, (event, is_left) in enumerate(
         [
             (worker.stored("ab"), True),
@@ -97,35 +98,35 @@ def test_it_ends_with_a_real_store_or_removal(follower: Follower, worker: Cache)
             (worker.cleared(), False),
         ]
     ):
-        follower.on_placed(placed(worker, "abc", request=f"r{number}"), 0.0)
-        follower.on_events(event, 0, 0.0)
-        assert bool(follower.coming(MODEL, chain("abc"))) is is_left, event
+        reconciler.on_placed(placed(worker, "abc", request=f"r{number}"), 0.0)
+        reconciler.on_events(event, 0, 0.0)
+        assert bool(reconciler.speculative(MODEL, chain("abc"), {})) is is_left, event
 
 
-def test_it_ends_with_the_workers_life(follower: Follower, worker: Cache) -> None:
-    follower.on_placed(placed(worker, "abc"), 0.0)
+def test_it_ends_with_the_workers_life(reconciler: Reconciler, worker: Cache) -> None:
+    reconciler.on_placed(placed(worker, "abc"), 0.0)
     old = placed(worker, "abc")
     worker.restart()
-    follower.on_heartbeat(worker.heartbeat(), 0.1)
-    assert follower.coming(MODEL, chain("abc")) == {}
-    follower.on_placed(old, 0.2)
-    follower.on_placed(placed(Cache("nobody"), "abc"), 0.2)
-    assert follower.coming(MODEL, chain("abc")) == {}
-    assert follower.counters.unknown_workers == 2
+    reconciler.on_heartbeat(worker.heartbeat(), 0.1)
+    assert reconciler.speculative(MODEL, chain("abc"), {}) == {}
+    reconciler.on_placed(old, 0.2)
+    reconciler.on_placed(placed(Cache("nobody"), "abc"), 0.2)
+    assert reconciler.speculative(MODEL, chain("abc"), {}) == {}
+    assert reconciler.counters.unknown_workers == 2
     with pytest.raises(MalformedMessage):
-        follower.on_placed(Placed(context=old.context, model_digest=MODEL, blocks=b"odd", workers=()), 0.2)
+        reconciler.on_placed(Placed(context=old.context, model_digest=MODEL, blocks=b"odd", workers=()), 0.2)
 
 
 def test_the_oldest_make_room() -> None:
     speculation = make_speculation(blocks_max=10)
-    speculation.expect("a", "r1", expectation("abcd"))
-    speculation.expect("b", "r2", expectation("abcde"))
+    speculation.add("a", "r1", a_prompt("abcd"))
+    speculation.add("b", "r2", a_prompt("abcde"))
     assert speculation.match(MODEL, chain("abcdef")) == {"a": 4, "b": 5}
-    speculation.expect("a", "r3", expectation("xyz"))
+    speculation.add("a", "r3", a_prompt("xyz"))
     assert (speculation.blocks, len(speculation)) == (8, 2)
     assert speculation.match(MODEL, chain("abcdef")) == {"b": 5}
-    speculation.expect("a", "r4", expectation("q" * 11))
-    speculation.expect("a", "r5", expectation(""))
+    speculation.add("a", "r4", a_prompt("q" * 11))
+    speculation.add("a", "r5", a_prompt(""))
     assert speculation.match(MODEL, chain("qqq")) == {}, "what exceeds the bound by itself is left out"
 
 
@@ -142,7 +143,7 @@ def test_it_equals_a_list_of_what_is_expected(steps: list[tuple[str, str, int, s
         mine = {key: its for key, its in expected.items() if key[0] == worker}
         ended: list[tuple[str, str]] = []
         if what == "E":
-            speculation.expect(worker, request, expectation(path))
+            speculation.add(worker, request, a_prompt(path))
             expected.pop((worker, request), None)
             if path:
                 expected[worker, request] = path
@@ -179,14 +180,9 @@ def common(one: str, other: str) -> int:
 @asynccontextmanager
 async def indexing(bus: Bus) -> AsyncGenerator[None]:
     stop = Stop()
-    service = IndexService(
-        bus=bus,
-        clock=SystemClock(),
-        tracing=Tracing("kvindex"),
-        metrics=Metrics("kvindex"),
-        store=None,
-        settings=IndexSettings(redis_url="", settle_s=0.01),
-    )
+    settings = IndexSettings(redis_url="", settle_s=0.01)
+    ports, tracing, metrics = system_ports(bus), Tracing("kvindex"), Metrics("kvindex")
+    service = IndexService(ports=ports, store=None, tracing=tracing, metrics=metrics, settings=settings)
     running = asyncio.create_task(service.run(stop))
     try:
         async with asyncio.timeout(5.0):

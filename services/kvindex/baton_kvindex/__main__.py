@@ -6,7 +6,7 @@ import logging
 
 from baton import config
 from baton.bus import NatsBus
-from baton.clock import SystemClock
+from baton.node.ports import system_ports
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing, serve_status
 from baton_kvindex.config import IndexSettings
@@ -16,17 +16,22 @@ from baton_kvindex.store import RedisStore
 
 async def main(settings: IndexSettings, stop: Stop) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    clock = SystemClock()
     tracing = Tracing("kvindex", settings)
-    store = None
-    if settings.redis_url:
-        store = RedisStore(settings.redis_url, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s)
     metrics = Metrics("kvindex")
     async with serve_status(settings, metrics, stop) as status:
         bus = await NatsBus.connect(settings.nats_url, name="kvindex")
         await tracing.answer(bus)
         metrics.read_bus(bus)
-        service = IndexService(bus=bus, store=store, clock=clock, tracing=tracing, metrics=metrics, settings=settings)
+        ports = system_ports(bus)
+        store = None
+        if settings.redis_url:
+            store = RedisStore(
+                settings.redis_url,
+                clock=ports.clock,
+                prefix=settings.redis_prefix,
+                timeout_s=settings.redis_timeout_s,
+            )
+        service = IndexService(ports=ports, store=store, tracing=tracing, metrics=metrics, settings=settings)
         status.check_ready = service.check_ready
         try:
             await service.run(stop)

@@ -1,4 +1,4 @@
-"""Applies one message of a worker's events to the index, and tells whoever must know."""
+"""Applies one message of a worker's events to the index, the journal and what is speculative. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from msgspec import structs
 from baton.errors import MalformedMessage
 from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
 from baton_kvindex.cold import Cold
-from baton_kvindex.counters import Counters
+from baton_kvindex.counters import Counters, ResyncReason
 from baton_kvindex.durable import Journal
 from baton_kvindex.index import ID_BYTES, Index, IndexFull, UnknownParent
 from baton_kvindex.speculation import Speculation
@@ -29,13 +29,16 @@ class PartlyCold(Exception):  # Not an error, as `Cold` is none.
 
 def apply_events(
     message: KvEvents, index: Index, journal: Journal, speculation: Speculation, counters: Counters
-) -> bool:
-    """Apply a message; return whether all of it made sense. Raises PartlyCold, with what is to be applied later."""
+) -> ResyncReason | None:
+    """Apply a message; return why the worker must be read anew, if some of it made no sense.
+
+    Raises PartlyCold, with what is to be applied later.
+    """
     worker, events = message.worker, message.events
-    understood = True
+    reason: ResyncReason | None = None
     if sum(len(event.blocks) for event in events if not isinstance(event, BlocksCleared)) > EVENTS_BYTES_MAX:
         counters.oversized += 1
-        understood, events = False, ()
+        reason, events = ResyncReason.OVERSIZED, ()
     for at, event in enumerate(events):
         try:
             match event:
@@ -52,17 +55,16 @@ def apply_events(
                     speculation.drop(worker)
                     journal.rewrite(worker)
         except Cold as cold:
-            if understood:
+            if reason is None:
                 raise PartlyCold(cold, structs.replace(message, events=events[at:])) from None
             break  # All of the worker is read anew.
         except UnknownParent:
-            counters.unknown_parents += 1
-            understood = False
+            reason = reason or ResyncReason.UNKNOWN_PARENT
         except MalformedMessage:
             counters.malformed += 1
-            understood = False
+            reason = reason or ResyncReason.MALFORMED
         except IndexFull:
             counters.full += 1
-            understood = False
+            reason = reason or ResyncReason.FULL
     counters.applied += 1
-    return understood
+    return reason

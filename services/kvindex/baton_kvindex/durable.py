@@ -32,14 +32,6 @@ class SavedWorker:
     runs: Sequence[Run]
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What was loaded. The stream is followed from the event after `stream_sequence`."""
-
-    stream_sequence: int = 0
-    workers: Mapping[str, SavedWorker] = field(default_factory=dict[str, SavedWorker])
-
-
 @dataclass(slots=True)
 class _Waiting:
     """`whole`: write all that the worker holds instead of single blocks. A parent of None: removed."""

@@ -2,26 +2,26 @@
 
 Redis is asked for nothing else, and by nobody who can do without: a prompt that ends in memory is answered from there,
 one that goes on in Redis has one round trip and `cold_timeout_s` for it. Events of a worker that touch what is cold
-wait in the follower, in order, while those of others go on. While Redis is away nothing leaves; after `cold_patience_s`
-what is cold is given up, and the workers that held it are read anew. Memory stays within its bound whatever Redis does:
-what cannot leave, and what is cold beyond half of the memory in stubs, is forgotten, the idlest first.
+wait, in order, while those of others go on. While Redis is away nothing leaves; after `cold_patience_s` what is cold is
+given up, and the workers that held it are read anew. Memory stays within its bound whatever Redis does: what cannot
+leave, and what is cold beyond half of the memory in stubs, is forgotten, the idlest first.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Final, TypeVar
 
-from baton.clock import Clock
 from baton.messages import WorkerAddress
+from baton.node.ports import Ports
 from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.follower import Follower
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.packing import Leaving
+from baton_kvindex.reconciler import LocalMatch, Reconciler
 from baton_kvindex.store import ColdStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -47,10 +47,13 @@ Result = TypeVar("Result")
 
 
 class Freezer:
-    def __init__(self, *, store: ColdStore | None, follower: Follower, clock: Clock, settings: IndexSettings) -> None:
+    def __init__(
+        self, *, ports: Ports, store: ColdStore | None, reconciler: Reconciler, settings: IndexSettings
+    ) -> None:
         self._store = store
-        self._follower = follower
-        self._clock = clock
+        self._reconciler = reconciler
+        self._clock = ports.clock
+        self._threads = ports.threads
         self._settings = settings
         self._failing_since_s: float | None = None
         self._elsewhere: set[ColdIndex] = set()
@@ -103,16 +106,14 @@ class Freezer:
             self._failing_since_s = None
         await self._forget()
 
-    async def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
+    async def complete(self, local: LocalMatch, model_digest: str, blocks: bytes) -> dict[str, int]:
         """Return the leading blocks that each worker holds, of what is cold as well if it comes in time."""
-        held = self._follower.match(model_digest, blocks)
-        cold = self._follower.behind(model_digest, blocks, held)
-        if cold is None or not self.is_reachable:
-            return held
+        if local.cold is None or not self.is_reachable:
+            return local.held
         with suppress(TimeoutError):
             async with self._clock.timeout(self._settings.cold_timeout_s):
-                await self.fetch(cold)
-        return self._follower.match(model_digest, blocks)
+                await self.fetch(local.cold)
+        return self._reconciler.match(model_digest, blocks).held
 
     async def until_here(self, call: Callable[[], Result]) -> Result:
         """Return what a call returns, once nothing that it needs is cold; it raises `Cold` before it changes anything.
@@ -142,17 +143,17 @@ class Freezer:
             self._give_up("Redis lost some of what was cold")
         return True
 
-    async def recall(self, address: WorkerAddress, cold: Cold) -> None:
+    async def reload(self, address: WorkerAddress, cold: Cold) -> None:
         """Fetch what events of a worker need, and let it go on."""
         await self._fetch_surely(cold)
-        self._follower.on_recalled(address)
+        self._reconciler.on_reloaded(address)
 
     async def _fetch_surely(self, cold: Cold) -> None:
         while not await self.fetch(cold):
             await self._clock.sleep(RETRY_S)
 
     def _indexes(self) -> list[ColdIndex]:
-        return [index for index in self._follower.models().values() if isinstance(index, ColdIndex)]
+        return self._reconciler.cold_indexes()
 
     def _used_bytes(self) -> int:
         return sum(index.used_bytes for index in self._indexes())
@@ -163,7 +164,7 @@ class Freezer:
         index = max(self._indexes(), key=lambda each: each.used_bytes)
         until_bytes, frozen = index.used_bytes - excess_bytes, index.frozen
         page: list[Leaving] = []
-        for first in await asyncio.to_thread(index.idlest, excess_bytes // BLOCK_BYTES + 1):
+        for first in await self._threads.run(partial(index.idlest, excess_bytes // BLOCK_BYTES + 1)):
             page += index.pack(first)
             if sum(len(leaving.blocks) for leaving in page) < PAGE_BLOCKS * ID_BYTES:
                 continue
@@ -185,11 +186,11 @@ class Freezer:
         if excess > 0:
             index = max(self._indexes(), key=lambda each: each.used_bytes)
             until_bytes = index.used_bytes - excess - spare_bytes
-            for first in await asyncio.to_thread(index.idlest, (excess + spare_bytes) // BLOCK_BYTES + 1):
+            for first in await self._threads.run(partial(index.idlest, (excess + spare_bytes) // BLOCK_BYTES + 1)):
                 if index.used_bytes <= until_bytes:
                     return
                 index.forget_behind(first)
-                await asyncio.sleep(0)
+                await self._clock.sleep(0)
 
     async def _freeze(self, store: ColdStore, index: ColdIndex, page: list[Leaving]) -> None:
         self._elsewhere.add(index)
@@ -211,5 +212,5 @@ class Freezer:
             self._give_up("what is cold could not be reached for too long")
 
     def _give_up(self, why: str) -> None:
-        if workers := self._follower.forget_cold():
+        if workers := self._reconciler.forget_cold():
             logger.warning("%s: %d workers are read anew", why, workers)

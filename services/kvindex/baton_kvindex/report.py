@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from typing import Final
 
 from msgspec import structs
 
-from baton.messages import IndexedModel, IndexedPrefix, IndexedWorker, IndexQuery, IndexReport
+from baton.messages import IndexedModel, IndexedPrefix, IndexQuery, IndexReport, WorkerReport
+from baton.node.ports import Threads
 from baton_kvindex.cold import ColdIndex
-from baton_kvindex.follower import Follower
+from baton_kvindex.counters import Counters
+from baton_kvindex.reconciler import Reconciler
 
 WORKERS_MAX: Final = 2000
 """About 400 kB: what one message carries everywhere."""
@@ -19,45 +21,50 @@ PREFIXES_MAX: Final = 100
 
 
 async def make_report(
-    follower: Follower, query: IndexQuery, held: dict[str, int], *, instance: str, writes: bool
+    reconciler: Reconciler, threads: Threads, query: IndexQuery, held: dict[str, int], *, instance: str, writes: bool
 ) -> IndexReport:
     """Answer a query, of whose blocks this is held; the trees are looked at on a thread."""
-    coming = follower.coming(query.model_digest, query.blocks)
-    lives = follower.lives()
+    known_workers = reconciler.workers()
     workers = tuple(
-        IndexedWorker(
+        WorkerReport(
             worker=worker,
             generation=known.generation,
             model_digest=known.model_digest,
             sequence=known.sequence,
-            held=follower.fingerprint(worker),
+            held=reconciler.fingerprint(worker),
             agreed_sequence=known.agreed_sequence,
-            resync=known.resync,
+            state=known.state,
+            resync_reason=known.reason or "",
             drifts=known.drifts,
             predicted_tokens=known.audit.predicted_tokens,
             cached_tokens=known.audit.cached_tokens,
         )
-        for worker, known in islice(sorted(lives.items()), WORKERS_MAX)
+        for worker, known in islice(sorted(known_workers.items()), WORKERS_MAX)
     )
     report = IndexReport(
         instance=instance,
         writes=writes,
-        stream_sequence=follower.stream_sequence,
-        expected_blocks=follower.expected_blocks,
-        counters=asdict(follower.counters),
+        stream_sequence=reconciler.stream_sequence,
+        speculative_blocks=reconciler.speculative_blocks,
+        counters=_flat(reconciler.counters),
         workers=workers,
-        left_out=max(0, len(lives) - WORKERS_MAX),
+        left_out=max(0, len(known_workers) - WORKERS_MAX),
         held=held,
-        coming={worker: count for worker, count in coming.items() if count > held.get(worker, 0)},
+        speculative=reconciler.speculative(query.model_digest, query.blocks, held),
     )
-    trees = {digest: tree for digest, tree in follower.models().items() if isinstance(tree, ColdIndex)}
+    trees = {digest: tree for digest, tree in reconciler.models().items() if isinstance(tree, ColdIndex)}
     top = max(0, min(query.prefixes_max, PREFIXES_MAX))
-    models = [await _describe(digest, tree, top) for digest, tree in sorted(trees.items())]
+    models = [await _describe(threads, digest, tree, top) for digest, tree in sorted(trees.items())]
     return structs.replace(report, models=tuple(models))
 
 
-async def _describe(model_digest: str, tree: ColdIndex, prefixes_max: int) -> IndexedModel:
-    survey = await asyncio.to_thread(tree.survey, prefixes_max)
+def _flat(counters: Counters) -> dict[str, int]:
+    counts = asdict(counters)
+    return counts | {f"resyncs_{reason}": count for reason, count in counts.pop("resyncs").items()}
+
+
+async def _describe(threads: Threads, model_digest: str, tree: ColdIndex, prefixes_max: int) -> IndexedModel:
+    survey = await threads.run(partial(tree.survey, prefixes_max))
     footprint = tree.footprint()
     return IndexedModel(
         model_digest=model_digest,

@@ -1,4 +1,4 @@
-"""The index as a service: receives, lets the follower decide, answers, and writes behind."""
+"""The index as a service: receives, lets the reconciler decide, answers, and writes behind."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import logging
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from typing import Final
-from uuid import uuid4
 
 from opentelemetry.trace import SpanKind
 
 from baton import subjects
-from baton.bus import Bus, Delivery
-from baton.clock import Clock
+from baton.bus import Delivery
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
 from baton.messages import (
     Audited,
@@ -30,14 +28,15 @@ from baton.messages import (
     WorkerAddress,
 )
 from baton.node.failure_detector import PauseDetector
+from baton.node.ports import Ports
 from baton.stop import Stop
 from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal, SavedWorker
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import ID_BYTES
+from baton_kvindex.reconciler import LocalMatch, Reconciler
 from baton_kvindex.report import make_report
 from baton_kvindex.store import Store, StoreUnavailable
 from baton_kvindex.writer import Writer
@@ -57,22 +56,16 @@ class IndexService:
     """Runs until it is told to stop. The bus is the caller's to close; the store is closed here."""
 
     def __init__(
-        self,
-        *,
-        bus: Bus,
-        store: Store | None,
-        clock: Clock,
-        tracing: Tracing,
-        metrics: Metrics,
-        settings: IndexSettings,
+        self, *, ports: Ports, store: Store | None, tracing: Tracing, metrics: Metrics, settings: IndexSettings
     ) -> None:
-        self._bus = bus
+        self._ports = ports
+        self._bus = ports.bus
+        self._clock = ports.clock
         self._store = store
-        self._clock = clock
         self._tracing = tracing
         self._settings = settings
         self._resyncs = asyncio.Semaphore(settings.resyncs_max)
-        self._instance = uuid4().hex[:8]
+        self._instance = ports.new_id()[:8]
         self._answers = False
         self._writer: Writer | None = None
         self._metrics = metrics
@@ -81,20 +74,13 @@ class IndexService:
         self._behind: asyncio.TaskGroup | None = None
         """What need not end before this index does."""
         self._fetching = 0
-        self.follower = Follower(
-            ColdIndex,
-            FollowerOptions(
-                dead_after_s=settings.dead_after_s,
-                behind_s=settings.behind_s,
-                resync_interval_s=settings.resync_interval_s,
-            ),
-            # Where nothing is written, no changes wait.
-            Journal(settings.unwritten_blocks_max if store is not None else 0),
-        )
+        # Where nothing is written, no changes wait.
+        journal = Journal(settings.unwritten_blocks_max if store is not None else 0)
+        self.reconciler = Reconciler(ColdIndex, settings, journal)
         if settings.memory_bytes_max and store is None:
             raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
         cold = store.cold(self._instance) if store is not None and settings.memory_bytes_max else None
-        self._freezer = Freezer(store=cold, follower=self.follower, clock=clock, settings=settings)
+        self._freezer = Freezer(store=cold, reconciler=self.reconciler, ports=ports, settings=settings)
 
     async def run(self, stop: Stop) -> None:
         """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
@@ -113,7 +99,7 @@ class IndexService:
                 heard = await self._bus.subscribe(subject, handler)
                 stack.push_async_callback(heard.unsubscribe)
             events = await self._bus.follow(
-                subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.follower.stream_sequence
+                subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.reconciler.stream_sequence
             )
             stack.push_async_callback(events.unsubscribe)
             async with asyncio.TaskGroup() as tasks:
@@ -143,22 +129,21 @@ class IndexService:
             raise BusUnavailable("the message bus cannot be reached")
 
     def _readings(self) -> Iterator[Reading]:
-        follower, counters = self.follower, self.follower.counters
-        size = follower.size()
+        reconciler, counters = self.reconciler, self.reconciler.counters
+        size = reconciler.size()
         yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
         yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
         yield Reading(catalogue.INDEX_WORKERS, size.workers)
-        indexes = [index for index in follower.models().values() if isinstance(index, ColdIndex)]
+        indexes = reconciler.cold_indexes()
         yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
         yield Reading(catalogue.INDEX_MEMORY, sum(index.used_bytes for index in indexes))
         yield Reading(catalogue.INDEX_FORGOTTEN, sum(index.forgotten for index in indexes))
         yield Reading(catalogue.INDEX_RECALLS, self._freezer.recalls)
-        yield Reading(catalogue.INDEX_EXPECTED, follower.expected_blocks)
-        yield Reading(catalogue.INDEX_RESYNCS, counters.resyncs)
+        yield Reading(catalogue.INDEX_SPECULATIVE, reconciler.speculative_blocks)
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
-        yield Reading(catalogue.INDEX_UNWRITTEN, writes and follower.has_unwritten)
-        yield Reading(catalogue.INDEX_SEQUENCE, follower.stream_sequence)
+        yield Reading(catalogue.INDEX_UNWRITTEN, writes and reconciler.has_unwritten)
+        yield Reading(catalogue.INDEX_SEQUENCE, reconciler.stream_sequence)
         for result, count in (
             ("applied", counters.applied),
             ("duplicate", counters.duplicates),
@@ -170,17 +155,9 @@ class IndexService:
             ("full", counters.full),
         ):
             yield Reading(catalogue.INDEX_MESSAGES, count, (result,))
-        for cause, count in (
-            ("gap", counters.gaps),
-            ("unknown_parent", counters.unknown_parents),
-            ("behind", counters.behind),
-            ("drift", counters.drifts),
-            ("audit", counters.shortfalls),
-            ("cold", counters.lost_cold),
-        ):
-            yield Reading(catalogue.INDEX_DOUBTS, count, (cause,))
-
-        for worker, known in follower.lives().items():
+        for reason, count in counters.resyncs.items():
+            yield Reading(catalogue.INDEX_RESYNCS, count, (reason,))
+        for worker, known in reconciler.workers().items():
             yield Reading(catalogue.INDEX_AUDIT_PREDICTED, known.audit.predicted_tokens, (worker,))
             yield Reading(catalogue.INDEX_AUDIT_CACHED, known.audit.cached_tokens, (worker,))
 
@@ -193,25 +170,25 @@ class IndexService:
             raise MalformedMessage(f"the index answers Match, not {type(message).__name__}")
         with self._tracing.span("match", parent=message.context.trace, kind=SpanKind.SERVER) as span:
             started_s = self._clock.now_s()
-            held = self.follower.match(message.model_digest, message.blocks)
-            span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(held)})
-            if self.follower.behind(message.model_digest, message.blocks, held) is None or not self._may_fetch():
-                matched = self._matched(message, held)
+            local = self.reconciler.match(message.model_digest, message.blocks)
+            span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(local.held)})
+            if local.cold is None or not self._may_fetch():
+                matched = self._matched(message, local.held)
                 self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
                 await delivery.respond(matched)
                 return
         # Deliveries come one at a time, and this one waits for Redis.
         assert self._tasks is not None
         self._fetching += 1
-        self._tasks.create_task(self._match_cold(delivery, message))
+        self._tasks.create_task(self._match_cold(delivery, message, local))
 
     def _may_fetch(self) -> bool:
         return self._freezer.is_reachable and self._fetching < FETCHES_MAX
 
-    async def _match_cold(self, delivery: Delivery, message: Match) -> None:
+    async def _match_cold(self, delivery: Delivery, message: Match, local: LocalMatch) -> None:
         try:
             with self._tracing.span("match cold", parent=message.context.trace, kind=SpanKind.SERVER) as span:
-                held = await self._freezer.match(message.model_digest, message.blocks)
+                held = await self._freezer.complete(local, message.model_digest, message.blocks)
                 span.set({"baton.workers": len(held)})
                 await delivery.respond(self._matched(message, held))
         except BatonError as error:
@@ -220,16 +197,15 @@ class IndexService:
             self._fetching -= 1
 
     def _matched(self, message: Match, held: dict[str, int]) -> Matched:
-        hoped = self.follower.coming(message.model_digest, message.blocks)
-        coming = {worker: count for worker, count in hoped.items() if count > held.get(worker, 0)}
-        return Matched(held=held, coming=coming)
+        speculative = self.reconciler.speculative(message.model_digest, message.blocks, held)
+        return Matched(held=held, speculative=speculative)
 
     async def _on_hint(self, delivery: Delivery) -> None:
         match delivery.message:
             case Placed() as placed:
-                self.follower.on_placed(placed, self._clock.now_s())
+                self.reconciler.on_placed(placed, self._clock.now_s())
             case Audited() as audited:
-                self.follower.on_audited(audited)
+                self.reconciler.on_audited(audited)
             case other:
                 raise MalformedMessage(f"{type(other).__name__} on {delivery.subject} is not for the index")
 
@@ -238,31 +214,34 @@ class IndexService:
         if not isinstance(query, IndexQuery):
             raise MalformedMessage(f"{type(query).__name__} on {delivery.subject} is not for the index")
         writes = self._writer is not None and self._writer.is_writing
-        held = await self._freezer.match(query.model_digest, query.blocks)
-        answer = await make_report(self.follower, query, held, instance=self._instance, writes=writes)
+        local = self.reconciler.match(query.model_digest, query.blocks)
+        held = await self._freezer.complete(local, query.model_digest, query.blocks)
+        answer = await make_report(
+            self.reconciler, self._ports.threads, query, held, instance=self._instance, writes=writes
+        )
         await self._bus.publish(subjects.index_answers(query.asker), answer)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:
             case Heartbeat() as heartbeat:
-                self.follower.on_heartbeat(heartbeat, self._clock.now_s())
-            case Goodbye(address=address):
-                self.follower.on_goodbye(address)
+                self.reconciler.on_heartbeat(heartbeat, self._clock.now_s())
+            case Goodbye() as goodbye:
+                self.reconciler.on_goodbye(goodbye, self._clock.now_s())
             case other:
                 logger.warning("%s on %s is not for the index", type(other).__name__, delivery.subject)
 
     async def _on_events(self, delivery: Delivery) -> None:
         message = delivery.message
         if isinstance(message, KvEvents) and delivery.subject == subjects.kv_events(message.worker):
-            self.follower.on_events(message, delivery.stream_sequence, self._clock.now_s())
-            self._start_recalls()
+            self.reconciler.on_events(message, delivery.stream_sequence, self._clock.now_s())
+            self._start_reloads()
         else:
-            self.follower.on_odd_message(delivery.stream_sequence)
+            self.reconciler.on_odd_message(delivery.stream_sequence)
 
-    def _start_recalls(self) -> None:
+    def _start_reloads(self) -> None:
         if self._behind is not None:
-            for address, cold in self.follower.due_recalls():
-                self._behind.create_task(self._freezer.recall(address, cold))
+            for address, cold in self.reconciler.due_reloads():
+                self._behind.create_task(self._freezer.reload(address, cold))
 
     # ------------------------------------------------------------ resync
 
@@ -272,10 +251,9 @@ class IndexService:
             tasks.create_task(self._freezer.run())
             if self._store is not None:
                 self._writer = Writer(
-                    bus=self._bus,
+                    ports=self._ports,
                     store=self._store,
-                    clock=self._clock,
-                    follower=self.follower,
+                    reconciler=self.reconciler,
                     freezer=self._freezer,
                     settings=self._settings,
                 )
@@ -290,11 +268,11 @@ class IndexService:
         pauses = PauseDetector(interval_s=TICK_S)
         while True:
             now_s = self._clock.now_s()
-            self.follower.excuse(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
-            self.follower.on_tick(now_s)
-            for address in self.follower.due_resyncs(now_s):
+            self.reconciler.extend_deadlines(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
+            self.reconciler.on_tick(now_s)
+            for address in self.reconciler.due_resyncs(now_s):
                 tasks.create_task(self._resync(address))
-            self._start_recalls()
+            self._start_reloads()
             await self._clock.sleep(TICK_S)
 
     async def _resync(self, address: WorkerAddress) -> None:
@@ -303,9 +281,9 @@ class IndexService:
                 pages = await self._read_pages(address.worker)
         except (BatonError, TimeoutError) as error:
             logger.warning("resync of %s failed: %s", address.worker, error)
-            self.follower.on_resync_failed(address)
+            self.reconciler.on_resync_failed(address)
         else:
-            await self._freezer.until_here(lambda: self.follower.on_pages(address, pages))
+            await self._freezer.until_here(lambda: self.reconciler.on_pages(address, pages))
             blocks = sum(len(run.blocks) for page in pages for run in page.runs) // ID_BYTES
             logger.info("resynced %s: %d blocks in %d pages", address.worker, blocks, len(pages))
 
@@ -330,7 +308,7 @@ class IndexService:
         """Wait until every live worker is known and synced, so that a new replica does not answer from half a tree."""
         started_s = self._clock.now_s()
         while (waited_s := self._clock.now_s() - started_s) < self._settings.settle_s:
-            if waited_s >= HEARTBEATS_S and self.follower.settled():
+            if waited_s >= HEARTBEATS_S and self.reconciler.settled():
                 return
             await self._clock.sleep(TICK_S)
         logger.warning("answering before every worker is synced")
@@ -344,9 +322,9 @@ class IndexService:
                 stream_sequence = await self._store.load(self._take_saved)
             except StoreUnavailable as error:
                 logger.warning("starting without what was written, workers will be queried: %s", error)
-        self.follower.begin(stream_sequence, self._clock.now_s())
-        logger.info("loaded %d workers up to event %d of the stream", len(self.follower.lives()), stream_sequence)
+        self.reconciler.begin(stream_sequence, self._clock.now_s())
+        logger.info("loaded %d workers up to event %d of the stream", len(self.reconciler.workers()), stream_sequence)
 
     async def _take_saved(self, worker: str, saved: SavedWorker) -> None:
-        await self._freezer.until_here(lambda: self.follower.restore_worker(worker, saved))
+        await self._freezer.until_here(lambda: self.reconciler.restore_worker(worker, saved, self._clock.now_s()))
         await self._freezer.make_room()

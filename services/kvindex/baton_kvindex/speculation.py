@@ -1,27 +1,32 @@
-"""What workers are about to hold: the prompts that were placed on them, until the truth takes over. Pure.
+"""Speculative blocks: those of prompts that were placed on a worker and that it does not hold yet. Pure.
 
-A scheduler tells every index what it placed, so the next match sees it whichever index answers. An expectation ends
-with whichever comes first:
+A scheduler tells every index what it placed, so the next match sees it whichever index answers. A speculative prompt
+ends with the first of these:
 
     the worker stores the prompt's last block, removes any of its blocks, or clears its cache
     the worker's heartbeat does not list the attempt, once it had time to: finished, cancelled, or refused
     the request's deadline, a later attempt of the request on this worker, the end of the worker's life
-    `blocks_max` blocks of newer expectations
+    `blocks_max` blocks of newer prompts
 
-Nothing of this is written down, told to others, or part of a fingerprint: it is a hope, not a holding.
+Nothing of this is written down, told to others, or part of a fingerprint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from baton_kvindex.index import ID_BYTES, NewIndex, split_ids
 from baton_kvindex.trees import Trees
 
+BLOCKS_MAX: Final = 1 << 18
+LISTED_AFTER_S: Final = 0.25
+"""A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
+
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
+class SpeculativePrompt:
     attempt: int
     model_digest: str
     blocks: bytes
@@ -30,33 +35,32 @@ class Expectation:
 
 
 class Speculation:
-    def __init__(self, new_index: NewIndex, *, blocks_max: int, listed_after_s: float) -> None:
-        # Several prompts may share their beginning, so each block counts how many expect it.
+    def __init__(self, new_index: NewIndex, *, blocks_max: int = BLOCKS_MAX) -> None:
+        # Several prompts may share their beginning, so each block counts how many of them have it.
         self._trees = Trees(lambda: new_index(counts_copies=True))
         self._blocks_max = blocks_max
-        self._listed_after_s = listed_after_s
-        self._expected: dict[tuple[str, str], Expectation] = {}
+        self._prompts: dict[tuple[str, str], SpeculativePrompt] = {}
         """(worker, request) → the newest, the oldest first."""
         self._requests: dict[str, set[str]] = {}
-        """Worker → requests that something is expected of."""
+        """Worker → requests whose prompts were placed there."""
         self.blocks = 0
 
     def __len__(self) -> int:
-        return len(self._expected)
+        return len(self._prompts)
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
-        """Return the leading blocks that each worker is expected to hold."""
+        """Return the leading speculative blocks of each worker."""
         return self._trees.match(model_digest, blocks)
 
-    def expect(self, worker: str, request: str, expectation: Expectation) -> None:
+    def add(self, worker: str, request: str, prompt: SpeculativePrompt) -> None:
         self._end(worker, request)
-        count = len(expectation.blocks) // ID_BYTES
+        count = len(prompt.blocks) // ID_BYTES
         if not 0 < count <= self._blocks_max:
             return
         while self.blocks + count > self._blocks_max:
-            self._end(*next(iter(self._expected)))
-        self._trees.assign(worker, expectation.model_digest).store(worker, b"", expectation.blocks)
-        self._expected[worker, request] = expectation
+            self._end(*next(iter(self._prompts)))
+        self._trees.assign(worker, prompt.model_digest).store(worker, b"", prompt.blocks)
+        self._prompts[worker, request] = prompt
         self._requests.setdefault(worker, set()).add(request)
         self.blocks += count
 
@@ -65,8 +69,8 @@ class Speculation:
             return
         listed = set(attempts)
         for request in list(self._requests[worker]):
-            one = self._expected[worker, request]
-            is_due = now_s >= one.placed_s + self._listed_after_s
+            one = self._prompts[worker, request]
+            is_due = now_s >= one.placed_s + LISTED_AFTER_S
             if now_s >= one.until_s or (is_due and (request, one.attempt) not in listed):
                 self._end(worker, request)
 
@@ -74,7 +78,7 @@ class Speculation:
         if worker not in self._requests:
             return
         for request in list(self._requests[worker]):
-            if _contains(blocks, self._expected[worker, request].blocks[-ID_BYTES:]):
+            if _contains(blocks, self._prompts[worker, request].blocks[-ID_BYTES:]):
                 self._end(worker, request)
 
     def on_removed(self, worker: str, blocks: bytes) -> None:
@@ -87,7 +91,7 @@ class Speculation:
         gone = set(split_ids(blocks))
         index.clear(worker)
         for request in list(self._requests[worker]):
-            one = self._expected[worker, request]
+            one = self._prompts[worker, request]
             # `_end` takes back what was stored, so it is stored first.
             index.store(worker, b"", one.blocks)
             if not gone.isdisjoint(split_ids(one.blocks)):
@@ -98,10 +102,10 @@ class Speculation:
             self._end(worker, request)
 
     def _model_of(self, worker: str) -> str:
-        return self._expected[worker, next(iter(self._requests[worker]))].model_digest
+        return self._prompts[worker, next(iter(self._requests[worker]))].model_digest
 
     def _end(self, worker: str, request: str) -> None:
-        one = self._expected.pop((worker, request), None)
+        one = self._prompts.pop((worker, request), None)
         if one is None:
             return
         self._trees.assign(worker, one.model_digest).remove(worker, one.blocks)

@@ -17,7 +17,6 @@ written on top of that.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
@@ -31,8 +30,9 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 
+from baton.clock import Clock
 from baton.errors import BatonError, ConfigurationError
-from baton_kvindex.durable import Batch, Saved, SavedWorker, WorkerChange, WorkerState, runs_of
+from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState, runs_of
 from baton_kvindex.index import ID_BYTES, Run, link, split_ids
 from baton_kvindex.packing import Leaving
 
@@ -158,7 +158,7 @@ class ColdStore(Protocol):
 
 
 class RedisStore:
-    def __init__(self, url: str, *, prefix: str, timeout_s: float) -> None:
+    def __init__(self, url: str, *, clock: Clock, prefix: str, timeout_s: float) -> None:
         # Once more, for a connection that Redis closed while it was idle; the writer sees to everything else.
         # No timeouts in the client: with them it sends under `asyncio.wait_for`, which in Python 3.11 loses a
         # cancellation that comes as the sending ends. `_within_deadline` takes their place.
@@ -169,6 +169,7 @@ class RedisStore:
             )
         except ValueError as error:
             raise ConfigurationError(f"redis_url is no address of Redis: {error}", param="redis_url") from error
+        self._clock = clock
         self._timeout_s = timeout_s
         root = f"{prefix}:{VERSION}"
         self._state = f"{root}:state"
@@ -190,15 +191,6 @@ class RedisStore:
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis cannot be read: {str(error) or 'no answer in time'}") from error
         return int(written) if written is not None and written.isdigit() else 0
-
-    async def load_all(self) -> Saved:
-        """Return what was written at once. Raises StoreUnavailable."""
-        workers: dict[str, SavedWorker] = {}
-
-        async def take(worker: str, saved: SavedWorker) -> None:
-            workers[worker] = saved
-
-        return Saved(await self.load(take), workers)
 
     async def claim(self, fence: int) -> Mapping[str, WorkerState]:
         try:
@@ -228,13 +220,13 @@ class RedisStore:
             raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
 
     def cold(self, instance: str) -> ColdStore:
-        return _RedisColdStore(self._redis, self._cold + instance, self._timeout_s)
+        return _RedisColdStore(self._redis, self._cold + instance, self._clock, self._timeout_s)
 
     async def close(self) -> None:
         await self._redis.aclose()
 
     async def _within_deadline(self, command: Awaitable[Answer]) -> Answer:
-        async with asyncio.timeout(self._timeout_s):
+        async with self._clock.timeout(self._timeout_s):
             return await command
 
     async def _watch_fence(self, pipeline: Pipeline, fence: int) -> int | None:
@@ -283,9 +275,10 @@ class RedisStore:
 
 
 class _RedisColdStore:
-    def __init__(self, client: redis.Redis, key: str, timeout_s: float) -> None:
+    def __init__(self, client: redis.Redis, key: str, clock: Clock, timeout_s: float) -> None:
         self._redis = client
         self._key = key
+        self._clock = clock
         self._timeout_s = timeout_s
 
     async def put(self, branches: Sequence[Leaving]) -> None:
@@ -314,7 +307,7 @@ class _RedisColdStore:
 
     async def _answer(self, command: Awaitable[Answer]) -> Answer:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with self._clock.timeout(self._timeout_s):
                 return await command
         except (RedisError, OSError) as error:
             raise StoreUnavailable(f"Redis does not serve: {str(error) or 'no answer in time'}") from error

@@ -8,17 +8,15 @@ import re
 from contextlib import suppress
 from functools import partial
 from typing import Final
-from uuid import uuid4
 
 from baton import subjects
-from baton.bus import Bus
-from baton.clock import Clock
 from baton.errors import BatonError
 from baton.messages import WriterLease
+from baton.node.ports import Ports
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.follower import Follower
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.lease import Lease
+from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -32,22 +30,15 @@ RENEWALS: Final = 4
 
 class Writer:
     def __init__(
-        self,
-        *,
-        bus: Bus,
-        store: Store,
-        clock: Clock,
-        follower: Follower,
-        freezer: Freezer,
-        settings: IndexSettings,
+        self, *, ports: Ports, store: Store, reconciler: Reconciler, freezer: Freezer, settings: IndexSettings
     ) -> None:
-        self._bus = bus
+        self._bus = ports.bus
+        self._clock = ports.clock
         self._store = store
-        self._clock = clock
-        self._follower = follower
+        self._reconciler = reconciler
         self._freezer = freezer
         self._settings = settings
-        self._holder = uuid4().hex
+        self._holder = ports.new_id()
         self._lease = Lease(self._holder, settings.writer_ttl_s)
         # Indexes that write to different places do not wait for each other.
         self._key = re.sub(r"[^A-Za-z0-9_-]", "-", settings.redis_prefix)
@@ -70,7 +61,7 @@ class Writer:
             # Where Redis or NATS is down, the next start catches up from the workers.
             with suppress(TimeoutError, BatonError):
                 async with self._clock.timeout(LAST_WRITE_S):
-                    while fence and self._follower.has_unwritten and await self._write(fence):
+                    while fence and self._reconciler.has_unwritten and await self._write(fence):
                         pass
                     if revision := self._lease.held_revision:
                         await self._bus.delete(subjects.INDEX_BUCKET, self._key, revision=revision)
@@ -113,17 +104,17 @@ class Writer:
                 self._claimed, failing = 0, False
             if self._clock.now_s() - rotated_s >= JOURNAL_KEPT_S:
                 rotated_s = self._clock.now_s()
-                self._follower.forget_old_changes()
+                self._reconciler.forget_old_changes()
 
     async def _write(self, fence: int, *, failing: bool = False) -> bool:
         """Write all that waits; return whether the store takes it."""
         try:
             if fence != self._claimed:
                 # What another one wrote is not written again, only what differs from it.
-                self._follower.go_on_from(await self._store.claim(fence))
+                self._reconciler.go_on_from(await self._store.claim(fence))
                 self._claimed = fence
                 logger.info("this index writes")
-            if self._follower.has_unwritten:
+            if self._reconciler.has_unwritten:
                 await self._write_batch(fence)
         except StoreFenced:
             if not failing:
@@ -143,13 +134,13 @@ class Writer:
 
     async def _write_batch(self, fence: int) -> None:
         # A worker that is written as a whole comes back as a whole.
-        for worker in self._follower.unwritten_workers():
-            await self._freezer.until_here(partial(self._follower.dump, worker))
-        batch = await self._freezer.until_here(self._follower.take_batch)
+        for worker in self._reconciler.unwritten_workers():
+            await self._freezer.until_here(partial(self._reconciler.dump, worker))
+        batch = await self._freezer.until_here(self._reconciler.take_batch)
         written = False
         try:
             await self._store.write(batch, fence)
             written = True
         finally:
             if not written:
-                self._follower.give_back(batch)
+                self._reconciler.give_back(batch)

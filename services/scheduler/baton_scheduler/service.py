@@ -251,7 +251,7 @@ class SchedulerService:
                     if not isinstance(answer, Matched):
                         raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
                     held |= answer.held
-                    coming |= answer.coming
+                    coming |= answer.speculative
         except (BatonError, TimeoutError) as error:
             logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
             return None

@@ -8,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal
-from baton_kvindex.follower import Follower, FollowerOptions
 from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import split_ids
-from baton_kvindex.life import Resync
+from baton_kvindex.indexed_worker import SyncState
 from baton_kvindex.packing import Leaving
+from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.store import StoreUnavailable
 
+from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
-from tests.harness.index.worker import Cache
+from baton.node.ports import deterministic_ports
+from tests.harness.index.worker import MODEL, Cache
 
 PATH = "a prompt that is long enough"
 
@@ -66,33 +68,41 @@ class World:
         self.store = Elsewhere()
         self.clock = ManualClock()
         self.settings = IndexSettings(memory_bytes_max=memory_bytes_max)
-        self.follower = Follower(ColdIndex, FollowerOptions(), Journal(1 << 20))
-        self.freezer = Freezer(store=self.store, follower=self.follower, clock=self.clock, settings=self.settings)
+        self.reconciler = Reconciler(ColdIndex, IndexSettings(), Journal(1 << 20))
+        self.freezer = self.make_freezer(self.settings)
         self.sequence = 0
+
+    def make_freezer(self, settings: IndexSettings) -> Freezer:
+        ports = deterministic_ports(MemoryBus(MemoryNetwork()), self.clock, seed=0)
+        return Freezer(ports=ports, store=self.store, reconciler=self.reconciler, settings=settings)
 
     @property
     def index(self) -> ColdIndex:
-        (index,) = self.follower.models().values()
+        (index,) = self.reconciler.models().values()
         assert isinstance(index, ColdIndex)
         return index
 
     def tell(self, cache: Cache, path: str) -> None:
         self.sequence += 1
-        self.follower.on_events(cache.stored(path), self.sequence, 0.0)
+        self.reconciler.on_events(cache.stored(path), self.sequence, 0.0)
 
     def remove(self, cache: Cache, blocks: bytes) -> None:
         self.sequence += 1
-        self.follower.on_events(cache.removed(blocks), self.sequence, 0.0)
+        self.reconciler.on_events(cache.removed(blocks), self.sequence, 0.0)
 
-    async def recall(self) -> None:
-        for address, cold in self.follower.due_recalls():
-            await self.freezer.recall(address, cold)
+    async def reload(self) -> None:
+        for address, cold in self.reconciler.due_reloads():
+            await self.freezer.reload(address, cold)
 
-    def life(self, cache: Cache) -> Resync:
-        return self.follower.lives()[cache.name].resync
+    async def match(self, blocks: bytes) -> dict[str, int]:
+        """Return who holds how much of a prompt, of what is cold as well."""
+        return await self.freezer.complete(self.reconciler.match(MODEL, blocks), MODEL, blocks)
+
+    def state(self, cache: Cache) -> SyncState:
+        return self.reconciler.workers()[cache.name].state
 
     def is_true(self, cache: Cache) -> bool:
-        return self.follower.fingerprint(cache.name) == cache.fingerprint()
+        return self.reconciler.fingerprint(cache.name) == cache.fingerprint()
 
 
 async def cold_prompt() -> tuple[World, Cache]:

@@ -16,7 +16,7 @@ from baton_kvindex.service import IndexService
 from baton_kvindex.store import RedisStore
 
 from baton.bus import NatsBus
-from baton.clock import SystemClock
+from baton.node.ports import system_ports
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from tests.harness.cluster import Service
@@ -103,11 +103,12 @@ async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -
     plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
     settings = msgspec.structs.replace(plain, **changes)
     bus = await NatsBus.connect(nats_url, name="kvindex")
-    store = RedisStore(redis_url, prefix=prefix, timeout_s=settings.redis_timeout_s) if redis_url else None
+    ports, store = system_ports(bus), None
+    if redis_url:
+        store = RedisStore(redis_url, clock=ports.clock, prefix=prefix, timeout_s=settings.redis_timeout_s)
     service = IndexService(
-        bus=bus,
+        ports=ports,
         store=store,
-        clock=SystemClock(),
         tracing=Tracing("kvindex"),
         metrics=Metrics("kvindex"),
         settings=settings,

@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+from baton_kvindex.durable import SavedWorker
 from baton_kvindex.index import link, split_ids
-from baton_kvindex.store import RedisStore
+from baton_kvindex.store import RedisStore, Store
 
 from baton import subjects
 from baton.bus import Bus, Delivery
+from baton.clock import SystemClock
 from baton.errors import BusUnavailable, DeadlineExceeded, Unavailable
 from baton.messages import (
     BlockEvent,
@@ -182,11 +184,28 @@ async def until_held(bus: Bus, worker: Worker, path: str, count: int, *, within_
             await asyncio.sleep(0.02)
 
 
+@dataclass(frozen=True)
+class Saved:
+    """All that is written down."""
+
+    stream_sequence: int = 0
+    workers: dict[str, SavedWorker] = field(default_factory=dict[str, SavedWorker])
+
+
+async def load_all(store: Store) -> Saved:
+    workers: dict[str, SavedWorker] = {}
+
+    async def take(worker: str, saved: SavedWorker) -> None:
+        workers[worker] = saved
+
+    return Saved(await store.load(take), workers)
+
+
 async def written(redis_url: str, prefix: str, worker: Worker) -> dict[bytes, bytes]:
     """Return what Redis has of a worker."""
-    store = RedisStore(redis_url, prefix=prefix, timeout_s=1.0)
+    store = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=1.0)
     try:
-        saved = await store.load_all()
+        saved = await load_all(store)
     finally:
         await store.close()
     return {block: parent for run in saved.workers[worker.name].runs for block, parent in link(run.parent, run.blocks)}

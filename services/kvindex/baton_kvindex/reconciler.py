@@ -1,0 +1,346 @@
+"""Keeps the index true to the workers: routes each message to its worker's machine, and carries out what that wants.
+
+Pure: the shell in `service.py` hands in messages and the time, asks `due_resyncs` and `due_reloads` what to fetch, and
+hands in what it got.
+
+    heartbeats, goodbyes, time ──▶ membership ──▶ a machine for each worker's life, see `indexed_worker.py`
+    events, pages, reloads ──▶ machine ──▶ what is to be applied now ──▶ trees, journal, speculation
+
+Membership also learns of workers from the durable form and from events: these have `dead_after_s` to be heard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from math import inf
+from typing import NamedTuple
+
+from baton.errors import MalformedMessage
+from baton.messages import Audited, Fingerprint, Goodbye, Heartbeat, KvEvents, Placed, ShadowPage, WorkerAddress
+from baton.node.membership import Event, Joined, Left, Lost, Restarted, Workers
+from baton_kvindex.apply import PartlyCold, apply_events
+from baton_kvindex.cold import Cold, ColdIndex
+from baton_kvindex.config import IndexSettings
+from baton_kvindex.counters import Counters
+from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerState
+from baton_kvindex.index import Index, IndexFull, IndexSize, NewIndex, Run, check_ids
+from baton_kvindex.indexed_worker import IndexedWorker, SyncState
+from baton_kvindex.speculation import Speculation, SpeculativePrompt
+from baton_kvindex.trees import Trees
+
+logger = logging.getLogger(__name__)
+
+
+class LocalMatch(NamedTuple):
+    """What memory knows of a prompt: leading blocks by worker, and what may add to them once it is reloaded."""
+
+    held: dict[str, int]
+    cold: Cold | None = None
+
+
+class Reconciler:
+    def __init__(self, new_index: NewIndex, settings: IndexSettings, journal: Journal) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._trees = Trees(new_index)
+        self._speculation = Speculation(new_index)
+        self._membership = Workers(lost_after_s=settings.dead_after_s)
+        self._workers: dict[str, IndexedWorker] = {}
+        self._due_reloads: list[tuple[WorkerAddress, Cold]] = []
+        self.counters = Counters()
+        self.stream_sequence = 0
+        """The newest message of the stream that was handed in."""
+
+    # ------------------------------------------------------------ answers
+
+    def match(self, model_digest: str, blocks: bytes) -> LocalMatch:
+        """Return who holds how much of a prompt. Raises MalformedMessage for a broken run."""
+        held = self._trees.match(model_digest, blocks)
+        index = self._trees.models().get(model_digest)
+        if isinstance(index, ColdIndex) and (wanted := index.behind(blocks, max(held.values(), default=0))):
+            return LocalMatch(held, Cold(index, wanted))
+        return LocalMatch(held)
+
+    def speculative(self, model_digest: str, blocks: bytes, held: Mapping[str, int]) -> dict[str, int]:
+        """Return leading blocks once what was placed is computed, of the workers for which that is more than `held`."""
+        leading = self._speculation.match(model_digest, blocks)
+        return {worker: count for worker, count in leading.items() if count > held.get(worker, 0)}
+
+    def workers(self) -> Mapping[str, IndexedWorker]:
+        return self._workers
+
+    def fingerprint(self, worker: str) -> Fingerprint:
+        return self._trees.fingerprint(worker)
+
+    def models(self) -> Mapping[str, Index]:
+        """Return the index of each model."""
+        return self._trees.models()
+
+    def cold_indexes(self) -> list[ColdIndex]:
+        return [index for index in self._trees.models().values() if isinstance(index, ColdIndex)]
+
+    @property
+    def speculative_blocks(self) -> int:
+        return self._speculation.blocks
+
+    def size(self) -> IndexSize:
+        """Return the sizes of all models' trees together."""
+        sizes = self._trees.sizes().values()
+        return IndexSize(
+            workers=len(self._workers),
+            blocks=sum(size.blocks for size in sizes),
+            holdings=sum(size.holdings for size in sizes),
+        )
+
+    def settled(self) -> bool:
+        """Whether no live worker waits for a resync, so that answers are as good as they get."""
+        return all(worker.is_settled for worker in self._workers.values())
+
+    # ------------------------------------------------------------ durable form
+
+    def state_of(self, worker: str) -> WorkerState | None:
+        known = self._workers.get(worker)
+        if known is None:
+            return None
+        # What is known to be wrong, or not all, must not be loaded as the state after that event.
+        index = self._trees.models().get(known.model_digest)
+        lacks_some = isinstance(index, ColdIndex) and index.has_forgotten(worker)
+        sequence = 0 if lacks_some else known.sound_sequence
+        return WorkerState(generation=known.address.generation, model_digest=known.model_digest, sequence=sequence)
+
+    def dump(self, worker: str) -> list[Run]:
+        return self._trees.dump(worker)
+
+    @property
+    def has_unwritten(self) -> bool:
+        return bool(self._journal)
+
+    def unwritten_workers(self) -> list[str]:
+        """Return the workers of which all is to be written."""
+        return self._journal.whole_workers()
+
+    def take_batch(self) -> Batch:
+        """Return what waits to be written; `give_back` it where it could not be. Raises Cold."""
+        return self._journal.take(self.stream_sequence, self.state_of, self.dump)
+
+    def give_back(self, batch: Batch) -> None:
+        self._journal.give_back(batch)
+
+    def go_on_from(self, written: Mapping[str, WorkerState]) -> None:
+        """Write from now on, in the place of the index that wrote this."""
+        present = {worker: state for worker in self._workers if (state := self.state_of(worker)) is not None}
+        self._journal.go_on(written, present)
+
+    def forget_old_changes(self) -> None:
+        """Call this now and then while another index writes."""
+        self._journal.rotate()
+
+    def restore_worker(self, name: str, saved: SavedWorker, now_s: float) -> None:
+        """Take what was written down of a worker. Raises Cold."""
+        state = saved.state
+        self._trees.assign(name, state.model_digest).load(name, saved.runs)
+        if self._membership.meet(name, state.generation, now_s):
+            self._workers[name] = IndexedWorker(name, state, self._settings, self.counters)
+        else:
+            self._trees.drop(name)
+
+    def begin(self, stream_sequence: int, now_s: float) -> None:
+        """Go on after this event of the stream. Each worker has `dead_after_s` from now on to be heard."""
+        self.stream_sequence = stream_sequence
+        self._membership.extend_deadlines(inf, now_s)
+
+    # ------------------------------------------------------------ messages
+
+    def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
+        name = heartbeat.address.worker
+        state = WorkerState(generation=heartbeat.address.generation, model_digest=heartbeat.model_digest, sequence=0)
+        if self._is_foreign(name, state):
+            return
+        worker = self._admit(name, state, self._membership.take(heartbeat, now_s))
+        if worker is not None:
+            worker.on_heartbeat(heartbeat, now_s)
+            self._compare(worker)
+            self._speculation.on_heartbeat(name, heartbeat.attempts, now_s)
+
+    def on_goodbye(self, goodbye: Goodbye, now_s: float) -> None:
+        self._end(self._membership.take(goodbye, now_s))
+
+    def on_events(self, message: KvEvents, stream_sequence: int, now_s: float) -> None:
+        # Not the maximum: a stream that was made anew counts from 1 again.
+        self.stream_sequence = stream_sequence
+        state = WorkerState(generation=message.generation, model_digest=message.model_digest, sequence=0)
+        if self._is_foreign(message.worker, state):
+            return
+        worker = self._admit(message.worker, state, self._membership.meet(message.worker, message.generation, now_s))
+        if worker is not None:
+            worker.on_events(message)
+            self._advance(worker)
+
+    def on_odd_message(self, stream_sequence: int) -> None:
+        """Count something in the stream that is no message of the worker that its subject names."""
+        self.stream_sequence = stream_sequence
+        self.counters.malformed += 1
+
+    def on_placed(self, placed: Placed, now_s: float) -> None:
+        """Take the prompt for what its workers will hold. Raises MalformedMessage for a broken run."""
+        check_ids(placed.blocks)
+        prompt = SpeculativePrompt(
+            attempt=placed.context.attempt,
+            model_digest=placed.model_digest,
+            blocks=placed.blocks,
+            placed_s=now_s,
+            until_s=now_s + placed.context.budget_s,
+        )
+        for address in placed.workers:
+            worker = self._find(address.worker, address.generation)
+            if worker is None:
+                self.counters.unknown_workers += 1
+            elif worker.model_digest != placed.model_digest:
+                self.counters.foreign_models += 1
+            else:
+                self._speculation.add(address.worker, placed.context.request, prompt)
+
+    def on_audited(self, audited: Audited) -> None:
+        worker = self._find(audited.address.worker, audited.address.generation)
+        if worker is None:
+            self.counters.unknown_workers += 1
+        elif worker.on_audited(audited):
+            logger.warning("%s has half as many hits as it should: it is read anew", audited.address.worker)
+
+    # ------------------------------------------------------------ time
+
+    def extend_deadlines(self, pause_s: float, now_s: float) -> None:
+        """Move all deadlines by a pause of this process, see `PauseDetector`."""
+        self._membership.extend_deadlines(pause_s, now_s)
+        for worker in self._workers.values():
+            worker.extend_deadlines(pause_s, now_s)
+
+    def on_tick(self, now_s: float) -> None:
+        """Drop the lost, and find the workers whose events were lost at the tail. Called many times a second."""
+        self._end(self._membership.expire(now_s))
+        for worker in self._workers.values():
+            worker.on_tick(now_s)
+
+    # ------------------------------------------------------------ resyncs
+
+    def due_resyncs(self, now_s: float) -> list[WorkerAddress]:
+        """Return the workers to query now. Each must end in `on_pages` or `on_resync_failed`."""
+        return [worker.address for worker in self._workers.values() if worker.start_resync(now_s)]
+
+    def on_pages(self, address: WorkerAddress, pages: Sequence[ShadowPage]) -> None:
+        """Replace all that a worker held by the pages of one query, and apply what came meanwhile. Raises Cold."""
+        worker = self._in_resync(address)
+        if worker is None:
+            return
+        if any((page.generation, page.model_digest) != (address.generation, worker.model_digest) for page in pages):
+            self.counters.stale += 1
+            self.on_resync_failed(address)
+            return
+        try:
+            self._trees.assign(address.worker, worker.model_digest).load(
+                address.worker, [run for page in pages for run in page.runs]
+            )
+        except (MalformedMessage, IndexFull) as error:
+            logger.warning("the shadow map of %s cannot be loaded: %s", address.worker, error)
+            self.counters.full += isinstance(error, IndexFull)
+            self.counters.malformed += isinstance(error, MalformedMessage)
+            self.on_resync_failed(address)
+            return
+        self._journal.rewrite(address.worker)
+        worker.on_pages(pages[0].sequence if pages else 0)
+        self._compare(worker)
+        self._advance(worker)
+
+    def on_resync_failed(self, address: WorkerAddress) -> None:
+        """Try again later, unless what came meanwhile makes up for it."""
+        worker = self._in_resync(address)
+        if worker is not None:
+            worker.on_resync_failed()
+            self._advance(worker)
+
+    def _in_resync(self, address: WorkerAddress) -> IndexedWorker | None:
+        worker = self._find(address.worker, address.generation)
+        return worker if worker is not None and worker.state is SyncState.RUNNING else None
+
+    # ------------------------------------------------------------ cold blocks
+
+    def due_reloads(self) -> list[tuple[WorkerAddress, Cold]]:
+        """Return what must be fetched now. Each must end in `on_reloaded`."""
+        due, self._due_reloads = self._due_reloads, []
+        return due
+
+    def on_reloaded(self, address: WorkerAddress) -> None:
+        """Go on with a worker: what it needed is here, or was given up."""
+        worker = self._find(address.worker, address.generation)
+        if worker is not None:
+            worker.on_reloaded()
+            self._advance(worker)
+
+    def forget_cold(self) -> int:
+        """Give up all that is cold; return how many workers must be read anew for it."""
+        workers = [worker for index in self.cold_indexes() for worker in index.forget_cold()]
+        for worker in workers:
+            self._workers[worker].on_cold_lost()
+        return len(workers)
+
+    # ------------------------------------------------------------ one worker
+
+    def _find(self, name: str, generation: int) -> IndexedWorker | None:
+        """Return the worker in just this life."""
+        worker = self._workers.get(name)
+        return worker if worker is not None and worker.generation == generation else None
+
+    def _is_foreign(self, name: str, state: WorkerState) -> bool:
+        """Return whether a message gives a life another model than it has, and count it."""
+        # A life has one model. What says otherwise is not understood, and not believed.
+        worker = self._find(name, state.generation)
+        is_foreign = worker is not None and worker.model_digest != state.model_digest
+        self.counters.foreign_models += is_foreign
+        return is_foreign
+
+    def _admit(self, name: str, state: WorkerState, events: Sequence[Event]) -> IndexedWorker | None:
+        """Return the worker in this life, begun if it is new; None, and counted, where that life is over."""
+        if any(isinstance(event, Joined | Restarted) for event in events):
+            self._drop(name)
+            self._journal.rewrite(name)
+            self._trees.assign(name, state.model_digest)
+            self._workers[name] = IndexedWorker(name, state, self._settings, self.counters)
+        worker = self._find(name, state.generation)
+        self.counters.stale += worker is None
+        return worker
+
+    def _end(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, Left | Lost):
+                self._drop(event.member)
+
+    def _drop(self, worker: str) -> None:
+        if self._workers.pop(worker, None) is not None:
+            self._trees.drop(worker)
+            self._speculation.drop(worker)
+            self._journal.rewrite(worker)
+
+    def _advance(self, worker: IndexedWorker) -> None:
+        """Apply all that a worker's machine lets through."""
+        while (message := worker.next_events()) is not None:
+            self._journal.touch(message.worker, message.sequence - 1)
+            index = self._trees.assign(message.worker, message.model_digest)
+            try:
+                reason = apply_events(message, index, self._journal, self._speculation, self.counters)
+            except PartlyCold as partly:
+                worker.on_cold(partly.rest)
+                self._due_reloads.append((worker.address, partly.cold))
+            else:
+                worker.on_applied(message, reason)
+                self._compare(worker)
+
+    def _compare(self, worker: IndexedWorker) -> None:
+        """Compare what is held here with what the worker said, once both speak of the same event."""
+        if worker.fingerprint_is_due:
+            held = self._trees.fingerprint(worker.name)
+            if not worker.on_fingerprint(held):
+                logger.warning(
+                    "%s holds others than the %d blocks that are held here of it after event %d: it is read anew",
+                    *(worker.name, held.blocks, worker.sequence),
+                )
