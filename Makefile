@@ -103,6 +103,7 @@ test-fast: environment
 	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
+	@.venv/bin/python -m benchmarks.flat_index || echo 'baton: going on without the baseline of the index: its tests are skipped'
 	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/unit tests/contract)
 	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/integration)
 

@@ -47,12 +47,14 @@ class Contender(Protocol):
 
 
 class Ours:
-    """`RadixIndex` or `FlatIndex` of `baton_kvindex`."""
+    """The radix tree, or the flat table that is built of its parts."""
 
     threads = True
 
     def __init__(self, kind: str) -> None:
-        from baton_kvindex.radix import FlatIndex, RadixIndex
+        from baton_kvindex.radix import RadixIndex
+
+        from benchmarks.flat_index import FlatIndex
 
         self._index = {"tree": RadixIndex, "flat": FlatIndex}[kind]()
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "radix/batch_lock.h"
+#include "radix/holdings.h"
 #include "radix/leading.h"
 #include "radix/types.h"
 
@@ -20,7 +21,7 @@ namespace baton::radix {
 
 enum class Status { ok, unknown_parent, full };
 
-// `Core` is Tree or Flat.
+// `Core` is Tree, or the baseline of tests and benchmarks.
 template <class Core>
 class Index {
  public:

@@ -1,6 +1,6 @@
 // The parts of the index, and both indexes against the oracle.
-#include "radix/flat.h"
 #include "radix/tree.h"
+#include "tests/baseline/flat.h"
 #include "tests/check.h"
 #include "tests/radix_world.h"
 

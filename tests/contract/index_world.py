@@ -6,16 +6,33 @@ import hashlib
 from collections import Counter
 from functools import cache
 
+import pytest
 from baton_kvindex.index import Run, link
-from baton_kvindex.radix import FlatIndex, RadixIndex
-from baton_kvindex.table import TableIndex
+from baton_kvindex.radix import RadixIndex
 
+from benchmarks.flat_index import CannotBuild, FlatIndex, flat_table
 from tests.contract.frozen_index import FrozenIndex
+from tests.harness.index.table import TableIndex
 
 Implementation = type[TableIndex] | type[FlatIndex] | type[RadixIndex]
 COUNTING: list[Implementation] = [TableIndex, FlatIndex, RadixIndex]
 """What is cold has no copies: kvindex follows workers that count themselves."""
 IMPLEMENTATIONS: list[Implementation] = [*COUNTING, FrozenIndex]
+
+
+def parameter(kind: Implementation, *more: object) -> object:
+    """Return a parameter of a test; the first test of the flat table compiles it, in `make test-fast` before them."""
+    return pytest.param(kind, *more, marks=[pytest.mark.timeout(300)] if kind is FlatIndex else [])
+
+
+def make(kind: Implementation, *, counts_copies: bool = False) -> TableIndex | FlatIndex | RadixIndex:
+    """Return an empty index; skip the test where it cannot be compiled."""
+    if kind is FlatIndex:
+        try:
+            flat_table()
+        except CannotBuild as why:
+            pytest.skip(str(why))
+    return kind(counts_copies=counts_copies)
 
 
 @cache

@@ -9,19 +9,19 @@ from baton_kvindex.index import RUN_BLOCKS_MAX, Index, IndexSize, Run, Tier, Unk
 
 from baton.errors import MalformedMessage
 from baton.messages import Fingerprint
-from tests.contract.index_world import COUNTING, IMPLEMENTATIONS, block, chain, copies, links
+from tests.contract.index_world import COUNTING, IMPLEMENTATIONS, block, chain, copies, links, make, parameter
 
 pytestmark = pytest.mark.usefixtures("freezing")
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=map(parameter, IMPLEMENTATIONS))
 def index(request: pytest.FixtureRequest) -> Index:
-    return request.param()
+    return make(request.param)
 
 
-@pytest.fixture(params=COUNTING)
+@pytest.fixture(params=map(parameter, COUNTING))
 def counting(request: pytest.FixtureRequest) -> Index:
-    return request.param(counts_copies=True)
+    return make(request.param, counts_copies=True)
 
 
 def test_match_counts_leading_blocks_of_each_worker(index: Index) -> None:

@@ -5,12 +5,22 @@ from __future__ import annotations
 import pytest
 from baton_kvindex.index import Tier, UnknownParent
 from baton_kvindex.radix import RadixIndex
-from baton_kvindex.table import TableIndex
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from tests.contract.index_world import COUNTING, IMPLEMENTATIONS, Implementation, block, chain, copies, links
+from tests.contract.index_world import (
+    COUNTING,
+    IMPLEMENTATIONS,
+    Implementation,
+    block,
+    chain,
+    copies,
+    links,
+    make,
+    parameter,
+)
+from tests.harness.index.table import TableIndex
 
 pytestmark = pytest.mark.usefixtures("freezing")
 WORKERS = "ABC"
@@ -25,7 +35,7 @@ class SameAsTable(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index = self.implementation(counts_copies=self.counts_copies)
+        self.index = make(self.implementation, counts_copies=self.counts_copies)
         self.table = TableIndex(counts_copies=self.counts_copies)
 
     @rule(worker=workers, tier=tiers, path=paths, start=st.integers(0, 6))
@@ -89,7 +99,7 @@ class SameAsTable(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     ("implementation", "counts_copies"),
     [
-        (kind, counts)
+        parameter(kind, counts)
         for counts, kinds in ((False, IMPLEMENTATIONS), (True, COUNTING))
         for kind in kinds
         if kind is not TableIndex

@@ -14,7 +14,6 @@ from baton_kvindex.index import IndexFull, Run, Tier, link, split_ids
 from baton_kvindex.indexed_worker import WAITING_BYTES_MAX
 from baton_kvindex.radix import RadixIndex
 from baton_kvindex.reconciler import Reconciler
-from baton_kvindex.table import TableIndex
 from baton_kvindex.trees import Trees
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,6 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from msgspec.structs import replace
 
 from baton.messages import BlocksRemoved, BlocksStored, Fingerprint, Goodbye, KvEvents, ShadowPage, WorkerAddress
+from tests.harness.index.table import TableIndex
 from tests.harness.index.worker import MODEL, Cache, chain
 
 

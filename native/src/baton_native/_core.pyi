@@ -546,7 +546,7 @@ class RadixSize:
 
 class _Index:
     """
-    Not in the module: what `FlatTable` and `RadixTree` have in common. All but `size` and `workers` raise
+    Not in the module: what `RadixTree` and the baseline of the tests have in common. All but `size` and `workers` raise
     MalformedRun for bytes that are no whole number of ids, or too many of them.
     """
 
@@ -568,8 +568,6 @@ class _Index:
     def size(self) -> RadixSize: ...
     @property
     def workers(self) -> int: ...
-
-class FlatTable(_Index): ...
 
 class RadixTree(_Index):
     def dump_behind(self, block: bytes) -> list[tuple[bytes, bytes, list[str], list[str]]]: ...

@@ -1,8 +1,4 @@
-"""The index as a compressed radix tree: `native/radix`, where it is drawn. The one module that knows it.
-
-`FlatIndex` is its baseline, a hash table with a record for each block: the tests hold both to the same behaviour,
-and `make bench-index` says what the tree is worth.
-"""
+"""The index as a compressed radix tree: `native/radix`, where it is drawn. The one module that knows it."""
 
 from __future__ import annotations
 
@@ -37,10 +33,13 @@ class Survey:
     """(last id, blocks, workers) of those that most workers hold, each as long as all of them do."""
 
 
-class _NativeIndex:
-    """Safe for several threads: a match waits for one batch of 64 blocks of a change at most."""
+class NativeIndex:
+    """The calls that the tree and its baseline have in common (`benchmarks/flat_index.py`).
 
-    def __init__(self, native: baton_native.RadixTree | baton_native.FlatTable) -> None:
+    Safe for several threads: a match waits for one batch of 64 blocks of a change at most.
+    """
+
+    def __init__(self, native: baton_native.RadixTree) -> None:
         self._native = native
 
     def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
@@ -101,12 +100,7 @@ class _NativeIndex:
         return self._native.size()
 
 
-class FlatIndex(_NativeIndex):
-    def __init__(self, *, counts_copies: bool = False) -> None:
-        super().__init__(baton_native.FlatTable(counts_copies))
-
-
-class RadixIndex(_NativeIndex):
+class RadixIndex(NativeIndex):
     def __init__(self, *, counts_copies: bool = False) -> None:
         self._tree = baton_native.RadixTree(counts_copies)
         super().__init__(self._tree)

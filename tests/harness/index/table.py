@@ -1,12 +1,13 @@
-"""The index as dictionaries: the oracle of the tests and the baseline of the benchmarks."""
+"""The index as dictionaries: the oracle of the tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.messages import Fingerprint
 from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent, check_ids, check_run, link, split_ids
+
+from baton.messages import Fingerprint
 
 
 @dataclass(slots=True)

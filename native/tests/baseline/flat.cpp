@@ -1,4 +1,4 @@
-#include "radix/flat.h"
+#include "tests/baseline/flat.h"
 
 namespace baton::radix {
 
