@@ -12,10 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Final
 
 import msgspec
 
 from baton_kvindex.index import Run, link, split_ids
+
+WORKERS_MAX: Final = 1 << 14
+"""Workers of which changes wait. Beyond it, what is written must be looked at before the next write."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,9 +72,11 @@ class Journal:
         self._waiting: dict[str, _Waiting] = {}
         self._older: dict[str, _Waiting] = {}
         """What waited at the last `rotate`."""
+        self.is_complete = True
+        """Whether all changes since `go_on` are here, or were taken; else it must be called before the next `take`."""
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self._waiting) or not self.is_complete
 
     def whole_workers(self) -> list[str]:
         """Return the workers of which all is to be written."""
@@ -78,7 +84,7 @@ class Journal:
 
     def touch(self, worker: str, after: int) -> None:
         """Write the worker's state: it moves on from this event, perhaps without a change of blocks."""
-        self._waiting.setdefault(worker, _Waiting(after))
+        self._entry(worker, after)
 
     def store(self, worker: str, parent: bytes, blocks: bytes) -> None:
         self._note(worker, dict(link(parent, blocks)))
@@ -88,7 +94,9 @@ class Journal:
 
     def rewrite(self, worker: str) -> None:
         """Write all of the worker, whatever was written before."""
-        self._waiting[worker] = _Waiting(whole=True)
+        entry = self._entry(worker)
+        entry.whole = True
+        entry.blocks.clear()
 
     def take(
         self,
@@ -119,7 +127,7 @@ class Journal:
     def go_on(self, written: Mapping[str, WorkerState], present: Mapping[str, WorkerState]) -> None:
         """Wait with what lacks in what another index has written: single changes, or all of a worker."""
         older, newer = self._older, self._waiting
-        self._older, self._waiting = {}, {}
+        self._older, self._waiting, self.is_complete = {}, {}, True
         for worker in written.keys() | present.keys():
             there, here = written.get(worker), present.get(worker)
             if there == here:
@@ -134,8 +142,15 @@ class Journal:
         for worker in batch.workers:
             self.rewrite(worker)
 
+    def _entry(self, worker: str, after: float = inf) -> _Waiting:
+        if worker not in self._waiting:
+            if len(self._waiting) >= WORKERS_MAX:
+                self._waiting, self.is_complete = {}, False
+            self._waiting[worker] = _Waiting(after)
+        return self._waiting[worker]
+
     def _note(self, worker: str, changes: Mapping[bytes, bytes | None]) -> None:
-        waiting = self._waiting.setdefault(worker, _Waiting())
+        waiting = self._entry(worker)
         if waiting.whole:
             return
         waiting.blocks.update(changes)

@@ -32,7 +32,7 @@ from baton_kvindex.durable import WorkerState
 
 DRIFT_DOUBLINGS_MAX: Final = 6
 """Doublings of the time between two resyncs of one worker, while they do not help."""
-WAITING_BYTES_MAX: Final = 64 << 20
+WAITING_BYTES_MAX: Final = 16 << 20
 """Events of one worker that wait, with what they take beside their ids."""
 MESSAGE_BYTES, EVENT_BYTES = 400, 150
 

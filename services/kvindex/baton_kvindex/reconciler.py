@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from baton.errors import MalformedMessage
 from baton.messages import Audited, Fingerprint, Goodbye, Heartbeat, KvEvents, Placed, ShadowPage, WorkerAddress
@@ -30,6 +30,10 @@ from baton_kvindex.speculation import Speculation, SpeculativePrompt
 from baton_kvindex.trees import Trees
 
 logger = logging.getLogger(__name__)
+
+
+PLACED_WORKERS_MAX: Final = 8
+"""Workers of one placement: one of each role today."""
 
 
 class LocalMatch(NamedTuple):
@@ -116,6 +120,11 @@ class Reconciler:
     def has_unwritten(self) -> bool:
         return bool(self._journal)
 
+    @property
+    def knows_all_changes(self) -> bool:
+        """Whether what waits is all that has changed; else `go_on_from` must come before the next batch."""
+        return self._journal.is_complete
+
     def unwritten_workers(self) -> list[str]:
         """Return the workers of which all is to be written."""
         return self._journal.whole_workers()
@@ -183,8 +192,10 @@ class Reconciler:
         self.counters.malformed += 1
 
     def on_placed(self, placed: Placed, now_s: float) -> None:
-        """Take the prompt for what its workers will hold. Raises MalformedMessage for a broken run."""
+        """Take the prompt for what its workers will hold. Raises MalformedMessage."""
         check_ids(placed.blocks)
+        if len(placed.workers) > PLACED_WORKERS_MAX:
+            raise MalformedMessage(f"a placement on {len(placed.workers)} workers: it has {PLACED_WORKERS_MAX} at most")
         prompt = SpeculativePrompt(
             attempt=placed.context.attempt,
             model_digest=placed.model_digest,
@@ -202,6 +213,9 @@ class Reconciler:
                 self._speculation.add(address.worker, placed.context.request, prompt)
 
     def on_audited(self, audited: Audited) -> None:
+        """Compare a worker's hits with what was promised of them. Raises MalformedMessage."""
+        if min(audited.predicted_tokens, audited.cached_tokens) < 0:
+            raise MalformedMessage("an audit of less than no tokens")
         worker = self._find(audited.address.worker, audited.address.generation)
         if worker is None:
             self.counters.unknown_workers += 1

@@ -48,8 +48,10 @@ HEARTBEATS_S: Final = 0.5
 """Two heartbeats: after this time every live worker is known."""
 FETCHES_MAX: Final = 256
 """Matches that wait for Redis; what comes on top is answered from memory."""
-PAGES_MAX: Final = 10_000
-"""Of one resync, so that a worker whose cursor never ends cannot hold one for ever."""
+RESYNC_BLOCKS_MAX: Final = 1 << 22
+"""Blocks of one shadow map; each run and each page counts for one more."""
+RESYNC_S_MAX: Final = 30.0
+"""Longest time to read one shadow map, so that a worker whose map never ends holds up no other's resync."""
 
 
 class IndexService:
@@ -277,10 +279,11 @@ class IndexService:
 
     async def _resync(self, address: WorkerAddress) -> None:
         try:
-            async with self._resyncs:
+            async with self._resyncs, self._clock.timeout(RESYNC_S_MAX):
                 pages = await self._read_pages(address.worker)
         except (BatonError, TimeoutError) as error:
-            logger.warning("resync of %s failed: %s", address.worker, error)
+            logger.warning("resync of %s failed: %s", address.worker, str(error) or f"not read in {RESYNC_S_MAX:.0f} s")
+            self.reconciler.counters.malformed += isinstance(error, MalformedMessage)
             self.reconciler.on_resync_failed(address)
         else:
             await self._freezer.until_here(lambda: self.reconciler.on_pages(address, pages))
@@ -289,8 +292,8 @@ class IndexService:
 
     async def _read_pages(self, worker: str) -> list[ShadowPage]:
         pages: list[ShadowPage] = []
-        cursor = 0
-        while len(pages) < PAGES_MAX:
+        cursor = blocks = 0
+        while blocks <= RESYNC_BLOCKS_MAX:
             page = await self._bus.request(
                 subjects.shadow(worker), ShadowQuery(cursor=cursor), timeout_s=self._settings.resync_page_timeout_s
             )
@@ -299,10 +302,11 @@ class IndexService:
             if not isinstance(page, ShadowPage) or page.worker != worker:
                 raise MalformedMessage(f"what answers for {worker} is no page of its shadow map: {type(page).__name__}")
             pages.append(page)
+            blocks += 1 + sum(1 + len(run.blocks) // ID_BYTES for run in page.runs)
             cursor = page.next_cursor
             if not cursor:
                 return pages
-        raise MalformedMessage(f"the shadow map of {worker} does not end after {PAGES_MAX} pages")
+        raise MalformedMessage(f"the shadow map of {worker} does not end after {len(pages)} pages")
 
     async def _settle(self) -> None:
         """Wait until every live worker is known and synced, so that a new replica does not answer from half a tree."""

@@ -109,7 +109,7 @@ class Writer:
     async def _write(self, fence: int, *, failing: bool = False) -> bool:
         """Write all that waits; return whether the store takes it."""
         try:
-            if fence != self._claimed:
+            if fence != self._claimed or not self._reconciler.knows_all_changes:
                 # What another one wrote is not written again, only what differs from it.
                 self._reconciler.go_on_from(await self._store.claim(fence))
                 self._claimed = fence
