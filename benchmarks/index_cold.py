@@ -14,9 +14,9 @@ import redis.asyncio as redis
 from baton_kvindex.cold import BLOCK_BYTES, ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal
-from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.reconciler import Reconciler
+from baton_kvindex.spill import Spill
 from baton_kvindex.store import RedisStore
 
 from baton.bus import MemoryBus, MemoryNetwork
@@ -35,7 +35,7 @@ async def cold_rows(redis_url: str) -> list[Row]:
     settings = IndexSettings(memory_bytes_max=PROMPTS * PROMPT_BLOCKS * BLOCK_BYTES // 4, cold_timeout_s=10.0)
     reconciler = Reconciler(ColdIndex, IndexSettings(), Journal(1))
     ports = system_ports(MemoryBus(MemoryNetwork()))
-    freezer = Freezer(ports=ports, store=store.cold("bench"), reconciler=reconciler, settings=settings)
+    spill = Spill(ports=ports, store=store.cold("bench"), reconciler=reconciler, settings=settings)
     before_bytes = await memory_bytes(redis_url)
     shared = os.urandom(ID_BYTES * SHARED_BLOCKS)
     prompts = [shared + os.urandom(ID_BYTES * PROMPT_BLOCKS) for _ in range(PROMPTS)]
@@ -44,8 +44,8 @@ async def cold_rows(redis_url: str) -> list[Row]:
         if number % 2:
             reconciler.match(MODEL, prompt)
         if number % 8 == 0:
-            await freezer.make_room()
-    await freezer.make_room()
+            await spill.make_room()
+    await spill.make_room()
     (index,) = reconciler.models().values()
     assert isinstance(index, ColdIndex)
     tree_bytes = index.footprint().bytes
@@ -53,10 +53,10 @@ async def cold_rows(redis_url: str) -> list[Row]:
     cold = [prompt for prompt in prompts if reconciler.match(MODEL, prompt).held[WORKER] == SHARED_BLOCKS]
     hot = [prompt for prompt in prompts if prompt not in set(cold)]
     times_s = {
-        name: [await _match_s(reconciler, freezer, prompt) for prompt in some[:ASKED]]
+        name: [await _match_s(reconciler, spill, prompt) for prompt in some[:ASKED]]
         for name, some in (("hot", hot), ("cold", cold))
     }
-    await freezer.close()
+    await spill.close()
     await store.close()
     rows = [
         Row(name="Redis memory for each cold block", unit="bytes", ours=each_bytes),
@@ -69,9 +69,9 @@ async def cold_rows(redis_url: str) -> list[Row]:
     return rows
 
 
-async def _match_s(reconciler: Reconciler, freezer: Freezer, prompt: bytes) -> float:
+async def _match_s(reconciler: Reconciler, spill: Spill, prompt: bytes) -> float:
     began_s = time.perf_counter()
-    held = await freezer.complete(reconciler.match(MODEL, prompt), MODEL, prompt)
+    held = await spill.complete(reconciler.match(MODEL, prompt), MODEL, prompt)
     assert set(held.values()) == {SHARED_BLOCKS + PROMPT_BLOCKS}
     return time.perf_counter() - began_s
 

@@ -241,8 +241,8 @@ INDEX_FORGOTTEN: Final = _gauge(
     KVINDEX,
     "Blocks that workers hold and that were let go, since memory has no room even for where they are in Redis.",
 )
-INDEX_RECALLS: Final = _counter(
-    "baton_index_recalls_total", KVINDEX, "Times that blocks were looked for among those in Redis."
+INDEX_RELOADS: Final = _counter(
+    "baton_index_reloads_total", KVINDEX, "Times that blocks were looked for among those in Redis."
 )
 INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
 INDEX_SPECULATIVE: Final = _gauge(

@@ -14,7 +14,7 @@ from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, Fabric, MakeAgent, MakeNo
 
 from baton.transfer import NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
-from tests.contract.frozen_index import frozen_indexes
+from tests.contract.spilled_index import spilled_indexes
 from tests.harness.servers import Server, start_nats
 
 _names = (f"t{number}" for number in itertools.count())
@@ -127,7 +127,7 @@ def sink(make_node: MakeNode) -> Node:
 
 
 @pytest.fixture(scope="session")
-def freezing() -> Iterator[None]:
+def spilling() -> Iterator[None]:
     """Give indexes that keep everything in Redis one."""
-    with frozen_indexes():
+    with spilled_indexes():
         yield

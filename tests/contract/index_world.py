@@ -11,13 +11,13 @@ from baton_kvindex.index import Run, link
 from baton_kvindex.radix import RadixIndex
 
 from benchmarks.flat_index import CannotBuild, FlatIndex, flat_table
-from tests.contract.frozen_index import FrozenIndex
+from tests.contract.spilled_index import SpilledIndex
 from tests.harness.index.table import TableIndex
 
 Implementation = type[TableIndex] | type[FlatIndex] | type[RadixIndex]
 COUNTING: list[Implementation] = [TableIndex, FlatIndex, RadixIndex]
 """What is cold has no copies: kvindex follows workers that count themselves."""
-IMPLEMENTATIONS: list[Implementation] = [*COUNTING, FrozenIndex]
+IMPLEMENTATIONS: list[Implementation] = [*COUNTING, SpilledIndex]
 
 
 def parameter(kind: Implementation, *more: object) -> object:

@@ -11,7 +11,7 @@ from baton.errors import MalformedMessage
 from baton.messages import Fingerprint
 from tests.contract.index_world import COUNTING, IMPLEMENTATIONS, block, chain, copies, links, make, parameter
 
-pytestmark = pytest.mark.usefixtures("freezing")
+pytestmark = pytest.mark.usefixtures("spilling")
 
 
 @pytest.fixture(params=map(parameter, IMPLEMENTATIONS))

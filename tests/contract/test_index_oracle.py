@@ -22,7 +22,7 @@ from tests.contract.index_world import (
 )
 from tests.harness.index.table import TableIndex
 
-pytestmark = pytest.mark.usefixtures("freezing")
+pytestmark = pytest.mark.usefixtures("spilling")
 WORKERS = "ABC"
 workers = st.sampled_from(WORKERS)
 tiers = st.sampled_from(Tier)

@@ -18,7 +18,7 @@ from tests.harness.index.cold import PATH, World, cold_prompt
 from tests.harness.index.worker import MODEL, Cache
 from tests.harness.index.worker import chain as prompt
 
-# ---------------------------------------------------------------- leaving and coming back
+# ---------------------------------------------------------------- eviction and reload
 
 
 async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory() -> None:
@@ -36,7 +36,7 @@ async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory()
 async def test_what_came_back_is_forgotten_elsewhere() -> None:
     world, _ = await cold_prompt()
     await world.match(prompt(PATH))
-    await world.make_freezer(IndexSettings(memory_bytes_max=1 << 20)).make_room()
+    await world.make_spill(IndexSettings(memory_bytes_max=1 << 20)).make_room()
     assert world.store.branches == {}
 
 
@@ -50,7 +50,7 @@ async def test_memory_is_bounded_and_a_scan_pushes_nothing_out_that_is_asked_for
     for number in range(400):
         world.tell(cache, chr(0x4E00 + number) + " is asked for once, and long enough to take something")
         if number % 10 == 0:
-            await world.freezer.make_room()
+            await world.spill.make_room()
             world.index.tick()
             assert world.index.used_bytes < limit
     assert world.index.branches > 250
@@ -67,7 +67,7 @@ async def test_no_more_leaves_than_must() -> None:
     world, cache = World(limit), Cache()
     for number in range(200):
         world.tell(cache, chr(0x4E00 + number) + " is stored at the same time as all the others")
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert limit / 2 < world.index.used_bytes <= limit
 
 
@@ -83,14 +83,14 @@ async def test_a_branch_that_changed_while_it_was_written_stays() -> None:
     for change in changes:
         world.store.may_end.clear()
         world.store.written.clear()
-        leaving = asyncio.create_task(world.freezer.make_room())
+        evicted = asyncio.create_task(world.spill.make_room())
         await world.store.written.wait()
         change()
         world.store.may_end.set()
-        await leaving
+        await evicted
         assert world.index.branches == 0
         assert world.is_true(cache)
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert len(world.store.branches) == world.index.branches == 1, "nothing is left of what did not leave"
 
 
@@ -98,20 +98,20 @@ def test_a_branch_that_left_again_while_it_was_looked_for_is_not_lost() -> None:
     index = ColdIndex(stub_bytes=0)
     index.store("a", b"", chain("abc"))
 
-    def freeze() -> dict[bytes, bytes]:
-        (leaving,) = index.pack(block("a"))
-        assert index.leave(leaving)
-        return {leaving.name: leaving.packed()}
+    def evict() -> dict[bytes, bytes]:
+        (evicted,) = index.pack(block("a"))
+        assert index.evict(evicted)
+        return {evicted.name: evicted.packed()}
 
-    found, frozen = freeze(), index.frozen
-    assert index.recall(found, block("a"), frozen)
+    found, evictions = evict(), index.evictions
+    assert index.reload(found, block("a"), evictions)
     index.remove("a", block("abc"))
-    newer = freeze()
-    assert index.recall(found, block("a") + block("ab"), frozen), "to be looked for anew"
+    newer = evict()
+    assert index.reload(found, block("a") + block("ab"), evictions), "to be looked for anew"
     with pytest.raises(Cold) as cold:
         index.remove("a", block("ab"))
     assert cold.value.blocks == block("ab")
-    assert index.recall(newer, block("ab"), index.frozen)
+    assert index.reload(newer, block("ab"), index.evictions)
     assert index.match(chain("abc")) == {"a": 2}
 
 
@@ -119,11 +119,11 @@ async def test_a_match_beside_a_branch_that_leaves_is_right() -> None:
     world, cache = World(), Cache()
     world.tell(cache, PATH)
     world.store.may_end.clear()
-    leaving = asyncio.create_task(world.freezer.make_room())
+    evicted = asyncio.create_task(world.spill.make_room())
     await world.store.written.wait()
     assert await world.match(prompt(PATH)) == {"w": len(PATH)}
     world.store.may_end.set()
-    await leaving
+    await evicted
     assert world.index.branches == 1
     assert await world.match(prompt(PATH)) == {"w": len(PATH)}
 
@@ -136,15 +136,15 @@ def test_a_large_branch_leaves_in_parts_and_only_what_is_on_the_way_comes_back()
         index.store("a", b"", chain(path))
     stored: dict[bytes, bytes] = {}
     for parts in (3, 1):
-        leaving = [each for first in index.idlest(1) for each in index.pack(first)]
-        assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in leaving)
-        assert [index.leave(each) for each in leaving] == [True] * parts
-        stored |= {each.name: each.packed() for each in leaving}
+        evicted = [each for first in index.idlest(1) for each in index.pack(first)]
+        assert all(len(each.blocks) <= 16 * BRANCH_BLOCKS_MAX for each in evicted)
+        assert [index.evict(each) for each in evicted] == [True] * parts
+        stored |= {each.name: each.packed() for each in evicted}
     assert (index.branches, index.cold_blocks, index.footprint().nodes) == (4, 12_000, 0)
     wanted = index.behind(chain(paths[1]), 0)
     assert wanted == block("t") + block(trunk + "y")
     found = {name: packed for name, packed in stored.items() if packed[4:20] in split_ids(wanted)}
-    assert index.recall(found, wanted, index.frozen)
+    assert index.reload(found, wanted, index.evictions)
     assert index.match(chain(paths[1])) == {"a": 6000}
     assert (index.branches, index.cold_blocks) == (2, 6000)
 
@@ -154,9 +154,9 @@ def test_branches_behind_what_nobody_holds_leave_one_by_one() -> None:
     for path in ("abcd", "abce"):
         index.store("a", b"", chain(path))
     index.remove("a", block("a") + block("ab") + block("abc"))
-    leaving = [each for first in index.idlest(1) for each in index.pack(first)]
-    assert {each.blocks for each in leaving} == {block("abcd"), block("abce")}
-    assert all(index.leave(each) for each in leaving)
+    evicted = [each for first in index.idlest(1) for each in index.pack(first)]
+    assert {each.blocks for each in evicted} == {block("abcd"), block("abce")}
+    assert all(index.evict(each) for each in evicted)
     assert (index.branches, index.footprint().nodes) == (2, 0)
 
 
@@ -167,7 +167,7 @@ async def test_memory_is_freed_though_all_was_asked_for_at_the_same_time_behind_
         path = "shared by all " + chr(0x4E00 + number) * 50
         world.tell(cache, path)
         assert await world.match(prompt(path)) == {"w": len(path)}
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert limit / 2 < world.index.used_bytes <= limit
     assert world.reconciler.match(MODEL, prompt("shared by all ")).held == {"w": 14}
 
@@ -233,7 +233,7 @@ async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_ba
     world, cache, other = World(), Cache(), Cache(name="other")
     world.tell(cache, PATH)
     world.tell(other, PATH[:10])
-    await world.freezer.make_room()
+    await world.spill.make_room()
     cache.restart()
     world.tell(cache, "x")
     assert world.is_true(cache)
@@ -249,7 +249,7 @@ async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
     world, cache = await cold_prompt()
     world.reconciler.on_events(cache.cleared(), 9, 0.0)
     assert (world.index.branches, world.index.cold_blocks) == (0, 0)
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert world.store.branches == {}
 
 
@@ -257,7 +257,7 @@ async def test_cold_branches_of_a_model_that_nobody_has_any_more_are_forgotten_e
     world, cache = await cold_prompt()
     world.reconciler.on_goodbye(Goodbye(address=cache.address), 0.0)
     assert world.reconciler.models() == {}
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert world.store.branches == {}
 
 
@@ -271,7 +271,7 @@ async def test_a_resync_replaces_what_is_cold() -> None:
     cache.stored(PATH[:5])
     with pytest.raises(Cold):
         world.reconciler.on_pages(address, cache.pages())
-    await world.freezer.until_here(lambda: world.reconciler.on_pages(address, cache.pages()))
+    await world.spill.until_here(lambda: world.reconciler.on_pages(address, cache.pages()))
     assert world.state(cache) is SyncState.SYNCED
     assert world.is_true(cache)
     assert world.reconciler.match(MODEL, prompt(PATH)).held == {"w": 5}
@@ -280,7 +280,7 @@ async def test_a_resync_replaces_what_is_cold() -> None:
 async def test_a_worker_is_written_as_a_whole_with_what_is_cold() -> None:
     world, cache = await cold_prompt()
     world.reconciler.go_on_from({})
-    batch = await world.freezer.until_here(world.reconciler.take_batch)
+    batch = await world.spill.until_here(world.reconciler.take_batch)
     change = batch.workers[cache.name]
     assert change is not None
     assert change.runs is not None

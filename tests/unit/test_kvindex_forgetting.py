@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from baton_kvindex.cold import SHAPE_BYTES, ColdIndex
 from baton_kvindex.durable import WorkerState
-from baton_kvindex.freezer import MEMORY_BYTES_MIN
 from baton_kvindex.index import link
+from baton_kvindex.spill import MEMORY_BYTES_MIN
 
 from baton.messages import BlocksStored
 from tests.harness.index.cold import PATH, World
@@ -27,10 +27,10 @@ async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_sti
         world.tell(cache, path)
         if number % 1000 == 999:
             assert world.reconciler.match(MODEL, prompt(asked)).held == {"w": len(asked)}
-            await world.freezer.make_room()
+            await world.spill.make_room()
             assert world.index.used_bytes <= limit
             assert world.index.stubs_bytes <= limit // 2
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert world.index.forgotten > 0
     assert len(world.store.branches) == world.index.branches, "what is forgotten is forgotten elsewhere too"
     assert world.is_true(cache)
@@ -70,7 +70,7 @@ async def test_while_nothing_can_leave_memory_is_bounded_too() -> None:
     world.store.away = True
     for number in range(1000):
         world.tell(cache, chr(0x4E00 + number) + " is stored while there is nowhere to go" * 2)
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert MEMORY_BYTES_MIN * 0.9 < world.index.used_bytes <= MEMORY_BYTES_MIN
     assert (world.index.branches, world.is_true(cache)) == (0, True)
 
@@ -80,7 +80,7 @@ async def test_a_message_of_which_a_part_is_cold_is_not_applied_twice() -> None:
     for path in ("forgotten", PATH):
         world.tell(cache, path)
     world.index.forget_behind(prompt("forgotten")[:16])
-    await world.freezer.make_room()
+    await world.spill.make_room()
     removals = [cache.removed(prompt(path)[-16:]).events[0] for path in ("forgotten", PATH)]
     cache.sequence = 2
     world.reconciler.on_events(cache.changed(*removals), 3, 0.0)
@@ -94,10 +94,10 @@ def test_shapes_that_no_stub_has_any_more_are_not_kept() -> None:
     for length in range(10, 400):
         path = prompt(chr(0x4E00 + length) * length)
         index.store("w", b"", path)
-        (leaving,) = index.pack(path[:16])
-        assert index.leave(leaving)
+        (evicted,) = index.pack(path[:16])
+        assert index.evict(evicted)
         if length % 100:
-            assert index.recall({leaving.name: leaving.packed()}, path, index.frozen)
+            assert index.reload({evicted.name: evicted.packed()}, path, index.evictions)
             index.remove("w", path)
     assert index.branches == 3
     assert index.stubs_bytes < 100 * SHAPE_BYTES

@@ -8,10 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 import pytest
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerState
-from baton_kvindex.freezer import Freezer
 from baton_kvindex.lease import Lease
 from baton_kvindex.radix import RadixIndex
 from baton_kvindex.reconciler import Reconciler
+from baton_kvindex.spill import Spill
 from baton_kvindex.store import ColdStore, StoreFenced
 from baton_kvindex.writer import Writer
 
@@ -139,8 +139,8 @@ class Peer:
         self.line = Line(network)
         self.reconciler = Reconciler(RadixIndex, IndexSettings(), Journal(100))
         ports = deterministic_ports(self.line, network.clock, seed=number)
-        freezer = Freezer(ports=ports, store=None, reconciler=self.reconciler, settings=SETTINGS)
-        self.writer = Writer(ports=ports, store=store, reconciler=self.reconciler, freezer=freezer, settings=SETTINGS)
+        spill = Spill(ports=ports, store=None, reconciler=self.reconciler, settings=SETTINGS)
+        self.writer = Writer(ports=ports, store=store, reconciler=self.reconciler, spill=spill, settings=SETTINGS)
         self.task = asyncio.create_task(self.writer.run())
 
     async def end(self) -> None:

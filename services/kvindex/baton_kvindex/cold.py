@@ -4,12 +4,12 @@
     cold   branches that were cut off from it, each under a name of its own. A **stub** of each is here, under its first
            block: the name, how many blocks it has for each set of holders; and per holder the sum of all that is cold
 
-    freeze   idle ──pack──▶ written elsewhere ──▶ still the same here? ──leave──▶ a stub in its place
-    recall   a stub on the way of a prompt or of a run that is stored, a block to be removed, a parent
+    evict   idle ──pack──▶ written elsewhere ──▶ still the same here? ──▶ a stub in its place
+    reload  a stub on the way of a prompt or of a run that is stored, a block to be removed, a parent
              ──Cold, read from elsewhere──▶ added to the tree, without the holders that were cleared meanwhile
 
 All that is known of a block is hot, or in exactly one cold branch. A branch never changes while it is cold: what would
-change it raises `Cold` before it changes anything, and is to be repeated once `recall` was given what was found. Only
+change it raises `Cold` before it changes anything, and is to be repeated once `reload` was given what was found. Only
 clearing a worker needs nothing: it is taken from the stubs, which say who counts when a branch comes back. So sizes and
 fingerprints are exact without a look at what is cold.
 
@@ -27,26 +27,26 @@ from typing import Final
 
 from baton.messages import Fingerprint
 from baton_kvindex.index import ID_BYTES, IndexSize, Run, Tier, UnknownParent, check_ids, check_run, split_ids
-from baton_kvindex.packing import COUNT_BYTES, DamagedBranch, Holder, Leaving, holders_of, trees, unpack
+from baton_kvindex.packing import COUNT_BYTES, DamagedBranch, EvictedBranch, Holder, holders_of, trees, unpack
 from baton_kvindex.radix import Branch, RadixIndex
 
 BRANCH_BLOCKS_MAX: Final = 4096
-"""Of one cold branch, 64 KiB of ids: of larger ones, parts leave one after the other, from the ends."""
+"""Size of a cold branch: 64 KiB of ids. Parts of a larger one are evicted one after the other, from the ends."""
 BLOCK_BYTES, NODE_BYTES, STUB_BYTES = 40, 48, 200
 """What each takes in memory, about; an idle branch that takes less than its stub stays."""
 SHAPE_BYTES, HOLDERS_BYTES, HOLDER_BYTES = 270, 320, 120
 """What different `Parts` and sets of holders take beside stubs: each of them, each set, and each holder in a set."""
 ABSENT_MAX: Final = 1 << 16
-"""Blocks that are remembered to be nowhere."""
+"""Size of the negative cache, in blocks."""
 SPARE_SHAPES: Final = 64
-"""Kept beyond twice those of all stubs, before they are looked through."""
+"""Shapes that may be kept beyond twice those of all stubs, before unused ones are dropped."""
 
 Parts = tuple[tuple[int, frozenset[Holder]], ...]
-"""Of a branch: how many of its blocks are held by whom."""
+"""The shape of a branch: how many of its blocks are held by whom."""
 
 
 class Cold(Exception):  # Not an error: what was asked for is cold, or may be.
-    """Look for these blocks, `recall` what is found, and repeat the call."""
+    """Look for these blocks, `reload` what is found, and repeat the call."""
 
     def __init__(self, index: ColdIndex, blocks: bytes) -> None:
         super().__init__(f"{len(blocks) // ID_BYTES} blocks may be cold")
@@ -68,24 +68,24 @@ class ColdIndex(RadixIndex):
         self._stub_bytes = stub_bytes
         self._stubs: dict[bytes, _Stub] = {}
         self._parts: dict[Parts, Parts] = {}
-        """Those of all stubs, each once, and others that no stub has any more."""
+        """The shapes of all stubs, each once, and some that no stub has any more."""
         self._sets: dict[frozenset[Holder], frozenset[Holder]] = {}
-        """Those of all parts, likewise."""
+        """The sets of holders in all shapes, likewise."""
         self._shared_bytes = 0
-        """Of both."""
+        """Memory that shapes and sets take."""
         self._sums: dict[Holder, tuple[int, int]] = {}
-        """Of what is cold or forgotten: the sum of the ids, and their number."""
+        """Holder → the sum of the ids, and the number, of its blocks that are cold or forgotten."""
         self._forgotten: dict[Holder, int] = {}
-        """How many blocks of that are forgotten."""
+        """Holder → how many of these blocks are forgotten."""
         self._absent: set[bytes] = set()
         """Blocks that were looked for, and are not cold."""
         self._names = count(1)
         self._counts_copies = counts_copies
         self.cold_blocks = 0
-        self.frozen = 0
+        self.evictions = 0
         """Branches that have left, ever."""
         self.garbage: list[bytes] = []
-        """Names of branches that nobody will recall."""
+        """Names of branches that are not needed elsewhere any more."""
 
     @property
     def branches(self) -> int:
@@ -180,22 +180,22 @@ class ColdIndex(RadixIndex):
             return b""
         return b"".join(block for block in split_ids(blocks[reach * ID_BYTES :]) if block in self._stubs)
 
-    # ------------------------------------------------------------ leaving
+    # ------------------------------------------------------------ eviction
 
     def idlest(self, blocks: int) -> list[bytes]:
         """Return where the branches begin that have been idle for longest, of about so many blocks or more."""
         return [] if self._counts_copies else split_ids(self.idle(self.age_of(blocks), BRANCH_BLOCKS_MAX))
 
-    def pack(self, first: bytes) -> list[Leaving]:
+    def pack(self, first: bytes) -> list[EvictedBranch]:
         """Return what hangs behind a block, itself included, as branches to be written elsewhere; none: it stays."""
         rows = self.dump_behind(first)
         if sum(len(row.blocks) // ID_BYTES * BLOCK_BYTES + NODE_BYTES for row in rows) < self._stub_bytes:
             return []
-        return [self._leaving(tree) for tree in trees(rows)]
+        return [self._evicted_branch(tree) for tree in trees(rows)]
 
-    def leave(self, leaving: Leaving) -> bool:
+    def evict(self, branch: EvictedBranch) -> bool:
         """Let go of a branch that was written; return whether it did, which it does not where it has changed."""
-        rows = leaving.rows
+        rows = branch.rows
         first = rows[0].blocks[:ID_BYTES]
         now = {row.blocks: row for row in self.dump_behind(first)}
         if any(now.get(row.blocks) != row for row in rows):
@@ -207,9 +207,9 @@ class ColdIndex(RadixIndex):
         shape: Parts = tuple((blocks, holders) for holders, blocks in parts.items())
         if len(self._parts) > 2 * len(self._stubs) + SPARE_SHAPES:
             self._tidy()
-        self._stubs[first] = _Stub(leaving.name, self._share(shape))
+        self._stubs[first] = _Stub(branch.name, self._share(shape))
         self.cold_blocks += sum(blocks for blocks, _ in shape)
-        self.frozen += 1
+        self.evictions += 1
         self._absent.clear()
         return True
 
@@ -221,10 +221,10 @@ class ColdIndex(RadixIndex):
         self._count_cold(row.blocks, holders, 1)
         return holders
 
-    def _leaving(self, rows: Sequence[Branch]) -> Leaving:
+    def _evicted_branch(self, rows: Sequence[Branch]) -> EvictedBranch:
         # Ids of other models are other ids, so names are unique among all indexes of a process.
         name = (next(self._names) % (1 << 32)).to_bytes(4, "little") + rows[0].blocks[:8]
-        return Leaving(name, b"".join(row.blocks for row in rows), rows)
+        return EvictedBranch(name, b"".join(row.blocks for row in rows), rows)
 
     # ------------------------------------------------------------ being forgotten
 
@@ -258,8 +258,8 @@ class ColdIndex(RadixIndex):
 
     # ------------------------------------------------------------ coming back
 
-    def recall(self, found: Mapping[bytes, bytes], blocks: bytes, frozen: int) -> bool:
-        """Take in what was found when these blocks were looked for, `frozen` branches having left before.
+    def reload(self, found: Mapping[bytes, bytes], blocks: bytes, evictions: int) -> bool:
+        """Take in what was found when these blocks were looked for, `evictions` having come before.
 
         Returns whether all that must be there was there, and whole.
         """
@@ -276,7 +276,7 @@ class ColdIndex(RadixIndex):
                 self._count_cold(row.blocks, holders_of(row), -1)
             self._drop(first, stub)
             self.add(branches)
-        if frozen != self.frozen:
+        if evictions != self.evictions:
             return True  # What left meanwhile was not looked for.
         if len(self._absent) > ABSENT_MAX:
             self._absent.clear()
@@ -327,7 +327,7 @@ class ColdIndex(RadixIndex):
         return any(super(ColdIndex, self).fingerprint(worker, tier).blocks for tier in Tier)
 
     def _need(self, *runs: bytes) -> None:
-        """Raise Cold for blocks that may be cold: nobody holds them here, and they were not looked for."""
+        """Raise Cold for blocks that may be cold: no worker holds them here, and they were not looked for."""
         unheld = (block for run in runs for block in split_ids(self.unheld(run)))
         if wanted := [block for block in unheld if block not in self._absent]:
             raise Cold(self, b"".join(wanted))

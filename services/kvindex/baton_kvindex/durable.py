@@ -138,7 +138,7 @@ class Journal:
             self._waiting[worker] = found or _Waiting(whole=True)
 
     def give_back(self, batch: Batch) -> None:
-        """A batch was not written, or nobody knows whether it was: its workers are written anew."""
+        """Write the workers of a batch anew: it was not written, or may not have been."""
         for worker in batch.workers:
             self.rewrite(worker)
 

@@ -6,7 +6,7 @@ blocks 0, 1 and 3 of a prompt holds two. Every call takes a run of ids in one by
 that a native implementation crosses the language border once per batch.
 
 A block is held or not, however often that is said, which is what a resync needs: events that it overlaps are
-applied again. Whoever follows an engine itself, which stores and removes the same hash once for each copy,
+applied again. A program that follows an engine itself, which stores and removes the same hash once for each copy,
 makes an index that **counts copies**: each store adds one, each removal takes one, per (worker, tier, block).
 Workers of this deployment count in their shadow maps, so kvindex does not.
 """

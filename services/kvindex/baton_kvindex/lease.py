@@ -23,7 +23,7 @@ class Lease:
         self._holder = holder
         self._ttl_s = ttl_s
         self._revision: int | None = None
-        """Of the entry; 0: there is none; None: not known."""
+        """Revision of the entry; 0: there is none; None: not known."""
         self._is_mine = False
         self._changed_s = -inf
         """When another one's revision was first seen."""

@@ -16,22 +16,22 @@ COUNT_BYTES: Final = 4
 Holder = tuple[str, Tier]
 
 
-class DamagedBranch(Exception):  # Not an error of anybody who calls: what was held is read anew.
+class DamagedBranch(Exception):  # Not an error of the caller: what was held is read anew.
     """What was written is not what is read."""
 
 
 class _Shape(msgspec.Struct, frozen=True, array_like=True):
-    """Of a packed branch, beside the ids of its blocks."""
+    """What a packed branch has beside the ids of its blocks."""
 
     rows: list[tuple[bytes, int, int]]
     """Parent, blocks, number of their holders."""
     holders: list[tuple[list[str], list[str]]]
-    """In the active cache, and in the history."""
+    """Workers that hold a row in the active cache, and in the history."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
-    """A branch that was packed, and is still hot."""
+class EvictedBranch:
+    """A branch on its way out of memory: packed, and hot until it is written elsewhere."""
 
     name: bytes
     blocks: bytes
@@ -71,7 +71,7 @@ def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
     if sum(length for _, length, _ in shape.rows) != blocks:
         raise DamagedBranch("the runs are not all of the blocks")
     if any(not 0 <= number < len(shape.holders) for _, _, number in shape.rows):
-        raise DamagedBranch("nobody holds some of the blocks")
+        raise DamagedBranch("some of the blocks have no holders")
     branches: list[Branch] = []
     for parent, length, number in shape.rows:
         active, history = shape.holders[number]
@@ -90,7 +90,7 @@ def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
 def trees(rows: Sequence[Branch]) -> Iterable[list[Branch]]:
     """Return rows, each of which comes after its parent, by what they hang behind together: mostly all of them.
 
-    Behind a block that nobody holds there may be several.
+    Behind a block without holders there may be several.
     """
     trees: dict[bytes, list[Branch]] = {}
     for row in rows:

@@ -143,7 +143,7 @@ class RadixIndex(NativeIndex):
         return self._tree.age_of(blocks)
 
     def unheld(self, blocks: bytes) -> bytes:
-        """Return which of the blocks nobody holds. Raises MalformedMessage."""
+        """Return the blocks that no worker holds. Raises MalformedMessage."""
         try:
             return self._tree.unheld(blocks)
         except baton_native.MalformedRun as error:

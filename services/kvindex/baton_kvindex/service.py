@@ -34,10 +34,10 @@ from baton.telemetry import Metrics, Reading, Tracing, catalogue
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal, SavedWorker
-from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.reconciler import LocalMatch, Reconciler
 from baton_kvindex.report import make_report
+from baton_kvindex.spill import Spill
 from baton_kvindex.store import Store, StoreUnavailable
 from baton_kvindex.writer import Writer
 
@@ -82,14 +82,14 @@ class IndexService:
         if settings.memory_bytes_max and store is None:
             raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
         cold = store.cold(self._instance) if store is not None and settings.memory_bytes_max else None
-        self._freezer = Freezer(store=cold, reconciler=self.reconciler, ports=ports, settings=settings)
+        self._spill = Spill(store=cold, reconciler=self.reconciler, ports=ports, settings=settings)
 
     async def run(self, stop: Stop) -> None:
         """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
         async with AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(self._store.close)
-            stack.push_async_callback(self._freezer.close)
+            stack.push_async_callback(self._spill.close)
             await self._load()
             heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
             stack.push_async_callback(heartbeats.unsubscribe)
@@ -140,7 +140,7 @@ class IndexService:
         yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
         yield Reading(catalogue.INDEX_MEMORY, sum(index.used_bytes for index in indexes))
         yield Reading(catalogue.INDEX_FORGOTTEN, sum(index.forgotten for index in indexes))
-        yield Reading(catalogue.INDEX_RECALLS, self._freezer.recalls)
+        yield Reading(catalogue.INDEX_RELOADS, self._spill.reloads)
         yield Reading(catalogue.INDEX_SPECULATIVE, reconciler.speculative_blocks)
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
@@ -185,12 +185,12 @@ class IndexService:
         self._tasks.create_task(self._match_cold(delivery, message, local))
 
     def _may_fetch(self) -> bool:
-        return self._freezer.is_reachable and self._fetching < FETCHES_MAX
+        return self._spill.is_reachable and self._fetching < FETCHES_MAX
 
     async def _match_cold(self, delivery: Delivery, message: Match, local: LocalMatch) -> None:
         try:
             with self._tracing.span("match cold", parent=message.context.trace, kind=SpanKind.SERVER) as span:
-                held = await self._freezer.complete(local, message.model_digest, message.blocks)
+                held = await self._spill.complete(local, message.model_digest, message.blocks)
                 span.set({"baton.workers": len(held)})
                 await delivery.respond(self._matched(message, held))
         except BatonError as error:
@@ -217,7 +217,7 @@ class IndexService:
             raise MalformedMessage(f"{type(query).__name__} on {delivery.subject} is not for the index")
         writes = self._writer is not None and self._writer.is_writing
         local = self.reconciler.match(query.model_digest, query.blocks)
-        held = await self._freezer.complete(local, query.model_digest, query.blocks)
+        held = await self._spill.complete(local, query.model_digest, query.blocks)
         answer = await make_report(
             self.reconciler, self._ports.threads, query, held, instance=self._instance, writes=writes
         )
@@ -243,20 +243,20 @@ class IndexService:
     def _start_reloads(self) -> None:
         if self._behind is not None:
             for address, cold in self.reconciler.due_reloads():
-                self._behind.create_task(self._freezer.reload(address, cold))
+                self._behind.create_task(self._spill.reload(address, cold))
 
     # ------------------------------------------------------------ resync
 
     async def _work_behind(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             self._behind = tasks
-            tasks.create_task(self._freezer.run())
+            tasks.create_task(self._spill.run())
             if self._store is not None:
                 self._writer = Writer(
                     ports=self._ports,
                     store=self._store,
                     reconciler=self.reconciler,
-                    freezer=self._freezer,
+                    spill=self._spill,
                     settings=self._settings,
                 )
                 tasks.create_task(self._writer.run())
@@ -286,7 +286,7 @@ class IndexService:
             self.reconciler.counters.malformed += isinstance(error, MalformedMessage)
             self.reconciler.on_resync_failed(address)
         else:
-            await self._freezer.until_here(lambda: self.reconciler.on_pages(address, pages))
+            await self._spill.until_here(lambda: self.reconciler.on_pages(address, pages))
             blocks = sum(len(run.blocks) for page in pages for run in page.runs) // ID_BYTES
             logger.info("resynced %s: %d blocks in %d pages", address.worker, blocks, len(pages))
 
@@ -330,5 +330,5 @@ class IndexService:
         logger.info("loaded %d workers up to event %d of the stream", len(self.reconciler.workers()), stream_sequence)
 
     async def _take_saved(self, worker: str, saved: SavedWorker) -> None:
-        await self._freezer.until_here(lambda: self.reconciler.restore_worker(worker, saved, self._clock.now_s()))
-        await self._freezer.make_room()
+        await self._spill.until_here(lambda: self.reconciler.restore_worker(worker, saved, self._clock.now_s()))
+        await self._spill.make_room()

@@ -6,7 +6,7 @@
     PREFIX:1:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
     PREFIX:1:cold:INSTANCE    hash    name → a branch that one index has no room for; block → the name of its branch
 
-The last is that index's own, to nobody else of any use, and expires with it. The 1 is the version of all this: another
+The last is that index's own, of no use to others, and expires with it. The 1 is the version of all this: another
 one reads and writes keys of its own, so indexes of both run side by side while they are being replaced.
 
 A batch is one MULTI, so what is read is a state that the index once had. Each writer claims the database with its
@@ -34,7 +34,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, ConfigurationError
 from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState, runs_of
 from baton_kvindex.index import ID_BYTES, Run, link, split_ids
-from baton_kvindex.packing import Leaving
+from baton_kvindex.packing import EvictedBranch
 
 VERSION: Final = 1
 """To be raised when an index of today would read what is written wrongly."""
@@ -126,7 +126,7 @@ class Store(Protocol):
     async def write(self, batch: Batch, fence: int) -> None:
         """Write all of a batch or nothing.
 
-        Raises StoreUnavailable, also where nobody knows whether the batch was written, StoreEmptied and StoreFenced.
+        Raises StoreUnavailable, also where the batch may have been written, StoreEmptied and StoreFenced.
         """
         ...
 
@@ -140,7 +140,7 @@ class Store(Protocol):
 class ColdStore(Protocol):
     """Where one index keeps what it has no room for. Each call but `close` raises StoreUnavailable."""
 
-    async def put(self, branches: Sequence[Leaving]) -> None: ...
+    async def put(self, branches: Sequence[EvictedBranch]) -> None: ...
 
     async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
         """Return, by their names, the branches that have one of the blocks."""
@@ -281,7 +281,7 @@ class _RedisColdStore:
         self._clock = clock
         self._timeout_s = timeout_s
 
-    async def put(self, branches: Sequence[Leaving]) -> None:
+    async def put(self, branches: Sequence[EvictedBranch]) -> None:
         names = ((block, each.name) for each in branches for block in split_ids(each.blocks))
         for page in _pages(chain(((each.name, each.packed()) for each in branches), names)):
             await self._answer(self._redis.hset(self._key, mapping=page))

@@ -14,9 +14,9 @@ from baton.errors import BatonError
 from baton.messages import WriterLease
 from baton.node.ports import Ports
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.freezer import Freezer
 from baton_kvindex.lease import Lease
 from baton_kvindex.reconciler import Reconciler
+from baton_kvindex.spill import Spill
 from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -25,18 +25,18 @@ LAST_WRITE_S: Final = 2.0
 JOURNAL_KEPT_S: Final = 10.0
 """Changes of about this time are kept while another index writes: it is at most so far behind when it is lost."""
 RENEWALS: Final = 4
-"""Of the lease, in the time for which it holds."""
+"""Renewals per lease TTL."""
 
 
 class Writer:
     def __init__(
-        self, *, ports: Ports, store: Store, reconciler: Reconciler, freezer: Freezer, settings: IndexSettings
+        self, *, ports: Ports, store: Store, reconciler: Reconciler, spill: Spill, settings: IndexSettings
     ) -> None:
         self._bus = ports.bus
         self._clock = ports.clock
         self._store = store
         self._reconciler = reconciler
-        self._freezer = freezer
+        self._spill = spill
         self._settings = settings
         self._holder = ports.new_id()
         self._lease = Lease(self._holder, settings.writer_ttl_s)
@@ -51,7 +51,7 @@ class Writer:
         return bool(self._claimed)
 
     async def run(self) -> None:
-        """Until cancelled: then leave the newest state, and the lease to whoever waits for it."""
+        """Write until cancelled; then write the newest state, and give the lease back."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_lease())
@@ -135,8 +135,8 @@ class Writer:
     async def _write_batch(self, fence: int) -> None:
         # A worker that is written as a whole comes back as a whole.
         for worker in self._reconciler.unwritten_workers():
-            await self._freezer.until_here(partial(self._reconciler.dump, worker))
-        batch = await self._freezer.until_here(self._reconciler.take_batch)
+            await self._spill.until_here(partial(self._reconciler.dump, worker))
+        batch = await self._spill.until_here(self._reconciler.take_batch)
         written = False
         try:
             await self._store.write(batch, fence)

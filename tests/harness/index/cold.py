@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal
-from baton_kvindex.freezer import Freezer
 from baton_kvindex.index import split_ids
 from baton_kvindex.indexed_worker import SyncState
-from baton_kvindex.packing import Leaving
+from baton_kvindex.packing import EvictedBranch
 from baton_kvindex.reconciler import Reconciler
+from baton_kvindex.spill import Spill
 from baton_kvindex.store import StoreUnavailable
 
 from baton.bus import MemoryBus, MemoryNetwork
@@ -34,7 +34,7 @@ class Elsewhere:
         self.may_end = asyncio.Event()
         self.may_end.set()
 
-    async def put(self, branches: Sequence[Leaving]) -> None:
+    async def put(self, branches: Sequence[EvictedBranch]) -> None:
         self._check()
         self.branches |= {each.name: each.packed() for each in branches}
         self.written.set()
@@ -69,12 +69,12 @@ class World:
         self.clock = ManualClock()
         self.settings = IndexSettings(memory_bytes_max=memory_bytes_max)
         self.reconciler = Reconciler(ColdIndex, IndexSettings(), Journal(1 << 20))
-        self.freezer = self.make_freezer(self.settings)
+        self.spill = self.make_spill(self.settings)
         self.sequence = 0
 
-    def make_freezer(self, settings: IndexSettings) -> Freezer:
+    def make_spill(self, settings: IndexSettings) -> Spill:
         ports = deterministic_ports(MemoryBus(MemoryNetwork()), self.clock, seed=0)
-        return Freezer(ports=ports, store=self.store, reconciler=self.reconciler, settings=settings)
+        return Spill(ports=ports, store=self.store, reconciler=self.reconciler, settings=settings)
 
     @property
     def index(self) -> ColdIndex:
@@ -92,11 +92,11 @@ class World:
 
     async def reload(self) -> None:
         for address, cold in self.reconciler.due_reloads():
-            await self.freezer.reload(address, cold)
+            await self.spill.reload(address, cold)
 
     async def match(self, blocks: bytes) -> dict[str, int]:
         """Return who holds how much of a prompt, of what is cold as well."""
-        return await self.freezer.complete(self.reconciler.match(MODEL, blocks), MODEL, blocks)
+        return await self.spill.complete(self.reconciler.match(MODEL, blocks), MODEL, blocks)
 
     def state(self, cache: Cache) -> SyncState:
         return self.reconciler.workers()[cache.name].state
@@ -109,6 +109,6 @@ async def cold_prompt() -> tuple[World, Cache]:
     """Return a worker of which one prompt is cold."""
     world, cache = World(), Cache()
     world.tell(cache, PATH)
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert (world.index.branches, world.index.footprint().blocks) == (1, 0)
     return world, cache

@@ -18,7 +18,7 @@ from tests.harness.servers import start_redis
 Result = TypeVar("Result")
 
 
-class FrozenIndex(ColdIndex):
+class SpilledIndex(ColdIndex):
     """The service's own index and its own store, called one after the other instead of beside others."""
 
     runner: asyncio.Runner
@@ -30,19 +30,19 @@ class FrozenIndex(ColdIndex):
         self._store: ColdStore = self.stores.cold(uuid4().hex)
 
     def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
-        return self._call(lambda: super(FrozenIndex, self).store(worker, parent, blocks, tier))
+        return self._call(lambda: super(SpilledIndex, self).store(worker, parent, blocks, tier))
 
     def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
-        return self._call(lambda: super(FrozenIndex, self).remove(worker, blocks, tier))
+        return self._call(lambda: super(SpilledIndex, self).remove(worker, blocks, tier))
 
     def clear(self, worker: str) -> int:
-        return self._call(lambda: super(FrozenIndex, self).clear(worker))
+        return self._call(lambda: super(SpilledIndex, self).clear(worker))
 
     def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
-        return self._call(lambda: super(FrozenIndex, self).dump(worker, tier))
+        return self._call(lambda: super(SpilledIndex, self).dump(worker, tier))
 
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
-        self._call(lambda: super(FrozenIndex, self).load(worker, runs, tier))
+        self._call(lambda: super(SpilledIndex, self).load(worker, runs, tier))
 
     def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
         return self._call(lambda: self._match(blocks, tier))
@@ -64,15 +64,15 @@ class FrozenIndex(ColdIndex):
                 break
             except Cold as cold:
                 found = self.runner.run(self._store.find(cold.blocks))
-                assert self.recall(found, cold.blocks, self.frozen)
-        self._freeze()
+                assert self.reload(found, cold.blocks, self.evictions)
+        self._evict()
         return result
 
-    def _freeze(self) -> None:
+    def _evict(self) -> None:
         while firsts := self.idlest(1 << 30):
-            leaving = [leaving for first in firsts for leaving in self.pack(first)]
-            self.runner.run(self._store.put(leaving))
-            assert all(self.leave(each) for each in leaving)
+            evicted = [evicted for first in firsts for evicted in self.pack(first)]
+            self.runner.run(self._store.put(evicted))
+            assert all(self.evict(each) for each in evicted)
         if len(self.garbage) > 50:
             self.runner.run(self._store.drop(self.garbage))
             self.garbage.clear()
@@ -80,10 +80,10 @@ class FrozenIndex(ColdIndex):
 
 
 @contextmanager
-def frozen_indexes() -> Generator[None]:
+def spilled_indexes() -> Generator[None]:
     """Give every index made inside a Redis."""
     with start_redis() as server, asyncio.Runner() as runner:
-        FrozenIndex.runner = runner
-        FrozenIndex.stores = RedisStore(server.url, clock=SystemClock(), prefix="contract", timeout_s=5.0)
+        SpilledIndex.runner = runner
+        SpilledIndex.stores = RedisStore(server.url, clock=SystemClock(), prefix="contract", timeout_s=5.0)
         yield
-        runner.run(FrozenIndex.stores.close())
+        runner.run(SpilledIndex.stores.close())

@@ -63,7 +63,7 @@ async def test_what_it_lost_or_damaged_is_read_anew(damage: str) -> None:
     world, cache = World(), Cache()
     world.tell(cache, PATH)
     world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
-    await world.freezer.make_room()
+    await world.spill.make_room()
     stored, world.store.branches = world.store.branches, {}
     if damage != "lost":
         world.store.branches = {name: DAMAGES[damage](packed) for name, packed in stored.items()}
@@ -77,7 +77,7 @@ async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer() -
     old = dict(world.store.branches)
     await world.match(prompt(PATH))
     world.remove(cache, prompt(PATH)[-16:])
-    await world.freezer.make_room()
+    await world.spill.make_room()
     world.store.branches |= old
     assert await world.match(prompt(PATH)) == {"w": len(PATH) - 1}
 
@@ -90,7 +90,7 @@ async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed(
     world.tell(cache, "new")
     assert world.reconciler.match(MODEL, prompt("new")).held == {"w": 3}
     for address, wanted in due:
-        await world.freezer.reload(address, wanted)
+        await world.spill.reload(address, wanted)
     assert world.is_true(cache)
     gone = cache.changed(BlocksRemoved(blocks=b"broken"))
     world.reconciler.on_events(gone, 99, 0.0)
@@ -101,5 +101,5 @@ async def test_a_loss_is_seen_before_anybody_asks() -> None:
     world, cache = await cold_prompt()
     world.store.branches.clear()
     world.tell(cache, "meanwhile, something else is stored")
-    await world.freezer.make_room()
+    await world.spill.make_room()
     assert (world.reconciler.counters.resyncs[ResyncReason.COLD], world.state(cache)) == (1, SyncState.NEEDED)

@@ -1,7 +1,7 @@
-"""Keeps the index within its memory: moves idle branches to Redis, and fetches what is cold and needed.
+"""Keeps the index within its memory: spills idle branches to Redis, and reloads what is cold and needed.
 
-Redis is asked for nothing else, and by nobody who can do without: a prompt that ends in memory is answered from there,
-one that goes on in Redis has one round trip and `cold_timeout_s` for it. Events of a worker that touch what is cold
+Redis is asked only where memory cannot answer: a prompt that ends in memory is answered from there, one that goes on in
+Redis has one round trip and `cold_timeout_s` for it. Events of a worker that touch what is cold
 wait, in order, while those of others go on. While Redis is away nothing leaves; after `cold_patience_s` what is cold is
 given up, and the workers that held it are read anew. Memory stays within its bound whatever Redis does: what cannot
 leave, and what is cold beyond half of the memory in stubs, is forgotten, the idlest first.
@@ -20,33 +20,33 @@ from baton.node.ports import Ports
 from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.index import ID_BYTES
-from baton_kvindex.packing import Leaving
+from baton_kvindex.packing import EvictedBranch
 from baton_kvindex.reconciler import LocalMatch, Reconciler
 from baton_kvindex.store import ColdStore, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
 PASS_S: Final = 0.2
-"""Between two looks at what memory takes."""
+"""Time between two looks at what memory takes."""
 TICK_S: Final = 1.0
 RETRY_S: Final = 0.1
 SPARE: Final = 0.05
 """Share of the memory that is made free when there is too little: then it need not be looked for each time."""
-ROUNDS: Final = 4
-"""Of what leaves, the stubs stay, so the first may free less than it should."""
+EVICTION_PASSES: Final = 4
+"""Eviction passes: each evicted branch leaves a stub, so one pass can free too little."""
 PAGE_BLOCKS: Final = 1024
-"""Are written at a time, or one branch."""
+"""Blocks that are written at a time, or one branch."""
 DROPPED_MAX: Final = 8
-"""Branches at a time: Redis looks at each of their blocks, and answers nobody else meanwhile."""
+"""Branches dropped at a time: Redis looks at each of their blocks, and answers nothing else meanwhile."""
 STUBS_SHARE: Final = 0.5
-"""Of the memory, for stubs of what is cold: the rest is for what is hot."""
+"""Share of the memory for stubs of what is cold: the rest is for what is hot."""
 MEMORY_BYTES_MIN: Final = 1 << 21
-"""Nothing is forgotten for less: this much an index takes in any case."""
+"""Memory for less than which nothing is forgotten: this much an index takes in any case."""
 
 Result = TypeVar("Result")
 
 
-class Freezer:
+class Spill:
     def __init__(
         self, *, ports: Ports, store: ColdStore | None, reconciler: Reconciler, settings: IndexSettings
     ) -> None:
@@ -57,8 +57,8 @@ class Freezer:
         self._settings = settings
         self._failing_since_s: float | None = None
         self._elsewhere: set[ColdIndex] = set()
-        """Indexes of which something may be in Redis; of a model that nobody has any more as well."""
-        self.recalls = 0
+        """Indexes of which something may be in Redis, those of models without workers included."""
+        self.reloads = 0
 
     @property
     def is_reachable(self) -> bool:
@@ -96,7 +96,7 @@ class Freezer:
                 if not index.branches:
                     self._elsewhere.discard(index)
             bytes_max = self._settings.memory_bytes_max
-            for _ in range(ROUNDS):
+            for _ in range(EVICTION_PASSES):
                 excess = self._used_bytes() - bytes_max
                 if excess <= 0 or not await self._free(self._store, excess + int(bytes_max * SPARE)):
                     break
@@ -131,15 +131,15 @@ class Freezer:
         index = cold.index
         if self._store is None or not index.branches:
             return True
-        frozen = index.frozen
+        evictions = index.evictions
         try:
             found = await self._store.find(cold.blocks)
         except StoreUnavailable as error:
             self._on_failure(error)
             return False
         self._failing_since_s = None
-        self.recalls += 1
-        if not index.recall(found, cold.blocks, frozen):
+        self.reloads += 1
+        if not index.reload(found, cold.blocks, evictions):
             self._give_up("Redis lost some of what was cold")
         return True
 
@@ -162,18 +162,18 @@ class Freezer:
         """Move about so much to Redis; return whether anything left."""
         # What takes most gives most.
         index = max(self._indexes(), key=lambda each: each.used_bytes)
-        until_bytes, frozen = index.used_bytes - excess_bytes, index.frozen
-        page: list[Leaving] = []
+        until_bytes, evictions = index.used_bytes - excess_bytes, index.evictions
+        page: list[EvictedBranch] = []
         for first in await self._threads.run(partial(index.idlest, excess_bytes // BLOCK_BYTES + 1)):
             page += index.pack(first)
-            if sum(len(leaving.blocks) for leaving in page) < PAGE_BLOCKS * ID_BYTES:
+            if sum(len(branch.blocks) for branch in page) < PAGE_BLOCKS * ID_BYTES:
                 continue
-            await self._freeze(store, index, page)
+            await self._evict(store, index, page)
             page = []
             if index.used_bytes <= until_bytes:
                 return True
-        await self._freeze(store, index, page)
-        return index.frozen > frozen
+        await self._evict(store, index, page)
+        return index.evictions > evictions
 
     async def _forget(self) -> None:
         """Forget what memory has no room for even so: too many stubs, and what cannot leave or is too little for it."""
@@ -192,10 +192,10 @@ class Freezer:
                 index.forget_behind(first)
                 await self._clock.sleep(0)
 
-    async def _freeze(self, store: ColdStore, index: ColdIndex, page: list[Leaving]) -> None:
+    async def _evict(self, store: ColdStore, index: ColdIndex, page: list[EvictedBranch]) -> None:
         self._elsewhere.add(index)
         await store.put(page)
-        index.garbage += [leaving.name for leaving in page if not index.leave(leaving)]
+        index.garbage += [branch.name for branch in page if not index.evict(branch)]
 
     async def _drop_garbage(self, store: ColdStore, index: ColdIndex) -> None:
         while index.garbage:
