@@ -5,6 +5,7 @@ from __future__ import annotations
 from baton_kvindex.cold import SHAPE_BYTES, ColdIndex
 from baton_kvindex.durable import WorkerState
 from baton_kvindex.index import link
+from baton_kvindex.reconciler import LocalMatch
 from baton_kvindex.spill import MEMORY_BYTES_MIN
 
 from baton.messages import BlocksStored
@@ -14,7 +15,7 @@ from tests.harness.index.worker import chain as prompt
 
 
 def is_nowhere(world: World, path: str) -> bool:
-    return world.reconciler.match(MODEL, prompt(path)) == ({}, None)
+    return world.reconciler.match(MODEL, prompt(path)) == LocalMatch({})
 
 
 async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_still_accounted_for() -> None:

@@ -275,7 +275,7 @@ def test_what_waits_for_a_resync_is_bounded() -> None:
     (address,) = reconciler.due_resyncs(0.0)
     pages = worker.pages()
     large = BlocksRemoved(blocks=bytes(EVENTS_BYTES_MAX))
-    for _ in range(WAITING_BYTES_MAX // EVENTS_BYTES_MAX):
+    for _ in range(WAITING_BYTES_MAX // EVENTS_BYTES_MAX + 1):
         reconciler.on_events(worker.changed(large), 0, 0.0)
     reconciler.on_pages(address, pages)
     assert not reconciler.settled()

@@ -33,7 +33,7 @@ from baton_kvindex.durable import WorkerState
 DRIFT_DOUBLINGS_MAX: Final = 6
 """Doublings of the time between two resyncs of one worker, while they do not help."""
 WAITING_BYTES_MAX: Final = 16 << 20
-"""Events of one worker that wait, with what they take beside their ids."""
+"""Events of one worker that wait behind another, with what they take beside their ids."""
 MESSAGE_BYTES, EVENT_BYTES = 400, 150
 
 HELD_IS_WHOLE: Final = frozenset({None, ResyncReason.JOINED, ResyncReason.BEHIND, ResyncReason.GAP})
@@ -137,11 +137,12 @@ class IndexedWorker:
         if message.sequence <= self.sequence:
             self._counters.duplicates += 1
             return
-        self._waiting_bytes += _bytes_of(message)
+        if self._waiting:
+            self._waiting_bytes += _bytes_of(message)
         if self._waiting_bytes > WAITING_BYTES_MAX:
             # The gap that this leaves is seen after the resync, which is then repeated.
             self._waiting.clear()
-            self._waiting_bytes = _bytes_of(message)
+            self._waiting_bytes = 0
         self._waiting.append(message)
 
     def next_events(self) -> KvEvents | None:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from baton.errors import MalformedMessage
 from baton.messages import Audited, Fingerprint, Goodbye, Heartbeat, KvEvents, Placed, ShadowPage, WorkerAddress
@@ -36,7 +38,7 @@ PLACED_WORKERS_MAX: Final = 8
 """Workers of one placement: one of each role today."""
 
 
-class LocalMatch(NamedTuple):
+class LocalMatch(msgspec.Struct, frozen=True, gc=False):
     """What memory knows of a prompt: leading blocks by worker, and what may add to them once it is reloaded."""
 
     held: dict[str, int]
@@ -162,11 +164,11 @@ class Reconciler:
     # ------------------------------------------------------------ messages
 
     def on_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
-        name = heartbeat.address.worker
-        state = WorkerState(generation=heartbeat.address.generation, model_digest=heartbeat.model_digest, sequence=0)
-        if self._is_foreign(name, state):
+        name, generation = heartbeat.address.worker, heartbeat.address.generation
+        known = self._find(name, generation)
+        if known is not None and self._is_foreign(known, heartbeat.model_digest):
             return
-        worker = self._admit(name, state, self._membership.take(heartbeat, now_s))
+        worker = self._admit(name, generation, heartbeat.model_digest, self._membership.take(heartbeat, now_s))
         if worker is not None:
             worker.on_heartbeat(heartbeat, now_s)
             self._compare(worker)
@@ -178,11 +180,12 @@ class Reconciler:
     def on_events(self, message: KvEvents, stream_sequence: int, now_s: float) -> None:
         # Not the maximum: a stream that was made anew counts from 1 again.
         self.stream_sequence = stream_sequence
-        state = WorkerState(generation=message.generation, model_digest=message.model_digest, sequence=0)
-        if self._is_foreign(message.worker, state):
-            return
-        worker = self._admit(message.worker, state, self._membership.meet(message.worker, message.generation, now_s))
-        if worker is not None:
+        name, generation = message.worker, message.generation
+        worker = self._find(name, generation)
+        if worker is None:
+            events = self._membership.meet(name, generation, now_s)
+            worker = self._admit(name, generation, message.model_digest, events)
+        if worker is not None and not self._is_foreign(worker, message.model_digest):
             worker.on_events(message)
             self._advance(worker)
 
@@ -207,9 +210,7 @@ class Reconciler:
             worker = self._find(address.worker, address.generation)
             if worker is None:
                 self.counters.unknown_workers += 1
-            elif worker.model_digest != placed.model_digest:
-                self.counters.foreign_models += 1
-            else:
+            elif not self._is_foreign(worker, placed.model_digest):
                 self._speculation.add(address.worker, placed.context.request, prompt)
 
     def on_audited(self, audited: Audited) -> None:
@@ -305,22 +306,22 @@ class Reconciler:
         worker = self._workers.get(name)
         return worker if worker is not None and worker.generation == generation else None
 
-    def _is_foreign(self, name: str, state: WorkerState) -> bool:
+    def _is_foreign(self, worker: IndexedWorker, model_digest: str) -> bool:
         """Return whether a message gives a life another model than it has, and count it."""
         # A life has one model. What says otherwise is not understood, and not believed.
-        worker = self._find(name, state.generation)
-        is_foreign = worker is not None and worker.model_digest != state.model_digest
+        is_foreign = worker.model_digest != model_digest
         self.counters.foreign_models += is_foreign
         return is_foreign
 
-    def _admit(self, name: str, state: WorkerState, events: Sequence[Event]) -> IndexedWorker | None:
+    def _admit(self, name: str, generation: int, model_digest: str, events: Sequence[Event]) -> IndexedWorker | None:
         """Return the worker in this life, begun if it is new; None, and counted, where that life is over."""
         if any(isinstance(event, Joined | Restarted) for event in events):
             self._drop(name)
             self._journal.rewrite(name)
-            self._trees.assign(name, state.model_digest)
+            self._trees.assign(name, model_digest)
+            state = WorkerState(generation=generation, model_digest=model_digest, sequence=0)
             self._workers[name] = IndexedWorker(name, state, self._settings, self.counters)
-        worker = self._find(name, state.generation)
+        worker = self._find(name, generation)
         self.counters.stale += worker is None
         return worker
 
