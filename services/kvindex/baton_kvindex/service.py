@@ -270,7 +270,8 @@ class IndexService:
         pauses = PauseDetector(interval_s=TICK_S)
         while True:
             now_s = self._clock.now_s()
-            self.reconciler.extend_deadlines(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
+            if pause_s := pauses.local_pause_s(now_s, connected=self._bus.connected):
+                self.reconciler.extend_deadlines(pause_s, now_s)
             self.reconciler.on_tick(now_s)
             for address in self.reconciler.due_resyncs(now_s):
                 tasks.create_task(self._resync(address))
