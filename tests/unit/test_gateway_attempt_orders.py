@@ -193,7 +193,8 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
     if machine.phase is Phase.QUEUED:
         happens += [ev.TurnCame()] * 5 + [ev.QueueFull()]
     elif machine.phase is Phase.PLACING:
-        happens += [ev.Placed(attempt, placement(*workers)) for workers in (("d1",), ("d2",), ("d1", "p1"))] * 3
+        places = [placement("d1"), placement("d2"), placement("d1", "p1")]
+        happens += [ev.Placed(attempt, place) for place in places] * 3
         happens += [ev.PlaceRefused(attempt, error) for error in REFUSALS]
     else:
         assert machine.placement is not None
