@@ -37,7 +37,7 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
 from baton_gateway.config import Settings
 from baton_gateway.door import Door
-from baton_gateway.driver import Links
+from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.outbox import Outbox
 from baton_gateway.routes import Routes
@@ -73,7 +73,7 @@ class Gateway:
         self.tracing = tracing
         self.tokenizers = tokenizers
         self.workers = WorkerTable(settings.worker_dead_s)
-        self.routes = Routes()
+        self.routes = Routes[AnswerDriver]()
         self.outbox = Outbox(bus)
         self.admission = AdmissionQueue(waiting_max=settings.admission_queue_max, clock=clock, random=random)
         goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
