@@ -1,12 +1,10 @@
-"""The attempt protocol as values: each edge of the hand-off's table, and random networks against an oracle."""
+"""The attempt protocol as values: each edge of the hand-off's table."""
 
 from __future__ import annotations
 
 import pytest
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton.errors import (
     BatonError,
@@ -554,104 +552,3 @@ def test_a_stop_string_cancels_the_decode() -> None:
     bench.step(ev.TextStopped())
     assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
     assert bench.did(ev.Complete) == [ev.Complete(FinishReason.STOP, 0)]
-
-
-# ---------------------------------------------------------------- any network
-
-
-class Network:
-    """Workers that produce tokens 100, 101, … by position, behind a network that hypothesis commands."""
-
-    def __init__(self, bench: AttemptHarness, length: int) -> None:
-        self.bench = bench
-        self.length = length
-        self.start = 0
-        self.emitted = 0
-        self.in_flight: list[tuple[int, str, Frame]] = []
-
-    def place(self, attempt: int) -> None:
-        worker = f"d{attempt}"
-        self.bench.step(ev.Placed(attempt, placement(worker)))
-        if self.bench.did(ev.SendTasks):
-            self.start, self.emitted = len(self.bench.machine.delivered), 0
-            self.bench.step(ev.TaskAccepted(attempt, worker))
-
-    @property
-    def worker(self) -> str:
-        return f"d{self.bench.machine.attempt}"
-
-    def frame_from(self, index: int) -> Frame:
-        tokens = [100 + self.start + position for position in range(index, self.emitted)]
-        last = self.start + self.emitted == self.length
-        return frame(self.bench.machine.attempt, index, tokens, FinishReason.LENGTH if last else None)
-
-    def emit(self, tokens: int) -> None:
-        index = self.emitted
-        self.emitted = min(self.emitted + tokens, self.length - self.start)
-        self.in_flight.append((self.bench.machine.attempt, self.worker, self.frame_from(index)))
-
-    def answer_resends(self) -> None:
-        for action in self.bench.did(ev.SendResend):
-            if action.attempt == self.bench.machine.attempt:
-                self.in_flight.append((action.attempt, action.worker, self.frame_from(action.index)))
-
-
-MOVES = st.lists(
-    st.tuples(
-        st.sampled_from(["emit", "deliver", "repeat", "lose", "digest", "kill", "leave", "wait"]), st.integers(0, 5)
-    ),
-    max_size=60,
-)
-
-
-@given(MOVES, st.integers(1, 12))
-def test_any_network_yields_each_token_once_and_one_end(moves: list[tuple[str, int]], length: int) -> None:
-    bench = AttemptHarness(Sampling(max_tokens=length, temperature=0.0), deadline_s=10_000.0)
-    network = Network(bench, length)
-    network.place(0)
-    kills = 0
-    # After the random part the network heals, so that the answer must become whole.
-    for move, number in [*moves, *[("heal", 0)] * 40]:
-        if bench.machine.ended:
-            break
-        if bench.machine.phase is Phase.PLACING:
-            network.place(bench.machine.attempt)
-        if move == "emit":
-            network.emit(number)
-        elif move in ("deliver", "repeat", "lose") and network.in_flight:
-            position = number % len(network.in_flight)
-            attempt, worker, shown = network.in_flight[position]
-            if move != "repeat":
-                del network.in_flight[position]
-            if move != "lose":
-                assert shown.attempt == attempt
-                bench.step(ev.FrameArrived(worker, 1, shown))
-                network.answer_resends()
-        elif move == "kill" and kills < 3:
-            kills += 1
-            bench.step(ev.WorkerGone(network.worker, 1, "died"))
-        elif move == "leave":
-            # The other place may be found at once, later, or never.
-            bench.step(ev.WorkerLeaving(network.worker, 1, 0.0, 10.0))
-            if number:
-                network.place(bench.machine.attempt + 1)
-        elif move == "wait":
-            bench.wait(0.3)
-            network.answer_resends()
-        elif move in ("digest", "heal"):
-            if move == "heal":
-                bench.wait(0.3)
-                network.answer_resends()
-                network.emit(length)
-            state = AttemptState.RETAINED if network.start + network.emitted == length else AttemptState.RUNNING
-            entry = DigestEntry(request=REQUEST, attempt=bench.machine.attempt, emitted=network.emitted, state=state)
-            bench.step(ev.DigestArrived(network.worker, 1, entry))
-            network.answer_resends()
-            while move == "heal" and network.in_flight:
-                _, worker, shown = network.in_flight.pop(0)
-                bench.step(ev.FrameArrived(worker, 1, shown))
-        assert bench.machine.ended or bench.machine.wake_at_s < 10_001.0, "every state has a deadline"
-    delivered = [token for action in bench.did_ever(ev.Deliver) for token in action.tokens]
-    assert delivered == list(range(100, 100 + length))
-    assert len(bench.did_ever(ev.Complete)) == 1
-    assert not bench.did_ever(ev.Fail)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from baton_gateway import attempt_events as ev
-from baton_gateway.driver import Order, Outcome
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics, Goals
+from baton_gateway.order import Order, Outcome
 from baton_gateway.workers import Model
 
 from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost

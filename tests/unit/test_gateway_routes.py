@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
-
-from baton_gateway.driver import AnswerDriver
 from baton_gateway.routes import Routes
 
 from tests.harness.gateway.attempt_harness import AttemptHarness
 
 
-def answer(routes: Routes, request: str, decode: str, prefill: str = "") -> AttemptHarness:
+def answer(routes: Routes[AttemptHarness], request: str, decode: str, prefill: str = "") -> AttemptHarness:
     bench = AttemptHarness()
-    # Routes look at a driver's machine, and so does this bench have one.
-    routes.enter(request, cast("AnswerDriver", bench))
+    routes.enter(request, bench)
     bench.run_on(decode, prefill)
     for worker in filter(None, (decode, prefill)):
         routes.give(request, worker)
     return bench
 
 
-def on(routes: Routes, worker: str) -> list[str]:
+def on(routes: Routes[AttemptHarness], worker: str) -> list[str]:
     return [request for request, _ in routes.running_on(worker)]
 
 
 def test_answers_are_found_by_worker_in_the_order_in_which_they_came() -> None:
-    routes = Routes()
+    routes = Routes[AttemptHarness]()
     for request in ("c", "a", "b"):
         answer(routes, request, "d1", "p1" if request == "a" else "")
     assert on(routes, "d1") == ["c", "a", "b"]
@@ -37,7 +33,7 @@ def test_answers_are_found_by_worker_in_the_order_in_which_they_came() -> None:
 
 
 def test_a_worker_of_an_attempt_that_is_over_has_no_part_any_more() -> None:
-    routes = Routes()
+    routes = Routes[AttemptHarness]()
     bench = answer(routes, "r", "d1")
     bench.now_s += 200.0
     bench.wait(0.0)

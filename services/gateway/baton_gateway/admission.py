@@ -86,18 +86,16 @@ class AdmissionQueue:
         return True
 
     def leave(self, ticket: Ticket, *, accepted: bool = False) -> None:
-        """Give the place up. Does nothing for a ticket that is not in the queue.
-
-        `accepted`: workers took the request, so there may be room for more.
-        """
+        """Give the place up, if the ticket has one. `accepted`: workers took it, so there may be room for more."""
         queue = self._queues.get(ticket.model)
-        if queue is None or ticket not in queue.tickets:
+        if queue is None:
             return
-        del queue.tickets[ticket]
-        queue.waiting -= ticket.waits
-        ticket.trying = ticket.waits = False
-        if not queue.tickets:
-            del self._queues[ticket.model]
+        if ticket in queue.tickets:
+            del queue.tickets[ticket]
+            queue.waiting -= ticket.waits
+            ticket.trying = ticket.waits = False
+            if not queue.tickets:
+                del self._queues[ticket.model]
         if accepted:
             queue.tries = min(queue.tries + 1, TRIES_MAX)
             queue.due_at_s = self._clock.now_s()

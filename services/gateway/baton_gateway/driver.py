@@ -32,7 +32,6 @@ from baton.messages import (
     Cancel,
     Context,
     DecodeTask,
-    Disaggregation,
     FinishReason,
     KvSource,
     Place,
@@ -40,7 +39,6 @@ from baton.messages import (
     PrefillTask,
     Refused,
     Resend,
-    Sampling,
     TokenChunk,
     WorkerAddress,
     encode,
@@ -53,11 +51,11 @@ from baton_gateway.attempt import AttemptMachine
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
+from baton_gateway.order import Order, Outcome
 from baton_gateway.outbox import Outbox
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
 from baton_gateway.tracing import AnswerTrace
-from baton_gateway.workers import Model
 
 ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generation", "role"})
 """Reasons of `Busy` that say nothing against the worker: another one, or a later moment, will do."""
@@ -65,35 +63,6 @@ HEADROOM_BYTES: Final = 64
 """What the length fields of a message may grow by once tokens are in it."""
 TOKENS_SHARE_MIN: Final = 0.25
 """Of a message's room. Parameters that leave less would have a long prompt sent in thousands of messages."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
-    """One answer to produce: one choice of one prompt."""
-
-    request: str
-    model: Model
-    tokens: bytes
-    """The prompt, packed."""
-    prompt_tokens: int
-    root: bytes
-    """Key of the prompt's block ids."""
-    sampling: Sampling
-    eos_tokens: frozenset[int]
-    cache_salt: str
-    disaggregation: Disaggregation | None
-    received_at_s: float
-    deadline_at_s: float
-    operation: str
-    """In the words of OpenTelemetry's conventions: `chat` or `text_completion`."""
-    trace: str
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    reason: FinishReason
-    completion_tokens: int
-    cached_tokens: int
 
 
 class Sink(Protocol):
@@ -120,7 +89,7 @@ class Links:
     outbox: Outbox
     admission: AdmissionQueue
     timers: AttemptTimers
-    routes: Routes
+    routes: Routes[AnswerDriver]
 
 
 class AnswerDriver:

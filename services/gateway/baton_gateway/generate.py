@@ -17,7 +17,8 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.bodies import ChatBody, CompletionBody, OutputOptions, output_of, sampling_of
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.detokenise import Vocabulary
-from baton_gateway.driver import AnswerDriver, Order
+from baton_gateway.driver import AnswerDriver
+from baton_gateway.order import Order
 from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import ModelTokenizer

@@ -9,16 +9,14 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, Overloaded
 from baton.telemetry import Metrics, Reading, catalogue
 from baton_gateway.attempt import AttemptMachine, Phase
+from baton_gateway.order import Order, Outcome
 from baton_gateway.tracing import PROVIDER, RequestTrace
-
-if TYPE_CHECKING:
-    from baton_gateway.driver import Order, Outcome
 
 ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_gateway.choice import Piece
-from baton_gateway.driver import Outcome
+from baton_gateway.order import Outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError, ClientGone
 from baton_gateway.answers import SSE_DONE, Format, WholeChoice, error_body, sse_event, to_json, usage_of
 from baton_gateway.choice import Piece
-from baton_gateway.driver import Outcome
 from baton_gateway.generate import Job, Production
 from baton_gateway.guard import error_response
+from baton_gateway.order import Outcome
 from baton_gateway.outlet import Ending, Outlet
 from baton_gateway.service import Gateway
 from baton_gateway.tracing import RequestTrace

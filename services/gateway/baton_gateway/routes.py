@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from baton_gateway.driver import AnswerDriver
+from baton_gateway.attempt import AttemptMachine
 
 
-class Routes:
+class HasMachine(Protocol):
+    machine: AttemptMachine
+
+
+Driver = TypeVar("Driver", bound=HasMachine)
+
+
+class Routes(Generic[Driver]):
     """A digest comes from each worker each second: it must not cost a look at every answer."""
 
     def __init__(self) -> None:
-        self._drivers: dict[str, AnswerDriver] = {}
+        self._drivers: dict[str, Driver] = {}
         self._workers: dict[str, set[str]] = {}
         """By request: every worker that was given a part of it."""
         self._requests: dict[str, dict[str, None]] = {}
@@ -21,7 +27,7 @@ class Routes:
     def __len__(self) -> int:
         return len(self._drivers)
 
-    def enter(self, request: str, driver: AnswerDriver) -> None:
+    def enter(self, request: str, driver: Driver) -> None:
         self._drivers[request] = driver
         self._workers[request] = set()
 
@@ -37,13 +43,13 @@ class Routes:
             if not self._requests[worker]:
                 del self._requests[worker]
 
-    def get(self, request: str) -> AnswerDriver | None:
+    def get(self, request: str) -> Driver | None:
         return self._drivers.get(request)
 
-    def all(self) -> list[AnswerDriver]:
+    def all(self) -> list[Driver]:
         return list(self._drivers.values())
 
-    def running_on(self, worker: str) -> list[tuple[str, AnswerDriver]]:
+    def running_on(self, worker: str) -> list[tuple[str, Driver]]:
         """Return the answers whose present attempt was given to `worker`, by request."""
         given = ((request, self._drivers[request]) for request in self._requests.get(worker, ()))
         return [(request, driver) for request, driver in given if driver.machine.runs_on(worker)]

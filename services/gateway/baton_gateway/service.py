@@ -37,7 +37,7 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
 from baton_gateway.config import Settings
 from baton_gateway.door import Door
-from baton_gateway.driver import Links
+from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.outbox import Outbox
 from baton_gateway.routes import Routes
@@ -70,7 +70,7 @@ class Gateway:
         self.tracing = node.tracing
         self.tokenizers = tokenizers
         self.workers = WorkerTable(settings.lost_after_s)
-        self.routes = Routes()
+        self.routes = Routes[AnswerDriver]()
         self.outbox = Outbox(self.bus)
         self.admission = AdmissionQueue(
             waiting_max=settings.admission_queue_max, clock=self.clock, random=self.ports.random

@@ -1,0 +1,37 @@
+"""One answer as it is asked for, and what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from baton.messages import Disaggregation, FinishReason, Sampling
+from baton_gateway.workers import Model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """One answer to produce: one choice of one prompt."""
+
+    request: str
+    model: Model
+    tokens: bytes
+    """The prompt, packed."""
+    prompt_tokens: int
+    root: bytes
+    """Key of the prompt's block ids."""
+    sampling: Sampling
+    eos_tokens: frozenset[int]
+    cache_salt: str
+    disaggregation: Disaggregation | None
+    received_at_s: float
+    deadline_at_s: float
+    operation: str
+    """In the words of OpenTelemetry's conventions: `chat` or `text_completion`."""
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    reason: FinishReason
+    completion_tokens: int
+    cached_tokens: int
