@@ -9,7 +9,7 @@ ENGINE         = vllm
 PREFILL_ENGINE =
 DECODE_ENGINE  =
 DEVICE         = auto
-DISAGGREGATION = always
+DISAGGREGATION =
 ENGINE_OPTIONS =
 PROMPT         =
 API_KEY       ?=
@@ -61,14 +61,16 @@ environment-sglang: environment
 environment-vllm-cuda: environment
 	@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core
 
-# One environment per engine and device: each pins its own torch.
-ifeq ($(if $(filter auto,$(DEVICE)),$(if $(wildcard /dev/nvidiactl),cuda),$(DEVICE)),cuda)
+ENGINES = $(or $(PREFILL_ENGINE),$(ENGINE)) $(or $(DECODE_ENGINE),$(ENGINE))
+
+# One environment per engine and device: each pins its own torch. `auto` is the GPU where there is a driver and all
+# engines are vLLM, as `baton up` has it, too.
+NVIDIA_DRIVER = $(wildcard /dev/nvidiactl)
+ifeq ($(if $(filter auto,$(DEVICE)),$(if $(filter-out vllm,$(ENGINES)),,$(NVIDIA_DRIVER:%=cuda)),$(DEVICE)),cuda)
 VLLM_ENVIRONMENT = vllm-cuda
 else
 VLLM_ENVIRONMENT = vllm
 endif
-
-ENGINES = $(or $(PREFILL_ENGINE),$(ENGINE)) $(or $(DECODE_ENGINE),$(ENGINE))
 
 up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) $(if $(filter sglang,$(ENGINES)),environment-sglang)
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \

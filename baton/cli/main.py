@@ -60,7 +60,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         prefill_engine=parsed.prefill_engine or None,
         decode_engine=parsed.decode_engine or None,
         device=parsed.device,
-        disaggregation=Disaggregation(parsed.disaggregation),
+        disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
         engine_options=parse_engine_options(parsed.engine_options),
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
         redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
@@ -93,10 +93,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what it computes on; default: %(default)s")
     add(
         "--disaggregation",
-        choices=tuple(Disaggregation),
-        default=Disaggregation.ALWAYS,
+        choices=("", *Disaggregation),
+        default="",
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
-        "default: %(default)s",
+        "default: always, but never on GPUs, whose KV is not handed off yet",
     )
     add(
         "--engine-options",

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,11 +40,15 @@ class Launcher:
     def output(self) -> str:
         return self.output_path.read_text()
 
-    def wait_for(self, words: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        give_up_at_s = time.monotonic() + timeout_s
-        while words not in self.output:
-            assert self.process.poll() is None, f"it ended before it said {words!r}:\n{self.output}"
-            assert time.monotonic() < give_up_at_s, f"it never said {words!r}:\n{self.output}"
+    def wait_for(self, words: str) -> None:
+        self.wait_until(lambda output: words in output, f"it said {words!r}")
+
+    def wait_until(self, condition: Callable[[str], bool], what: str) -> None:
+        """Wait until `condition` is true of the output."""
+        give_up_at_s = time.monotonic() + READY_TIMEOUT_S
+        while not condition(self.output):
+            assert self.process.poll() is None, f"it ended before {what}:\n{self.output}"
+            assert time.monotonic() < give_up_at_s, f"in vain: {what}:\n{self.output}"
             time.sleep(0.05)
 
     def descendants(self) -> list[psutil.Process]:
@@ -152,6 +156,16 @@ def test_a_killed_worker_is_said_and_comes_back(launcher: Launcher) -> None:
         )
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0
+
+
+def test_who_is_killed_often_starts_again_at_once(launcher: Launcher) -> None:
+    for command in ("nats-server", "baton_scheduler"):
+        for _ in range(4):
+            (victim,) = [child for child in launcher.descendants() if command in " ".join(child.cmdline())]
+            backs = launcher.output.count(" is back")
+            victim.kill()
+            launcher.wait_until(lambda output, backs=backs: output.count(" is back") > backs, "it came back")
+    assert "starting it again in" not in launcher.output
 
 
 def test_secrets_are_on_no_command_line(launcher: Launcher) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -11,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from baton.cli import servers
-from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, worker_programs
+from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, settle, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, run
-from baton.cli.processes import Backoff, Program, describe_exit
+from baton.cli.processes import Program, describe_exit
 from baton.cli.servers import free_port
 from baton.config import EXIT_FAILED
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation
 
+ROOT = Path(__file__).parents[2]
 NATS_URL = "nats://nats-token@127.0.0.1:4222"
 REDIS_URL = "redis://:redis-password@127.0.0.1:6379/0"
 
@@ -34,7 +36,8 @@ def make_wishes(folder: Path, **changes: object) -> Wishes:
     return Wishes(**values)  # pyright: ignore[reportArgumentType]
 
 
-def all_programs(wishes: Wishes) -> list[Program]:
+def all_programs(wished: Wishes, *, gpu: bool = False) -> list[Program]:
+    wishes = settle(wished, gpu=gpu)
     services = service_programs(wishes, nats_url=NATS_URL, redis_url=REDIS_URL, environ={"PATH": "/bin"})
     return [*services, *worker_programs(wishes, model_path=Path("/model"), nats_url=NATS_URL, environ={"PATH": "/bin"})]
 
@@ -126,7 +129,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
 def test_wishes_that_cannot_be_met_are_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     wishes = make_wishes(tmp_path, **{"engine": "simulated", "port": free_port(), **changes})
     with pytest.raises(ConfigurationError) as caught:
-        check_wishes(wishes)
+        check_wishes(settle(wishes, gpu=False))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -135,6 +138,54 @@ def test_no_prefill_worker_is_fine_where_nothing_needs_one(tmp_path: Path) -> No
     check_wishes(
         make_wishes(tmp_path, engine="simulated", port=free_port(), prefill=0, disaggregation=Disaggregation.AUTO)
     )
+
+
+def test_on_a_gpu_decode_workers_serve_whole(tmp_path: Path) -> None:
+    """What `make up` starts on a machine with an NVIDIA driver, where nobody named a device or a placement."""
+    programs = {program.name: program for program in all_programs(make_wishes(tmp_path, decode=2), gpu=True)}
+    assert sorted(programs) == ["decode-0", "decode-1", "gateway", "kvindex", "scheduler"]
+    assert flags(programs["scheduler"])["--disaggregation"] == "never"
+    assert flags(programs["decode-0"])["--device"] == "cuda"
+    options = json.loads(flags(programs["decode-0"])["--engine-options"])
+    assert options["gpu_memory_utilization"] == pytest.approx(0.425), "of the GPU, for each of the two that are there"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device: str) -> None:
+    wishes = make_wishes(tmp_path, device=device, disaggregation=Disaggregation.ALWAYS)
+    with pytest.raises(ConfigurationError, match="KV in GPU memory is not handed off yet"):
+        settle(wishes, gpu=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "cpu"},
+        {"engine": "sglang"},
+        {"decode_engine": "sglang"},
+        {"engine": "simulated"},
+        {"engine": "simulated", "device": "cuda"},
+    ],
+)
+def test_a_gpu_changes_nothing_for_engines_that_do_not_use_it(tmp_path: Path, changes: dict[str, object]) -> None:
+    wishes = settle(make_wishes(tmp_path, **changes), gpu=True)
+    assert (wishes.device, wishes.disaggregation, wishes.prefill) == ("cpu", Disaggregation.ALWAYS, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment"),
+    [
+        ((), ".venv-vllm"),
+        (("NVIDIA_DRIVER=/dev/null",), ".venv-vllm-cuda"),
+        (("NVIDIA_DRIVER=/dev/null", "DEVICE=cpu"), ".venv-vllm"),
+        (("NVIDIA_DRIVER=/dev/null", "DECODE_ENGINE=sglang"), ".venv-vllm"),
+        (("NVIDIA_DRIVER=", "DEVICE=cuda"), ".venv-vllm-cuda"),
+    ],
+)
+def test_make_takes_the_environment_of_the_same_device(settings: tuple[str, ...], environment: str) -> None:
+    command = ["make", "-n", "up", "NVIDIA_DRIVER=", *settings]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=15).stdout
+    assert f"--vllm-python {environment}/bin/python" in said
 
 
 def test_a_port_in_use_is_named_with_another_to_try(tmp_path: Path) -> None:
@@ -205,14 +256,6 @@ def test_workers_share_the_machine() -> None:
     assert worker_threads("cuda", cores=16, workers=2) == {}
     shares = engine_defaults("vllm", device="cuda", tiny=False, workers_per_device=2)
     assert shares["gpu_memory_utilization"] == pytest.approx(0.425)
-
-
-def test_backoff_doubles_to_its_bound_and_forgets_after_a_long_life() -> None:
-    backoff, waits, wait_s = Backoff(first_s=0.5, max_s=3.0, healthy_s=30.0), list[float](), None
-    for lived_s in (0.0, 0.1, 0.1, 0.1, 0.1, 31.0, 0.1):
-        wait_s = backoff.next_s(wait_s, lived_s)
-        waits.append(wait_s)
-    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 0.5, 1.0]
 
 
 def test_an_end_is_described() -> None:
