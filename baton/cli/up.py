@@ -19,8 +19,8 @@ from baton.cli.deployment import (
     Wishes,
     check_wishes,
     model_folder,
-    settle,
     service_programs,
+    settle,
     worker_programs,
 )
 from baton.cli.probes import http_status
