@@ -35,6 +35,7 @@ SERVICE_START_TIMEOUT_S: Final = 120.0
 SIMULATED_START_TIMEOUT_S: Final = 120.0
 ENGINE_START_TIMEOUT_S: Final = 600.0
 """Real models load for minutes from slow disks."""
+WORKERS_MAX: Final = 128
 DRAIN_S: Final = 2
 """Ctrl-C means now: what still streams gets this long."""
 
@@ -133,6 +134,11 @@ def check_wishes(wishes: Wishes) -> None:
     """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
     if wishes.prefill < 0 or wishes.decode < 1:
         raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
+    if wishes.prefill + wishes.decode > WORKERS_MAX:
+        raise ConfigurationError(
+            f"{wishes.prefill + wishes.decode} workers are too many for one machine: PREFILL and DECODE are "
+            f"{WORKERS_MAX} together at most"
+        )
     if wishes.prefill == 0 and wishes.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"

@@ -46,9 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton.cli.prepare", description="Prepare a model and its workers' settings.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the model and worker.toml go")
     parser.add_argument("--model", default="", help="a folder or a hub id; default: a tiny one with random weights")
-    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="default: %(default)s")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
-    parser.add_argument("--disaggregation", choices=tuple(Disaggregation), default=None, help="as the scheduler has it")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="engine of the workers; default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what they compute on; default: %(default)s"
+    )
+    parser.add_argument(
+        "--disaggregation",
+        choices=[placement.value for placement in Disaggregation],
+        help="what the scheduler is set to; refused where the device cannot do it",
+    )
     parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
     parsed = parser.parse_args()
     try:

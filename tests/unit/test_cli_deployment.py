@@ -17,7 +17,7 @@ from baton.cli.engine_defaults import context_limit, engine_defaults, worker_thr
 from baton.cli.main import main, run
 from baton.cli.processes import Program, describe_exit
 from baton.cli.servers import free_port
-from baton.config import EXIT_FAILED
+from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation
 
@@ -120,6 +120,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
         ({"decode": 0}, "DECODE=1"),
         ({"prefill": -1}, "PREFILL=0 or more"),
         ({"prefill": 0}, "DISAGGREGATION=auto"),
+        ({"prefill": 100, "decode": 29}, "129 workers are too many"),
         ({"port": 0}, "PORT=0 is no port"),
         ({"port": 70000}, "PORT=70000 is no port"),
         ({"host": "203.0.113.1", "api_key": "k"}, "cannot listen on 203.0.113.1"),
@@ -267,6 +268,21 @@ def test_malformed_engine_options_are_named() -> None:
     for text in ("[1]", "{", "3"):
         with pytest.raises(ConfigurationError, match="engine options"):
             run(["up", "--engine-options", text], {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--disaggregation", "maybe"), "--disaggregation: invalid choice: 'maybe' (choose from '', 'always', 'auto'"),
+        (("--prefill", "many"), "--prefill: invalid int value: 'many'"),
+        (("--engin", "vllm"), "unrecognized arguments: --engin"),
+    ],
+)
+def test_malformed_flags_are_named(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(["up", *flags], {})
+    assert caught.value.code == EXIT_MISCONFIGURED
+    assert words in capsys.readouterr().err
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
