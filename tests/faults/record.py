@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 UNDISTURBED = "no fault yet"
+GAP_S_MIN = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +34,27 @@ class Stream:
     name: str
     """Its x-request-id."""
     began_s: float
-    events_s: list[float] = field(default_factory=list[float])
-    """When each piece of text came."""
+    events: int = 0
+    """Pieces of text that came."""
+    first_s: float | None = None
+    last_s: float = 0.0
+    gaps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    """Begin and end of each wait between two pieces that is longer than the engine's pace."""
     text: str = ""
     error: str = ""
     wrong: bool = False
     """Whether the text is another than in the undisturbed run."""
     ended_s: float = 0.0
+
+    def hear(self, text: str, now_s: float) -> None:
+        """Note a piece of the answer."""
+        if self.first_s is None:
+            self.first_s = now_s
+        elif now_s - self.last_s > GAP_S_MIN:
+            self.gaps.append((self.last_s, now_s))
+        self.events += 1
+        self.last_s = now_s
+        self.text += text
 
 
 @dataclass(slots=True)
@@ -51,7 +65,7 @@ class Row:
     failed: int = 0
     wrong: int = 0
     gap_max_s: float = 0.0
-    """Longest wait between two pieces of an answer."""
+    """Longest wait between two pieces of an answer; 0: none above GAP_S_MIN."""
     first_max_s: float = 0.0
     """Longest time to first token."""
 
@@ -74,15 +88,15 @@ def tabulate(streams: Iterable[Stream], faults: Sequence[Fault]) -> dict[str, Ro
         return rows.setdefault(fault.kind if fault else UNDISTURBED, Row())
 
     for stream in streams:
-        if stream.events_s:
-            first = row(stream.began_s, stream.events_s[0])
-            first.first_max_s = max(first.first_max_s, stream.events_s[0] - stream.began_s)
-        for one_s, next_s in pairwise(stream.events_s):
-            gap = row(one_s, next_s)
-            gap.gap_max_s = max(gap.gap_max_s, next_s - one_s)
+        if stream.first_s is not None:
+            first = row(stream.began_s, stream.first_s)
+            first.first_max_s = max(first.first_max_s, stream.first_s - stream.began_s)
+        for began_s, ended_s in stream.gaps:
+            gap = row(began_s, ended_s)
+            gap.gap_max_s = max(gap.gap_max_s, ended_s - began_s)
         if stream.error or stream.wrong:
             # What did not come after the last event is what it failed by.
-            end = row(stream.events_s[-1] if stream.events_s else stream.began_s, stream.ended_s)
+            end = row(stream.last_s if stream.events else stream.began_s, stream.ended_s)
             end.failed += bool(stream.error)
             end.wrong += stream.wrong
     return rows
@@ -102,7 +116,7 @@ def report(streams: Sequence[Stream], faults: Sequence[Fault]) -> Iterator[str]:
             what = stream.error or "the text is another than undisturbed"
             yield (
                 f"{stream.name}, begun at {stream.began_s:.1f} s, ended at {stream.ended_s:.1f} s after "
-                f"{len(stream.events_s)} events: {what}; faults before: {', '.join(map(str, near)) or 'none'}"
+                f"{stream.events} events: {what}; faults before: {', '.join(map(str, near)) or 'none'}"
             )
     yield summary(streams, faults)
 

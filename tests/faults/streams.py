@@ -61,10 +61,9 @@ async def stream(client: httpx.AsyncClient, prompt: Prompt, record: Stream, now_
                     if "error" in event:
                         record.error = f"in mid-stream: {event['error']}"
                         return
-                    record.events_s.append(now_s())
-                    for choice in event["choices"]:
-                        record.text += choice["text"]
-                        finish = choice["finish_reason"] or finish
+                    (choice,) = event["choices"]
+                    record.hear(choice["text"], now_s())
+                    finish = choice["finish_reason"] or finish
             record.error = "the stream ended without [DONE]"
     except asyncio.CancelledError:
         record.error = "it did not end"

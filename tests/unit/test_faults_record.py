@@ -21,9 +21,13 @@ def test_a_wait_is_put_down_to_the_fault_in_it_else_to_the_last_before() -> None
 
 
 def test_rows_have_the_longest_waits_and_what_failed() -> None:
-    whole = Stream(name="whole", began_s=1.0, events_s=[1.5, 3.9, 5.0, 5.1], text="abcd", ended_s=5.1)
-    failed = Stream(name="failed", began_s=7.0, events_s=[7.5], error="503", ended_s=10.0)
-    wrong = Stream(name="wrong", began_s=11.0, events_s=[11.2, 11.3], wrong=True, ended_s=11.3)
+    whole = Stream(name="whole", began_s=1.0, ended_s=5.1)
+    failed = Stream(name="failed", began_s=7.0, error="503", ended_s=10.0)
+    wrong = Stream(name="wrong", began_s=11.0, wrong=True, ended_s=11.3)
+    for stream, events_s in ((whole, (1.5, 3.9, 5.0, 5.05)), (failed, (7.5,)), (wrong, (11.2, 11.25))):
+        for event_s in events_s:
+            stream.hear("x", event_s)
+    assert (whole.text, whole.events, whole.gaps) == ("xxxx", 4, [(1.5, 3.9), (3.9, 5.0)])
     streams = [whole, failed, wrong]
     rows = tabulate(streams, FAULTS)
     assert rows.keys() == {"kill decode", "stop nats", UNDISTURBED}
