@@ -19,7 +19,7 @@ import msgspec
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.probes import Probe, http_probe
 from baton.cli.processes import Program
-from baton.cli.servers import LOOPBACK, free_port
+from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
 from baton.engines.options import WHOLE_ON_CUDA, local_model
@@ -198,8 +198,10 @@ def service_programs(
 ) -> tuple[Program, Program, Program]:
     """Return index, scheduler and gateway, in the order in which they start."""
 
+    status_ports = iter(free_ports(3, but=wishes.port))
+
     def program(service: str, *flags: str, ready: Probe | None = None, **settings: str) -> Program:
-        status_port = free_port()
+        status_port = next(status_ports)
         return Program(
             name=service,
             command=(sys.executable, "-m", f"baton_{service}", "--status-port", str(status_port), *flags),
@@ -264,7 +266,9 @@ def _options_for(engine: EngineName, options: Mapping[str, object]) -> Mapping[s
 
 def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
     """Return the workers, prefill first."""
-    threads = worker_threads(wishes.device, cores=os.cpu_count() or 1, workers=wishes.prefill + wishes.decode)
+    workers = wishes.prefill + wishes.decode
+    threads = worker_threads(wishes.device, cores=os.cpu_count() or 1, workers=workers)
+    status_ports = iter(free_ports(workers, but=wishes.port))
 
     # Known to this deployment's transfer agents only: no other process can read or write their KV.
     agent_secret = secrets.token_urlsafe(24)
@@ -272,7 +276,7 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
     def program(role: Role, number: int) -> Program:
         name, engine = f"{role}-{number}", wishes.engines[role]
         settings = engine_settings(wishes, model_path, engine)
-        status_port = free_port()
+        status_port = next(status_ports)
         flags = [
             *("--status-port", str(status_port)),
             *("--worker", name, "--drain-s", str(DRAIN_S), "--engine-options", json.dumps(settings.engine_options)),

