@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import PurePath
 from random import Random
 
@@ -14,6 +15,8 @@ import psutil
 from tests.faults.record import Fault
 
 STOP_S_MIN = 0.2
+FIND_INTERVAL_S = 0.05
+RESTART_S = 30.0
 
 
 def victim_names(prefill: int, decode: int) -> tuple[str, ...]:
@@ -36,16 +39,18 @@ def find(launcher_pid: int, victim: str) -> psutil.Process | None:
     """Return the process of that name; None while it is being started again."""
     for child in psutil.Process(launcher_pid).children():
         with suppress(psutil.NoSuchProcess):
-            if _name(child.cmdline()) == victim and child.status() != psutil.STATUS_ZOMBIE:
+            if process_name(child.cmdline()) == victim and child.status() != psutil.STATUS_ZOMBIE:
                 return child
     return None
 
 
-def _name(command: Sequence[str]) -> str:
+def process_name(command: Sequence[str]) -> str:
+    """Return what `victim_names` calls the process with this command line; empty: it is none of them."""
     if "--worker" in command:
         return command[command.index("--worker") + 1]
     for word in command[:3]:
-        base = PurePath(word).name
+        # Redis writes its address behind its name.
+        base = PurePath(word.partition(" ")[0]).name
         if base in ("nats-server", "redis-server"):
             return base.removesuffix("-server")
         if word.startswith("baton_"):
@@ -53,11 +58,16 @@ def _name(command: Sequence[str]) -> str:
     return ""
 
 
-async def strike(fault: Fault, launcher_pid: int) -> bool:
-    """Do it, and undo it where it is a pause; False: the process is not there."""
-    process = find(launcher_pid, fault.victim)
-    if process is None:
-        return False
+async def _find_soon(launcher_pid: int, victim: str) -> psutil.Process:
+    """Return the process of that name, which may just be started again."""
+    async with asyncio.timeout(RESTART_S):
+        while (process := find(launcher_pid, victim)) is None:  # noqa: ASYNC110 - another process.
+            await asyncio.sleep(FIND_INTERVAL_S)
+    return process
+
+
+async def strike(fault: Fault, process: psutil.Process) -> None:
+    """Do it, and undo it where it is a pause."""
     with suppress(psutil.NoSuchProcess):
         if fault.how == "kill":
             process.kill()
@@ -67,15 +77,14 @@ async def strike(fault: Fault, launcher_pid: int) -> bool:
                 await asyncio.sleep(fault.lasts_s)
             finally:
                 process.send_signal(signal.SIGCONT)
-    return True
 
 
 async def strike_all(
     faults: Iterator[Fault], launcher_pid: int, struck: list[Fault], now_s: Callable[[], float]
 ) -> None:
-    """Do all faults at their times; those that hit something are noted in `struck` as they begin."""
+    """Do all faults at their times, and note each in `struck` as it begins."""
     for fault in faults:
         await asyncio.sleep(max(0.0, fault.at_s - now_s()))
-        struck.append(fault)
-        if not await strike(fault, launcher_pid):
-            struck.remove(fault)
+        process = await _find_soon(launcher_pid, fault.victim)
+        struck.append(replace(fault, at_s=now_s()))
+        await strike(fault, process)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from tests.faults.record import UNDISTURBED, Fault, Stream, cause, report, summary, tabulate
-from tests.faults.strikes import plan, victim_names
+from tests.faults.strikes import plan, process_name, victim_names
 
 KILL = Fault(how="kill", victim="decode-1", at_s=4.0)
 STOP = Fault(how="stop", victim="nats", at_s=8.0, lasts_s=2.0)
@@ -52,3 +52,15 @@ def test_a_seed_decides_victims_and_times_and_spares_the_gateway() -> None:
     }
     assert {fault.how for fault in planned(1)} == {"kill", "stop"}
     assert all(0 < fault.lasts_s <= 3.0 for fault in planned(1) if fault.how == "stop")
+
+
+def test_processes_are_known_by_their_command_lines() -> None:
+    commands = {
+        "nats": ["/venv/bin/nats-server", "--config", "/tmp/nats.conf"],
+        # As it calls itself.
+        "redis": ["/venv/bin/redis-server 127.0.0.1:21000", "", ""],
+        "kvindex": ["/usr/bin/python3", "-m", "baton_kvindex", "--status-port", "1"],
+        "decode-2": ["/usr/bin/python3", "-m", "baton_decode", "--worker", "decode-2"],
+        "": ["/usr/bin/python3", "-m", "baton.cli", "up"],
+    }
+    assert {name: process_name(command) for name, command in commands.items()} == {name: name for name in commands}
