@@ -9,7 +9,7 @@ ENGINE         = vllm
 PREFILL_ENGINE =
 DECODE_ENGINE  =
 DEVICE         = auto
-DISAGGREGATION = always
+DISAGGREGATION =
 ENGINE_OPTIONS =
 PROMPT         =
 API_KEY       ?=
@@ -26,7 +26,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-native test-nightly bench-index-restart
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -40,6 +40,7 @@ help:
 	@echo 'make test-engines  the tests with real engines: each pair of them, and what can go wrong between two of vLLM'
 	@echo 'make test-native   the C++ core, with sanitizers: its tests, model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
 	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
+	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
 	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
 	@echo 'make bench-…       burst, engines, index, index-restart, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
@@ -61,14 +62,16 @@ environment-sglang: environment
 environment-vllm-cuda: environment
 	@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core
 
-# One environment per engine and device: each pins its own torch.
-ifeq ($(if $(filter auto,$(DEVICE)),$(if $(wildcard /dev/nvidiactl),cuda),$(DEVICE)),cuda)
+ENGINES = $(or $(PREFILL_ENGINE),$(ENGINE)) $(or $(DECODE_ENGINE),$(ENGINE))
+
+# One environment per engine and device: each pins its own torch. `auto` is the GPU where there is a driver and all
+# engines are vLLM, as `baton up` has it, too.
+NVIDIA_DRIVER = $(wildcard /dev/nvidiactl)
+ifeq ($(if $(filter auto,$(DEVICE)),$(if $(filter-out vllm,$(ENGINES)),,$(NVIDIA_DRIVER:%=cuda)),$(DEVICE)),cuda)
 VLLM_ENVIRONMENT = vllm-cuda
 else
 VLLM_ENVIRONMENT = vllm
 endif
-
-ENGINES = $(or $(PREFILL_ENGINE),$(ENGINE)) $(or $(DECODE_ENGINE),$(ENGINE))
 
 up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) $(if $(filter sglang,$(ENGINES)),environment-sglang)
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \
@@ -111,6 +114,13 @@ PYTEST = python -m pytest -q $(PYTEST_FLAGS)
 DAILY  = -m 'not nightly'
 # $(1): what it is called; $(2): the command, of which the time is printed.
 timed  = @began=$$(date +%s); { $(2); } || exit 1; echo "baton: $(1): $$(($$(date +%s) - began)) s"
+
+# Every process of `baton up` but the gateway is a victim; ends badly where a request failed or a byte is wrong.
+FAULTS_S     = 60
+FAULTS_FLAGS =
+test-faults: environment
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m tests.faults --seconds $(FAULTS_S) $(FAULTS_FLAGS)
 
 FUZZED         = text stream core handshake offers
 FUZZ_S         = 120

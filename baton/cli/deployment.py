@@ -10,17 +10,19 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
 import msgspec
 
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
+from baton.cli.probes import Probe, http_probe
 from baton.cli.processes import Program
+from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
-from baton.engines.options import local_model
+from baton.engines.options import WHOLE_ON_CUDA, local_model
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation, Role
 
@@ -33,6 +35,7 @@ SERVICE_START_TIMEOUT_S: Final = 120.0
 SIMULATED_START_TIMEOUT_S: Final = 120.0
 ENGINE_START_TIMEOUT_S: Final = 600.0
 """Real models load for minutes from slow disks."""
+WORKERS_MAX: Final = 128
 DRAIN_S: Final = 2
 """Ctrl-C means now: what still streams gets this long."""
 
@@ -53,7 +56,8 @@ class Wishes:
     """None: `engine`."""
     decode_engine: EngineName | None = None
     device: DeviceName = "auto"
-    disaggregation: Disaggregation = Disaggregation.ALWAYS
+    disaggregation: Disaggregation | None = None
+    """None: as the device allows."""
     engine_options: Mapping[str, object]
     """For every engine; what stands under an engine's name, for that engine only."""
     nats_url: str = ""
@@ -108,10 +112,33 @@ class Wishes:
         return f"http://{host}:{self.port}"
 
 
+def settle(wishes: Wishes, *, gpu: bool) -> Wishes:
+    """Return the wishes with device and disaggregation decided; `gpu`: this machine has an NVIDIA driver.
+
+    Raises ConfigurationError where the device cannot do what is wished.
+    """
+    device, engines = wishes.device, set(wishes.engines.values())
+    if device == "auto":
+        # As the Makefile chooses environments: only vLLM's comes with a build for GPUs.
+        device = "cuda" if gpu and engines == {"vllm"} else "cpu"
+    if device == "cpu" or engines == {"simulated"}:
+        return replace(wishes, device="cpu", disaggregation=wishes.disaggregation or Disaggregation.ALWAYS)
+    if wishes.disaggregation is Disaggregation.ALWAYS:
+        raise ConfigurationError(
+            f"DISAGGREGATION=always is not for GPUs: {WHOLE_ON_CUDA}; choose DISAGGREGATION=never, or DEVICE=cpu"
+        )
+    return replace(wishes, device=device, disaggregation=Disaggregation.NEVER, prefill=0)
+
+
 def check_wishes(wishes: Wishes) -> None:
     """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
     if wishes.prefill < 0 or wishes.decode < 1:
         raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
+    if wishes.prefill + wishes.decode > WORKERS_MAX:
+        raise ConfigurationError(
+            f"{wishes.prefill + wishes.decode} workers are too many for one machine: PREFILL and DECODE are "
+            f"{WORKERS_MAX} together at most"
+        )
     if wishes.prefill == 0 and wishes.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"
@@ -166,33 +193,33 @@ def find_model(model: str) -> Path:
     return folder
 
 
-def choose_device(wish: DeviceName) -> Literal["cpu", "cuda"]:
-    """Return the device to compute on; `auto` takes the GPU where the driver shows one."""
-    if wish == "auto":
-        return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-    return wish
-
-
 def service_programs(
     wishes: Wishes, *, nats_url: str, redis_url: str, environ: Mapping[str, str]
 ) -> tuple[Program, Program, Program]:
     """Return index, scheduler and gateway, in the order in which they start."""
 
-    def program(service: str, *flags: str, **settings: str) -> Program:
+    status_ports = iter(free_ports(3, but=wishes.port))
+
+    def program(service: str, *flags: str, ready: Probe | None = None, **settings: str) -> Program:
+        status_port = next(status_ports)
         return Program(
             name=service,
-            command=(sys.executable, "-m", f"baton_{service}", *flags),
+            command=(sys.executable, "-m", f"baton_{service}", "--status-port", str(status_port), *flags),
             environ={**environ, **_variables(service, nats_url=nats_url, **settings)},
             log_path=wishes.logs_folder / f"{service}.log",
+            ready=ready or http_probe(LOOPBACK, status_port, "/ready"),
+            alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=SERVICE_START_TIMEOUT_S,
         )
 
     return (
         program("kvindex", redis_url=redis_url),
-        program("scheduler", "--disaggregation", wishes.disaggregation),
+        program("scheduler", "--disaggregation", wishes.disaggregation or Disaggregation.ALWAYS),
         program(
             "gateway",
             *("--host", wishes.host, "--port", str(wishes.port), "--drain-s", str(DRAIN_S)),
+            # Its /ready asks for workers, which start after it.
+            ready=http_probe(wishes.local_host, wishes.port, "/health"),
             api_keys=wishes.api_key,
         ),
     )
@@ -211,22 +238,21 @@ class EngineSettings:
     model_name: str
     engine: EngineName
     engine_options: Mapping[str, object]
-    device: Literal["cpu", "cuda"]
+    device: DeviceName
 
 
 def engine_settings(wishes: Wishes, model_path: Path, engine: EngineName) -> EngineSettings:
     """Return what suits the model and the machine; what the user named wins."""
-    device = choose_device(wishes.device)
     workers = wishes.prefill + wishes.decode
-    options = engine_defaults(engine, device=device, tiny=wishes.tiny, workers_per_device=workers)
+    options = engine_defaults(engine, device=wishes.device, tiny=wishes.tiny, workers_per_device=workers)
     if engine != "simulated" and not wishes.tiny:
-        options |= context_limit(engine, _model_config(model_path), device=device)
+        options |= context_limit(engine, _model_config(model_path), device=wishes.device)
     return EngineSettings(
         model=str(model_path),
         model_name=wishes.model_name,
         engine=engine,
         engine_options={**options, **_options_for(engine, wishes.engine_options)},
-        device=device,
+        device=wishes.device,
     )
 
 
@@ -240,8 +266,9 @@ def _options_for(engine: EngineName, options: Mapping[str, object]) -> Mapping[s
 
 def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
     """Return the workers, prefill first."""
-    device = choose_device(wishes.device)
-    threads = worker_threads(device, cores=os.cpu_count() or 1, workers=wishes.prefill + wishes.decode)
+    workers = wishes.prefill + wishes.decode
+    threads = worker_threads(wishes.device, cores=os.cpu_count() or 1, workers=workers)
+    status_ports = iter(free_ports(workers, but=wishes.port))
 
     # Known to this deployment's transfer agents only: no other process can read or write their KV.
     agent_secret = secrets.token_urlsafe(24)
@@ -249,7 +276,9 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
     def program(role: Role, number: int) -> Program:
         name, engine = f"{role}-{number}", wishes.engines[role]
         settings = engine_settings(wishes, model_path, engine)
+        status_port = next(status_ports)
         flags = [
+            *("--status-port", str(status_port)),
             *("--worker", name, "--drain-s", str(DRAIN_S), "--engine-options", json.dumps(settings.engine_options)),
             *("--model", settings.model, "--model-name", settings.model_name),
             *("--engine", settings.engine, "--device", settings.device),
@@ -259,6 +288,8 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
             command=(str(wishes.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),
             environ={**threads, **environ, **_variables(role, nats_url=nats_url, agent_secret=agent_secret)},
             log_path=wishes.logs_folder / f"{name}.log",
+            ready=http_probe(LOOPBACK, status_port, "/ready"),
+            alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=SIMULATED_START_TIMEOUT_S if engine == "simulated" else ENGINE_START_TIMEOUT_S,
         )
 

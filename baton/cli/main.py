@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 import msgspec
 
@@ -23,6 +24,12 @@ from baton.cli.waterfall import Look
 from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import BatonError, ConfigurationError
 from baton.messages import Disaggregation, Role
+
+
+class _Choice(TypedDict):
+    choices: Sequence[str]
+    default: str
+    metavar: str
 
 
 def main() -> int:
@@ -60,7 +67,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         prefill_engine=parsed.prefill_engine or None,
         decode_engine=parsed.decode_engine or None,
         device=parsed.device,
-        disaggregation=Disaggregation(parsed.disaggregation),
+        disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
         engine_options=parse_engine_options(parsed.engine_options),
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
         redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
@@ -72,13 +79,19 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="baton", description="Serve a model with prefill and decode separated.")
+    # No abbreviations: --engin would be one flag today and two tomorrow.
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Serve a model with prefill and decode separated.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    _add_trace(commands.add_parser("trace", help="show where the time of one request went"))
-    _add_index(commands.add_parser("index", help="show what the index knows, and who holds a prompt"))
+    _add_trace(commands.add_parser("trace", help="show where the time of one request went", allow_abbrev=False))
+    _add_index(
+        commands.add_parser("index", help="show what the index knows, and who holds a prompt", allow_abbrev=False)
+    )
     command = commands.add_parser(
         "up",
         help="start everything on this machine and serve",
+        allow_abbrev=False,
         description="Start NATS, Redis, the services and the workers on this machine; Ctrl-C ends them all.",
     )
     add = command.add_argument
@@ -87,22 +100,32 @@ def _parser() -> argparse.ArgumentParser:
     add("--prefill", type=int, default=1, metavar="N", help="prefill workers; default: %(default)s")
     add("--decode", type=int, default=1, metavar="N", help="decode workers; default: %(default)s")
     add("--model", default="", metavar="MODEL", help="a folder or a hub id; default: a tiny model with random weights")
-    add("--engine", choices=ENGINES, default="vllm", help="simulated needs no environment; default: %(default)s")
+    add(
+        "--engine",
+        choices=ENGINES,
+        default="vllm",
+        help="engine of all workers; simulated: none, for trials; default: %(default)s",
+    )
     for role in Role:
-        add(f"--{role}-engine", choices=("", *ENGINES), default="", help=f"another one for {role}")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="what it computes on; default: %(default)s")
+        add(f"--{role}-engine", **_optional(ENGINES), help=f"another engine for {role} workers; default: --engine")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="what engines compute on; auto: the GPU where there is an NVIDIA driver and all engines are vLLM; "
+        "default: %(default)s",
+    )
     add(
         "--disaggregation",
-        choices=tuple(Disaggregation),
-        default=Disaggregation.ALWAYS,
+        **_optional([placement.value for placement in Disaggregation]),
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
-        "default: %(default)s",
+        "default: always, but never on GPUs, whose KV is not handed off yet",
     )
     add(
         "--engine-options",
         default="",
         metavar="JSON",
-        help='flags for every engine, or one: {"vllm": {"block_size": 64}}',
+        help='the engine\'s own flags: {"max_model_len": 4096}; for one of two engines: {"vllm": {"block_size": 64}}',
     )
     add("--nats-url", metavar="URL", help="use this NATS and start none; default: NATS_URL")
     add("--redis-url", metavar="URL", help="use this Redis and start none; default: REDIS_URL")
@@ -112,11 +135,16 @@ def _parser() -> argparse.ArgumentParser:
             type=Path,
             default=Path(sys.executable),
             metavar="PATH",
-            help=f"Python that has {engine}; default: this",
+            help=f"Python that has {engine}; default: the one that runs this",
         )
     add("--folder", type=Path, default=Path(), metavar="DIR", help="where .run/ and .cache/ are made; default: here")
     add("--die-with-parent", action="store_true", help="end everything when the calling process ends, however it ends")
     return parser
+
+
+def _optional(choices: Sequence[str]) -> _Choice:
+    """Return what makes a flag one of `choices`; empty, as `make` gives what nobody set: the default."""
+    return {"choices": ("", *choices), "default": "", "metavar": f"{{{','.join(choices)}}}"}
 
 
 def _add_trace(command: argparse.ArgumentParser) -> None:
@@ -141,7 +169,7 @@ def _add_index(command: argparse.ArgumentParser) -> None:
 def _add_deployment(command: argparse.ArgumentParser) -> None:
     """Add what says where to ask, and in which form to answer."""
     add = command.add_argument
-    add("--port", type=int, default=8000, help="of the `baton up` to ask; default: %(default)s")
+    add("--port", type=int, default=8000, help="the `baton up` to ask, by its port; default: %(default)s")
     add("--nats-url", default="", metavar="URL", help="message bus of another deployment; default: NATS_URL")
     add("--json", action="store_true", help="print JSON")
     add("--folder", type=Path, default=Path(), metavar="DIR", help="where `baton up` runs; default: here")

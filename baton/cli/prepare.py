@@ -14,16 +14,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from baton.cli.deployment import ENGINES, Wishes, engine_settings, model_folder
+from baton.cli.deployment import ENGINES, Wishes, engine_settings, model_folder, settle
 from baton.cli.main import parse_engine_options
 from baton.config import EXIT_MISCONFIGURED
 from baton.errors import BatonError
+from baton.messages import Disaggregation
 
 SETTINGS_FILE = "worker.toml"
 
 
 def prepare(wishes: Wishes) -> Path:
     """Make or load the model, and return the file with the workers' settings, which appears whole."""
+    wishes = settle(wishes, gpu=False)
     settings = asdict(engine_settings(wishes, model_folder(wishes), wishes.engine))
     unfinished = wishes.folder / f".{SETTINGS_FILE}-{os.getpid()}"
     unfinished.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()), encoding="utf-8")
@@ -44,8 +46,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="baton.cli.prepare", description="Prepare a model and its workers' settings.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="where the model and worker.toml go")
     parser.add_argument("--model", default="", help="a folder or a hub id; default: a tiny one with random weights")
-    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="default: %(default)s")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: %(default)s")
+    parser.add_argument("--engine", choices=ENGINES, default="vllm", help="engine of the workers; default: %(default)s")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what they compute on; default: %(default)s"
+    )
+    parser.add_argument(
+        "--disaggregation",
+        choices=[placement.value for placement in Disaggregation],
+        help="what the scheduler is set to; refused where the device cannot do it",
+    )
     parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
     parsed = parser.parse_args()
     try:
@@ -54,6 +63,7 @@ def main() -> int:
             model=parsed.model,
             engine=parsed.engine,
             device=parsed.device,
+            disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
             engine_options=parse_engine_options(parsed.engine_options),
             pythons={},
             prefill=0,

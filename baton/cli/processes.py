@@ -11,11 +11,13 @@ import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+from baton.cli.probes import Probe
 
 PR_SET_PDEATHSIG: Final = 1
 _prctl = ctypes.CDLL(None).prctl
@@ -40,6 +42,10 @@ class Program:
     environ: Mapping[str, str]
     """The whole environment. Secrets travel here: every user of a machine can read a command line."""
     log_path: Path
+    ready: Probe
+    """Whether it serves: its start has succeeded."""
+    alive: Probe
+    """Whether it still reacts at all."""
     start_timeout_s: float
     stop_timeout_s: float = 10.0
     """How long it may take to end by itself after SIGTERM."""
@@ -129,33 +135,3 @@ def describe_exit(status: int) -> str:
     with suppress(ValueError):
         return f"was killed ({signal.Signals(-status).name})"
     return f"was killed (signal {-status})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Backoff:
-    """How long to wait before a process that died is started again: doubling, until one life was long enough."""
-
-    first_s: float = 0.5
-    max_s: float = 10.0
-    healthy_s: float = 30.0
-    """A process that lived this long starts the count anew."""
-
-    def next_s(self, previous_s: float | None, lived_s: float) -> float:
-        if previous_s is None or lived_s >= self.healthy_s:
-            return self.first_s
-        return min(self.max_s, previous_s * 2)
-
-
-async def keep_alive(child: Child, tell: Callable[[str], None], *, backoff: Backoff | None = None) -> None:
-    """Start `child` again whenever it ends, until cancelled. The child must be running."""
-    backoff = backoff or Backoff()
-    loop = asyncio.get_running_loop()
-    wait_s: float | None = None
-    while True:
-        started_s = loop.time()
-        status = await child.wait()
-        wait_s = backoff.next_s(wait_s, loop.time() - started_s)
-        tell(f"{child.name} {describe_exit(status)}; starting it again in {wait_s:g} s (log: {child.program.log_path})")
-        await asyncio.sleep(wait_s)
-        child.kill()
-        child.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import shutil
 import socket
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from baton.cli.probes import answer_probe
 from baton.cli.processes import Program
 from baton.errors import ConfigurationError
 
@@ -32,9 +32,6 @@ class Server:
     url: str
     """With its password: for environments and files of the user's own, not for command lines or logs."""
     port: int
-    probe: bytes
-    """Sent to a fresh connection; a server that serves answers with `answer`."""
-    answer: bytes
 
 
 def free_port() -> int:
@@ -47,6 +44,15 @@ def free_port() -> int:
         with closing(socket.socket()) as probe, suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
+
+
+def free_ports(count: int, *, but: int) -> list[int]:
+    """Return as many ports, all different, for processes of which none listens yet; none is `but`."""
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port())
+        ports.discard(but)
+    return list(ports)
 
 
 def server_binary(name: str) -> str:
@@ -68,16 +74,19 @@ def nats_server(folder: Path, environ: Mapping[str, str]) -> Server:
         f'authorization {{ token: "{token}" }}\n'
         f'jetstream {{ store_dir: "{folder / "jetstream"}", max_memory_store: 256MB, max_file_store: 4GB }}\n',
     )
+    # The server writes INFO to whoever connects, once JetStream is up too.
+    answers = answer_probe(LOOPBACK, port, b"", b"INFO")
     program = Program(
         name="nats",
         command=(server_binary("nats-server"), "--config", str(configuration)),
         environ=environ,
         log_path=folder / "logs" / "nats.log",
+        ready=answers,
+        alive=answers,
         start_timeout_s=START_TIMEOUT_S,
         stop_timeout_s=5.0,
     )
-    # The server writes INFO to whoever connects, once JetStream is up too.
-    return Server(program=program, url=f"nats://{token}@{LOOPBACK}:{port}", port=port, probe=b"", answer=b"INFO")
+    return Server(program=program, url=f"nats://{token}@{LOOPBACK}:{port}", port=port)
 
 
 def redis_server(folder: Path, environ: Mapping[str, str]) -> Server:
@@ -90,16 +99,18 @@ def redis_server(folder: Path, environ: Mapping[str, str]) -> Server:
         f"bind {LOOPBACK}\nport {port}\nrequirepass {password}\n"
         f'dir "{data}"\nappendonly yes\nappendfsync everysec\nsave ""\n',
     )
+    answers = answer_probe(LOOPBACK, port, f"AUTH {password}\r\nPING\r\n".encode(), b"+PONG")
     program = Program(
         name="redis",
         command=(server_binary("redis-server"), str(configuration)),
         environ=environ,
         log_path=folder / "logs" / "redis.log",
+        ready=answers,
+        alive=answers,
         start_timeout_s=START_TIMEOUT_S,
         stop_timeout_s=5.0,
     )
-    url = f"redis://:{password}@{LOOPBACK}:{port}/0"
-    return Server(program=program, url=url, port=port, probe=f"AUTH {password}\r\nPING\r\n".encode(), answer=b"+PONG")
+    return Server(program=program, url=f"redis://:{password}@{LOOPBACK}:{port}/0", port=port)
 
 
 def write_private(path: Path, text: str) -> Path:
@@ -109,28 +120,3 @@ def write_private(path: Path, text: str) -> Path:
     path.touch(mode=0o600)
     path.write_text(text, encoding="utf-8")
     return path
-
-
-async def wait_until_serving(server: Server) -> None:
-    """Wait until the server answers its probe. Bound it from outside: this waits for ever."""
-    while not await _answers(server):  # noqa: ASYNC110 - another process: there is no event to wait for.
-        await asyncio.sleep(PROBE_INTERVAL_S)
-
-
-async def _answers(server: Server) -> bool:
-    try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_connection(LOOPBACK, server.port)
-            try:
-                writer.write(server.probe)
-                received = b""
-                while server.answer not in received:
-                    chunk = await reader.read(4096)
-                    if not chunk:
-                        return False
-                    received += chunk
-                return True
-            finally:
-                writer.close()
-    except (OSError, TimeoutError):
-        return False

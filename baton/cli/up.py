@@ -7,33 +7,34 @@ import fcntl
 import logging
 import shutil
 import signal
-from collections.abc import Callable, Coroutine, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from baton.bus import Bus, NatsBus
 from baton.cli import servers
 from baton.cli.asking import NATS_URL_FILE
 from baton.cli.deployment import (
     DRAIN_S,
     Wishes,
     check_wishes,
-    choose_device,
     model_folder,
     service_programs,
+    settle,
     worker_programs,
 )
-from baton.cli.processes import Child, Program, describe_exit, keep_alive
-from baton.cli.readiness import Roster, http_status
+from baton.cli.probes import http_status
+from baton.cli.processes import Child, Program, describe_exit
+from baton.cli.supervision import START_INTERVAL_S, keep_alive
+from baton.config import EXIT_MISCONFIGURED
+from baton.engines.options import WHOLE_ON_CUDA
 from baton.errors import BatonError, ConfigurationError, Unavailable
 from baton.messages import Role
 
 Tell = Callable[[str], None]
 
+NVIDIA_DRIVER: Final = Path("/dev/nvidiactl")
 READY_TIMEOUT_S: Final = 120.0
-BUS_TIMEOUT_S: Final = 5.0
-PROBE_INTERVAL_S: Final = 0.1
 PROGRESS_INTERVAL_S: Final = 10.0
 READY_TEXT: Final = """
   curl -N {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{{
@@ -45,7 +46,10 @@ END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def up(wishes: Wishes, environ: Mapping[str, str], tell: Tell) -> None:
     """Serve until a signal ends it. Raises BatonError with a sentence for the user when it cannot start."""
+    wishes = settle(wishes, gpu=NVIDIA_DRIVER.exists())
     check_wishes(wishes)
+    if wishes.device == "cuda":
+        tell(f"{WHOLE_ON_CUDA}: no prefill workers are started")
     if wishes.tiny and not wishes.tiny_model_folder.exists():
         tell("making a tiny model with random weights")
     model_path = model_folder(wishes)
@@ -84,8 +88,6 @@ class _Launch:
         self._servers: list[Child] = []
         self._services: list[Child] = []
         self._keepers: list[asyncio.Task[None]] = []
-        self._roster = Roster()
-        self._bus: Bus | None = None
 
     async def run(self) -> None:
         end_wanted = asyncio.Event()
@@ -119,8 +121,6 @@ class _Launch:
 
     async def _end(self) -> None:
         """End in the order in which requests come: the gateway finishes its streams while all it needs is there."""
-        if self._bus is not None:
-            await self._bus.close()
         gateway = [child for child in self._services if child.name == "gateway"]
         others = [child for child in self._services if child.name != "gateway"]
         for children in (gateway, others, self._servers):
@@ -131,9 +131,11 @@ class _Launch:
     async def _start(self) -> None:
         nats_url, redis_url = await self._start_servers()
         servers.write_private(self._wishes.run_folder / NATS_URL_FILE, nats_url)
-        self._bus = await NatsBus.connect(nats_url, name="baton-up", timeout_s=BUS_TIMEOUT_S)
-        await self._roster.follow(self._bus)
-        await self._start_services(nats_url, redis_url)
+        await self._start_children(
+            self._services,
+            *service_programs(self._wishes, nats_url=nats_url, redis_url=redis_url, environ=self._environ),
+        )
+        self._tell("kvindex, scheduler and gateway run")
         for program in worker_programs(
             self._wishes, model_path=self._model_path, nats_url=nats_url, environ=self._environ
         ):
@@ -148,89 +150,64 @@ class _Launch:
             if urls[index]:
                 continue
             server = describe(folder, self._environ)
-            child = Child(server.program)
-            self._servers.append(child)
-            child.start()
-            await self._ready(servers.wait_until_serving(server), child)
-            self._keep(child)
+            await self._start_children(self._servers, server.program)
             urls[index] = server.url
-            self._tell(f"{child.name} runs on port {server.port}")
+            self._tell(f"{server.program.name} runs on port {server.port}")
         return urls[0], urls[1]
-
-    async def _start_services(self, nats_url: str, redis_url: str) -> None:
-        programs = service_programs(self._wishes, nats_url=nats_url, redis_url=redis_url, environ=self._environ)
-        children = [Child(program) for program in programs]
-        for child in children:
-            self._services.append(child)
-            child.start()
-        await self._ready(self._gateway_answers("/health"), *children)
-        for child in children:
-            self._keep(child)
-        self._tell("kvindex, scheduler and gateway run")
 
     async def _start_worker(self, program: Program) -> None:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        child = Child(program)
-        self._services.append(child)
-        engine = self._wishes.engines[Role(child.name.partition("-")[0])]
-        self._tell(f"{child.name}: starting {engine} on {choose_device(self._wishes.device)}")
-        child.start()
-        await self._ready(self._roster.next_life(child.name, after=None), child)
-        self._tell(f"{child.name}: ready after {loop.time() - started_s:.0f} s")
-        self._keep(child, worker=True)
+        engine = self._wishes.engines[Role(program.name.partition("-")[0])]
+        self._tell(f"{program.name}: starting {engine} on {self._wishes.device}")
+        await self._start_children(self._services, program)
+        self._tell(f"{program.name}: ready after {loop.time() - started_s:.0f} s")
 
-    async def _ready(self, ready: Coroutine[object, object, object], *children: Child) -> None:
-        """Wait until fresh children serve. Raises when one ends or they take too long, with the last words."""
-        waiting = asyncio.create_task(ready)
-        ends = {asyncio.create_task(child.wait()): child for child in children}
+    async def _start_children(self, among: list[Child], *programs: Program) -> None:
+        """Start programs and wait until all are ready; from then on they are kept.
+
+        Raises when one ends or they take too long, with the last words.
+        """
+        children = [Child(program) for program in programs]
+        for child in children:
+            among.append(child)
+            child.start()
         loop = asyncio.get_running_loop()
-        timeout_s = max(child.program.start_timeout_s for child in children)
-        give_up_at_s = loop.time() + timeout_s
+        started_s = told_s = loop.time()
+        timeout_s = max(program.start_timeout_s for program in programs)
+        ends = {asyncio.create_task(child.wait()): child for child in children}
         try:
-            while (left_s := give_up_at_s - loop.time()) > 0:
-                step_s = min(PROGRESS_INTERVAL_S, left_s)
-                await asyncio.wait((waiting, *ends), timeout=step_s, return_when=asyncio.FIRST_COMPLETED)
+            while not all(await asyncio.gather(*(program.ready() for program in programs))):
+                await asyncio.wait(ends, timeout=START_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
                 for ended, child in ends.items():
                     if ended.done():
-                        raise _start_failed(child, describe_exit(ended.result()))
-                if waiting.done():
-                    waiting.result()
-                    return
-                self._tell(f"{children[-1].name}: still starting, {timeout_s - give_up_at_s + loop.time():.0f} s")
-            raise _start_failed(children[-1], f"was not ready within {timeout_s:g} s")
+                        raise _start_failed(child, ended.result())
+                now_s = loop.time()
+                if now_s - started_s > timeout_s:
+                    raise _with_last_lines(children[-1], f"was not ready within {timeout_s:g} s")
+                if now_s - told_s >= PROGRESS_INTERVAL_S:
+                    told_s = now_s
+                    self._tell(f"{children[-1].name}: still starting, {now_s - started_s:.0f} s")
         finally:
-            for task in (waiting, *ends):
+            for task in ends:
                 task.cancel()
-            await asyncio.gather(waiting, *ends, return_exceptions=True)
-
-    async def _gateway_answers(self, path: str) -> None:
-        host, port = self._wishes.local_host, self._wishes.port
-        while (await http_status(host, port, path))[0] != 200:  # noqa: ASYNC110 - another process.
-            await asyncio.sleep(PROBE_INTERVAL_S)
+            await asyncio.gather(*ends, return_exceptions=True)
+        self._keepers += [asyncio.create_task(keep_alive(child, self._tell)) for child in children]
 
     async def _wait_until_serving(self) -> None:
+        host, port = self._wishes.local_host, self._wishes.port
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await self._gateway_answers("/ready")
+                while (await http_status(host, port, "/ready"))[0] != 200:  # noqa: ASYNC110 - another process.
+                    await asyncio.sleep(START_INTERVAL_S)
         except TimeoutError as error:
-            status, body = await http_status(self._wishes.local_host, self._wishes.port, "/ready")
+            status, body = await http_status(host, port, "/ready")
             raise Unavailable(
                 f"all processes run, but the gateway is not ready after {READY_TIMEOUT_S:g} s "
                 f"({status}: {body.strip()}); the logs are in {self._wishes.logs_folder}"
             ) from error
 
     # ------------------------------------------------------------ running
-
-    def _keep(self, child: Child, *, worker: bool = False) -> None:
-        self._keepers.append(asyncio.create_task(keep_alive(child, self._tell)))
-        if worker:
-            self._keepers.append(asyncio.create_task(self._announce_returns(child.name)))
-
-    async def _announce_returns(self, worker: str) -> None:
-        while True:
-            await self._roster.next_life(worker, after=self._roster.generation(worker))
-            self._tell(f"{worker} is back")
 
     def _tell_ready(self) -> None:
         wishes = self._wishes
@@ -248,11 +225,17 @@ class _Launch:
         print(f"  Logs: {wishes.logs_folder}   Ctrl-C ends everything.", flush=True)
 
 
-def _start_failed(child: Child, happened: str) -> BatonError:
-    """Return the error for a child that did not start: its own sentence where it has one, else its last lines."""
-    tail = child.log_tail()
-    for line in reversed(tail.splitlines()):
+def _start_failed(child: Child, status: int) -> BatonError:
+    """Return the error for a child that ended while it started: its own sentence where it has one."""
+    for line in reversed(child.log_tail().splitlines()):
         program, _, sentence = line.strip().partition(": ")
         if program.startswith("baton-"):
-            return ConfigurationError(f"{child.name} did not start: {sentence}")
-    return Unavailable(f"{child.name} {happened}; its last lines (all of them: {child.program.log_path}):\n{tail}")
+            kind = ConfigurationError if status == EXIT_MISCONFIGURED else Unavailable
+            return kind(f"{child.name} did not start: {sentence}")
+    return _with_last_lines(child, describe_exit(status))
+
+
+def _with_last_lines(child: Child, happened: str) -> BatonError:
+    return Unavailable(
+        f"{child.name} {happened}; its last lines (all of them: {child.program.log_path}):\n{child.log_tail()}"
+    )

@@ -8,6 +8,7 @@ stands in its `Dialect`.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from typing import Final
 
 from baton.engines.processes import ENGINE_MARK
 from baton.errors import ConfigurationError
+from baton.messages import Role
+
+_log = logging.getLogger(__name__)
 
 
 class Device(StrEnum):
@@ -26,13 +30,16 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
+WHOLE_ON_CUDA: Final = "KV in GPU memory is not handed off yet, so on CUDA decode workers serve requests whole"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnOptions:
     """Engine options that are Baton's, not the engine's."""
 
     device: Device = Device.AUTO
-    handoff: bool = True
-    """False: no transfer agent; the engine serves whole requests only."""
+    handoff: bool | None = None
+    """False: no transfer agent; the engine serves whole requests only. None: as the device allows."""
     connector: str
     """`module:Class` of what runs beside the engine's KV memory; tests derive their own."""
 
@@ -67,18 +74,37 @@ class Dialect:
 
 
 def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnOptions, dict[str, object]]:
-    """Return our own options and the engine's. Raises ConfigurationError naming a malformed one of ours."""
+    """Return our own options and the engine's.
+
+    Raises ConfigurationError naming one of ours that is malformed, or a flag of the engine that has to be 1.
+    """
     engine_options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    for name, instead in dialect.one_only.items():
+        if engine_options.get(name, 1) != 1:
+            raise ConfigurationError(f"{dialect.engine}'s option {name} is 1 in Baton: {instead}", param=name)
     device = options.get("device", Device.AUTO)
     if device not in list(Device):
         raise ConfigurationError(f"engine option device is one of {', '.join(Device)}, not {device!r}", param="device")
-    handoff = options.get("handoff", True)
-    if not isinstance(handoff, bool):
+    handoff = options.get("handoff")
+    if not isinstance(handoff, bool | None):
         raise ConfigurationError(f"engine option handoff is true or false, not {handoff!r}", param="handoff")
     connector = options.get("connector", dialect.connector)
     if not isinstance(connector, str) or connector.count(":") != 1:
         raise ConfigurationError(f"engine option connector is 'module:Class', not {connector!r}", param="connector")
     return OwnOptions(device=Device(str(device)), handoff=handoff, connector=connector), engine_options
+
+
+def choose_handoff(wanted: bool | None, role: Role, here: Device) -> bool:
+    """Return whether an engine on the device that it found hands off KV.
+
+    Raises ConfigurationError where it cannot and has to: as it was asked to, or as a prefill worker.
+    """
+    if here is not Device.CUDA:
+        return wanted is not False
+    if wanted or role is Role.PREFILL:
+        raise ConfigurationError(f"this worker cannot hand off: {WHOLE_ON_CUDA}", param="handoff")
+    _log.warning(WHOLE_ON_CUDA)
+    return False
 
 
 def choose_profile(wanted: Device, here: Device, dialect: Dialect) -> DeviceProfile:
@@ -112,9 +138,6 @@ def engine_arguments(
             f"engine option {option} is a multiple of {multiple} tokens on this device, not {block_tokens!r}",
             param=option,
         )
-    for name, instead in dialect.one_only.items():
-        if arguments.get(name, 1) != 1:
-            raise ConfigurationError(f"engine option {name} is 1 in Baton: {instead}", param=name)
     return arguments
 
 

@@ -387,7 +387,8 @@ PULL_WAITING: Final = _counter(
 PULL_FALLBACKS: Final = _counter(
     "baton_pull_fallbacks_total",
     PREFILL_DECODE,
-    "Pulls that came by another way than the preferred; the agent's log says once which way, and why.",
+    "Pulls whose preferred way failed where it should work: both ends have what it needs, and reach each other so. "
+    "The agent's log says once which way was taken, and why.",
 )
 LANES_RETIRED: Final = _counter(
     "baton_transfer_lanes_retired_total",

@@ -154,7 +154,8 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
         if settings.engine == "sglang":
             from baton.engines.sglang.engine import SglangEngine
 
-            options = {"device": settings.device, **settings.engine_options}
+            ranks = {"tp_size": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}
+            options = {"device": settings.device, **ranks, **settings.engine_options}
             return SglangEngine(settings.model, role=role, options=options, agent=agent)
         from baton.engines.vllm.engine import VllmEngine
 

@@ -265,3 +265,23 @@ TEST(a_trailer_of_another_generation_does_not_count) {
   };
   CHECK(done(1) == 1 && done(0) == 0 && done(2) == 0);
 }
+
+TEST(only_ways_that_should_work_here_count_as_fallen_back_from) {
+  const auto fell_back = [](const std::string& sink_host, bool fits) {
+    Options options = options_of(1, {"shm", "tcp"});
+    options.local = {"shm"};
+    options.host = "here";
+    MetSource source(options);
+    frames::Identity sink = identity();
+    sink.backends = "shm,tcp";
+    sink.host = sink_host;
+    source.hear(kAtSource, frames::Identify{sink, proof("sink", MetSource::sink_nonce(), source.nonce, sink)});
+    source.step(0, BackendOffered{kAtSource, false, {}, "no memory", fits});
+    const auto agreed = source.last<frames::Agreed>();
+    CHECK(agreed.backend == "tcp" && agreed.declined == "shm: no memory");
+    return agreed.fallback;
+  };
+  CHECK(fell_back("here", true));
+  CHECK(!fell_back("here", false));
+  CHECK(!fell_back("there", true));
+}

@@ -104,6 +104,6 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& offer, std::stri
 
 }  // namespace
 
-const Backend kCma{"cma", &at_source, &at_sink};
+const Backend kCma{.name = "cma", .at_source = &at_source, .at_sink = &at_sink, .local = true};
 
 }  // namespace baton::transfer

@@ -116,6 +116,12 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& offer, std::stri
 
 }  // namespace
 
-const Backend kCudaIpc{"cuda-ipc", &at_source, &at_sink, false, &prepare_cuda, true};
+const Backend kCudaIpc{.name = "cuda-ipc",
+                       .at_source = &at_source,
+                       .at_sink = &at_sink,
+                       .prepare = &prepare_cuda,
+                       .device = true,
+                       .local = true,
+                       .fits = [](const Site& site) { return site.pool.device >= 0; }};
 
 }  // namespace baton::transfer

@@ -121,6 +121,10 @@ struct Backend {
   void (*prepare)(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) = nullptr;
   // Whether it moves pools in CUDA memory, which no host code may touch.
   bool device = false;
+  // Whether both ends must be on one host.
+  bool local = false;
+  // Whether the source has what this way needs: the pool, the adapter. Null: any has. Where it has not, nothing failed.
+  bool (*fits)(const Site& site) = nullptr;
 };
 
 // One per file.

@@ -83,6 +83,9 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& offer, std::stri
 
 }  // namespace
 
-const Backend kDirect{"direct", &at_source, &at_sink};
+const Backend kDirect{
+    .name = "direct", .at_source = &at_source, .at_sink = &at_sink, .local = true, .fits = [](const Site& site) {
+      return site.pool.region != nullptr;
+    }};
 
 }  // namespace baton::transfer

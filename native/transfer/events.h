@@ -124,13 +124,15 @@ struct BackendOffered {
   ConnectionId connection = 0;
   bool ok = false;
   Blob offer;
-  std::string why;  // Not, if so.
+  std::string why;   // Not, if so.
+  bool fits = true;  // Whether the source has what this way needs.
 };
 struct BackendAccepted {
   ConnectionId connection = 0;
   bool ok = false;
   Blob proof;
-  std::string why;  // Not, or, if so, what else there is to know of this way.
+  std::string why;   // Not, or, if so, what else there is to know of this way.
+  bool fits = true;  // Whether this is a way between the two pools.
 };
 struct BackendChecked {
   ConnectionId connection = 0;

@@ -92,7 +92,8 @@ frames::Identity Handshake::identity() const {
           .backends = join(options_.backends),
           .checksum = options_.checksum,
           .lease_ttl_ms = static_cast<std::uint32_t>(std::clamp(options_.lease_ttl_s * 1000, 1.0, 1e9)),
-          .layout = geometry_.layout ? layout::to_string(*geometry_.layout) : ""};
+          .layout = geometry_.layout ? layout::to_string(*geometry_.layout) : "",
+          .host = options_.host};
 }
 
 Digest Handshake::proof(Side of, const frames::Identity& identity) const {
@@ -192,7 +193,7 @@ Handshake::Outcome Handshake::on_frame(FrameType type, Bytes body, Outbox& out) 
     case FrameType::answer: {
       const auto frame = decode<frames::Answer>(body);
       if (side_ != Side::source || step_ != Step::backends || !frame) return Outcome::malformed;
-      if (!frame->ok) return decline(frame->why, out);
+      if (!frame->ok) return decline(frame->why, frame->fits, out);
       note_ = frame->why;
       out.put(CheckBackend{connection_, backend_, frame->proof});
       return Outcome::going;
@@ -230,6 +231,7 @@ Handshake::Outcome Handshake::on_identify(const frames::Identify& identify, Outb
   const frames::Identity own = identity();
   if (const Outcome outcome = compare(identify.identity, out); outcome != Outcome::going) return outcome;
   checksum_ = options_.checksum || identify.identity.checksum;
+  elsewhere_ = identify.identity.host != options_.host;
   const auto wanted = split(identify.identity.backends);
   for (auto name = wanted.rbegin(); name != wanted.rend(); ++name) {
     const auto& have = options_.backends;
@@ -270,25 +272,28 @@ Handshake::Outcome Handshake::offer_next(Outbox& out) {
   return Outcome::going;
 }
 
-Handshake::Outcome Handshake::decline(const std::string& why, Outbox& out) {
+Handshake::Outcome Handshake::decline(const std::string& why, bool fits, Outbox& out) {
+  const auto& local = options_.local;
+  const bool reaches = !elsewhere_ || std::find(local.begin(), local.end(), backend_) == local.end();
+  fallback_ = fallback_ || (fits && reaches);
   declined_ += (declined_.empty() ? "" : "; ") + backend_ + ": " + why;
   return offer_next(out);
 }
 
 Handshake::Outcome Handshake::on_offered(const BackendOffered& offered, Outbox& out) {
   if (step_ != Step::backends) return Outcome::going;
-  if (!offered.ok) return decline(offered.why, out);
+  if (!offered.ok) return decline(offered.why, offered.fits, out);
   out.send(connection_, frames::Offer{backend_, offered.offer});
   return Outcome::going;
 }
 
 void Handshake::on_accepted(const BackendAccepted& accepted, Outbox& out) {
-  out.send(connection_, frames::Answer{accepted.ok, accepted.proof, accepted.why});
+  out.send(connection_, frames::Answer{accepted.ok, accepted.proof, accepted.why, accepted.fits});
 }
 
 Handshake::Outcome Handshake::on_checked(bool ok, Outbox& out) {
   if (step_ != Step::backends) return Outcome::malformed;  // The sink answered twice.
-  if (!ok) return decline("the sink reached something else than was offered", out);
+  if (!ok) return decline("the sink reached something else than was offered", true, out);
   if (!note_.empty()) declined_ += (declined_.empty() ? "" : "; ") + backend_ + ": " + note_;
   return agree(out);
 }
@@ -296,7 +301,7 @@ Handshake::Outcome Handshake::on_checked(bool ok, Outbox& out) {
 Handshake::Outcome Handshake::agree(Outbox& out) {
   step_ = Step::agreed;
   out.put(UseBackend{connection_, backend_, checksum_});
-  out.send(connection_, frames::Agreed{backend_, checksum_, declined_});
+  out.send(connection_, frames::Agreed{backend_, checksum_, declined_, fallback_});
   return Outcome::agreed;
 }
 
@@ -307,6 +312,7 @@ Handshake::Outcome Handshake::on_agreed(const frames::Agreed& agreed, Outbox& ou
   backend_ = agreed.backend;
   checksum_ = agreed.checksum;
   declined_ = agreed.declined;
+  fallback_ = agreed.fallback;
   step_ = Step::agreed;
   out.put(UseBackend{connection_, backend_, checksum_});
   return Outcome::agreed;

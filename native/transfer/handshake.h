@@ -6,8 +6,8 @@
 //    Identify(identity, proof)        ──▶                                 proof: keyed hash over side, both
 //                                     ◀──   Welcome(identity, proof)      nonces and identity; or Refuse
 //                                     ◀──   Offer(backend, offer)         for each backend both sides have, until
-//    Answer(ok, proof, why)           ──▶                                 one works; tcp needs no offer
-//                                     ◀──   Agreed(backend, checksum, declined)
+//    Answer(ok, proof, why, fits)     ──▶                                 one works; tcp needs no offer
+//                                     ◀──   Agreed(backend, checksum, declined, fallback)
 //
 // The secret proves who speaks; it does not encrypt or sign what follows.
 #pragma once
@@ -42,6 +42,8 @@ class Handshake {
   // Sink, once agreed: how long the source's leases live without a word.
   [[nodiscard]] double lease_ttl_s() const { return lease_ttl_s_; }
   [[nodiscard]] const std::string& declined() const { return declined_; }
+  // Once agreed: whether a preferred way failed that should work here.
+  [[nodiscard]] bool fallback() const { return fallback_; }
   // Once agreed: what the other side's blocks are.
   [[nodiscard]] const Geometry& peer() const { return peer_; }
   // Whether the source's blocks must be converted into the sink's.
@@ -64,7 +66,7 @@ class Handshake {
   Outcome on_welcome(const frames::Welcome& welcome, Outbox& out);
   Outcome on_agreed(const frames::Agreed& agreed, Outbox& out);
   Outcome offer_next(Outbox& out);
-  Outcome decline(const std::string& why, Outbox& out);
+  Outcome decline(const std::string& why, bool fits, Outbox& out);
   Outcome agree(Outbox& out);
 
   const Options& options_;
@@ -81,7 +83,9 @@ class Handshake {
   std::string backend_;
   bool checksum_ = true;
   std::string declined_;
-  std::string note_;  // Of the backend that is tried.
+  bool fallback_ = false;
+  bool elsewhere_ = false;  // The sink is on another host.
+  std::string note_;        // Of the backend that is tried.
   double lease_ttl_s_ = 0;
   std::string detail_;
   Cause cause_ = Cause::none;

@@ -24,6 +24,7 @@ struct Lane {
   bool closing = false;  // Given up; `Closed` is awaited.
   std::string backend;
   std::string declined;
+  bool fallback = false;
   bool checksum = true;
   std::optional<Staging> staging;  // Where the source's blocks are not this side's.
   std::uint32_t in_flight = 0;     // Chunks of all pulls.

@@ -104,6 +104,7 @@ void Sink::ask(double now_s, Pull& pull, ConnectionId connection, bool data_only
     pull.keep_alive_s = pull.progress_s = now_s;
     pull.backend = lane.backend;
     pull.declined = lane.declined;
+    pull.fallback = lane.fallback;
   }
   out_.send(connection, frames::Ask{.pull = pull.id,
                                     .key = pull.key,
@@ -224,7 +225,7 @@ Report Sink::report_of(const Pull& pull, ReportKind kind) const {
 void Sink::finish(double now_s, Pull& pull) {
   account(now_s, pull);
   ++stats_.pulls_done;
-  if (!pull.declined.empty()) ++stats_.fallbacks;
+  if (pull.fallback) ++stats_.fallbacks;
   send_release(peers_.at(pull.endpoint), pull.key, Cause::none);
   out_.put(report_of(pull, ReportKind::pull_done));
   Peer& peer = peers_.at(pull.endpoint);

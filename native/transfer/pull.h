@@ -144,6 +144,7 @@ class Sink {
     std::uint64_t rereads = 0;
     std::string backend;
     std::string declined;
+    bool fallback = false;
     std::string lost;  // Why its connection was lost last, if it was.
     Cause cause = Cause::none;
     std::string detail;

@@ -73,6 +73,7 @@ bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& han
   lane.backend = handshake.backend();
   lane.checksum = handshake.checksum();
   lane.declined = handshake.declined();
+  lane.fallback = handshake.fallback();
   if (handshake.converts()) lane.staging.emplace(peer->pool, options_.limits);
   lane.hear(now_s);
   peer->rails[lane.rail].retry_s = 0;

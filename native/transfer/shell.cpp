@@ -9,6 +9,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <stdexcept>
 #include <system_error>
 
@@ -42,7 +43,10 @@ Options with_entropy(Options options) {
   fill(options.entropy.data(), options.entropy.size());
   for (const Backend* backend : backends()) {
     if (backend->striped) options.striped.emplace_back(backend->name);
+    if (backend->local) options.local.emplace_back(backend->name);
   }
+  // Containers of one host have it in common; whether they share memory, too, shows when it is tried.
+  if (std::ifstream boot("/proc/sys/kernel/random/boot_id"); options.host.empty()) std::getline(boot, options.host);
   while (options.incarnation == 0) fill(&options.incarnation, sizeof options.incarnation);
   return options;
 }

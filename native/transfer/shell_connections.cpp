@@ -43,10 +43,13 @@ void Agent::offer(const OfferBackend& action) {
   Connection* at = find(action.connection);
   if (at == nullptr) return;
   std::string why;
-  at->tried = find_backend(action.backend)->at_source(site(action.connection, *at), why);
+  const Backend& backend = *find_backend(action.backend);
+  const Site own = site(action.connection, *at);
+  at->tried = backend.at_source(own, why);
   const bool ok = at->tried != nullptr;
   if (ok) watch_path(action.connection, *at->tried);
-  happened_.push_back(BackendOffered{action.connection, ok, ok ? at->tried->offer() : Blob{}, std::move(why)});
+  const bool fits = backend.fits == nullptr || backend.fits(own);
+  happened_.push_back(BackendOffered{action.connection, ok, ok ? at->tried->offer() : Blob{}, std::move(why), fits});
 }
 
 void Agent::accept_offer(const AcceptBackend& action) {
@@ -54,11 +57,13 @@ void Agent::accept_offer(const AcceptBackend& action) {
   if (at == nullptr) return;
   if (at->answer_by_s != 0) return drop(action.connection, kBrokenProtocol);
   std::string why = "the sink has no such backend";
+  bool fits = true;
   const Backend* backend = find_backend(action.backend);
   const bool again = at->tried != nullptr && at->tried_backend == backend;
   if (backend != nullptr && backend->prepare != nullptr && at->converter != nullptr) {
     at->tried = nullptr;
     why = "it reads into registered memory only, and the KV layouts differ";
+    fits = false;
   } else if (!again) {
     at->tried = backend == nullptr ? nullptr : backend->at_sink(site(action.connection, *at), action.offer, why);
     at->tried_backend = backend;
@@ -68,7 +73,7 @@ void Agent::accept_offer(const AcceptBackend& action) {
     at->tried = nullptr;
   }
   if (at->tried == nullptr) {
-    happened_.push_back(BackendAccepted{action.connection, false, {}, std::move(why)});
+    happened_.push_back(BackendAccepted{action.connection, false, {}, std::move(why), fits});
     return;
   }
   at->answer_by_s = now_s() + kProofS;

@@ -228,9 +228,11 @@ std::unique_ptr<DataPath> with(const Site& site, std::unique_ptr<Segment> segmen
 }  // namespace
 
 const Backend kRing{
-    "shm", [](const Site& site, std::string& why) { return with(site, Segment::create(site.chunk_bytes_max), why); },
-    [](const Site& site, const Blob& offer, std::string& why) {
-      return with(site, Segment::open(offer, site.chunk_bytes_max), why);
-    }};
+    .name = "shm",
+    .at_source = [](const Site& site,
+                    std::string& why) { return with(site, Segment::create(site.chunk_bytes_max), why); },
+    .at_sink = [](const Site& site, const Blob& offer,
+                  std::string& why) { return with(site, Segment::open(offer, site.chunk_bytes_max), why); },
+    .local = true};
 
 }  // namespace baton::transfer

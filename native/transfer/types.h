@@ -110,6 +110,8 @@ struct Options {
   std::vector<std::string> backends = {"direct", "shm", "cma", "verbs", "tcp"};
   FabricOptions fabric;
   std::vector<std::string> striped;    // The backends with which several lanes are faster than one.
+  std::vector<std::string> local;      // The backends that need both ends on one host.
+  std::string host;                    // This one, as no other is called; empty: unknown.
   std::uint32_t streams = 1;           // Lanes per rail.
   std::uint64_t lane_bytes = 4 << 20;  // A pull gets one more lane for each of these bytes.
   bool checksum = true;
@@ -141,7 +143,7 @@ struct Stats {
   std::uint64_t leases_revoked = 0;
   std::uint64_t checksum_failures = 0;
   std::uint64_t protocol_errors = 0;  // Connections dropped because of what a peer sent.
-  std::uint64_t fallbacks = 0;        // Pulls that did not come by the way that was preferred.
+  std::uint64_t fallbacks = 0;        // Pulls whose preferred way should work between the two hosts and did not.
   std::uint64_t lanes_retired = 0;    // Connections to sources that were lost or hung.
   std::vector<RailShare> rails;       // Of sources, that this sink has used.
 };

@@ -183,6 +183,12 @@ std::unique_ptr<DataPath> at_sink(const Site& site, const Blob& blob, std::strin
 
 }  // namespace
 
-const Backend kVerbs{"verbs", &at_source, &at_sink, true, &prepare};
+const Backend kVerbs{
+    .name = "verbs",
+    .at_source = &at_source,
+    .at_sink = &at_sink,
+    .striped = true,
+    .prepare = &prepare,
+    .fits = [](const Site& site) { return site.fabrics.verbs != nullptr && site.fabrics.verbs->present(); }};
 
 }  // namespace baton::transfer

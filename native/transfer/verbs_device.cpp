@@ -154,6 +154,7 @@ void VerbsDevices::load(const FabricOptions& options) {
 void VerbsDevices::open(const std::vector<VerbsChoice>& choices, const Pool& pool) {
   int count = 0;
   ibv::Device** list = calls_.get_device_list(&count);
+  present_ = count > 0 || !choices.empty();
   const auto try_port = [&](ibv::Device* device, int port, int gid_index) {
     try {
       devices_.push_back(

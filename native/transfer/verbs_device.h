@@ -72,6 +72,8 @@ class VerbsDevices {
   // What is not to be had is said when a device is asked for.
   VerbsDevices(const FabricOptions& options, const Pool& pool);
 
+  // Whether this host has adapters at all, in order or not.
+  [[nodiscard]] bool present() const { return present_; }
   // In turn, for one connection after the other. Throws std::runtime_error where there is none.
   [[nodiscard]] VerbsDevice& next();
   // The one that belongs with the peer's `rail`, so that equal rails meet, as fabrics with several are built.
@@ -85,6 +87,7 @@ class VerbsDevices {
   ibv::Calls calls_{};
   std::vector<std::unique_ptr<VerbsDevice>> devices_;
   std::string why_;
+  bool present_ = false;
   std::uint32_t next_ = 0;
 };
 

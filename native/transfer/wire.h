@@ -22,7 +22,7 @@
 namespace baton::transfer {
 
 inline constexpr std::uint32_t kMagic = 0x4E544142;  // "BATN"
-inline constexpr std::uint16_t kVersion = 4;
+inline constexpr std::uint16_t kVersion = 5;
 inline constexpr std::size_t kLengthBytes = 4;
 inline constexpr std::size_t kFrameBytesMax = 16 << 10;
 inline constexpr std::size_t kTextBytesMax = 4 << 10;
@@ -80,9 +80,10 @@ struct Identity {
   bool checksum = true;
   std::uint32_t lease_ttl_ms = 0;  // Of the leases of this side.
   std::string layout;              // Empty: it does not say.
+  std::string host;                // Equal ones share memory; empty: it does not say.
   auto fields() {
     return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum,
-                    lease_ttl_ms, layout);
+                    lease_ttl_ms, layout, host);
   }
 };
 struct Identify {  // sink → source
@@ -113,15 +114,17 @@ struct Answer {  // sink → source
   static constexpr auto type = FrameType::answer;
   bool ok = false;
   Blob proof;
-  std::string why;  // Not; or, if so, what else there is to know of this way.
-  auto fields() { return std::tie(ok, proof, why); }
+  std::string why;   // Not; or, if so, what else there is to know of this way.
+  bool fits = true;  // Whether this is a way between the two pools.
+  auto fields() { return std::tie(ok, proof, why, fits); }
 };
 struct Agreed {  // source → sink
   static constexpr auto type = FrameType::agreed;
   std::string backend;
   bool checksum = true;
-  std::string declined;  // The ways that both sides prefer and that do not work, with the reasons; and a note.
-  auto fields() { return std::tie(backend, checksum, declined); }
+  std::string declined;   // The ways that both sides prefer and that do not work, with the reasons; and a note.
+  bool fallback = false;  // Whether one of them should work: it is a way for both pools and hosts.
+  auto fields() { return std::tie(backend, checksum, declined, fallback); }
 };
 
 // A pull's life.

@@ -17,7 +17,7 @@ def config(*arguments: str, **settings: str) -> str:
 
 def test_all_profiles_are_understood() -> None:
     services = config("--profile", "gpu", "--profile", "observability", "config", "--services").split()
-    assert {"prefill-gpu", "decode-gpu", "jaeger", "otel-collector", "prometheus", "grafana"} <= set(services)
+    assert {"decode-gpu", "jaeger", "otel-collector", "prometheus", "grafana"} <= set(services)
     assert "jaeger" not in config("config", "--services").split()
 
 

@@ -42,6 +42,7 @@ def whole_pull(make: Make, **of_sink: object) -> TransferEvent:
     pull(sink, source)
     done = sink.wait_end(KEY)
     assert done.kind == EventKind.PULL_DONE
+    assert sink.agent.stats().fallbacks == (done.backend != "ucx"), "what is said of the preferred way is no fallback"
     assert sink.holds(SINK_BLOCKS, seed=3) and sink.gaps_are_untouched()
     return done
 

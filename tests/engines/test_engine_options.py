@@ -13,9 +13,21 @@ import zmq
 
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
 from baton.engines.kv_events import KvEventListener, decode_batch
-from baton.engines.options import Device, engine_arguments, engine_environment, local_model, split_options
+from baton.engines.options import (
+    WHOLE_ON_CUDA,
+    Device,
+    Dialect,
+    choose_handoff,
+    engine_arguments,
+    engine_environment,
+    local_model,
+    split_options,
+)
+from baton.engines.sglang.options import DIALECT as SGLANG
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
+from baton.messages import Role
+from baton.worker.settings import WorkerSettings, create_engine
 
 CPU = DIALECT.profiles[Device.CPU]
 KNOWN = ("dtype", "block_size", "max_num_seqs", "enforce_eager", "kv_cache_memory_bytes", "data_parallel_size")
@@ -34,12 +46,47 @@ def test_profile_is_overridden_by_options() -> None:
         ({"kv_transfer_config": {}}, "kv_transfer_config"),
         ({"block_size": 16}, "block_size"),
         ({"block_size": "big"}, "block_size"),
-        ({"data_parallel_size": 2}, "data_parallel_size"),
     ],
 )
 def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         engine_arguments(options, KNOWN, CPU, DIALECT)
+
+
+@pytest.mark.parametrize(
+    ("options", "dialect", "named"),
+    [
+        ({"data_parallel_size": 2}, DIALECT, "vLLM's option data_parallel_size is 1"),
+        ({"tp_size": 2}, SGLANG, "SGLang's option tp_size is 1 in Baton: its scheduler hands off for one rank"),
+        ({"pp_size": 2}, SGLANG, "SGLang's option pp_size is 1"),
+    ],
+)
+def test_option_that_has_to_be_1_is_named_before_anything_is_loaded(
+    options: dict[str, object], dialect: Dialect, named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        split_options(options, dialect)
+    split_options(dict.fromkeys(options, 1), dialect)
+
+
+def test_ranks_of_a_worker_are_refused_where_its_engine_has_one() -> None:
+    settings = WorkerSettings(model="m", engine="sglang", tensor_parallel=2)
+    with pytest.raises(ConfigurationError, match="tp_size is 1 in Baton"):
+        create_engine(Role.DECODE, settings)
+
+
+def test_on_a_gpu_nothing_is_handed_off(caplog: pytest.LogCaptureFixture) -> None:
+    assert choose_handoff(None, Role.DECODE, Device.CUDA) is False
+    assert [record.getMessage() for record in caplog.records] == [WHOLE_ON_CUDA]
+    assert choose_handoff(False, Role.DECODE, Device.CUDA) is False
+    for wanted, role in ((True, Role.DECODE), (None, Role.PREFILL), (False, Role.PREFILL)):
+        with pytest.raises(ConfigurationError, match=WHOLE_ON_CUDA):
+            choose_handoff(wanted, role, Device.CUDA)
+
+
+def test_on_a_cpu_kv_is_handed_off_unless_the_user_says_no() -> None:
+    for role in Role:
+        assert [choose_handoff(wanted, role, Device.CPU) for wanted in (None, True, False)] == [True, True, False]
 
 
 def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:

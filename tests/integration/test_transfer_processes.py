@@ -183,12 +183,27 @@ def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCa
     pull(sink, peer.endpoint)
     peer.ready(-1)
     done = sink.wait_end(KEY)
+    assert sink.agent.stats().fallbacks == 1
     sink.agent.close()
     assert (done.kind, done.backend) == (EventKind.PULL_DONE, "tcp")
     assert sink.holds(SINK_BLOCKS, seed=1)
     assert done.declined == "direct: the source's pool does not lie in a region; shm: no shared memory: File too large"
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert said == [f"KV comes over tcp: {done.declined}"]
+
+
+@pytest.mark.parametrize("way", ["shm"])
+def test_a_way_that_is_none_for_the_pool_is_not_fallen_back_from(start_peer: StartPeer) -> None:
+    """Of the defaults `direct` is for memory of our own, and engines have theirs."""
+    sink = Node(NativeAgent(AgentOptions(secret="shared")))
+    peer = start_peer(",".join(AgentOptions().backends))
+    peer.lease(seed=1)
+    pull(sink, peer.endpoint)
+    peer.ready(-1)
+    done = sink.wait_end(KEY)
+    assert sink.agent.stats().fallbacks == 0
+    sink.agent.close()
+    assert (done.backend, done.declined) == ("shm", "direct: the source's pool does not lie in a region")
 
 
 @pytest.mark.parametrize("way", ["tcp"])

@@ -6,11 +6,9 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Generator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 
 import psutil
@@ -19,36 +17,13 @@ from openai import OpenAI
 
 from baton.cli.servers import free_port
 from baton.cli.tiny_model import make_tiny_model
+from tests.harness.launcher import Launcher, launched, up_command
 
-READY_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 20.0
 PROCESSES = 7
 """NATS, Redis, index, scheduler, gateway, one prefill and one decode worker."""
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@dataclass
-class Launcher:
-    """A running `baton up`, or a shell that runs one."""
-
-    process: subprocess.Popen[bytes]
-    output_path: Path
-    port: int
-
-    @property
-    def output(self) -> str:
-        return self.output_path.read_text()
-
-    def wait_for(self, words: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        give_up_at_s = time.monotonic() + timeout_s
-        while words not in self.output:
-            assert self.process.poll() is None, f"it ended before it said {words!r}:\n{self.output}"
-            assert time.monotonic() < give_up_at_s, f"it never said {words!r}:\n{self.output}"
-            time.sleep(0.05)
-
-    def descendants(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
 
 
 def assert_gone(processes: list[psutil.Process], timeout_s: float = END_TIMEOUT_S) -> None:
@@ -63,36 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("up")
     make_tiny_model(folder / ".cache" / "models" / "tiny-qwen3")
     return folder
-
-
-def up_command(folder: Path, port: int, *flags: str) -> list[str]:
-    command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--port", str(port)]
-    return [*command, "--folder", str(folder), *flags]
-
-
-@contextmanager
-def launched(folder: Path, *flags: str, shell: str = "") -> Generator[Launcher]:
-    """Run `baton up`; `shell`: inside a shell, as `make` does, with this as its last command."""
-    port = free_port()
-    command = up_command(folder, port, *flags)
-    if shell:
-        command = ["sh", "-c", f'"$@" & {shell}', "sh", *command]
-    output_path = folder / f"output-{port}"
-    with output_path.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
-    launcher = Launcher(process, output_path, port)
-    seen: list[psutil.Process] = []
-    try:
-        launcher.wait_for("Ctrl-C ends everything")
-        seen = launcher.descendants()
-        yield launcher
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        for stray in seen:
-            if stray.is_running():
-                stray.kill()
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +97,16 @@ def test_a_killed_worker_is_said_and_comes_back(launcher: Launcher) -> None:
         )
     assert answer.usage is not None
     assert answer.usage.completion_tokens > 0
+
+
+def test_who_is_killed_often_starts_again_at_once(launcher: Launcher) -> None:
+    for command in ("nats-server", "baton_scheduler"):
+        for _ in range(4):
+            (victim,) = [child for child in launcher.descendants() if command in " ".join(child.cmdline())]
+            backs = launcher.output.count(" is back")
+            victim.kill()
+            launcher.wait_until(lambda output, backs=backs: output.count(" is back") > backs, "it came back")
+    assert "starting it again in" not in launcher.output
 
 
 def test_secrets_are_on_no_command_line(launcher: Launcher) -> None:

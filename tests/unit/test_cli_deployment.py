@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -11,15 +12,16 @@ from pathlib import Path
 import pytest
 
 from baton.cli import servers
-from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, worker_programs
+from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, settle, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, run
-from baton.cli.processes import Backoff, Program, describe_exit
+from baton.cli.processes import Program, describe_exit
 from baton.cli.servers import free_port
-from baton.config import EXIT_FAILED
+from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation
 
+ROOT = Path(__file__).parents[2]
 NATS_URL = "nats://nats-token@127.0.0.1:4222"
 REDIS_URL = "redis://:redis-password@127.0.0.1:6379/0"
 
@@ -34,7 +36,8 @@ def make_wishes(folder: Path, **changes: object) -> Wishes:
     return Wishes(**values)  # pyright: ignore[reportArgumentType]
 
 
-def all_programs(wishes: Wishes) -> list[Program]:
+def all_programs(wished: Wishes, *, gpu: bool = False) -> list[Program]:
+    wishes = settle(wished, gpu=gpu)
     services = service_programs(wishes, nats_url=NATS_URL, redis_url=REDIS_URL, environ={"PATH": "/bin"})
     return [*services, *worker_programs(wishes, model_path=Path("/model"), nats_url=NATS_URL, environ={"PATH": "/bin"})]
 
@@ -117,6 +120,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
         ({"decode": 0}, "DECODE=1"),
         ({"prefill": -1}, "PREFILL=0 or more"),
         ({"prefill": 0}, "DISAGGREGATION=auto"),
+        ({"prefill": 100, "decode": 29}, "129 workers are too many"),
         ({"port": 0}, "PORT=0 is no port"),
         ({"port": 70000}, "PORT=70000 is no port"),
         ({"host": "203.0.113.1", "api_key": "k"}, "cannot listen on 203.0.113.1"),
@@ -126,7 +130,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
 def test_wishes_that_cannot_be_met_are_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
     wishes = make_wishes(tmp_path, **{"engine": "simulated", "port": free_port(), **changes})
     with pytest.raises(ConfigurationError) as caught:
-        check_wishes(wishes)
+        check_wishes(settle(wishes, gpu=False))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -135,6 +139,54 @@ def test_no_prefill_worker_is_fine_where_nothing_needs_one(tmp_path: Path) -> No
     check_wishes(
         make_wishes(tmp_path, engine="simulated", port=free_port(), prefill=0, disaggregation=Disaggregation.AUTO)
     )
+
+
+def test_on_a_gpu_decode_workers_serve_whole(tmp_path: Path) -> None:
+    """What `make up` starts on a machine with an NVIDIA driver, where nobody named a device or a placement."""
+    programs = {program.name: program for program in all_programs(make_wishes(tmp_path, decode=2), gpu=True)}
+    assert sorted(programs) == ["decode-0", "decode-1", "gateway", "kvindex", "scheduler"]
+    assert flags(programs["scheduler"])["--disaggregation"] == "never"
+    assert flags(programs["decode-0"])["--device"] == "cuda"
+    options = json.loads(flags(programs["decode-0"])["--engine-options"])
+    assert options["gpu_memory_utilization"] == pytest.approx(0.425), "of the GPU, for each of the two that are there"
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device: str) -> None:
+    wishes = make_wishes(tmp_path, device=device, disaggregation=Disaggregation.ALWAYS)
+    with pytest.raises(ConfigurationError, match="KV in GPU memory is not handed off yet"):
+        settle(wishes, gpu=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"device": "cpu"},
+        {"engine": "sglang"},
+        {"decode_engine": "sglang"},
+        {"engine": "simulated"},
+        {"engine": "simulated", "device": "cuda"},
+    ],
+)
+def test_a_gpu_changes_nothing_for_engines_that_do_not_use_it(tmp_path: Path, changes: dict[str, object]) -> None:
+    wishes = settle(make_wishes(tmp_path, **changes), gpu=True)
+    assert (wishes.device, wishes.disaggregation, wishes.prefill) == ("cpu", Disaggregation.ALWAYS, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment"),
+    [
+        ((), ".venv-vllm"),
+        (("NVIDIA_DRIVER=/dev/null",), ".venv-vllm-cuda"),
+        (("NVIDIA_DRIVER=/dev/null", "DEVICE=cpu"), ".venv-vllm"),
+        (("NVIDIA_DRIVER=/dev/null", "DECODE_ENGINE=sglang"), ".venv-vllm"),
+        (("NVIDIA_DRIVER=", "DEVICE=cuda"), ".venv-vllm-cuda"),
+    ],
+)
+def test_make_takes_the_environment_of_the_same_device(settings: tuple[str, ...], environment: str) -> None:
+    command = ["make", "-n", "up", "NVIDIA_DRIVER=", *settings]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=15).stdout
+    assert f"--vllm-python {environment}/bin/python" in said
 
 
 def test_a_port_in_use_is_named_with_another_to_try(tmp_path: Path) -> None:
@@ -154,6 +206,13 @@ def test_a_port_that_is_in_use_is_not_free(monkeypatch: pytest.MonkeyPatch) -> N
         unused = free_port()
         monkeypatch.setattr(servers, "PORTS", (used, unused))
         assert {free_port() for _ in range(20)} == {unused}
+
+
+def test_ports_for_processes_that_do_not_listen_yet_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = {free_port() for _ in range(4)}
+    monkeypatch.setattr(servers, "PORTS", tuple(ports))
+    taken = min(ports)
+    assert sorted(servers.free_ports(len(ports) - 1, but=taken)) == sorted(ports - {taken})
 
 
 def test_a_model_must_be_there_and_whole(tmp_path: Path) -> None:
@@ -207,14 +266,6 @@ def test_workers_share_the_machine() -> None:
     assert shares["gpu_memory_utilization"] == pytest.approx(0.425)
 
 
-def test_backoff_doubles_to_its_bound_and_forgets_after_a_long_life() -> None:
-    backoff, waits, wait_s = Backoff(first_s=0.5, max_s=3.0, healthy_s=30.0), list[float](), None
-    for lived_s in (0.0, 0.1, 0.1, 0.1, 0.1, 31.0, 0.1):
-        wait_s = backoff.next_s(wait_s, lived_s)
-        waits.append(wait_s)
-    assert waits == [0.5, 1.0, 2.0, 3.0, 3.0, 0.5, 1.0]
-
-
 def test_an_end_is_described() -> None:
     assert describe_exit(2) == "ended with status 2"
     assert describe_exit(-9) == "was killed (SIGKILL)"
@@ -224,6 +275,21 @@ def test_malformed_engine_options_are_named() -> None:
     for text in ("[1]", "{", "3"):
         with pytest.raises(ConfigurationError, match="engine options"):
             run(["up", "--engine-options", text], {})
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--disaggregation", "maybe"), "--disaggregation: invalid choice: 'maybe' (choose from '', 'always', 'auto'"),
+        (("--prefill", "many"), "--prefill: invalid int value: 'many'"),
+        (("--engin", "vllm"), "unrecognized arguments: --engin"),
+    ],
+)
+def test_malformed_flags_are_named(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], words: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(["up", *flags], {})
+    assert caught.value.code == EXIT_MISCONFIGURED
+    assert words in capsys.readouterr().err
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from baton import config
 from baton.cli.deployment import Wishes
 from baton.cli.engine_defaults import engine_defaults
 from baton.cli.prepare import prepare
+from baton.config import EXIT_MISCONFIGURED
 
 NAMED = {"max_model_len": 4096, "share": 0.5, "eager": True, "unset": None, "deep": {"a b": [1, 'é"\n']}}
 
@@ -52,3 +55,19 @@ def test_a_model_of_the_users_keeps_its_name(tmp_path: Path) -> None:
     settings = read(prepare(wishes))
     assert (settings.model, settings.model_name) == (str(model), "Qwen3")
     assert settings.engine_options["max_model_len"] == 8192
+
+
+def test_containers_on_a_gpu_are_told_to_serve_whole(tmp_path: Path) -> None:
+    """The scheduler of compose.yaml separates where nothing else is said, so the start ends with the reason."""
+    flags = ["--device", "cuda", "--engine", "vllm"]
+    refused = run_prepare(tmp_path, *flags, "--disaggregation", "always")
+    assert refused.returncode == EXIT_MISCONFIGURED
+    assert "KV in GPU memory is not handed off yet" in refused.stderr
+    assert "DISAGGREGATION=never" in refused.stderr
+    assert run_prepare(tmp_path, *flags, "--disaggregation", "never").returncode == 0
+    assert read(tmp_path / "worker.toml").device == "cuda"
+
+
+def run_prepare(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "baton.cli.prepare", str(folder), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

@@ -67,7 +67,7 @@ class SglangEngine:
         self._stats: asyncio.Future[Stats] | None = None
 
     async def start(self) -> EngineFacts:
-        self._host = SglangHost(self._model, self._own, self._options, self._agent)
+        self._host = SglangHost(self._model, self._role, self._own, self._options, self._agent)
         self._host.on_report, self._host.on_death = self._take_report, self._died_unasked
         # SGLang begins by saying that its cache is empty.
         self._listener = KvEventListener(DIALECT.engine, self._host.events_endpoint, initial_batches=1)

@@ -23,9 +23,17 @@ import msgspec
 
 from baton.connectors.link import ADDRESS_VARIABLE, Failed, HostEnd, Opened, Order, Report, Setup
 from baton.engines.host import EngineHost
-from baton.engines.options import Device, OwnOptions, choose_profile, engine_arguments, engine_environment
+from baton.engines.options import (
+    Device,
+    OwnOptions,
+    choose_handoff,
+    choose_profile,
+    engine_arguments,
+    engine_environment,
+)
 from baton.engines.sglang.options import DIALECT
 from baton.engines.sglang.plugins import CONNECTOR_VARIABLE
+from baton.messages import Role
 from baton.transfer import AgentOptions
 
 if TYPE_CHECKING:
@@ -36,11 +44,14 @@ DISPATCH_INTERVAL_S: Final = 0.001
 
 
 class SglangHost(EngineHost[Opened]):
-    def __init__(self, model: str, own: OwnOptions, options: Mapping[str, object], agent: AgentOptions) -> None:
+    def __init__(
+        self, model: str, role: Role, own: OwnOptions, options: Mapping[str, object], agent: AgentOptions
+    ) -> None:
         super().__init__(DIALECT.engine, model)
         self.on_report: Callable[[Report], None] = lambda _report: None
         """Called on our own loop, ahead of the tokens of the step that it tells of."""
         self.on_death: Callable[[], None] = lambda: None
+        self._role = role
         self._own = own
         self._options = options
         self._agent = agent
@@ -81,11 +92,17 @@ class SglangHost(EngineHost[Opened]):
     # ------------------------------------------------------------ on SGLang's
 
     def _build(self, model_path: str) -> Opened:
-        connecting = threading.Thread(target=self._connect, name="baton-sglang-link", daemon=True)
+        with engine_environment(DIALECT):
+            import torch
+
+            here = Device.CUDA if torch.cuda.is_available() else Device.CPU
+        hands_off = choose_handoff(self._own.handoff, self._role, here)
+        setup = Setup(agent=self._agent if hands_off else None, model_digest=self.digest)
+        connecting = threading.Thread(target=self._connect, args=(setup,), name="baton-sglang-link", daemon=True)
         connecting.start()
         before = set(multiprocessing.active_children())
         try:
-            self._sglang = engine = self._launch(model_path)
+            self._sglang = engine = self._launch(model_path, here)
             connecting.join()
             opened = next(report for report in self._link.reports() if isinstance(report, Opened))
         except BaseException:
@@ -97,17 +114,15 @@ class SglangHost(EngineHost[Opened]):
         self._sglang_loop = engine.loop
         return opened
 
-    def _connect(self) -> None:
+    def _connect(self, setup: Setup) -> None:
         # Ended by `close` where SGLang's process does not come.
         with suppress(OSError, EOFError):
-            self._link.accept(Setup(agent=self._agent if self._own.handoff else None, model_digest=self.digest))
+            self._link.accept(setup)
 
-    def _launch(self, model_path: str) -> Engine:
+    def _launch(self, model_path: str, here: Device) -> Engine:
         with engine_environment(DIALECT):
-            import torch
             from sglang.srt.server_args import ServerArgs
 
-            here = Device.CUDA if torch.cuda.is_available() else Device.CPU
             profile = choose_profile(self._own.device, here, DIALECT)
             arguments: dict[str, Any] = engine_arguments(self._options, ServerArgs.__struct_fields__, profile, DIALECT)
             with engine_environment(DIALECT, profile):

@@ -60,11 +60,12 @@ class VllmEngine:
         self._listener: KvEventListener | None = None
         self._watch: asyncio.Task[None] | None = None
         self._context_tokens_max = 0
+        self._hands_off = False
         self._failure = "the engine has not been started"
         self._attempts = Attempts()
 
     async def start(self) -> EngineFacts:
-        self._host = VllmHost(self._model, self._own, self._options, self._agent)
+        self._host = VllmHost(self._model, self._role, self._own, self._options, self._agent)
         self._listener = KvEventListener(DIALECT.engine, self._host.events_endpoint)
         self._listener.start()
         try:
@@ -86,6 +87,7 @@ class VllmEngine:
         ranks: list[dict[str, Any]] = await self._ask_ranks("baton_facts")
         agents = tuple(str(rank["endpoint"]) for rank in ranks if rank["endpoint"])
         self._context_tokens_max = config.model_config.max_model_len
+        self._hands_off = bool(agents)
         return EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model_digest=digest,
@@ -199,7 +201,7 @@ class VllmEngine:
     def _params(self, attempt: Attempt) -> SamplingParams:
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
-        handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._own.handoff)
+        handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)
         if handoff is None:
             return sampling_params(attempt.request.sampling)
         transfer = msgspec.to_builtins(handoff, builtin_types=(bytes,))

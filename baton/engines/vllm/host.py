@@ -8,9 +8,17 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from baton.engines.host import EngineHost
-from baton.engines.options import Device, OwnOptions, choose_profile, engine_arguments, engine_environment
+from baton.engines.options import (
+    Device,
+    OwnOptions,
+    choose_handoff,
+    choose_profile,
+    engine_arguments,
+    engine_environment,
+)
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
+from baton.messages import Role
 from baton.transfer import AgentOptions
 
 if TYPE_CHECKING:
@@ -23,8 +31,11 @@ WORKER_EXTENSION: Final = "baton.connectors.vllm_extension.BatonWorker"
 
 
 class VllmHost(EngineHost["AsyncLLM"]):
-    def __init__(self, model: str, own: OwnOptions, options: Mapping[str, object], agent: AgentOptions) -> None:
+    def __init__(
+        self, model: str, role: Role, own: OwnOptions, options: Mapping[str, object], agent: AgentOptions
+    ) -> None:
         super().__init__(DIALECT.engine, model)
+        self._role = role
         self._own = own
         self._options = options
         self._agent = agent
@@ -47,7 +58,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
             arguments: dict[str, Any] = engine_arguments(
                 self._options, (field.name for field in fields(AsyncEngineArgs)), profile, DIALECT
             )
-            if self._own.handoff:
+            hands_off = choose_handoff(self._own.handoff, self._role, here)
+            if hands_off:
                 check_handoff(arguments)
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
@@ -58,7 +70,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
                     worker_extension_cls=WORKER_EXTENSION,
                     # Agents speak of one pool of blocks: one cache group for all layers.
                     disable_hybrid_kv_cache_manager=True,
-                    kv_transfer_config=self._transfer_config(),
+                    kv_transfer_config=self._transfer_config(hands_off=hands_off),
                     kv_events_config=KVEventsConfig(
                         enable_kv_cache_events=True, publisher="zmq", endpoint=self.events_endpoint
                     ),
@@ -71,7 +83,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
         # It has every method of vLLM's class, which it does not inherit so as to exist before vLLM is imported.
         return cast("StatLoggerBase", self.recorder)
 
-    def _transfer_config(self) -> KVTransferConfig:
+    def _transfer_config(self, *, hands_off: bool) -> KVTransferConfig:
         from vllm.config import KVTransferConfig
 
         from baton.connectors.vllm import AGENT_SETTING, DIGEST_SETTING, AgentSetting
@@ -84,7 +96,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
             kv_role="kv_both",
             kv_load_failure_policy="fail",
             kv_connector_extra_config={
-                AGENT_SETTING: AgentSetting(self._agent) if self._own.handoff else None,
+                AGENT_SETTING: AgentSetting(self._agent) if hands_off else None,
                 DIGEST_SETTING: self.digest,
             },
         )

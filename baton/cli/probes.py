@@ -1,0 +1,56 @@
+"""Questions whether a process serves, each answered at once with yes or no: over HTTP, or in a server's own words."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+
+TIMEOUT_S: Final = 2.0
+
+Probe = Callable[[], Awaitable[bool]]
+
+
+def http_probe(host: str, port: int, path: str) -> Probe:
+    """Return the question whether a GET is answered with 200."""
+
+    async def probe() -> bool:
+        return (await http_status(host, port, path))[0] == 200
+
+    return probe
+
+
+async def http_status(host: str, port: int, path: str) -> tuple[int, str]:
+    """Return status and body of a GET; (0, "") without an answer in time."""
+    request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    with suppress(OSError, TimeoutError, ValueError, IndexError):
+        async with asyncio.timeout(TIMEOUT_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(request.encode())
+                head, _, body = (await reader.read()).decode(errors="replace").partition("\r\n\r\n")
+                return int(head.split()[1]), body
+            finally:
+                writer.close()
+    return 0, ""
+
+
+def answer_probe(host: str, port: int, request: bytes, answer: bytes) -> Probe:
+    """Return the question whether a fresh connection that sends `request` hears `answer`."""
+
+    async def probe() -> bool:
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(TIMEOUT_S):
+                reader, writer = await asyncio.open_connection(host, port)
+                try:
+                    writer.write(request)
+                    received = b""
+                    while answer not in received and (chunk := await reader.read(4096)):
+                        received += chunk
+                    return answer in received
+                finally:
+                    writer.close()
+        return False
+
+    return probe

@@ -1,0 +1,130 @@
+"""`python -m tests.faults`: random faults at a running `baton up`, under clients that stream.
+
+Everything but the gateway is a victim: NATS, Redis, the index, the scheduler and every worker are killed, or stopped
+for a while. Engines are simulated, whose next token is a function of the KV bytes: an answer equal to the undisturbed
+one shows that no wrong, stale or missing block was used on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import httpx
+
+from tests.faults.record import Fault, Stream, report, summary
+from tests.faults.streams import SILENCE_S, make_prompts, record_undisturbed, stream_until
+from tests.faults.strikes import plan, strike_all, victim_names
+from tests.harness.launcher import launched
+
+PROGRESS_S = 10.0
+END_S = 90.0
+"""For the answers that run when the last fault is over."""
+ENGINE = {
+    "speed": 1.0,
+    "step_fixed_s": 0.015,
+    # Few enough that caches change all the time, enough for all clients at one worker.
+    "blocks": 400,
+    "eos_probability": 0.0,
+    "seed": 1,
+}
+
+
+def main() -> int:
+    parsed = parse(sys.argv[1:])
+    folder = parsed.folder or Path(tempfile.mkdtemp(prefix="baton-faults-"))
+    workers = ("--prefill", str(parsed.prefill), "--decode", str(parsed.decode))
+    print(f"seed {parsed.seed}; logs are in {folder}", flush=True)
+    with launched(folder, *workers, "--engine-options", json.dumps(ENGINE)) as launcher:
+        records, faults = asyncio.run(run(parsed, launcher.url, launcher.process.pid))
+        launcher.process.send_signal(signal.SIGINT)
+        ended = launcher.process.wait(30)
+    for line in report(records, faults):
+        print(line)
+    good = ended == 0 and not any(record.error or record.wrong for record in records)
+    print("good" if good else f"NOT good; `baton up` ended with {ended}")
+    return 0 if good else 1
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults",
+        description="Kill and stop random processes of a `baton up` with simulated engines while clients stream, and "
+        "compare every answer with an undisturbed run. Ends with 1 where a request failed or a byte is wrong.",
+    )
+    add = parser.add_argument
+    add("--seconds", type=float, default=60.0, help="how long faults fall; default: %(default)g")
+    add("--every-s", type=float, default=4.0, help="time between two faults; default: %(default)g")
+    add("--stop-s", type=float, default=3.0, help="longest stop; default: %(default)g")
+    add("--seed", type=int, default=time.time_ns() % 1_000_000, help="decides victims and prompts; default: the clock")
+    add("--clients", type=int, default=8, help="streams at the same time; default: %(default)d")
+    add("--prompts", type=int, default=32, help="different prompts; default: %(default)d")
+    add("--prefill", type=int, default=3, help="prefill workers; default: %(default)d")
+    add("--decode", type=int, default=3, help="decode workers; default: %(default)d")
+    add("--folder", type=Path, default=None, help="where logs and data go; default: a new one under /tmp")
+    return parser.parse_args(arguments)
+
+
+async def run(parsed: argparse.Namespace, url: str, launcher_pid: int) -> tuple[list[Stream], list[Fault]]:
+    """Stream under faults; return what came of every request, and every fault."""
+    random = Random(parsed.seed)
+    prompts = make_prompts(parsed.prompts, random)
+    records: list[Stream] = []
+    faults: list[Fault] = []
+    stopped = asyncio.Event()
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=httpx.Timeout(SILENCE_S), limits=limits) as client:
+        answers = await record_undisturbed(client, prompts)
+        print(f"{len(answers)} prompts were answered undisturbed; faults begin", flush=True)
+        began_s = time.monotonic()
+
+        def now_s() -> float:
+            return time.monotonic() - began_s
+
+        planned = plan(
+            victim_names(parsed.prefill, parsed.decode),
+            random,
+            every_s=parsed.every_s,
+            until_s=parsed.seconds,
+            stop_s_max=parsed.stop_s,
+        )
+        clients = [
+            stream_until(
+                stopped,
+                client,
+                answers,
+                records,
+                name=f"faults-{number}",
+                random=Random(f"{parsed.seed} {number}"),
+                now_s=now_s,
+            )
+            for number in range(parsed.clients)
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            streaming = [tasks.create_task(client) for client in clients]
+            telling = tasks.create_task(tell_progress(records, faults, now_s))
+            await strike_all(planned, launcher_pid, faults, now_s)
+            await asyncio.sleep(max(0.0, parsed.seconds - now_s()))
+            stopped.set()
+            _, late = await asyncio.wait(streaming, timeout=END_S)
+            for task in (*late, telling):
+                task.cancel()
+    return records, faults
+
+
+async def tell_progress(records: list[Stream], faults: list[Fault], now_s: Callable[[], float]) -> None:
+    while True:
+        await asyncio.sleep(PROGRESS_S)
+        print(f"{now_s():5.0f} s: {summary(records, faults)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Random faults at the processes of a `baton up`: which process, how, and when is decided by a seed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import PurePath
+from random import Random
+
+import psutil
+
+from tests.faults.record import Fault
+
+STOP_S_MIN = 0.2
+FIND_INTERVAL_S = 0.05
+RESTART_S = 30.0
+
+
+def victim_names(prefill: int, decode: int) -> tuple[str, ...]:
+    """Return all processes of a deployment but the gateway, with which its clients' connections would end."""
+    workers = [*(f"prefill-{number}" for number in range(prefill)), *(f"decode-{number}" for number in range(decode))]
+    return ("nats", "redis", "kvindex", "scheduler", *workers)
+
+
+def plan(names: Sequence[str], random: Random, *, every_s: float, until_s: float, stop_s_max: float) -> Iterator[Fault]:
+    """Yield a fault every `every_s`."""
+    at_s = every_s
+    while at_s < until_s:
+        victim, how = random.choice(names), random.choice(("kill", "stop"))
+        lasts_s = random.uniform(STOP_S_MIN, stop_s_max) if how == "stop" else 0.0
+        yield Fault(how=how, victim=victim, at_s=at_s, lasts_s=lasts_s)
+        at_s += every_s
+
+
+def find(launcher_pid: int, victim: str) -> psutil.Process | None:
+    """Return the process of that name; None while it is being started again."""
+    for child in psutil.Process(launcher_pid).children():
+        with suppress(psutil.NoSuchProcess):
+            if process_name(child.cmdline()) == victim and child.status() != psutil.STATUS_ZOMBIE:
+                return child
+    return None
+
+
+def process_name(command: Sequence[str]) -> str:
+    """Return what `victim_names` calls the process with this command line; empty: it is none of them."""
+    if "--worker" in command:
+        return command[command.index("--worker") + 1]
+    for word in command[:3]:
+        # Redis writes its address behind its name.
+        base = PurePath(word.partition(" ")[0]).name
+        if base in ("nats-server", "redis-server"):
+            return base.removesuffix("-server")
+        if word.startswith("baton_"):
+            return word.removeprefix("baton_")
+    return ""
+
+
+async def _find_soon(launcher_pid: int, victim: str) -> psutil.Process:
+    """Return the process of that name, which may just be started again."""
+    async with asyncio.timeout(RESTART_S):
+        while (process := find(launcher_pid, victim)) is None:  # noqa: ASYNC110 - another process.
+            await asyncio.sleep(FIND_INTERVAL_S)
+    return process
+
+
+async def strike(fault: Fault, process: psutil.Process) -> None:
+    """Do it, and undo it where it is a pause."""
+    with suppress(psutil.NoSuchProcess):
+        if fault.how == "kill":
+            process.kill()
+        else:
+            process.send_signal(signal.SIGSTOP)
+            try:
+                await asyncio.sleep(fault.lasts_s)
+            finally:
+                process.send_signal(signal.SIGCONT)
+
+
+async def strike_all(
+    faults: Iterator[Fault], launcher_pid: int, struck: list[Fault], now_s: Callable[[], float]
+) -> None:
+    """Do all faults at their times, and note each in `struck` as it begins."""
+    for fault in faults:
+        await asyncio.sleep(max(0.0, fault.at_s - now_s()))
+        process = await _find_soon(launcher_pid, fault.victim)
+        struck.append(replace(fault, at_s=now_s()))
+        await strike(fault, process)

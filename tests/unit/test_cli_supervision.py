@@ -1,0 +1,146 @@
+"""Children that `baton up` keeps: how soon they start again after an end, a failed start, a hang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from baton.cli.processes import Child, Program
+from baton.cli.supervision import Patience, keep_alive
+
+SLEEPS = "import time; time.sleep(60)"
+QUICK = Patience(first_s=0.01, max_s=0.02, alive_interval_s=0.01, silences_max=3)
+
+
+def test_a_child_that_was_ready_starts_at_once_and_failed_starts_wait_ever_longer() -> None:
+    patience, waits, wait_s = Patience(first_s=0.5, max_s=3.0), list[float](), 0.0
+    for was_ready in (True, True, True, False, False, False, False, False, True, False):
+        wait_s = patience.wait_s(wait_s, was_ready=was_ready)
+        waits.append(wait_s)
+    assert waits == [0.0, 0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 0.5]
+
+
+@dataclass
+class World:
+    """A child whose probes answer what the test says."""
+
+    folder: Path
+    command: tuple[str, ...] = (sys.executable, "-c", SLEEPS)
+    start_timeout_s: float = 60.0
+    ready: bool = True
+    alive: Callable[[], bool] = lambda: True
+    told: list[str] = field(default_factory=list[str])
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, text: str) -> None:
+        self.told.append(text)
+        self.changed.set()
+
+    async def until(self, told: Callable[[list[str]], object]) -> None:
+        while not told(self.told):
+            self.changed.clear()
+            await self.changed.wait()
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncGenerator[Child]:
+        async def answers_ready() -> bool:
+            return self.ready
+
+        async def answers_alive() -> bool:
+            return self.alive()
+
+        child = Child(
+            Program(
+                name="child",
+                command=self.command,
+                environ=dict(os.environ),
+                log_path=self.folder / "log",
+                ready=answers_ready,
+                alive=answers_alive,
+                start_timeout_s=self.start_timeout_s,
+            )
+        )
+        child.start()
+        keeper = asyncio.create_task(keep_alive(child, self.tell, QUICK))
+        try:
+            yield child
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
+            child.kill()
+
+
+def backs(told: list[str]) -> int:
+    return told.count("child is back")
+
+
+async def test_however_often_a_ready_child_is_killed_it_starts_again_at_once(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.kept() as child:
+        for number in range(1, 7):
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+            await world.until(lambda told, number=number: backs(told) == number)
+    restarts = [line for line in world.told if "starting it again" in line]
+    assert len(restarts) == 6
+    assert all("child was killed (SIGKILL); starting it again (log:" in line for line in restarts), restarts
+
+
+async def test_starts_that_fail_are_tried_after_growing_waits(tmp_path: Path) -> None:
+    world = World(tmp_path, command=(sys.executable, "-c", "raise SystemExit(3)"), ready=False)
+    async with world.kept():
+        await world.until(lambda told: len(told) == 4)
+    waits = [line.partition("starting it again")[2].partition(" (log")[0] for line in world.told]
+    assert waits == ["", " in 0.01 s", " in 0.02 s", " in 0.02 s"], "the first end was of a child that had been ready"
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["silent", "stopped"])
+async def test_a_child_that_runs_but_does_not_answer_is_ended_and_starts_again(tmp_path: Path, stopped: bool) -> None:
+    world = World(tmp_path)
+    async with world.kept() as child:
+        hung = child.pid
+        assert hung is not None
+        if stopped:
+            os.kill(hung, signal.SIGSTOP)
+        world.alive = lambda: False
+        await world.until(lambda told: any("does not answer" in line for line in told))
+        world.alive = lambda: True
+        await world.until(backs)
+        assert child.pid != hung
+    assert world.told[0] == "child runs but does not answer: ending it"
+    assert world.told[1].startswith("child was killed (SIGKILL); starting it again (log:")
+
+
+async def test_a_restart_that_never_gets_ready_is_a_failed_start(tmp_path: Path) -> None:
+    world = World(tmp_path, ready=False, start_timeout_s=0.05)
+    async with world.kept() as child:
+        assert child.pid is not None
+        os.kill(child.pid, signal.SIGKILL)
+        await world.until(lambda told: any("in 0.01 s" in line for line in told))
+    assert "child was not ready within 0.05 s: ending it" in world.told
+
+
+async def test_silences_that_end_are_no_hang(tmp_path: Path) -> None:
+    """Such as the launcher's own pause, in which a probe's time runs out."""
+    answers = iter([True, False, False, True, False, False, True])
+    asked_all = asyncio.Event()
+
+    def alive() -> bool:
+        if (answer := next(answers, None)) is None:
+            asked_all.set()
+        return answer is not False
+
+    world = World(tmp_path, alive=alive)
+    async with world.kept() as child:
+        pid = child.pid
+        await asked_all.wait()
+        assert child.pid == pid
+    assert world.told == []
