@@ -2,7 +2,7 @@
 
 Messages are frozen tagged structs in MessagePack maps. Fields may be added with defaults; the meaning
 of a field never changes. Every message of a request carries its `Context`: which attempt it belongs
-to, how much of the deadline is left (a remaining time, since wall clocks differ between machines) and
+to, how long its first or next token may take (a remaining time, since wall clocks differ) and
 the W3C trace context. Token ids travel packed, as little-endian uint32 (`pack_tokens`).
 """
 
@@ -32,11 +32,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Context(Part, frozen=True, kw_only=True):
-    """Which attempt a message belongs to, the rest of its deadline, and its trace."""
+    """Which attempt a message belongs to, the time left for it to make progress, and its trace."""
 
     request: str
     attempt: int = 0
     budget_s: float
+    """Until the answer's first token: the rest of the request's deadline; after it: of the progress limit."""
     trace: str = ""
     """W3C `traceparent` of the span that sent this message; empty when the request is not traced."""
 

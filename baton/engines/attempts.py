@@ -127,14 +127,15 @@ def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
 
 
 async def within_budget(attempt: Attempt, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield what `stream` yields; raise DeadlineExceeded when the next item does not come in the attempt's time."""
-    # The loop's clock is `time.monotonic`.
-    while True:
-        try:
-            async with asyncio.timeout_at(attempt.deadline_s):
-                item = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine did not finish within {attempt.request.budget_s:g} s") from error
+    """Yield what `stream` yields; raise DeadlineExceeded when the first item does not come in the attempt's time."""
+    try:
+        # The loop's clock is `time.monotonic`.
+        async with asyncio.timeout_at(attempt.deadline_s):
+            first = await anext(stream, None)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the engine gave no output within {attempt.request.budget_s:g} s") from error
+    if first is None:
+        return
+    yield first
+    async for item in stream:
         yield item

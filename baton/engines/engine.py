@@ -37,7 +37,7 @@ class EngineRequest:
     sink_ranks: int = 0
     """For PREFILL: agents that will pull, one of each rank of the decode engine; 0: as many as this engine has."""
     budget_s: float
-    """The engine gives up after this; for DECODE it also bounds the pull."""
+    """Time to the first delta, a DECODE leg's pull included; after it, whoever reads the deltas limits the time."""
     trace: str = ""
     """W3C `traceparent` for engines that make spans of their own."""
 

@@ -98,6 +98,7 @@ def _limits(settings: WorkerSettings, facts: EngineFacts) -> Limits:
         output_headroom_tokens_max=settings.output_headroom_tokens,
         leased_share_max=settings.leased_share,
         enter_timeout_s=settings.enter_timeout_s,
+        progress_s=settings.progress_s,
         retain_s=settings.retain_s,
         gateway_silence_s=settings.gateway_silence_s,
     )

@@ -77,6 +77,9 @@ class WorkerSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknow
         Seconds, Meta(description="What belongs to a gateway that was silent for this long is aborted.")
     ] = 5.0
     enter_timeout_s: Annotated[Seconds, Meta(description="Time for an accepted attempt to enter the engine.")] = 2.0
+    progress_s: Annotated[
+        Seconds, Meta(description="Time without a token after which an attempt that has begun is given up.")
+    ] = 30.0
     retain_s: Annotated[
         Seconds, Meta(description="How long an answer is kept for a gateway that does not confirm it.")
     ] = 30.0

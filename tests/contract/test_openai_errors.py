@@ -242,13 +242,13 @@ async def test_the_deadline(stage: Stage, client: httpx.AsyncClient, stream: boo
 
 
 async def test_an_error_in_a_stream_is_an_event(stage: Stage, client: httpx.AsyncClient) -> None:
-    stage.workers["d1"].script.stall_at = 1
-    response = await client.post(CHAT, json={**HI, "stream": True}, headers={"x-baton-deadline-s": "0.3"})
+    stage.workers["d1"].script.fail_at = 1
+    response = await client.post(CHAT, json={**HI, "stream": True, "seed": 1})
     assert response.status_code == 200
     *events, last, nothing = response.text.split("\n\n")
     assert nothing == ""
     assert events
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "not_resumable"
 
 
 async def test_the_engines_refusal_reaches_the_client(stage: Stage, client: httpx.AsyncClient) -> None:

@@ -196,15 +196,16 @@ async def test_a_busy_engine_makes_others_wait_for_a_run_slot() -> None:
         world.assert_empty()
 
 
-async def test_the_budget_ends_an_attempt_on_time() -> None:
+async def test_the_budget_is_the_time_to_the_first_token() -> None:
     async with open_world() as world:
-        run = world.run(await world.engine(), prompt(20), budget_s=3.5)
-        await world.advance(3.25)
-        assert not run.task.done()
-        await world.advance(0.5)
-        assert len(run.tokens) == 3
+        engine = await world.engine()
+        late, begun = (world.run(engine, prompt(20), budget_s=budget_s) for budget_s in (0.5, 1.5))
+        await world.advance(0.75)
         with pytest.raises(DeadlineExceeded):
-            await run.task
+            await late.task
+        await world.advance(3.5)
+        assert len(begun.tokens) == 4
+        await world.finish(begun)
         world.assert_empty()
 
 

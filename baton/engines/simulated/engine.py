@@ -231,11 +231,12 @@ class SimulatedEngine:
     async def _next_delta(self, stream: Stream) -> EngineDelta:
         delta = stream.take_delta(self._clock.now_s())
         while delta is None:
+            left_s = None if stream.told else max(0.0, stream.deadline_s - self._clock.now_s())
             try:
-                async with self._clock.timeout(max(0.0, stream.deadline_s - self._clock.now_s())):
+                async with self._clock.timeout(left_s):
                     await stream.changed.wait()
             except TimeoutError as error:
-                raise DeadlineExceeded(f"the engine gave up after {stream.request.budget_s:g} s") from error
+                raise DeadlineExceeded(f"the engine gave no output within {stream.request.budget_s:g} s") from error
             delta = stream.take_delta(self._clock.now_s())
         return delta
 

@@ -13,6 +13,7 @@ DISPATCHED once there is a place for it; where there is none, or it cannot go on
 One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt);
 a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once. An answer that
 cannot go on exactly elsewhere starts over, as long as its client has seen nothing of it.
+The request's deadline limits the time to the first token, from then on the progress limit that to the next one.
 The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
 """
 
@@ -97,6 +98,7 @@ class AttemptMachine:
         self._timers = timers
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
+        """For the first token; met for good once that is here."""
         self._phase_until_s = inf
         self._resend_at_s = inf
         self._move_again_at_s = -inf
@@ -138,6 +140,15 @@ class AttemptMachine:
     def wake_at_s(self) -> float:
         """When the shell must call `step` with a Tick, if nothing else happens before."""
         return min(self._deadline_at_s, self._phase_until_s, self._resend_at_s)
+
+    def budget_s(self, now_s: float) -> float:
+        """Return the time that workers have for the first token, or the next one."""
+        return self._token_s if self._deadline_at_s == inf else max(0.0, self._deadline_at_s - now_s)
+
+    @property
+    def _token_s(self) -> float:
+        """How long an accepted attempt may take for its first token: less, where it continues an answer."""
+        return self._timers.progress_s if self.delivered else self._timers.first_token_s
 
     def runs_on(self, worker: str) -> bool:
         """Return whether the present attempt was given to `worker`."""
@@ -320,7 +331,7 @@ class AttemptMachine:
 
     def _wait_for_tokens(self, now_s: float) -> None:
         self.phase = Phase.WAITING
-        self._phase_until_s = now_s + self._timers.first_token_s
+        self._phase_until_s = now_s + self._token_s
         self._busy_rounds = 0
         # Should this attempt fail, the search for workers begins anew.
         self._worker_by_s = inf
@@ -362,6 +373,7 @@ class AttemptMachine:
             return
         self.phase = Phase.STREAMING
         self._phase_until_s = now_s + self._timers.progress_s
+        self._deadline_at_s = inf
         self._resend_at_s = inf
         self.delivered += tokens
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
@@ -454,7 +466,7 @@ class AttemptMachine:
     def _on_time(self, now_s: float) -> None:
         if now_s >= self._deadline_at_s:
             self._cancel_both("deadline")
-            self._fail(DeadlineExceeded(f"the request's time is up; it was {self.phase} then"))
+            self._fail(DeadlineExceeded(f"no token came before the deadline; the request was {self.phase} then"))
             return
         if now_s >= self._resend_at_s:
             self._ask_again(now_s)
@@ -482,7 +494,7 @@ class AttemptMachine:
             error = WorkerLost(f"worker {silent} did not answer within {self.accept_s:g} s")
             self._retry(now_s, error, *self._awaited)
         elif self.phase is Phase.WAITING:
-            self._retry(now_s, WorkerLost(f"no token within {self._timers.first_token_s:g} s"), decode)
+            self._retry(now_s, WorkerLost(f"no token within {self._token_s:g} s"), decode)
         else:
             self._retry(now_s, WorkerLost(f"no further token within {self._timers.progress_s:g} s"), decode)
 
@@ -492,7 +504,8 @@ class AttemptMachine:
         """Give this attempt up and begin the next one, where that is allowed and exact."""
         self._failures += 1
         rest = self._rest(error)
-        if isinstance(error, InvalidRequest | DeadlineExceeded):
+        is_late = isinstance(error, DeadlineExceeded) and self._deadline_at_s < inf
+        if isinstance(error, InvalidRequest) or is_late:
             end: FinishReason | BatonError | None = error
         elif rest is None and self._failures >= self._timers.attempts_max:
             detail = f"{self._failures} attempts failed, the last one because {error}"

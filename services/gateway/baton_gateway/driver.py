@@ -289,7 +289,7 @@ class AnswerDriver:
         return Context(
             request=self._order.request,
             attempt=attempt,
-            budget_s=max(0.0, self._order.deadline_at_s - self._links.clock.now_s()),
+            budget_s=self.machine.budget_s(self._links.clock.now_s()),
             trace=self._order.trace if trace is None else trace,
         )
 
