@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from hashlib import blake2b
+
+import msgspec
 
 from baton.bus import NatsBus
 from baton.clock import SystemClock
@@ -58,6 +61,7 @@ async def _serve(role: Role, settings: WorkerSettings, stop: Stop, metrics: Metr
                 model_name=settings.public_model_name(),
                 model_path=settings.model,
                 block_tokens=settings.block_tokens,
+                engine_kind=_engine_kind(settings, facts),
             ),
             facts=facts,
             engine=engine,
@@ -84,6 +88,11 @@ async def _serve(role: Role, settings: WorkerSettings, stop: Stop, metrics: Metr
         await _close(engine)
         await bus.close()
         tracing.close()
+
+
+def _engine_kind(settings: WorkerSettings, facts: EngineFacts) -> str:
+    options = msgspec.json.encode([facts.engine, settings.engine_options], order="deterministic")
+    return blake2b(options, digest_size=16).hexdigest()
 
 
 def _limits(settings: WorkerSettings, facts: EngineFacts) -> Limits:

@@ -215,14 +215,6 @@ def test_attempts_are_bounded() -> None:
     assert "4 attempts" in str(bench.error)
 
 
-def test_a_refused_parameter_is_not_retried() -> None:
-    bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1", "p1")))
-    bench.step(ev.TaskFailed(0, "d1", InvalidRequest("no such parameter")))
-    assert isinstance(bench.error, InvalidRequest)
-    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
-
-
 # ---------------------------------------------------------------- overload
 
 

@@ -37,12 +37,13 @@ from baton.errors import (
     NotResumable,
     NoWorkers,
     Overloaded,
+    PayloadTooLarge,
     PeerUnreachable,
     TransferFailed,
     Unavailable,
     WorkerLost,
 )
-from baton.messages import Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
+from baton.messages import REFUSALS_MAX, Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
@@ -119,6 +120,8 @@ class AttemptMachine:
         """Workers that the bus found nobody listening for, in the present search."""
         self._pauses = 0
         self._cut_pairs: dict[tuple[str, str], None] = {}
+        self._refused: dict[str, InvalidRequest] = {}
+        """What workers said who take no such request: as an answer it counts once all kinds of engines have refused."""
         self._cached_tokens = 0
         self._actions: list[ev.Action] = []
 
@@ -238,9 +241,8 @@ class AttemptMachine:
         self._actions.append(self._place_request(self.attempt))
 
     def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
-        return ev.SendPlace(
-            attempt, (*{**self._failed, **self._busy, **self._unreached}, *leaving), tuple(self._cut_pairs)
-        )
+        exclude = (*{**self._failed, **self._busy, **self._unreached}, *leaving)
+        return ev.SendPlace(attempt, exclude, tuple(self._cut_pairs), tuple(self._refused))
 
     def _place_after_pause(self, now_s: float) -> None:
         """Place anew, but not at once: the workers left to try are those that have just failed.
@@ -270,7 +272,8 @@ class AttemptMachine:
             # waited for, as a restart should cost no request.
             self._refusal = NoWorkers(error.detail, retry_after_s=1.0) if isinstance(error, ModelNotFound) else error
         else:
-            self._fail(error)
+            # All have refused: a worker's own words say more than the scheduler's.
+            self._fail(next(iter(self._refused.values()), error) if isinstance(error, InvalidRequest) else error)
 
     def _join_queue(self, now_s: float, error: BatonError) -> None:
         self._limit_search(now_s)
@@ -388,10 +391,6 @@ class AttemptMachine:
             self._complete(finish.reason)
             return
         error = finish.error.to_error() if finish.error else WorkerLost("the worker gave the request up")
-        if isinstance(error, InvalidRequest):
-            self._cancel_both(error.code)
-            self._fail(error)
-            return
         decode, prefill = self.placement.decode.worker, self.placement.prefill
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
             # Neither is to blame: each may well serve with another.
@@ -502,19 +501,24 @@ class AttemptMachine:
 
     def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
         """Give this attempt up and begin the next one, where that is allowed and exact."""
-        self._failures += 1
+        is_refusal = isinstance(error, InvalidRequest)
+        if is_refusal:
+            self._refused.update(dict.fromkeys(failed, error))
+        else:
+            self._failures += 1
         rest = self._rest(error)
         is_late = isinstance(error, DeadlineExceeded) and self._deadline_at_s < inf
-        if isinstance(error, InvalidRequest) or is_late:
+        if is_late or isinstance(error, PayloadTooLarge) or len(self._refused) > REFUSALS_MAX:
             end: FinishReason | BatonError | None = error
-        elif rest is None and self._failures >= self._timers.attempts_max:
+        elif rest is None and not is_refusal and self._failures >= self._timers.attempts_max:
             detail = f"{self._failures} attempts failed, the last one because {error}"
             end = type(error)(detail) if isinstance(error, WorkerLost | EngineFailed | NoResponders) else error
         else:
             end = rest
         if end is None:
             self._give_up_attempt(error)
-            self._failed.update(dict.fromkeys(worker for worker in failed if worker))
+            if not is_refusal:
+                self._failed.update(dict.fromkeys(worker for worker in failed if worker))
             self._place(now_s)
             return
         self._cancel_both(error.code)

@@ -321,6 +321,8 @@ class AnswerDriver:
             disaggregation=order.disaggregation,
             exclude=action.exclude,
             exclude_pairs=action.exclude_pairs,
+            parameters=tuple(order.sampling.extensions),
+            refused=action.refused,
         )
         try:
             # An answer that is late, but comes before the resends are over, is as good as theirs.

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from baton.errors import ModelNotFound
-from baton.messages import Heartbeat, Role
+from baton.errors import InvalidRequest, ModelNotFound
+from baton.messages import PARAMETER_CHARACTERS_MAX, Heartbeat, Role
 
 KNOWN_FOR_S: Final = 60.0
 """How long a worker that is gone, and the model that it served, stay known: it may be restarted."""
@@ -118,6 +118,18 @@ class WorkerTable:
             block_tokens=newest.block_tokens,
             context_tokens_max=min(heartbeat.context_tokens_max for heartbeat in agreeing),
         )
+
+    def check_parameters(self, model: str, names: Iterable[str]) -> None:
+        """Raise InvalidRequest, naming one of them, where no decode worker of the model takes all these parameters.
+
+        Workers that are gone count for as long as they are known: they may be back before the request is placed.
+        """
+        wanted = set(names)
+        decodes = (row.heartbeat for row in self._rows.values() if row.heartbeat.role is Role.DECODE)
+        lacking = [sorted(wanted.difference(beat.parameters)) for beat in decodes if beat.model == model]
+        if lacking and all(lacking):
+            name = min(lacking, key=len)[0][:PARAMETER_CHARACTERS_MAX]
+            raise InvalidRequest(f"no worker of the model `{model}` takes the parameter `{name}`", param=name)
 
     def _serving(self) -> Iterable[_Row]:
         return (

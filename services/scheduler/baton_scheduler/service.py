@@ -217,6 +217,8 @@ class SchedulerService:
             disaggregation=place.disaggregation or self._settings.disaggregation,
             exclude=frozenset(place.exclude),
             exclude_pairs=frozenset(place.exclude_pairs),
+            parameters=frozenset(place.parameters),
+            refused=frozenset(place.refused),
         )
         # Asked again, since workers may have died while the index was thinking.
         serving = self._serving(place.model, now_s)
