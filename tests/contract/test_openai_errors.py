@@ -243,7 +243,9 @@ async def test_the_deadline(stage: Stage, client: httpx.AsyncClient, stream: boo
 
 
 async def test_an_error_in_a_stream_is_an_event(stage: Stage, client: httpx.AsyncClient) -> None:
-    stage.workers["d1"].script.fail_at = 1
+    stage.say("the client sees some of this")
+    script = stage.workers["d1"].script
+    script.fail_at, script.interval_s = 5, 0.02
     response = await client.post(CHAT, json={**HI, "stream": True, "seed": 1})
     assert response.status_code == 200
     *events, last, nothing = response.text.split("\n\n")
