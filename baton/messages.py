@@ -2,7 +2,7 @@
 
 Messages are frozen tagged structs in MessagePack maps. Fields may be added with defaults; the meaning
 of a field never changes. Every message of a request carries its `Context`: which attempt it belongs
-to, how much of the deadline is left (a remaining time, since wall clocks differ between machines) and
+to, how long its first or next token may take (a remaining time, since wall clocks differ) and
 the W3C trace context. Token ids travel packed, as little-endian uint32 (`pack_tokens`).
 """
 
@@ -12,15 +12,22 @@ import sys
 from array import array
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from baton.errors import BatonError, MalformedMessage, error_from_code
 
 TOKEN_BYTES: Final = 4
 RANKS_MAX: Final = 256
 """Tensor-parallel ranks of an engine."""
+PARAMETERS_MAX: Final = 64
+PARAMETER_CHARACTERS_MAX: Final = 64
+REFUSALS_MAX: Final = 8
+
+ParameterName = Annotated[str, Meta(min_length=1, max_length=PARAMETER_CHARACTERS_MAX)]
+"""Key of `Sampling.extensions`."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
@@ -32,11 +39,12 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Context(Part, frozen=True, kw_only=True):
-    """Which attempt a message belongs to, the rest of its deadline, and its trace."""
+    """Which attempt a message belongs to, the time left for it to make progress, and its trace."""
 
     request: str
     attempt: int = 0
     budget_s: float
+    """Until the answer's first token: the rest of the request's deadline; after it: of the progress limit."""
     trace: str = ""
     """W3C `traceparent` of the span that sent this message; empty when the request is not traced."""
 
@@ -108,6 +116,10 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     kv_identity: str = ""
     """See `baton.identity`: KV is handed over between workers of which it is equal; empty: the digest stands for it."""
     engine: str
+    engine_kind: Annotated[str, Meta(max_length=64)] = ""
+    """Digest over the engine's version and options: what one worker of a kind refuses, all do. Empty: unlike any."""
+    parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
+    """Keys of `Sampling.extensions` that the engine takes."""
     block_tokens: int
     """Size of a canonical block (the index's unit), in tokens."""
     context_tokens_max: int
@@ -161,6 +173,10 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     """Workers that failed an earlier attempt."""
     exclude_pairs: tuple[tuple[str, str], ...] = ()
     """(prefill, decode) pairs whose agents cannot reach each other."""
+    parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
+    """Keys of the request's `Sampling.extensions`: decode goes to a worker that takes all of them."""
+    refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()
+    """Workers that refused what the request asks. Unlike `exclude` this holds, and for all workers of their kinds."""
 
 
 class Candidate(Part, frozen=True, kw_only=True):
@@ -273,7 +289,7 @@ class TokenChunk(Message, tag="chunk", frozen=True, kw_only=True):
 
 
 class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
-    """Compute the prompt's KV and hold it under lease. Answered by `Accepted` or `Busy`."""
+    """Compute the prompt's KV and hold it under lease. Answered by `Accepted`, `Busy` or `Refused`."""
 
     context: Context
     gateway: str
@@ -291,7 +307,10 @@ class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
 
 
 class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
-    """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here."""
+    """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here.
+
+    Answered as a `PrefillTask` is; `Refused` with InvalidRequest: the engine takes no such parameters.
+    """
 
     context: Context
     gateway: str

@@ -65,6 +65,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     running_max: int
     context_tokens_max: int
     vocabulary: int
+    grammars: bool
+    """Outputs can be held to a schema."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):

@@ -107,6 +107,7 @@ class BatonScheduler(Scheduler):
             running_max=self.max_running_requests,
             context_tokens_max=min(self.model_config.context_len, self.max_total_num_tokens),
             vocabulary=self.model_config.vocab_size,
+            grammars=self.grammar_manager.grammar_backend is not None,
         )
         self._link.tell(opened)
 

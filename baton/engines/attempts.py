@@ -13,6 +13,7 @@ from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
 from baton.engines.engine import EngineRequest, Leg, Stage
 from baton.engines.stages import prompt_stages
 from baton.errors import (
+    AttemptFailed,
     BatonError,
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -57,10 +58,10 @@ class Attempts:
 
     @contextmanager
     def enter(self, request: EngineRequest) -> Generator[Attempt]:
-        """Note an attempt for as long as it runs, and its lease for longer. Raises InvalidRequest where it is here."""
+        """Note an attempt for as long as it runs, and its lease for longer. Raises AttemptFailed where it is here."""
         name = (request.request, request.attempt)
         if name in self._running or name in self._leases:
-            raise InvalidRequest(f"attempt {request.attempt} of request {request.request} is already here")
+            raise AttemptFailed(f"attempt {request.attempt} of request {request.request} is already here")
         key, now_s = lease_key(*name, request.tokens), time.monotonic()
         attempt = self._running[name] = Attempt(request, key, now_s, now_s + request.budget_s)
         if request.leg is Leg.PREFILL:
@@ -127,14 +128,15 @@ def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
 
 
 async def within_budget(attempt: Attempt, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield what `stream` yields; raise DeadlineExceeded when the next item does not come in the attempt's time."""
-    # The loop's clock is `time.monotonic`.
-    while True:
-        try:
-            async with asyncio.timeout_at(attempt.deadline_s):
-                item = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError as error:
-            raise DeadlineExceeded(f"the engine did not finish within {attempt.request.budget_s:g} s") from error
+    """Yield what `stream` yields; raise DeadlineExceeded when the first item does not come in the attempt's time."""
+    try:
+        # The loop's clock is `time.monotonic`.
+        async with asyncio.timeout_at(attempt.deadline_s):
+            first = await anext(stream, None)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"the engine gave no output within {attempt.request.budget_s:g} s") from error
+    if first is None:
+        return
+    yield first
+    async for item in stream:
         yield item

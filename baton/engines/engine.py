@@ -37,7 +37,7 @@ class EngineRequest:
     sink_ranks: int = 0
     """For PREFILL: agents that will pull, one of each rank of the decode engine; 0: as many as this engine has."""
     budget_s: float
-    """The engine gives up after this; for DECODE it also bounds the pull."""
+    """Time to the first delta, a DECODE leg's pull included; after it, whoever reads the deltas limits the time."""
     trace: str = ""
     """W3C `traceparent` for engines that make spans of their own."""
 
@@ -88,6 +88,8 @@ class EngineFacts:
     """See `baton.identity`; the fingerprint of the agents' pools."""
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
+    parameters: tuple[str, ...] = ()
+    """Keys of `Sampling.extensions` that this engine takes, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,13 +165,21 @@ class Engine(Protocol):
         """Load the model. Raises ConfigurationError with a sentence for the user when it cannot."""
         ...
 
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise InvalidRequest that names what a request may not ask of this engine.
+
+        Quick and without effect, so that a worker can refuse a task before it holds anything. What only shows
+        inside the engine, `generate` raises.
+        """
+        ...
+
     def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         """Run one attempt; the last delta carries `finish`. Closing the iterator aborts the attempt.
 
-        Raises InvalidRequest (the engine refuses these parameters), TransferFailed (KV did not arrive
-        whole and verified; nothing was generated), EngineFailed, DeadlineExceeded. For Leg.PREFILL
-        the iterator ends when the prompt is computed; its KV stays under lease after that, until
-        decode releases it, `release` is called or the lease's time is up.
+        Raises InvalidRequest (the engine refuses what the request asks, and serves on), TransferFailed (KV
+        did not arrive whole and verified; nothing was generated), EngineFailed for whatever fails inside the
+        engine, AttemptFailed, DeadlineExceeded. For Leg.PREFILL the iterator ends when the prompt is computed;
+        its KV stays under lease after that, until decode releases it, `abort` is called or the lease's time is up.
         """
         ...
 

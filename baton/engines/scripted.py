@@ -16,8 +16,8 @@ from baton.engines.engine import (
     EngineRequest,
     TransferFigures,
 )
-from baton.errors import BatonError, EngineFailed
-from baton.messages import FinishReason, pack_tokens
+from baton.errors import BatonError, EngineFailed, InvalidRequest
+from baton.messages import FinishReason, Sampling, pack_tokens
 
 STEPS_MAX = 1024
 """Steps and batches that may wait for their consumer."""
@@ -32,6 +32,7 @@ FACTS = EngineFacts(
     context_tokens_max=2048,
     kv_identity="model=scripted",
     agents=("scripted",),
+    parameters=("mode",),
 )
 
 
@@ -58,6 +59,8 @@ class ScriptedEngine:
         self.running: set[tuple[str, int]] = set()
         self.aborted: list[tuple[str, int]] = []
         self.takes_aborts = True
+        self.refuses: InvalidRequest | None = None
+        """What `check_sampling` raises."""
         self.load_now = EngineLoad()
         self._answer = answer
         self._stores_prompts = stores_prompts
@@ -93,6 +96,10 @@ class ScriptedEngine:
 
     async def start(self) -> EngineFacts:
         return self.facts
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        if self.refuses is not None:
+            raise self.refuses
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta]:
         self._check()

@@ -136,8 +136,8 @@ ANSWERS: Final = _counter(
     "Answers (choices of a request) that ended: a finish reason, or a code of `baton/errors.py`.",
     "end",
     known=(
-        *("stop", "length", "client_gone", "overloaded", "no_workers", "no_responders", "bus_unavailable"),
-        *("unavailable", "deadline_exceeded", "worker_lost", "transfer_failed", "peer_unreachable"),
+        *("stop", "length", "client_gone", "invalid_request", "overloaded", "no_workers", "no_responders"),
+        *("bus_unavailable", "unavailable", "deadline_exceeded", "worker_lost", "transfer_failed", "peer_unreachable"),
         *("engine_failed", "not_resumable", "internal_error"),
     ),
 )
@@ -154,7 +154,8 @@ ATTEMPTS: Final = _counter(
     "end",
     known=(
         *("done", "busy", "no_responders", "bus_unavailable", "client_gone", "deadline_exceeded", "worker_lost"),
-        *("transfer_failed", "peer_unreachable", "engine_failed", "attempt_failed", "moved", "internal_error"),
+        *("transfer_failed", "peer_unreachable", "engine_failed", "attempt_failed", "invalid_request", "moved"),
+        "internal_error",
     ),
 )
 ADMISSION_WAITING: Final = _gauge(
@@ -193,7 +194,10 @@ PLACEMENTS: Final = _counter(
     SCHEDULER,
     "Placements answered, gateways' probes included; a refusal by its code.",
     "result",
-    known=("disaggregated", "aggregated", "overloaded", "no_workers", "model_not_found", "deadline_exceeded"),
+    known=(
+        *("disaggregated", "aggregated", "overloaded", "no_workers", "model_not_found", "invalid_request"),
+        "deadline_exceeded",
+    ),
 )
 PLACE_DURATION: Final = _histogram(
     "baton_place_duration_seconds",
@@ -310,9 +314,12 @@ ENDED: Final = _counter(
 REFUSED: Final = _counter(
     "baton_worker_refusals_total",
     PREFILL_DECODE,
-    "Tasks answered `Busy`, by reason.",
+    "Tasks refused, by reason; `parameters`: the engine does not take what the request asks.",
     "reason",
-    known=("full", "leases", "draining", "generation", "role", "tombstone", "expired", "incomplete", "malformed"),
+    known=(
+        *("full", "leases", "draining", "generation", "role", "tombstone", "expired", "incomplete", "malformed"),
+        "parameters",
+    ),
 )
 SLOTS: Final = _gauge("baton_worker_slots", PREFILL_DECODE, "Run slots.", "state")
 FIRST_OUTPUT: Final = _histogram(

@@ -25,6 +25,8 @@ class Identity:
     model_name: str
     model_path: str
     block_tokens: int
+    engine_kind: str = ""
+    """See `Heartbeat.engine_kind`."""
 
 
 def key_of(task: PrefillTask | DecodeTask) -> Key:

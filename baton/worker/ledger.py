@@ -10,7 +10,8 @@ Pure: the clock's values are passed in. States, and what each holds (protocol: `
 QUEUED is an aggregated attempt before its first token, PULLING a disaggregated one: engines tell no
 finer. `stop` ends an attempt wherever it stands; inside the engine it only marks it, and the attempt
 keeps its reservation until the engine has let go of it (`end`) or failed to for too long (`sweep`).
-Each key that ever lived leaves a tombstone until its deadline.
+The deadline limits the time to the first token, the progress limit the time to each further one. Each
+key that ever lived leaves a tombstone that outlives both.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class Limits:
     """An attempt reserves blocks for its prompt and for at most this much output."""
     leased_share_max: float = 0.4
     enter_timeout_s: float = 2.0
+    progress_s: float = 30.0
+    """An attempt that has begun to generate is given up after this long without a further token."""
     retain_s: float = 30.0
     retained_tokens_max: int = 4_000_000
     lost_after_s: float = 5.0
@@ -106,6 +109,9 @@ class Attempt:
     """Of the prompt, what will have to be computed, as far as is known beforehand."""
     blocks: int
     deadline_s: float
+    """Instant by which its first token must be here."""
+    give_up_s: float
+    """Instant at which it is given up: the deadline, and once tokens come, the progress limit after the last one."""
     state: AttemptState = AttemptState.RESERVED
     state_until_s: float = inf
     """When a state with a time limit of its own ends: RESERVED, RETAINED, stopping."""
@@ -221,10 +227,11 @@ class Ledger:
             uncached_tokens=ask.prompt_tokens - ask.cached_tokens,
             blocks=blocks,
             deadline_s=deadline_s,
+            give_up_s=deadline_s,
             state_until_s=now_s + self.limits.enter_timeout_s,
         )
         self._attempts[ask.key] = attempt
-        self._tombstones.bury(request, number - 1, deadline_s)
+        self._bury(request, number - 1, deadline_s)
         self.slots_used += 1
         self.blocks_used += blocks
         self.leased_blocks += blocks if ask.leg is Leg.PREFILL else 0
@@ -259,7 +266,7 @@ class Ledger:
         attempt.state_until_s = inf
         return True
 
-    def advance(self, key: Key, delta: EngineDelta) -> int | None:
+    def advance(self, key: Key, delta: EngineDelta, now_s: float) -> int | None:
         """Note what an engine step added; return the index of its first token, None if nobody wants it any more."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.state not in IN_ENGINE or attempt.stopping:
@@ -274,6 +281,8 @@ class Ledger:
             attempt.tokens.extend(delta.tokens)
             self.output_tokens += len(delta.tokens)
             attempt.logprobs.extend(delta.logprobs)
+            if delta.tokens:
+                attempt.give_up_s = now_s + self.limits.progress_s
         return index
 
     def hold(self, key: Key) -> bool:
@@ -312,7 +321,7 @@ class Ledger:
             self._forget(attempt)
             return attempt
         self._change(attempt, AttemptState.RETAINED)
-        self._bury(attempt)
+        self._bury(*attempt.key, max(attempt.deadline_s, attempt.give_up_s))
         attempt.state_until_s = now_s + self.limits.retain_s
         self._retained_tokens += len(attempt.tokens)
         self._bound_retained()
@@ -325,7 +334,7 @@ class Ledger:
         request, number = key
         # Not `max(0, …)` alone: a budget that is no number compares false and must not outlive the limit.
         lasts_s = min(budget_s, self.limits.budget_s_max) if budget_s > 0 else 0.0
-        self._tombstones.bury(request, number, now_s + lasts_s)
+        self._bury(request, number, now_s + lasts_s)
         attempt = self._attempts.get(key)
         return attempt is not None and self.stop(attempt, None, now_s)
 
@@ -382,15 +391,19 @@ class Ledger:
             elif attempt.state is AttemptState.RETAINED:
                 if attempt.state_until_s <= now_s:
                     self._forget(attempt)
-            elif attempt.deadline_s <= now_s:
-                late = DeadlineExceeded("the attempt's deadline passed on the worker")
-                stopped.append(Stopped(attempt, self.stop(attempt, late, now_s)))
+            elif attempt.give_up_s <= now_s:
+                stopped.append(Stopped(attempt, self.stop(attempt, self._lateness(attempt), now_s)))
             elif attempt.state is AttemptState.RESERVED and attempt.state_until_s <= now_s:
                 stuck = AttemptFailed(f"the attempt did not enter the engine within {self.limits.enter_timeout_s:g} s")
                 stopped.append(Stopped(attempt, self.stop(attempt, stuck, now_s)))
         return stopped
 
     # ------------------------------------------------------------ the book itself
+
+    def _lateness(self, attempt: Attempt) -> BatonError:
+        if attempt.tokens:
+            return AttemptFailed(f"the engine gave no further token within {self.limits.progress_s:g} s")
+        return DeadlineExceeded("the attempt's deadline passed on the worker")
 
     def _overrule(self, attempt: Attempt, now_s: float) -> Stopped:
         if attempt.stop_error is not None:
@@ -414,15 +427,14 @@ class Ledger:
             self._free_blocks(attempt)
         if attempt.state is AttemptState.RETAINED:
             self._retained_tokens -= len(attempt.tokens)
-        self._bury(attempt)
+        self._bury(*attempt.key, max(attempt.deadline_s, attempt.give_up_s))
 
     def _free_blocks(self, attempt: Attempt) -> None:
         self.blocks_used -= attempt.blocks
         self.leased_blocks -= attempt.blocks if attempt.leg is Leg.PREFILL else 0
 
-    def _bury(self, attempt: Attempt) -> None:
-        request, number = attempt.key
-        self._tombstones.bury(request, number, attempt.deadline_s)
+    def _bury(self, request: str, number: int, deadline_s: float) -> None:
+        self._tombstones.bury(request, number, deadline_s + self.limits.progress_s)
 
     def _bound_retained(self) -> None:
         """Forget the oldest ends beyond the limit. The newest stays, however long: its gateway is waiting for it."""

@@ -6,7 +6,10 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from functools import partial
+from hashlib import blake2b
 from typing import NoReturn
+
+import msgspec
 
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import ConfigurationError, Unavailable
@@ -95,6 +98,7 @@ class LoadingWorker:
             model_name=self._settings.public_model_name(),
             model_path=self._settings.model,
             block_tokens=self._settings.block_tokens,
+            engine_kind=_engine_kind(self._settings, facts),
         )
 
     async def _close(self, engine: Engine) -> None:
@@ -103,6 +107,11 @@ class LoadingWorker:
                 await engine.close()
         except TimeoutError:
             _log.error("the engine did not close within %g s; its processes end with this one", CLOSE_TIMEOUT_S)
+
+
+def _engine_kind(settings: WorkerSettings, facts: EngineFacts) -> str:
+    options = msgspec.json.encode([facts.engine, settings.engine_options], order="deterministic")
+    return blake2b(options, digest_size=16).hexdigest()
 
 
 def _limits(settings: WorkerSettings, facts: EngineFacts) -> Limits:
@@ -117,6 +126,7 @@ def _limits(settings: WorkerSettings, facts: EngineFacts) -> Limits:
         output_headroom_tokens_max=settings.output_headroom_tokens,
         leased_share_max=settings.leased_share,
         enter_timeout_s=settings.enter_timeout_s,
+        progress_s=settings.progress_s,
         retain_s=settings.retain_s,
         lost_after_s=settings.lost_after_s,
     )

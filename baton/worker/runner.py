@@ -89,7 +89,7 @@ class Runner:
         raise EngineFailed("the engine ended the attempt without a word")
 
     def _pass_on(self, attempt: Attempt, delta: EngineDelta) -> None:
-        index = self._ledger.advance(attempt.key, delta)
+        index = self._ledger.advance(attempt.key, delta, self._clock.now_s())
         if index is None or attempt.leg is Leg.PREFILL or not delta.tokens:
             return
         usage = attempt.usage() if index == 0 else None

@@ -14,7 +14,15 @@ from typing import Final
 from baton import subjects
 from baton.bus import Delivery, Subscription
 from baton.engines.engine import Engine, EngineFacts
-from baton.errors import BatonError, BusUnavailable, EngineFailed, MalformedMessage, Unavailable, WorkerLost
+from baton.errors import (
+    BatonError,
+    BusUnavailable,
+    EngineFailed,
+    InvalidRequest,
+    MalformedMessage,
+    Unavailable,
+    WorkerLost,
+)
 from baton.messages import (
     Accepted,
     Acknowledge,
@@ -201,9 +209,15 @@ class WorkerService:
             case TokenChunk() as chunk:
                 self._assembly.add(chunk, now_s)
             case PrefillTask() | DecodeTask() as task:
-                answer = self._admit(task, now_s)
-                if isinstance(answer, Busy):
-                    self._refusals[answer.reason] += 1
+                try:
+                    answer = self._admit(task, now_s)
+                    if isinstance(answer, Busy):
+                        self._refusals[answer.reason] += 1
+                except InvalidRequest as error:
+                    self._refusals["parameters"] += 1
+                    answer = Refused(error=ErrorReport.of(error))
+                if not isinstance(answer, Accepted):
+                    self._assembly.drop(key_of(task))
                 await delivery.respond(answer)
             case Cancel(context=context) | Acknowledge(context=context) as ending:
                 key = (context.request, context.attempt)
@@ -225,6 +239,7 @@ class WorkerService:
                 await delivery.respond(Refused(error=ErrorReport.of(wrong)))
 
     def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
+        """Book an attempt and start it, or say why not. Raises InvalidRequest for what the engine does not take."""
         address = self._identity.address
         accepted = Accepted(worker=address.worker, generation=address.generation)
         known = self._ledger.get(key_of(task))
@@ -234,7 +249,6 @@ class WorkerService:
             return accepted
         started = self._start(task, now_s)
         if isinstance(started, Refusal):
-            self._assembly.drop(key_of(task))
             return Busy(worker=address.worker, reason=started.reason, detail=started.detail)
         return accepted
 
@@ -242,6 +256,9 @@ class WorkerService:
         ask = check_task(task, self._identity, self._facts)
         if isinstance(ask, Refusal):
             return ask
+        if isinstance(task, DecodeTask):
+            # Prefill computes the prompt, whatever is sampled after it.
+            self._engine.check_sampling(task.sampling)
         tokens = assemble(task, self._assembly)
         if isinstance(tokens, Refusal):
             return tokens
@@ -296,6 +313,8 @@ class WorkerService:
             model_digest=facts.model_digest,
             kv_identity=facts.kv_identity,
             engine=facts.engine,
+            engine_kind=identity.engine_kind,
+            parameters=facts.parameters,
             block_tokens=identity.block_tokens,
             context_tokens_max=facts.context_tokens_max,
             running=ledger.slots_used - waiting,

@@ -74,6 +74,9 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
         Seconds, Meta(description="A gateway without a beat for this long is lost, and what belongs to it is aborted.")
     ] = 5.0
     enter_timeout_s: Annotated[Seconds, Meta(description="Time for an accepted attempt to enter the engine.")] = 2.0
+    progress_s: Annotated[
+        Seconds, Meta(description="Time without a token after which an attempt that has begun is given up.")
+    ] = 30.0
     retain_s: Annotated[
         Seconds, Meta(description="How long an answer is kept for a gateway that does not confirm it.")
     ] = 30.0

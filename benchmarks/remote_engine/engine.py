@@ -30,6 +30,7 @@ from baton.engines.engine import (
     TransferFigures,
 )
 from baton.errors import BatonError, EngineFailed
+from baton.messages import Sampling
 
 DRIVER = Path(__file__).with_name("driver.py")
 START_TIMEOUT_S = 300.0
@@ -83,6 +84,9 @@ class RemoteEngine:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Leave the check to `generate`, on the other side."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         number = self._send(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -475,9 +476,18 @@ class EngineSuite:
         await pair.prefill.abort(prefill.request, prefill.attempt)
         await pair.settled()
 
-    async def test_a_budget_that_runs_out_ends_the_generation(self, pair: Pair) -> None:
+    async def test_a_budget_that_runs_out_before_the_first_token_ends_the_request(self, pair: Pair) -> None:
         with pytest.raises(DeadlineExceeded):
-            await collect(pair.decode, pair.request(pair.prompt(50), changed(GREEDY, max_tokens=4000), budget_s=0.3))
+            await collect(pair.decode, pair.request(pair.prompt(3000), budget_s=0.001))
+        await pair.settled()
+
+    async def test_a_generation_that_has_begun_outlives_its_budget(self, pair: Pair) -> None:
+        request = pair.request(pair.prompt(50), changed(GREEDY, max_tokens=4000), budget_s=1.0)
+        began_s = time.monotonic()
+        stream, _ = await first_delta(pair.decode, request)
+        while time.monotonic() < began_s + 1.2 * request.budget_s:
+            assert (await anext(stream)).finish is None
+        await stream.aclose()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
         await pair.settled()
 
     # ------------------------------------------------------------ aborts

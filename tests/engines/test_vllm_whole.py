@@ -104,7 +104,7 @@ def test_what_the_engine_refuses_is_named(
 
 def test_budget_ends_a_request(pair: Pair) -> None:
     with pytest.raises(EngineError) as failure:
-        whole(pair, prompt(40, seed=67), greedy(3000), budget_s=0.5).wait()
+        whole(pair, prompt(3000, seed=67), greedy(8), budget_s=0.001).wait()
     assert failure.value.code == "deadline_exceeded"
 
 

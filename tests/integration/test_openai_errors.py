@@ -14,6 +14,7 @@ from baton_gateway.config import Settings
 from baton_gateway.door import Door
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
+from baton.messages import DecodeTask
 from tests.harness.gateway.actors import CONTEXT_TOKENS, MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 
@@ -242,20 +243,38 @@ async def test_the_deadline(stage: Stage, client: httpx.AsyncClient, stream: boo
 
 
 async def test_an_error_in_a_stream_is_an_event(stage: Stage, client: httpx.AsyncClient) -> None:
-    stage.workers["d1"].script.stall_at = 1
-    response = await client.post(CHAT, json={**HI, "stream": True}, headers={"x-baton-deadline-s": "0.3"})
+    stage.say("the client sees some of this")
+    script = stage.workers["d1"].script
+    script.fail_at, script.interval_s = 5, 0.02
+    response = await client.post(CHAT, json={**HI, "stream": True, "seed": 1})
     assert response.status_code == 200
     *events, last, nothing = response.text.split("\n\n")
     assert nothing == ""
     assert events
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "not_resumable"
 
 
 async def test_the_engines_refusal_reaches_the_client(stage: Stage, client: httpx.AsyncClient) -> None:
-    stage.workers["d1"].script.refuse = InvalidRequest("no such parameter: foo", param="foo")
-    error = error_of(await client.post(CHAT, json={**HI, "foo": 1}), 400, "invalid_request")
-    assert ("foo" in error["message"], error["param"]) == (True, "foo")
-    assert len(stage.scheduler.places) == 1
+    stage.workers["d1"].script.refuse = InvalidRequest("guided_choice is a list", param="guided_choice")
+    error = error_of(await client.post(CHAT, json={**HI, "guided_choice": 1}), 400, "invalid_request")
+    assert (error["message"], error["param"]) == ("guided_choice is a list", "guided_choice")
+    assert len(stage.workers["d1"].got(DecodeTask)) == 1
+    assert [place.parameters for place in stage.scheduler.places] == [("guided_choice",)] * 2
+
+
+@pytest.mark.parametrize("name", ["foo", "x" * 500, "x" * 60_000])
+async def test_a_parameter_that_no_worker_takes_is_refused_before_it_is_placed(
+    stage: Stage, client: httpx.AsyncClient, name: str
+) -> None:
+    error = error_of(await client.post(CHAT, json={**HI, name: 1}), 400, "invalid_request")
+    assert name.startswith(error["param"])
+    assert len(error["message"]) < 300
+    assert not stage.scheduler.places
+
+
+async def test_thousands_of_parameters_are_one_refusal(stage: Stage, client: httpx.AsyncClient) -> None:
+    error_of(await client.post(CHAT, json={**HI, **{f"p{n}": n for n in range(5000)}}), 400, "invalid_request")
+    assert not stage.scheduler.places
 
 
 async def test_failed_attempts_are_a_gateway_error(stage: Stage, client: httpx.AsyncClient) -> None:

@@ -213,14 +213,6 @@ def test_attempts_are_bounded() -> None:
     assert "4 attempts" in str(bench.error)
 
 
-def test_a_refused_parameter_is_not_retried() -> None:
-    bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1", "p1")))
-    bench.step(ev.TaskFailed(0, "d1", InvalidRequest("no such parameter")))
-    assert isinstance(bench.error, InvalidRequest)
-    assert {action.worker for action in bench.did(ev.SendCancel)} == {"d1", "p1"}
-
-
 # ---------------------------------------------------------------- overload
 
 
@@ -525,8 +517,9 @@ def test_the_first_token_and_every_further_one_have_a_deadline() -> None:
 
 
 @pytest.mark.parametrize("stage", ["placing", "queued", "dispatched", "waiting", "streaming"])
-def test_the_deadline_and_a_client_that_leaves_end_every_phase(stage: str) -> None:
-    for event in (ev.Tick(), ev.Aborted(ClientGone("left"))):
+def test_the_deadline_until_the_first_token_and_a_client_that_leaves_end_every_phase(stage: str) -> None:
+    leaves = ev.Aborted(ClientGone("left"))
+    for event in (leaves,) if stage == "streaming" else (ev.Tick(), leaves):
         bench = AttemptHarness(deadline_s=0.05)
         if stage == "queued":
             bench.step(ev.PlaceRefused(0, Overloaded("full")))

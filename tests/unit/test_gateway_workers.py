@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.clock import ManualClock
-from baton.errors import ModelNotFound
+from baton.errors import InvalidRequest, ModelNotFound
 from baton.messages import Heartbeat, Role, WorkerAddress
 
 BEAT = Heartbeat(
@@ -56,6 +56,22 @@ def test_a_model_stays_known_for_a_minute_after_its_last_worker() -> None:
     table.members.expire(70.01)
     with pytest.raises(ModelNotFound):
         table.model("m")
+
+
+def test_parameters_are_refused_where_no_decode_worker_takes_all_of_them() -> None:
+    table = WorkerTable(1.5)
+    table.members.take(beat("d1", parameters=("a", "b")), 0.0)
+    table.members.take(beat("d2", parameters=("c",)), 0.0)
+    table.members.take(beat("p1", role=Role.PREFILL, parameters=("p",)), 0.0)
+    table.members.take(beat("other", model="other", parameters=("o",)), 0.0)
+    for taken in ([], ["a"], ["b", "a"], ["c"]):
+        table.check_parameters("m", taken)
+    for names, named in ((["p"], "p"), (["o"], "o"), (["a", "b", "x"], "x"), (["x" * 1_000_000], "x" * 64)):
+        with pytest.raises(InvalidRequest) as refusal:
+            table.check_parameters("m", names)
+        assert refusal.value.param == named
+    with pytest.raises(InvalidRequest):
+        table.check_parameters("m", ["a", "c"])
 
 
 def test_only_decode_workers_that_stay_serve_a_model() -> None:

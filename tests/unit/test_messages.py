@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from typing import cast, get_args
+from typing import Annotated, Any, cast, get_args, get_origin
 
 import msgspec
 import pytest
@@ -13,7 +13,21 @@ from hypothesis import strategies as st
 
 from baton import messages
 from baton.errors import MalformedMessage
-from baton.messages import AnyMessage, GatewayBeat, Message, Part, decode, encode, pack_tokens, unpack_tokens
+from baton.messages import (
+    PARAMETER_CHARACTERS_MAX,
+    PARAMETERS_MAX,
+    AnyMessage,
+    Context,
+    GatewayBeat,
+    Message,
+    Part,
+    Place,
+    decode,
+    encode,
+    pack_tokens,
+    unpack_tokens,
+)
+from tests.harness.heartbeats import heartbeat
 
 MESSAGES: tuple[type[Message], ...] = get_args(AnyMessage)
 PARTS = [
@@ -34,6 +48,10 @@ def _of(kind: object) -> st.SearchStrategy[object]:
     origin, args = getattr(kind, "__origin__", None), get_args(kind)
     if kind is object:
         return _extension
+    if get_origin(kind) is Annotated:
+        inner, bounds = args
+        text = st.text(min_size=bounds.min_length or 0, max_size=bounds.max_length)
+        return text if inner is str else _of(inner)
     if isinstance(kind, types.UnionType) or (args and type(None) in args):
         return st.one_of([_of(member) for member in args])
     if kind is type(None):
@@ -146,3 +164,24 @@ def test_what_is_no_token_id_is_malformed(tokens: list[int]) -> None:
 def test_a_torn_token_list_is_malformed(length: int) -> None:
     with pytest.raises(MalformedMessage, match=str(length)):
         unpack_tokens(bytes(length))
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        ("x" * (PARAMETER_CHARACTERS_MAX + 1),),
+        ("x" * 1_000_000,),
+        ("",),
+        tuple(f"p{number}" for number in range(PARAMETERS_MAX + 1)),
+        (1, 2),
+        {"p": "q"},
+        "parameters",
+    ],
+    ids=["long", "megabyte", "empty", "many", "numbers", "map", "text"],
+)
+def test_a_declaration_of_parameters_is_bounded(declared: Any) -> None:
+    context = Context(request="r", budget_s=1.0)
+    place = Place(context=context, model="m", blocks=b"", prompt_tokens=1, output_tokens_max=1, parameters=declared)
+    for message in (heartbeat(parameters=declared), place):
+        with pytest.raises(MalformedMessage):
+            decode(encode(message))

@@ -16,7 +16,14 @@ import pytest
 from baton.clock import ManualClock
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
 from baton.engines.simulated.engine import SimulatedEngine
-from baton.errors import ConfigurationError, DeadlineExceeded, EngineFailed, InvalidRequest, TransferFailed
+from baton.errors import (
+    AttemptFailed,
+    ConfigurationError,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    TransferFailed,
+)
 from baton.messages import FinishReason, KvSource, Role, Sampling, WorkerAddress
 from baton.transfer import AgentOptions, Pool, TransferEvent
 from baton.transfer.memory import MemoryAgent, MemoryFabric
@@ -196,15 +203,16 @@ async def test_a_busy_engine_makes_others_wait_for_a_run_slot() -> None:
         world.assert_empty()
 
 
-async def test_the_budget_ends_an_attempt_on_time() -> None:
+async def test_the_budget_is_the_time_to_the_first_token() -> None:
     async with open_world() as world:
-        run = world.run(await world.engine(), prompt(20), budget_s=3.5)
-        await world.advance(3.25)
-        assert not run.task.done()
-        await world.advance(0.5)
-        assert len(run.tokens) == 3
+        engine = await world.engine()
+        late, begun = (world.run(engine, prompt(20), budget_s=budget_s) for budget_s in (0.5, 1.5))
+        await world.advance(0.75)
         with pytest.raises(DeadlineExceeded):
-            await run.task
+            await late.task
+        await world.advance(3.5)
+        assert len(begun.tokens) == 4
+        await world.finish(begun)
         world.assert_empty()
 
 
@@ -402,8 +410,28 @@ async def test_an_attempt_that_is_here_already_is_refused() -> None:
         engine = await world.engine()
         first, second = world.run(engine, prompt(20), name="r"), world.run(engine, prompt(20), name="r")
         await world.finish(first)
-        with pytest.raises(InvalidRequest, match="here already"):
+        with pytest.raises(AttemptFailed, match="here already"):
             await second.task
+
+
+async def test_parameters_are_declared_checked_and_no_concern_of_prefill() -> None:
+    async with open_world() as world:
+        engine = await world.engine(parameters={"mode": ["fast", ["a", 1]], "any": None})
+        assert world.facts[0].parameters == ("any", "mode")
+        taken = Sampling(max_tokens=2, extensions={"mode": ["a", 1], "any": {"x": 1}})
+        run = world.run(engine, prompt(20), taken)
+        await world.finish(run)
+        assert len(run.tokens) == 2
+        for named, value in (("mode", "slow"), ("mood", 1)):
+            refused = Sampling(max_tokens=2, extensions={named: value})
+            with pytest.raises(InvalidRequest) as caught:
+                engine.check_sampling(refused)
+            assert caught.value.param == named
+            with pytest.raises(InvalidRequest):
+                await world.run(engine, prompt(20), refused).task
+            first = world.run(engine, prompt(20), refused, leg=Leg.PREFILL)
+            await world.advance(2)
+            await first.task
 
 
 async def collect_events(engine: SimulatedEngine) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from baton.engines.engine import EngineDelta, Leg
-from baton.errors import EngineFailed, WorkerLost
+from baton.errors import AttemptFailed, DeadlineExceeded, EngineFailed, WorkerLost
 from baton.messages import AttemptState, FinishReason, unpack_tokens
 from baton.worker.ledger import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Ledger, Limits, Refusal
 from baton.worker.tombstones import Tombstones
@@ -73,13 +73,54 @@ def test_an_expired_task_is_refused(budget_s: float) -> None:
     assert refused(Ledger(LIMITS), ask(budget_s=budget_s)) == "expired"
 
 
-def test_a_cancel_that_overtakes_its_task_leaves_a_tombstone_until_the_deadline() -> None:
+def test_a_cancel_that_overtakes_its_task_leaves_a_tombstone_beyond_the_deadline() -> None:
     ledger = Ledger(LIMITS)
     assert not ledger.cancel(("r", 1), 10.0, now_s=0.0)
-    assert refused(ledger, ask("r", 1), 9.9) == "tombstone"
-    assert refused(ledger, ask("r", 0), 9.9) == "tombstone"
-    reserve(ledger, ask("r", 2), 9.9)
+    assert refused(ledger, ask("r", 1), 39.9) == "tombstone"
+    assert refused(ledger, ask("r", 0), 39.9) == "tombstone"
+    reserve(ledger, ask("r", 2), 39.9)
     assert ledger.blocks_used == 4
+
+
+def test_an_attempt_that_makes_progress_outlives_its_deadline() -> None:
+    ledger = Ledger(LIMITS)
+    attempt = reserve(ledger, ask("r", budget_s=10))
+    ledger.enter(attempt.key)
+    for instant_s in (9.0, 38.0, 67.0):
+        ledger.heard("g", instant_s)
+        assert ledger.sweep(instant_s) == []
+        ledger.advance(attempt.key, EngineDelta(tokens=[1]), instant_s)
+    ledger.heard("g", 97.0)
+    (stopped,) = ledger.sweep(97.0)
+    assert stopped.tell_engine
+    assert isinstance(attempt.stop_error, AttemptFailed)
+    assert "30 s" in str(attempt.stop_error)
+
+
+def test_a_step_without_a_token_is_no_progress() -> None:
+    ledger = Ledger(LIMITS)
+    attempt = reserve(ledger, ask("r", budget_s=4))
+    ledger.enter(attempt.key)
+    ledger.advance(attempt.key, EngineDelta(cached_tokens=3), 3.0)
+    assert [stopped.attempt for stopped in ledger.sweep(4.0)] == [attempt]
+    assert isinstance(attempt.stop_error, DeadlineExceeded)
+
+
+def test_a_tombstone_outlives_the_deadline_and_the_progress_limit() -> None:
+    ledger = Ledger(LIMITS)
+    attempt = reserve(ledger, ask("r", 1, budget_s=10))
+    ledger.enter(attempt.key)
+    ledger.advance(attempt.key, EngineDelta(tokens=[1]), 4.0)
+    ledger.cancel(attempt.key, 0.0, 5.0)
+    ledger.end(attempt.key, FinishReason.CANCELLED, None, 5.0)
+    assert refused(ledger, ask("r", 1), 63.9) == "tombstone", "a late task of an attempt that ended"
+    reserve(ledger, ask("r", 1), 64.0)
+    quick = reserve(ledger, ask("quick", budget_s=300), 0.0)
+    ledger.enter(quick.key)
+    ledger.advance(quick.key, EngineDelta(tokens=[1]), 1.0)
+    ledger.end(quick.key, FinishReason.STOP, None, 1.0)
+    ledger.acknowledge(quick.key, 1.0)
+    assert refused(ledger, ask("quick"), 300.0) == "tombstone", "of the two, the later one counts"
 
 
 def test_older_attempts_are_refused_while_a_newer_one_lives_and_after_it() -> None:
@@ -90,8 +131,8 @@ def test_older_attempts_are_refused_while_a_newer_one_lives_and_after_it() -> No
     ledger.end(("r", 2), FinishReason.STOP, None, 1.0)
     ledger.acknowledge(("r", 2), 1.0)
     assert len(ledger) == 0
-    assert refused(ledger, ask("r", 2), 9.0) == "tombstone"
-    reserve(ledger, ask("r", 2), 10.1)
+    assert refused(ledger, ask("r", 2), 39.0) == "tombstone"
+    reserve(ledger, ask("r", 2), 40.1)
 
 
 def test_a_retry_lives_beside_the_attempt_it_replaces() -> None:
@@ -113,9 +154,9 @@ def test_decode_goes_through_its_states_and_keeps_its_tokens_until_acknowledged(
     assert ledger.enter(key)
     assert attempt.state is AttemptState.PULLING
     assert not ledger.enter(key), "an attempt enters the engine once"
-    assert ledger.advance(key, EngineDelta(tokens=[1, 2], transferred_tokens=29, transferred_bytes=99)) == 0
+    assert ledger.advance(key, EngineDelta(tokens=[1, 2], transferred_tokens=29, transferred_bytes=99), 0.0) == 0
     assert attempt.state is AttemptState.RUNNING
-    assert ledger.advance(key, EngineDelta(tokens=[3])) == 2
+    assert ledger.advance(key, EngineDelta(tokens=[3]), 0.0) == 2
     assert ledger.end(key, FinishReason.LENGTH, None, 1.0) is attempt
     assert ledger.end(key, FinishReason.LENGTH, None, 1.0) is None, "an attempt ends once"
     assert (ledger.slots_used, ledger.blocks_used) == (0, 0)
@@ -134,7 +175,7 @@ def test_an_aggregated_attempt_is_queued_until_its_first_token() -> None:
     assert ledger.prefill_tokens_queued == 30
     ledger.enter(attempt.key)
     assert attempt.state is AttemptState.QUEUED
-    ledger.advance(attempt.key, EngineDelta(tokens=[1]))
+    ledger.advance(attempt.key, EngineDelta(tokens=[1]), 0.0)
     assert attempt.state is AttemptState.RUNNING
     assert ledger.prefill_tokens_queued == 0
 
@@ -158,7 +199,7 @@ def test_retained_tokens_are_bounded_and_the_newest_stays() -> None:
     for number, name in enumerate("abc"):
         attempt = reserve(ledger, ask(name))
         ledger.enter(attempt.key)
-        ledger.advance(attempt.key, EngineDelta(tokens=[1] * (20 if name == "c" else 6)))
+        ledger.advance(attempt.key, EngineDelta(tokens=[1] * (20 if name == "c" else 6)), 0.0)
         ledger.end(attempt.key, FinishReason.STOP, None, float(number))
     assert [attempt.key[0] for attempt in ledger] == ["c"]
 
@@ -220,7 +261,7 @@ def test_a_deadline_stops_the_engine_and_is_reported() -> None:
     [stopped] = ledger.sweep(3.0)
     assert stopped.tell_engine
     assert ledger.sweep(3.1) == [], "the engine is told once"
-    assert ledger.advance(attempt.key, EngineDelta(tokens=[1])) is None, "late tokens are not counted"
+    assert ledger.advance(attempt.key, EngineDelta(tokens=[1]), 0.0) is None, "late tokens are not counted"
     ledger.end(attempt.key, FinishReason.CANCELLED, None, 3.2)
     assert attempt.finish is not None
     assert attempt.finish.error is not None
@@ -341,7 +382,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(key=keys, tokens=st.lists(st.integers(0, 9), max_size=3))
     def engine_steps(self, key: Key, tokens: list[int]) -> None:
         if key in self.in_engine:
-            self.ledger.advance(key, EngineDelta(tokens=tokens))
+            self.ledger.advance(key, EngineDelta(tokens=tokens), self.now_s)
 
     @rule(key=keys, fails=st.booleans())
     def engine_ends(self, key: Key, fails: bool) -> None:

@@ -13,7 +13,7 @@ from baton.bus import Delivery, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.engines.engine import EngineDelta, EngineLoad, Leg
 from baton.engines.scripted import FACTS, ScriptedEngine
-from baton.errors import ConfigurationError, EngineFailed, TransferFailed
+from baton.errors import ConfigurationError, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages import (
     Accepted,
     Acknowledge,
@@ -79,6 +79,7 @@ class World:
                 model_name="tiny",
                 model_path="models/tiny",
                 block_tokens=32,
+                engine_kind="kind",
             ),
             facts=FACTS,
             engine=self.engine,
@@ -183,6 +184,28 @@ def prefill_task(request: str = "r", attempt: int = 0) -> PrefillTask:
         prompt_tokens=len(PROMPT),
         sampling=Sampling(max_tokens=10),
     )
+
+
+async def test_what_the_engine_does_not_take_is_refused_before_anything_is_held(decode: World) -> None:
+    decode.engine.refuses = InvalidRequest("no such parameter", param="mode")
+    answer = await decode.ask(decode_task())
+    assert isinstance(answer, Refused)
+    assert (answer.error.code, answer.error.param) == ("invalid_request", "mode")
+    assert await decode.state() is None
+    assert ("r", 0) not in decode.engine.requests
+    assert decode.shown('baton_worker_refusals_total{reason="parameters"}') == 1
+    decode.engine.refuses = None
+    assert isinstance(await decode.ask(decode_task()), Accepted), "the refusal leaves no tombstone"
+
+
+async def test_prefill_takes_what_is_decodes_business(prefill: World) -> None:
+    prefill.engine.refuses = InvalidRequest("no such parameter", param="mode")
+    assert isinstance(await prefill.ask(prefill_task()), Accepted)
+
+
+async def test_heartbeats_declare_what_the_engine_takes(decode: World) -> None:
+    assert decode.heartbeat().parameters == FACTS.parameters == ("mode",)
+    assert decode.heartbeat().engine_kind == "kind"
 
 
 async def test_an_attempt_streams_ends_and_is_forgotten(decode: World) -> None:

@@ -37,7 +37,7 @@ from baton.engines.recorder import LoadRecorder
 from baton.engines.sglang.host import SglangHost
 from baton.engines.sglang.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
-from baton.messages import FinishReason, Role
+from baton.messages import FinishReason, Role, Sampling
 from baton.transfer import AgentOptions, Faults
 
 EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
@@ -79,6 +79,8 @@ class SglangEngine:
         except BaseException:
             await self.close()
             raise
+        from baton.engines.sglang.sampling import GRAMMARS
+
         opened = self._opened
         return EngineFacts(
             engine=f"sglang {opened.version}",
@@ -90,7 +92,14 @@ class SglangEngine:
             context_tokens_max=opened.context_tokens_max,
             kv_identity=opened.kv_identity,
             agents=(opened.endpoint,) if opened.endpoint else (),
+            parameters=tuple(sorted(GRAMMARS)) if opened.grammars else (),
         )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        from baton.engines.sglang.sampling import sampling_params
+
+        opened = self._alive()[1]
+        sampling_params(sampling, opened.vocabulary, grammars=opened.grammars)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         host, opened = self._alive()
@@ -103,10 +112,9 @@ class SglangEngine:
                         yield self._delta(attempt, step)
             except BatonError:
                 raise
-            except (ValueError, TypeError) as error:
-                raise InvalidRequest(f"the engine refuses the request: {str(error).partition(chr(10))[0]}") from error
             except Exception as error:
-                raise EngineFailed(f"SGLang ended the request with {type(error).__name__}: {error}") from error
+                sentence = str(error).partition("\n")[0]
+                raise EngineFailed(f"SGLang ended the request with {type(error).__name__}: {sentence}") from error
             finally:
                 self._begun_s.pop(attempt.key, None)
                 self._recorder.take_outcome(attempt.key)
@@ -202,7 +210,8 @@ class SglangEngine:
         else:
             # SGLang refuses what its context has no room for; elsewhere an answer ends there.
             room = opened.context_tokens_max - len(request.tokens)
-            params = sampling_params(sampling, opened.vocabulary) | {"max_new_tokens": min(sampling.max_tokens, room)}
+            params = sampling_params(sampling, opened.vocabulary, grammars=opened.grammars)
+            params["max_new_tokens"] = min(sampling.max_tokens, room)
         if handoff is not None:
             params["custom_params"] = {HANDOFF_PARAMETER: msgspec.json.encode(handoff).decode()}
         asked = sampling.logprobs is not None and request.leg is not Leg.PREFILL
@@ -215,7 +224,7 @@ class SglangEngine:
         }
 
     def _delta(self, attempt: Attempt, step: dict[str, Any]) -> EngineDelta:
-        from baton.engines.sglang.sampling import token_logprobs
+        from baton.engines.sglang.sampling import refusal_of, token_logprobs
 
         request, meta = attempt.request, step["meta_info"]
         reason = meta["finish_reason"]
@@ -226,6 +235,8 @@ class SglangEngine:
         # An abort ends its pull as well, and that may be heard first.
         if reason and reason.get("message") == KV_DID_NOT_ARRIVE:
             raise pull_error(DIALECT.engine, pulled)
+        if reason and (refusal := refusal_of(reason)):
+            raise refusal
         stages = () if attempt.begun else attempt.stages(self._begun_s.get(attempt.key, 0.0))
         attempt.begun = True
         attempt.finish = finish

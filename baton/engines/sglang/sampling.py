@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any, Final
 
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -13,8 +14,8 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from baton.errors import InvalidRequest
 from baton.messages import Sampling, TokenLogprob
 
-EXTENSIONS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
-"""SGLang's own that Baton passes through: what shapes the output, not how it travels."""
+GRAMMARS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
+"""SGLang's own parameters that Baton passes through, where it has a back end for them."""
 
 
 def prefill_params() -> dict[str, object]:
@@ -22,10 +23,10 @@ def prefill_params() -> dict[str, object]:
     return {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
 
-def sampling_params(sampling: Sampling, vocabulary: int) -> dict[str, object]:
+def sampling_params(sampling: Sampling, vocabulary: int, *, grammars: bool) -> dict[str, object]:
     """Return SGLang's form of `sampling`. Raises InvalidRequest naming what SGLang refuses or does not know."""
     for name in sampling.extensions:
-        if name not in EXTENSIONS:
+        if not grammars or name not in GRAMMARS:
             raise InvalidRequest(f"the engine has no parameter {name!r}", param=name)
     if sampling.max_tokens < 1:
         raise InvalidRequest(f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens")
@@ -57,6 +58,14 @@ def sampling_params(sampling: Sampling, vocabulary: int) -> dict[str, object]:
         sentence = str(error).partition("\n")[0]
         raise InvalidRequest(f"the engine refuses these parameters: {sentence}") from error
     return fields
+
+
+def refusal_of(finish: Mapping[str, Any]) -> InvalidRequest | None:
+    """Return what SGLang's scheduler refuses about a request, by how it finished; None: it did not refuse it."""
+    if finish.get("status_code") != HTTPStatus.BAD_REQUEST:
+        return None
+    sentence = str(finish.get("message")).partition("\n")[0]
+    return InvalidRequest(f"the engine refuses the request: {sentence}")
 
 
 def token_logprobs(meta: Mapping[str, Any], alternatives: int) -> tuple[TokenLogprob, ...]:

@@ -32,18 +32,18 @@ from baton.engines.simulated.blocks import HASH_BYTES, BlockCache
 from baton.engines.simulated.handoff import Handoff
 from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
 from baton.engines.simulated.options import SimulatedOptions, parse_options
-from baton.engines.simulated.sampling import SimulatedModel, choose_token, read_model, stop_tokens
+from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model, stop_tokens
 from baton.engines.simulated.scheduler import Attempt, Chunk, Phase, Scheduler, Step
 from baton.engines.simulated.stream import Stream, check_request
 from baton.errors import (
+    AttemptFailed,
     BatonError,
     ConfigurationError,
     DeadlineExceeded,
     EngineFailed,
-    InvalidRequest,
     TransferFailed,
 )
-from baton.messages import FinishReason, Role, TokenLogprob
+from baton.messages import FinishReason, Role, Sampling, TokenLogprob
 from baton.transfer import AgentOptions, NativeAgent, TransferAgent
 
 ENGINE: Final = "simulated 1"
@@ -130,6 +130,7 @@ class SimulatedEngine:
             context_tokens_max=self._context_tokens_max,
             kv_identity=identity,
             agents=(agent.endpoint,),
+            parameters=tuple(sorted(options.parameters)),
         )
 
     async def check_health(self) -> None:
@@ -164,6 +165,9 @@ class SimulatedEngine:
         self._batches_changed.set()
 
     # ------------------------------------------------------------ requests
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        check_sampling(sampling, self._model.vocabulary, self._options.parameters)
 
     async def generate(self, request: EngineRequest) -> AsyncIterator[EngineDelta]:
         stream = self._submit(request)
@@ -219,8 +223,10 @@ class SimulatedEngine:
     def _submit(self, request: EngineRequest) -> Stream:
         self._check_alive()
         check_request(request, vocabulary=self._model.vocabulary, context_tokens_max=self._context_tokens_max)
+        if request.leg is not Leg.PREFILL:
+            self.check_sampling(request.sampling)
         if (request.request, request.attempt) in self._streams:
-            raise InvalidRequest(f"attempt {request.attempt} of request {request.request!r} is here already")
+            raise AttemptFailed(f"attempt {request.attempt} of request {request.request!r} is here already")
         stop = stop_tokens(self._model, request.sampling)
         stream = Stream.of(request, ContextReader(self._pool), stop, self._clock.now_s())
         self._streams[stream.attempt.key] = self._leases[stream.lease.key] = stream
@@ -231,11 +237,12 @@ class SimulatedEngine:
     async def _next_delta(self, stream: Stream) -> EngineDelta:
         delta = stream.take_delta(self._clock.now_s())
         while delta is None:
+            left_s = None if stream.told else max(0.0, stream.deadline_s - self._clock.now_s())
             try:
-                async with self._clock.timeout(max(0.0, stream.deadline_s - self._clock.now_s())):
+                async with self._clock.timeout(left_s):
                     await stream.changed.wait()
             except TimeoutError as error:
-                raise DeadlineExceeded(f"the engine gave up after {stream.request.budget_s:g} s") from error
+                raise DeadlineExceeded(f"the engine gave no output within {stream.request.budget_s:g} s") from error
             delta = stream.take_delta(self._clock.now_s())
         return delta
 

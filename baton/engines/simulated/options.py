@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigurationError
+from baton.messages import PARAMETERS_MAX, ParameterName
 
 WORD_BYTES = 8
 
@@ -37,6 +38,8 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Default: the model's; 8192 where there is no model."""
     eos_probability: Annotated[float, Meta(ge=0, le=1)] = 0.004
     """Share of contexts after which the end of the sequence is the most likely token."""
+    parameters: Annotated[dict[ParameterName, tuple[object, ...] | None], Meta(max_length=PARAMETERS_MAX)] = {}
+    """Extension parameters that it takes, and ignores: name → the values that it takes; null: any."""
     seed: int | None = None
     """Of everything random: unseeded sampling and the root of the block hashes. Default: fresh each start."""
 

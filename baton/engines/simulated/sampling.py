@@ -97,15 +97,24 @@ def _is_plain(text: str) -> bool:
     return bool(bare) and bare.isascii() and bare.isalnum()
 
 
-def check_sampling(sampling: Sampling, vocabulary: int) -> None:
-    """Raise InvalidRequest, naming the parameter, where the engine cannot do what is asked."""
+def check_sampling(
+    sampling: Sampling, vocabulary: int, parameters: Mapping[str, Sequence[object] | None] | None = None
+) -> None:
+    """Raise InvalidRequest, naming the parameter, where the engine cannot do what is asked.
+
+    `parameters`: the extensions that it takes, each with its values; None: any.
+    """
 
     def refuse(name: str, needs: str) -> None:
         raise InvalidRequest(f"{name} {needs}, not {getattr(sampling, name)!r}", param=name)
 
-    if sampling.extensions:
-        name = next(iter(sampling.extensions))
-        raise InvalidRequest(f"the simulated engine has no parameter {name!r}", param=name)
+    taken = parameters or {}
+    for name, value in sampling.extensions.items():
+        if name not in taken:
+            raise InvalidRequest(f"the simulated engine has no parameter {name!r}", param=name)
+        values = taken[name]
+        if values is not None and value not in values:
+            raise InvalidRequest(f"{name} must be one of {list(values)}", param=name)
     if sampling.max_tokens < 1:
         refuse("max_tokens", "must be at least 1")
     for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
 from baton.engines.simulated.handoff import Lease
 from baton.engines.simulated.kv import ContextReader
-from baton.engines.simulated.sampling import check_sampling
 from baton.engines.simulated.scheduler import Attempt
 from baton.engines.stages import prompt_stages
-from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
+from baton.errors import AttemptFailed, BatonError, ContextLengthExceeded, InvalidRequest
 from baton.messages import FinishReason, TokenLogprob
 from baton.transfer import lease_key
 
@@ -93,7 +92,7 @@ class Stream:
 
 
 def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max: int) -> None:
-    """Raise InvalidRequest where the engine cannot run what is asked."""
+    """Raise InvalidRequest for a prompt that no such engine can run, AttemptFailed for a leg that cannot be."""
     if not request.tokens:
         raise InvalidRequest("a prompt needs at least one token", param="prompt")
     wrong = next((token for token in request.tokens if not 0 <= token < vocabulary), None)
@@ -106,7 +105,6 @@ def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max
             param="prompt",
         )
     if (request.source is not None) != (request.leg is Leg.DECODE):
-        raise InvalidRequest(f"a {request.leg} leg {'needs a' if request.source is None else 'has no'} source")
+        raise AttemptFailed(f"a {request.leg} leg {'needs a' if request.source is None else 'has no'} source")
     if request.source is not None and len(request.source.address.agents) != 1:
-        raise InvalidRequest(f"the source has {len(request.source.address.agents)} agents; this engine has one")
-    check_sampling(request.sampling, vocabulary)
+        raise AttemptFailed(f"the source has {len(request.source.address.agents)} agents; this engine has one")

@@ -26,7 +26,7 @@ from baton.engines.options import split_options
 from baton.engines.vllm.host import VllmHost
 from baton.engines.vllm.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
-from baton.messages import FinishReason, Role
+from baton.messages import FinishReason, Role, Sampling
 from baton.transfer import AgentOptions, Faults
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ class VllmEngine:
     async def _describe(self, llm: AsyncLLM, digest: str) -> EngineFacts:
         import vllm
 
+        from baton.engines.vllm.sampling import EXTENSIONS
+
         config = llm.vllm_config
         cache = config.cache_config
         ranks: list[dict[str, Any]] = await self._ask_ranks("baton_facts")
@@ -98,7 +100,13 @@ class VllmEngine:
             context_tokens_max=self._context_tokens_max,
             kv_identity=str(ranks[0]["kv_identity"]),
             agents=agents,
+            parameters=tuple(sorted(EXTENSIONS)),
         )
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        from baton.engines.vllm.sampling import sampling_params
+
+        sampling_params(sampling)
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         llm = self._alive()
@@ -116,7 +124,7 @@ class VllmEngine:
             except BatonError:
                 raise
             except Exception as error:
-                raise self._translated(error) from error
+                raise engine_error(error, self._failure) from error
 
     async def abort(self, request: str, attempt: int) -> None:
         llm = self._alive()
@@ -240,20 +248,22 @@ class VllmEngine:
             stages=stages,
         )
 
-    def _translated(self, error: Exception) -> BatonError:
-        from vllm.exceptions import VLLMClientError
-        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
-            error = error.__cause__
-        if isinstance(error, BatonError):
-            return error
-        if isinstance(error, EngineDeadError):
-            return EngineFailed(self._failure or "vLLM's engine process has died")
-        sentence = str(error).partition("\n")[0]
-        if isinstance(error, VLLMClientError | ValueError | TypeError):
-            return InvalidRequest(f"the engine refuses the request: {sentence}")
-        return EngineFailed(f"vLLM ended the request with {type(error).__name__}: {sentence}")
+def engine_error(error: Exception, death: str = "") -> BatonError:
+    """Return what an exception of vLLM's is to a request: its own word on the request, or a failure inside it."""
+    from vllm.exceptions import VLLMClientError
+    from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+    if isinstance(error, EngineGenerateError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    if isinstance(error, BatonError):
+        return error
+    if isinstance(error, EngineDeadError):
+        return EngineFailed(death or "vLLM's engine process has died")
+    sentence = str(error).partition("\n")[0]
+    if isinstance(error, VLLMClientError):
+        return InvalidRequest(f"the engine refuses the request: {sentence}")
+    return EngineFailed(f"vLLM ended the request with {type(error).__name__}: {sentence}")
 
 
 def _engine_id(request: str, attempt: int) -> str:

@@ -30,6 +30,7 @@ _NOT_EXTENSIONS: Final = frozenset(
         "prompt_logprob_start",
         "prompt_logprob_token_ids",
         "skip_clone",
+        "trace_decode_token_ids",  # Replays a given output.
         *Sampling.__struct_fields__,
     }
 )

@@ -13,6 +13,7 @@ DISPATCHED once there is a place for it; where there is none, or it cannot go on
 One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt);
 a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once. An answer that
 cannot go on exactly elsewhere starts over, as long as its client has seen nothing of it.
+The request's deadline limits the time to the first token, from then on the progress limit that to the next one.
 The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
 """
 
@@ -36,12 +37,13 @@ from baton.errors import (
     NotResumable,
     NoWorkers,
     Overloaded,
+    PayloadTooLarge,
     PeerUnreachable,
     TransferFailed,
     Unavailable,
     WorkerLost,
 )
-from baton.messages import Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
+from baton.messages import REFUSALS_MAX, Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
@@ -97,6 +99,7 @@ class AttemptMachine:
         self._timers = timers
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
+        """For the first token; met for good once that is here."""
         self._phase_until_s = inf
         self._resend_at_s = inf
         self._move_again_at_s = -inf
@@ -117,6 +120,8 @@ class AttemptMachine:
         """Workers that the bus found nobody listening for, in the present search."""
         self._pauses = 0
         self._cut_pairs: dict[tuple[str, str], None] = {}
+        self._refused: dict[str, InvalidRequest] = {}
+        """What workers said who take no such request: as an answer it counts once all kinds of engines have refused."""
         self._cached_tokens = 0
         self._actions: list[ev.Action] = []
 
@@ -138,6 +143,15 @@ class AttemptMachine:
     def wake_at_s(self) -> float:
         """When the shell must call `step` with a Tick, if nothing else happens before."""
         return min(self._deadline_at_s, self._phase_until_s, self._resend_at_s)
+
+    def budget_s(self, now_s: float) -> float:
+        """Return the time that workers have for the first token, or the next one."""
+        return self._token_s if self._deadline_at_s == inf else max(0.0, self._deadline_at_s - now_s)
+
+    @property
+    def _token_s(self) -> float:
+        """How long an accepted attempt may take for its first token: less, where it continues an answer."""
+        return self._timers.progress_s if self.delivered else self._timers.first_token_s
 
     def runs_on(self, worker: str) -> bool:
         """Return whether the present attempt was given to `worker`."""
@@ -227,9 +241,8 @@ class AttemptMachine:
         self._actions.append(self._place_request(self.attempt))
 
     def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
-        return ev.SendPlace(
-            attempt, (*{**self._failed, **self._busy, **self._unreached}, *leaving), tuple(self._cut_pairs)
-        )
+        exclude = (*{**self._failed, **self._busy, **self._unreached}, *leaving)
+        return ev.SendPlace(attempt, exclude, tuple(self._cut_pairs), tuple(self._refused))
 
     def _place_after_pause(self, now_s: float) -> None:
         """Place anew, but not at once: the workers left to try are those that have just failed.
@@ -259,7 +272,8 @@ class AttemptMachine:
             # waited for, as a restart should cost no request.
             self._refusal = NoWorkers(error.detail, retry_after_s=1.0) if isinstance(error, ModelNotFound) else error
         else:
-            self._fail(error)
+            # All have refused: a worker's own words say more than the scheduler's.
+            self._fail(next(iter(self._refused.values()), error) if isinstance(error, InvalidRequest) else error)
 
     def _join_queue(self, now_s: float, error: BatonError) -> None:
         self._limit_search(now_s)
@@ -320,7 +334,7 @@ class AttemptMachine:
 
     def _wait_for_tokens(self, now_s: float) -> None:
         self.phase = Phase.WAITING
-        self._phase_until_s = now_s + self._timers.first_token_s
+        self._phase_until_s = now_s + self._token_s
         self._busy_rounds = 0
         # Should this attempt fail, the search for workers begins anew.
         self._worker_by_s = inf
@@ -362,6 +376,7 @@ class AttemptMachine:
             return
         self.phase = Phase.STREAMING
         self._phase_until_s = now_s + self._timers.progress_s
+        self._deadline_at_s = inf
         self._resend_at_s = inf
         self.delivered += tokens
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
@@ -376,10 +391,6 @@ class AttemptMachine:
             self._complete(finish.reason)
             return
         error = finish.error.to_error() if finish.error else WorkerLost("the worker gave the request up")
-        if isinstance(error, InvalidRequest):
-            self._cancel_both(error.code)
-            self._fail(error)
-            return
         decode, prefill = self.placement.decode.worker, self.placement.prefill
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
             # Neither is to blame: each may well serve with another.
@@ -454,7 +465,7 @@ class AttemptMachine:
     def _on_time(self, now_s: float) -> None:
         if now_s >= self._deadline_at_s:
             self._cancel_both("deadline")
-            self._fail(DeadlineExceeded(f"the request's time is up; it was {self.phase} then"))
+            self._fail(DeadlineExceeded(f"no token came before the deadline; the request was {self.phase} then"))
             return
         if now_s >= self._resend_at_s:
             self._ask_again(now_s)
@@ -482,7 +493,7 @@ class AttemptMachine:
             error = WorkerLost(f"worker {silent} did not answer within {self.accept_s:g} s")
             self._retry(now_s, error, *self._awaited)
         elif self.phase is Phase.WAITING:
-            self._retry(now_s, WorkerLost(f"no token within {self._timers.first_token_s:g} s"), decode)
+            self._retry(now_s, WorkerLost(f"no token within {self._token_s:g} s"), decode)
         else:
             self._retry(now_s, WorkerLost(f"no further token within {self._timers.progress_s:g} s"), decode)
 
@@ -490,18 +501,24 @@ class AttemptMachine:
 
     def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
         """Give this attempt up and begin the next one, where that is allowed and exact."""
-        self._failures += 1
+        is_refusal = isinstance(error, InvalidRequest)
+        if is_refusal:
+            self._refused.update(dict.fromkeys(failed, error))
+        else:
+            self._failures += 1
         rest = self._rest(error)
-        if isinstance(error, InvalidRequest | DeadlineExceeded):
+        is_late = isinstance(error, DeadlineExceeded) and self._deadline_at_s < inf
+        if is_late or isinstance(error, PayloadTooLarge) or len(self._refused) > REFUSALS_MAX:
             end: FinishReason | BatonError | None = error
-        elif rest is None and self._failures >= self._timers.attempts_max:
+        elif rest is None and not is_refusal and self._failures >= self._timers.attempts_max:
             detail = f"{self._failures} attempts failed, the last one because {error}"
             end = type(error)(detail) if isinstance(error, WorkerLost | EngineFailed | NoResponders) else error
         else:
             end = rest
         if end is None:
             self._give_up_attempt(error)
-            self._failed.update(dict.fromkeys(worker for worker in failed if worker))
+            if not is_refusal:
+                self._failed.update(dict.fromkeys(worker for worker in failed if worker))
             self._place(now_s)
             return
         self._cancel_both(error.code)

@@ -53,7 +53,10 @@ class TaskBusy:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """The task did not get to the worker (NoResponders, BusUnavailable), or it refused with `error`."""
+    """The task did not get to the worker (NoResponders, BusUnavailable), or it refused with `error`.
+
+    InvalidRequest: its engine does not take what the request asks.
+    """
 
     attempt: int
     worker: str
@@ -160,11 +163,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendPlace:
-    """Ask any scheduler; `exclude` names workers that failed or were busy."""
+    """Ask any scheduler; `exclude` names workers that failed or were busy, `refused` those that refused the request."""
 
     attempt: int
     exclude: tuple[str, ...]
     exclude_pairs: tuple[tuple[str, str], ...]
+    refused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

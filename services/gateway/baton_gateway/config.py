@@ -23,7 +23,7 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     ] = False
 
     deadline_s: Annotated[
-        float, Meta(gt=0, description="A request's whole time; the header x-baton-deadline-s may lower it.")
+        float, Meta(gt=0, description="Time to an answer's first token; the header x-baton-deadline-s may lower it.")
     ] = 300.0
     attempts_max: Annotated[int, Meta(ge=1, le=16, description="Attempts of one answer before it fails.")] = 4
     place_resend_s: Annotated[Seconds, Meta(description="Ask another scheduler after this.")] = 0.25
@@ -35,8 +35,8 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     progress_s: Annotated[
         Seconds,
         Meta(
-            description="Time without a token after which an attempt is stuck; so long, too, an answer that has begun "
-            "waits for another worker."
+            description="Time without a further token after which an attempt is stuck; so long, too, an answer that "
+            "has begun waits for another worker."
         ),
     ] = 30.0
     resend_s: Annotated[Seconds, Meta(description="Time for missing frames to come before asking again.")] = 0.25

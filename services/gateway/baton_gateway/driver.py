@@ -258,7 +258,7 @@ class AnswerDriver:
         return Context(
             request=self._order.request,
             attempt=attempt,
-            budget_s=max(0.0, self._order.deadline_at_s - self._links.clock.now_s()),
+            budget_s=self.machine.budget_s(self._links.clock.now_s()),
             trace=self._order.trace if trace is None else trace,
         )
 
@@ -290,6 +290,8 @@ class AnswerDriver:
             disaggregation=order.disaggregation,
             exclude=action.exclude,
             exclude_pairs=action.exclude_pairs,
+            parameters=tuple(order.sampling.extensions),
+            refused=action.refused,
         )
         try:
             # An answer that is late, but comes before the resends are over, is as good as theirs.

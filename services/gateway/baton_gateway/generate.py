@@ -59,7 +59,7 @@ async def prepare(gateway: Gateway, body: ChatBody | CompletionBody, facts: Requ
     model = gateway.workers.model(body.model)
     # Contradictions that need no tokens are found before the work of tokenising.
     output = output_of(body)
-    sampling_of(body, 1 << 30)
+    gateway.workers.check_parameters(model.name, sampling_of(body, 1 << 30).extensions)
     prompts = 1 if isinstance(body, ChatBody) else len(body.prompts())
     choices = prompts * (body.n or 1)
     if choices > gateway.settings.choices_max:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from baton.errors import ModelNotFound
-from baton.messages import Heartbeat, Role
+from baton.errors import InvalidRequest, ModelNotFound
+from baton.messages import PARAMETER_CHARACTERS_MAX, Heartbeat, Role
 from baton.node.membership import Workers
 
 
@@ -57,6 +58,18 @@ class WorkerTable:
             block_tokens=newest.block_tokens,
             context_tokens_max=min(heartbeat.context_tokens_max for heartbeat in agreeing),
         )
+
+    def check_parameters(self, model: str, names: Iterable[str]) -> None:
+        """Raise InvalidRequest, naming one of them, where no live decode worker of the model takes all of these.
+
+        Where none is live at the moment, the request waits for one, which then judges.
+        """
+        wanted = set(names)
+        decodes = (beat for beat in self.members.beats() if beat.role is Role.DECODE and beat.model == model)
+        lacking = [sorted(wanted.difference(beat.parameters)) for beat in decodes]
+        if lacking and all(lacking):
+            name = min(lacking, key=len)[0][:PARAMETER_CHARACTERS_MAX]
+            raise InvalidRequest(f"no worker of the model `{model}` takes the parameter `{name}`", param=name)
 
     def _serving(self) -> list[Heartbeat]:
         return [each for each in self.members.beats() if each.role is Role.DECODE and not each.draining]

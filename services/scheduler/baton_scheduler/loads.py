@@ -52,6 +52,11 @@ class WorkerLoad:
         return self.heartbeat.kv_identity or f"digest={self.heartbeat.model_digest}"
 
     @property
+    def kind(self) -> str:
+        """Engine with its options: workers of a kind refuse the same requests."""
+        return self.heartbeat.engine_kind or self.worker
+
+    @property
     def hands_over(self) -> bool:
         """Whether its engine has a transfer agent."""
         return bool(self.heartbeat.address.agents)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Final
 
-from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
+from baton.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoWorkers, Overloaded
 from baton.identity import unlike
 from baton.messages import Candidate, Disaggregation, Placed, Placement, Role
 from baton.node.ports import Randomness
@@ -50,6 +50,10 @@ class Demand:
     disaggregation: Disaggregation
     exclude: frozenset[str] = frozenset()
     exclude_pairs: frozenset[tuple[str, str]] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    """Extension parameters, all of which decode's engine must take."""
+    refused: frozenset[str] = frozenset()
+    """Workers that refused what the request asks, as all of their kinds would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +95,8 @@ def choose(
 ) -> Placement:
     """Return where the attempt runs, why, and the alternatives.
 
-    Raises ModelNotFound, NoWorkers, ContextLengthExceeded or Overloaded. The same arguments and seed give the
-    same answer, whatever the order of `workers`.
+    Raises ModelNotFound, NoWorkers, InvalidRequest, ContextLengthExceeded or Overloaded. The same arguments and
+    seed give the same answer, whatever the order of `workers`.
     """
     # Sorted, so that what chance picks does not depend on the order in which workers were heard.
     serving = sorted((load for load in workers if load.heartbeat.model == demand.model), key=lambda load: load.worker)
@@ -106,7 +110,7 @@ def choose(
     if demand.disaggregation is not Disaggregation.NEVER:
         try:
             prefills = _admit(Role.PREFILL, serving, demand, options)
-        except (NoWorkers, ContextLengthExceeded, Overloaded):
+        except (NoWorkers, InvalidRequest, Overloaded):
             if demand.disaggregation is Disaggregation.ALWAYS:
                 raise
         pairs = predict.pairs(prefills, decodes)
@@ -159,10 +163,20 @@ def soft_placements(placed: Placed, *, now_s: float, options: PlacementOptions) 
 
 def _admit(role: Role, serving: Sequence[WorkerLoad], demand: Demand, options: PlacementOptions) -> list[WorkerLoad]:
     """Return the workers of a role that can take this attempt now. Raises what keeps all of them from it."""
-    ready = [load for load in serving if load.role is role and not load.heartbeat.draining]
+    of_role = [load for load in serving if load.role is role]
+    # Of this role only: the other one was asked for something else.
+    refusing = {load.kind for load in of_role if load.worker in demand.refused}
+    ready = [load for load in of_role if not load.heartbeat.draining]
     if not ready:
         raise NoWorkers(f"no live {role} worker serves the model {demand.model}")
-    allowed = [load for load in ready if load.worker not in demand.exclude]
+    taking = [load for load in ready if role is Role.PREFILL or demand.parameters.issubset(load.heartbeat.parameters)]
+    if not taking:
+        names = ", ".join(sorted(demand.parameters))
+        raise NoWorkers(f"no live {role} worker of {demand.model} takes the parameters {names}")
+    willing = [load for load in taking if load.kind not in refusing and load.worker not in demand.refused]
+    if not willing:
+        raise InvalidRequest(f"every live {role} worker of {demand.model} refuses this request")
+    allowed = [load for load in willing if load.worker not in demand.exclude]
     if not allowed:
         raise NoWorkers(f"every live {role} worker of {demand.model} failed this request before")
     free = [load for load in allowed if load.slots_free > 0 and _fits(load, demand, options, load.kv_tokens_used)]

@@ -206,6 +206,8 @@ class SchedulerService:
             disaggregation=place.disaggregation or self._settings.disaggregation,
             exclude=frozenset(place.exclude),
             exclude_pairs=frozenset(place.exclude_pairs),
+            parameters=frozenset(place.parameters),
+            refused=frozenset(place.refused),
         )
         # Asked again, since workers may have been lost while the index was asked.
         serving = self._serving(place.model, now_s)

@@ -25,7 +25,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
-from baton.errors import BatonError, BusUnavailable, NoWorkers
+from baton.errors import BatonError, BusUnavailable, InvalidRequest, NoWorkers
 from baton.messages import (
     Accepted,
     Acknowledge,
@@ -153,6 +153,8 @@ class Worker:
         self.generation = generation
         self.model = model
         self.script = Script()
+        self.parameters: tuple[str, ...] = ("guided_choice",)
+        """Extension parameters that its heartbeats declare."""
         self.alive = True
         self.attempts: dict[tuple[str, int], Attempt] = {}
         self.chunks: dict[tuple[str, int], bytes] = {}
@@ -316,6 +318,7 @@ class Worker:
             model=self.model,
             model_path=str(self.actors.model_path),
             engine="scripted",
+            parameters=self.parameters,
             context_tokens_max=CONTEXT_TOKENS,
             running=self.running,
             running_max=min(self.script.capacity, 1024),
@@ -349,7 +352,7 @@ class Worker:
 
 
 class Scheduler:
-    """Places on the first live worker that is not excluded."""
+    """Places on the first live worker that is not excluded. Workers are of one kind: what one refuses, all do."""
 
     def __init__(self, actors: Actors) -> None:
         self.actors = actors
@@ -370,6 +373,10 @@ class Scheduler:
             return
         if self.refusal is not None:
             await delivery.respond(Refused(error=ErrorReport.of(self.refusal)))
+            return
+        if place.refused:
+            refused = InvalidRequest("every live decode worker refuses this request")
+            await delivery.respond(Refused(error=ErrorReport.of(refused)))
             return
         decode, prefill = self._pick(place, Role.DECODE), self._pick(place, Role.PREFILL)
         wants_prefill = place.disaggregation is Disaggregation.ALWAYS

@@ -1,0 +1,65 @@
+"""Prints what an engine's own checks make of parameters. No engine runs, but its packages are needed: see the tests."""
+
+# pyright: basic, reportMissingImports=false
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.messages import Sampling
+
+VOCABULARY = 1000
+
+
+def outcome(check: Callable[[], BatonError | object]) -> list[str | None] | None:
+    try:
+        result = check()
+    except BatonError as error:
+        result = error
+    return [result.code, result.param, result.detail] if isinstance(result, BatonError) else None
+
+
+def vllm() -> tuple[Sequence[str], Callable[[Sampling], object], Mapping[str, BatonError | None]]:
+    from vllm.exceptions import VLLMValidationError
+
+    from baton.engines.vllm.engine import engine_error
+    from baton.engines.vllm.sampling import EXTENSIONS, sampling_params
+
+    errors = {
+        "refused": engine_error(VLLMValidationError("too many log-probabilities")),
+        "broken": engine_error(ValueError("not enough values to unpack")),
+        "confused": engine_error(TypeError("unhashable")),
+    }
+    return sorted(EXTENSIONS), sampling_params, errors
+
+
+def sglang() -> tuple[Sequence[str], Callable[[Sampling], object], Mapping[str, BatonError | None]]:
+    from baton.engines.sglang.sampling import GRAMMARS, refusal_of, sampling_params
+
+    errors = {
+        "refused": refusal_of({"type": "abort", "message": "no such grammar", "status_code": 400}),
+        "aborted": refusal_of({"type": "abort", "message": "by us"}),
+        "broken": refusal_of({"type": "abort", "message": "out of memory", "status_code": 500}),
+    }
+    return sorted(GRAMMARS), lambda sampling: sampling_params(sampling, VOCABULARY, grammars=True), errors
+
+
+def main(engine: str, samplings: Sequence[Mapping[str, Any]]) -> None:
+    declared, check, errors = {"vllm": vllm, "sglang": sglang}[engine]()
+    asked = [msgspec.convert(fields, Sampling) for fields in samplings]
+    told = {
+        "declared": declared,
+        "outcomes": [outcome(lambda sampling=sampling: check(sampling)) for sampling in asked],
+        "errors": {name: outcome(lambda error=error: error) for name, error in errors.items()},
+    }
+    print(json.dumps(told))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
