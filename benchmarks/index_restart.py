@@ -30,6 +30,7 @@ from baton import subjects
 from baton.bus import NatsBus
 from baton.clock import SystemClock
 from baton.node.ports import system_ports
+from baton.node.service import Node, serve
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from benchmarks.index_blind import Phase, blind_placements
@@ -81,21 +82,16 @@ async def load(store: RedisStore, reconciler: Reconciler) -> None:
 
 async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, count: int) -> float:
     """Return blocks per second from the first event to the last write."""
-    settings = IndexSettings(redis_prefix=f"insert-{blocks}", write_interval_s=0.02, dead_after_s=3600.0)
+    settings = IndexSettings(redis_prefix=f"insert-{blocks}", write_interval_s=0.02, lost_after_s=3600.0)
     worker = f"w-{blocks}"
     bus, own = [await NatsBus.connect(nats_url, name=name) for name in ("bench", "kvindex")]
-    ports = system_ports(own)
-    index = IndexService(
-        ports=ports,
-        store=RedisStore(
-            redis_url, clock=ports.clock, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s
-        ),
-        tracing=Tracing("kvindex"),
-        metrics=Metrics("kvindex"),
-        settings=settings,
+    node = Node(ports=system_ports(own), tracing=Tracing("kvindex"), metrics=Metrics("kvindex"))
+    store = RedisStore(
+        redis_url, clock=node.ports.clock, prefix=settings.redis_prefix, timeout_s=settings.redis_timeout_s
     )
+    index = IndexService(settings, node, store)
     stop = Stop()
-    running = asyncio.create_task(index.run(stop))
+    running = asyncio.create_task(serve(index, stop))
     began_s = time.perf_counter()
     for number in range(1, count + 1):
         event = events(worker, number, os.urandom(ID_BYTES * blocks))

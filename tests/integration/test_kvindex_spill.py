@@ -17,10 +17,9 @@ from baton_kvindex.service import IndexService
 
 from baton.bus import NatsBus
 from baton.errors import ConfigurationError
-from baton.node.ports import system_ports
-from baton.telemetry import Metrics, Tracing
 from tests.harness.index.services import indexing, until
 from tests.harness.index.worker import Worker, chain, match, until_held, working
+from tests.harness.nodes import make_node
 from tests.harness.servers import Server, start_redis
 
 PATHS = [letter * 20 + " is a prompt, and long enough to be worth a stub" for letter in "abcdef"]
@@ -142,13 +141,7 @@ async def test_when_redis_loses_what_is_cold_the_worker_is_read_anew(
 
 async def test_a_bound_without_redis_is_a_wrong_setting(nats_url: str, bus: NatsBus) -> None:
     with pytest.raises(ConfigurationError, match="memory_bytes_max"):
-        IndexService(
-            ports=system_ports(bus),
-            store=None,
-            tracing=Tracing("kvindex"),
-            metrics=Metrics("kvindex"),
-            settings=IndexSettings(memory_bytes_max=1),
-        )
+        IndexService(IndexSettings(memory_bytes_max=1), make_node("kvindex", bus), store=None)
 
 
 async def cold_keys(server: Server) -> list[bytes]:

@@ -188,7 +188,7 @@ async def test_a_place_goes_to_one_of_several_schedulers_and_indexes(plane: Plan
 
 @pytest.mark.parametrize("module", ["baton_scheduler", "baton_kvindex"])
 async def test_a_wrong_setting_ends_the_start_in_one_sentence(module: str) -> None:
-    for flags, named in ((("--nonsense", "1"), b"nonsense"), (("--dead-after-s", "-1"), b"dead-after-s")):
+    for flags, named in ((("--nonsense", "1"), b"nonsense"), (("--lost-after-s", "-1"), b"lost-after-s")):
         started = await asyncio.create_subprocess_exec(
             sys.executable, "-m", module, *flags, stderr=asyncio.subprocess.PIPE
         )

@@ -18,6 +18,7 @@ from baton.errors import MalformedMessage
 from baton.messages import Audited, BlocksStored, Context, Goodbye, Placed, ShadowPage, ShadowQuery
 from baton.node.membership import MEMBERS_MAX
 from baton.node.ports import deterministic_ports
+from baton.node.service import Node, serve
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from tests.harness.index.worker import MODEL, Cache, chain
@@ -128,17 +129,13 @@ class World:
         self.clock = ManualClock()
         self.network = MemoryNetwork(clock=self.clock)
         self.worker = Endless(MemoryBus(self.network), self.clock, page_blocks=page_blocks, pause_s=pause_s)
-        self.service = IndexService(
-            ports=deterministic_ports(MemoryBus(self.network), self.clock, seed=0),
-            store=None,
-            tracing=Tracing("kvindex"),
-            metrics=Metrics("kvindex"),
-            settings=IndexSettings(redis_url=""),
-        )
+        ports = deterministic_ports(MemoryBus(self.network), self.clock, seed=0)
+        node = Node(ports=ports, tracing=Tracing("kvindex"), metrics=Metrics("kvindex"))
+        self.service = IndexService(IndexSettings(redis_url=""), node, store=None)
 
     async def run(self, lasting_s: float) -> None:
         """Let both be for so long."""
-        tasks = [asyncio.create_task(self.service.run(Stop())), asyncio.create_task(self.worker.beat())]
+        tasks = [asyncio.create_task(serve(self.service, Stop())), asyncio.create_task(self.worker.beat())]
         await self.clock.advance(lasting_s)
         for task in tasks:
             task.cancel()

@@ -98,7 +98,7 @@ def test_a_gap_is_counted_once_while_the_resync_runs() -> None:
 
 
 def test_a_lost_tail_shows_in_heartbeats() -> None:
-    reconciler, worker = make_reconciler(behind_s=1.0, dead_after_s=10.0), Cache()
+    reconciler, worker = make_reconciler(behind_s=1.0, lost_after_s=10.0), Cache()
     reconciler.on_heartbeat(worker.heartbeat(), 0.0)
     reconciler.on_events(worker.stored("a"), 0, 0.0)
     worker.stored("ab")
@@ -111,7 +111,7 @@ def test_a_lost_tail_shows_in_heartbeats() -> None:
 
 
 def test_events_that_merely_lag_behind_heartbeats_cause_no_resync() -> None:
-    reconciler, worker = make_reconciler(behind_s=1.0, dead_after_s=10.0), Cache()
+    reconciler, worker = make_reconciler(behind_s=1.0, lost_after_s=10.0), Cache()
     late = [worker.stored("a" * length) for length in range(1, 41)]
     now_s = 0.0
     reconciler.on_events(late[0], 0, now_s)
@@ -150,7 +150,7 @@ def test_a_worker_first_seen_needs_no_query_where_the_stream_brings_all_of_it() 
 
 
 def test_unknown_parents_and_malformed_events_lead_to_a_resync() -> None:
-    reconciler, worker = make_reconciler(resync_interval_s=1.0, dead_after_s=10.0), Cache()
+    reconciler, worker = make_reconciler(resync_interval_s=1.0, lost_after_s=10.0), Cache()
     reconciler.on_heartbeat(worker.heartbeat(), 0.0)
     worker.held = dict(link(b"", chain("abc")))
     bad = worker.changed(
@@ -169,7 +169,7 @@ def test_unknown_parents_and_malformed_events_lead_to_a_resync() -> None:
 
 
 def test_each_kind_of_bad_input_is_counted_and_disturbs_nothing_else() -> None:
-    reconciler, worker, other = make_reconciler(dead_after_s=10.0), Cache(), Cache("x")
+    reconciler, worker, other = make_reconciler(lost_after_s=10.0), Cache(), Cache("x")
     for each in (worker, other):
         reconciler.on_heartbeat(each.heartbeat(), 0.0)
         reconciler.on_events(each.stored("abc"), 0, 0.0)
@@ -212,7 +212,7 @@ def test_a_full_index_is_counted_and_serves_what_it_has() -> None:
 
 
 def test_a_new_generation_a_goodbye_and_silence_drop_everything_at_once() -> None:
-    reconciler, worker = make_reconciler(dead_after_s=1.5), Cache()
+    reconciler, worker = make_reconciler(lost_after_s=1.5), Cache()
     reconciler.on_events(worker.stored("abc"), 0, 0.0)
     worker.restart()
     reconciler.on_heartbeat(worker.heartbeat(), 0.0)
@@ -323,7 +323,7 @@ def test_events_that_go_on_do_not_put_off_the_repair_of_drift() -> None:
 
 
 def test_a_fingerprint_is_compared_after_exactly_its_event() -> None:
-    reconciler, worker = make_reconciler(behind_s=10.0, dead_after_s=10.0), Cache()
+    reconciler, worker = make_reconciler(behind_s=10.0, lost_after_s=10.0), Cache()
     reconciler.on_heartbeat(worker.heartbeat(), 0.0)
     first, early = worker.stored("abc"), worker.heartbeat()
     second, late = worker.removed(chain("abc")[32:]), worker.heartbeat()

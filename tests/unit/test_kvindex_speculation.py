@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 
 import pytest
 from baton_kvindex.config import IndexSettings
@@ -23,9 +23,6 @@ from baton import subjects
 from baton.bus import Bus, MemoryBus, MemoryNetwork
 from baton.errors import MalformedMessage
 from baton.messages import Context, Disaggregation, Place, Placed, Placement, Role
-from baton.node.ports import system_ports
-from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing
 from tests.harness.heartbeats import heartbeat
 from tests.harness.index.worker import MODEL, Cache, chain
 from tests.harness.nodes import living, make_node
@@ -55,7 +52,7 @@ def worker() -> Cache:
 
 @pytest.fixture
 def reconciler(worker: Cache) -> Reconciler:
-    made = Reconciler(RadixIndex, IndexSettings(dead_after_s=10.0), Journal(1000))
+    made = Reconciler(RadixIndex, IndexSettings(lost_after_s=10.0), Journal(1000))
     made.on_heartbeat(worker.heartbeat(), 0.0)
     return made
 
@@ -177,31 +174,15 @@ def common(one: str, other: str) -> int:
 # ---------------------------------------------------------------- between services
 
 
-@asynccontextmanager
-async def indexing(bus: Bus) -> AsyncGenerator[None]:
-    stop = Stop()
-    settings = IndexSettings(redis_url="", settle_s=0.01)
-    ports, tracing, metrics = system_ports(bus), Tracing("kvindex"), Metrics("kvindex")
-    service = IndexService(ports=ports, store=None, tracing=tracing, metrics=metrics, settings=settings)
-    running = asyncio.create_task(service.run(stop))
-    try:
-        async with asyncio.timeout(5.0):
-            while not stop.serving:
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.01)
-        yield
-    finally:
-        stop.asked.set()
-        await running
-
-
 @pytest.fixture
 async def bus() -> AsyncIterator[MemoryBus]:
     """Two schedulers and two indexes on one network, and three workers that say nothing of attempts."""
     network = MemoryNetwork()
     async with AsyncExitStack() as stack:
         for _ in range(2):
-            await stack.enter_async_context(indexing(MemoryBus(network)))
+            settings = IndexSettings(redis_url="", settle_s=0.01)
+            index = IndexService(settings, make_node("kvindex", MemoryBus(network)), store=None)
+            await stack.enter_async_context(living(index))
             patient = SchedulerSettings(learn_s=0.001, lost_after_s=30.0, index_timeout_s=1.0)
             scheduler = SchedulerService(patient, make_node("scheduler", MemoryBus(network)))
             await stack.enter_async_context(living(scheduler))

@@ -6,14 +6,12 @@ from typing import Annotated
 
 import msgspec
 
-from baton.telemetry import TelemetrySettings
+from baton.node.settings import NodeSettings, Seconds
 
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Count = Annotated[int, msgspec.Meta(gt=0)]
 
 
-class IndexSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    nats_url: Annotated[str, msgspec.Meta(description="Address of the message bus.")] = "nats://127.0.0.1:4222"
+class IndexSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
     redis_url: Annotated[
         str,
         msgspec.Meta(description="Where the index is written down; empty: nowhere, workers are asked instead."),
@@ -41,9 +39,6 @@ class IndexSettings(TelemetrySettings, frozen=True, kw_only=True, forbid_unknown
     unwritten_blocks_max: Annotated[
         Count, msgspec.Meta(description="Changes of one worker that wait to be written before all of it is rewritten.")
     ] = 8192
-    dead_after_s: Annotated[
-        Seconds, msgspec.Meta(description="A worker is dead after this long without a heartbeat.")
-    ] = 1.5
     behind_s: Annotated[
         Seconds,
         msgspec.Meta(description="An event that a heartbeat named and that is late by this much is lost."),

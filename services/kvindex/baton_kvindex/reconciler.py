@@ -6,7 +6,7 @@ hands in what it got.
     heartbeats, goodbyes, time ──▶ membership ──▶ a machine for each worker's life, see `indexed_worker.py`
     events, pages, reloads ──▶ machine ──▶ what is to be applied now ──▶ trees, journal, speculation
 
-Membership also learns of workers from the durable form and from events: these have `dead_after_s` to be heard.
+Membership also learns of workers from the durable form and from events: these have `lost_after_s` to be heard.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Reconciler:
         self._journal = journal
         self._trees = Trees(new_index)
         self._speculation = Speculation(new_index)
-        self._membership = Workers(lost_after_s=settings.dead_after_s)
+        self._membership = Workers(lost_after_s=settings.lost_after_s)
         self._workers: dict[str, IndexedWorker] = {}
         self._due_reloads: list[tuple[WorkerAddress, Cold]] = []
         self.counters = Counters()
@@ -157,7 +157,7 @@ class Reconciler:
             self._trees.drop(name)
 
     def begin(self, stream_sequence: int, now_s: float) -> None:
-        """Go on after this event of the stream. Each worker has `dead_after_s` from now on to be heard."""
+        """Go on after this event of the stream. Each worker has `lost_after_s` from now on to be heard."""
         self.stream_sequence = stream_sequence
         self._membership.extend_deadlines(inf, now_s)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Final
 
 from opentelemetry.trace import SpanKind
 
 from baton import subjects
-from baton.bus import Delivery
+from baton.bus import Delivery, Subscription
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
 from baton.messages import (
     Audited,
@@ -28,9 +28,8 @@ from baton.messages import (
     WorkerAddress,
 )
 from baton.node.failure_detector import PauseDetector
-from baton.node.ports import Ports
-from baton.stop import Stop
-from baton.telemetry import Metrics, Reading, Tracing, catalogue
+from baton.node.service import Node
+from baton.telemetry import Reading, catalogue
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Journal, SavedWorker
@@ -55,24 +54,22 @@ RESYNC_S_MAX: Final = 30.0
 
 
 class IndexService:
-    """Runs until it is told to stop. The bus is the caller's to close; the store is closed here."""
+    """Closes the store at its end."""
 
-    def __init__(
-        self, *, ports: Ports, store: Store | None, tracing: Tracing, metrics: Metrics, settings: IndexSettings
-    ) -> None:
-        self._ports = ports
-        self._bus = ports.bus
-        self._clock = ports.clock
+    def __init__(self, settings: IndexSettings, node: Node, store: Store | None) -> None:
+        self._ports = node.ports
+        self._bus = node.ports.bus
+        self._clock = node.ports.clock
+        self._tracing = node.tracing
+        self._metrics = node.metrics
         self._store = store
-        self._tracing = tracing
         self._settings = settings
         self._resyncs = asyncio.Semaphore(settings.resyncs_max)
-        self._instance = ports.new_id()[:8]
-        self._answers = False
+        self._instance = node.ports.new_id()[:8]
+        self._matches: list[Subscription] = []
+        """Empty: this index does not answer yet, or not any more."""
         self._writer: Writer | None = None
-        self._metrics = metrics
-        metrics.read(self._readings)
-        self._tasks: asyncio.TaskGroup | None = None
+        self._tasks: asyncio.TaskGroup
         self._behind: asyncio.TaskGroup | None = None
         """What need not end before this index does."""
         self._fetching = 0
@@ -82,18 +79,19 @@ class IndexService:
         if settings.memory_bytes_max and store is None:
             raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
         cold = store.cold(self._instance) if store is not None and settings.memory_bytes_max else None
-        self._spill = Spill(store=cold, reconciler=self.reconciler, ports=ports, settings=settings)
+        self._spill = Spill(ports=node.ports, store=cold, reconciler=self.reconciler, settings=settings)
+        node.metrics.read(self._readings)
 
-    async def run(self, stop: Stop) -> None:
-        """Answer until `stop` is asked for; then leave the queue group, answer what has come until then, and return."""
+    @asynccontextmanager
+    async def serving(self) -> AsyncGenerator[None]:
+        """Answer inside this context. At its end, what has come is answered, and the newest state is written."""
         async with AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(self._store.close)
             stack.push_async_callback(self._spill.close)
             await self._load()
-            heartbeats = await self._bus.subscribe(subjects.HEARTBEAT, self._on_heartbeat)
-            stack.push_async_callback(heartbeats.unsubscribe)
             for subject, handler in (
+                (subjects.HEARTBEAT, self._on_heartbeat),
                 (subjects.PLACED, self._on_hint),
                 (subjects.AUDITS, self._on_hint),
                 (subjects.INDEX_QUERIES, self._on_query),
@@ -104,28 +102,27 @@ class IndexService:
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.reconciler.stream_sequence
             )
             stack.push_async_callback(events.unsubscribe)
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                behind = tasks.create_task(self._work_behind())
+            stack.push_async_callback(self.drain)
+            async with asyncio.TaskGroup() as self._tasks:
+                behind = self._tasks.create_task(self._work_behind())
                 await self._settle()
-                matches = [
-                    await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES),
-                    await self._bus.subscribe(subjects.MATCH_ALL, self._on_match),
-                ]
-                for each in matches:
-                    stack.push_async_callback(each.unsubscribe)
-                self._answers = stop.serving = True
+                self._matches.append(await self._bus.subscribe(subjects.MATCH, self._on_match, group=subjects.INDEXES))
+                self._matches.append(await self._bus.subscribe(subjects.MATCH_ALL, self._on_match))
                 logger.info("the index answers")
-                await stop.asked.wait()
-                self._answers = False
-                for each in matches:
-                    await each.unsubscribe()
-                logger.info("draining: the newest state is written")
+                yield
                 behind.cancel()
+
+    async def drain(self) -> None:
+        """Leave the queue group."""
+        matches, self._matches = self._matches, []
+        for each in matches:
+            await each.unsubscribe()
+        if matches:
+            logger.info("draining: the newest state is written")
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless a `Match` that came now would be answered from a whole tree."""
-        if not self._answers:
+        if not self._matches:
             raise Unavailable("the index does not answer yet: it loads, or waits for the workers' shadow maps")
         if not self._bus.connected:
             raise BusUnavailable("the message bus cannot be reached")
@@ -180,7 +177,6 @@ class IndexService:
                 await delivery.respond(matched)
                 return
         # Deliveries come one at a time, and this one waits for Redis.
-        assert self._tasks is not None
         self._fetching += 1
         self._tasks.create_task(self._match_cold(delivery, message, local))
 

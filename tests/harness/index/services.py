@@ -16,11 +16,11 @@ from baton_kvindex.service import IndexService
 from baton_kvindex.store import RedisStore
 
 from baton.bus import NatsBus
-from baton.node.ports import system_ports
+from baton.node.service import serve
 from baton.stop import Stop
-from baton.telemetry import Metrics, Tracing
 from tests.harness.cluster import Service
 from tests.harness.index.worker import Worker, match, working, written
+from tests.harness.nodes import make_node
 from tests.harness.servers import Server, start_nats, start_redis
 
 PREFIX = "baton:kvindex"
@@ -103,18 +103,12 @@ async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -
     plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
     settings = msgspec.structs.replace(plain, **changes)
     bus = await NatsBus.connect(nats_url, name="kvindex")
-    ports, store = system_ports(bus), None
+    node, store = make_node("kvindex", bus), None
     if redis_url:
-        store = RedisStore(redis_url, clock=ports.clock, prefix=prefix, timeout_s=settings.redis_timeout_s)
-    service = IndexService(
-        ports=ports,
-        store=store,
-        tracing=Tracing("kvindex"),
-        metrics=Metrics("kvindex"),
-        settings=settings,
-    )
-    stop = Stop()
-    running = asyncio.create_task(service.run(stop))
+        clock, timeout_s = node.ports.clock, settings.redis_timeout_s
+        store = RedisStore(redis_url, clock=clock, prefix=prefix, timeout_s=timeout_s)
+    service = IndexService(settings, node, store)
+    running = asyncio.create_task(serve(service, stop := Stop()))
     try:
         yield service
         assert not running.done(), running.exception()
