@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 
 pytest_plugins = ["tests.contract.transfer_fixtures"]
 
+LEFT_OUT: Final = pytest.StashKey[int]()
+"""Number of nightly tests that this run leaves out."""
+
 # `make test-nightly` takes many. A busy machine must not fail a property: how long an example takes is none.
 settings.register_profile("few", max_examples=50, deadline=None)
 settings.register_profile("many", max_examples=1000, deadline=None)
@@ -29,18 +32,14 @@ def pytest_sessionstart(session: pytest.Session) -> Generator[None]:
         st.text().validate()
 
 
-LEFT_OUT: Final = pytest.StashKey[int]()
-"""Number of tests that this run's `-m` deselected."""
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--not-run", metavar="FILE", help="append what was skipped or left out to FILE, by reason")
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     config = items[0].config
-    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + len(items)
+    nightly = sum(item.get_closest_marker("nightly") is not None for item in items)
+    config.stash[LEFT_OUT] = config.stash.get(LEFT_OUT, 0) + nightly
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
@@ -51,17 +50,18 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    node.config.stash[LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
+    # One that crashed has said nothing.
+    if output := getattr(node, "workeroutput", None):
+        node.config.stash[LEFT_OUT] = output["left_out"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Say what was not run and how to have it run: the reason of a skip names it."""
     skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
     lines = [f"{count} skipped: {reason.removeprefix('Skipped: ')}" for reason, count in sorted(skipped.items())]
-    left_out = config.stash.get(LEFT_OUT, 0)
-    if left_out and "not nightly" in config.option.markexpr:
+    if left_out := config.stash.get(LEFT_OUT, 0):
         lines.append(f"{left_out} left out: `make test-nightly` runs them")
-    if not lines:
+    if not lines or hasattr(config, "workerinput"):
         return
     terminalreporter.section("not run")
     terminalreporter.write("".join(f"{line}\n" for line in lines))
