@@ -153,7 +153,7 @@ class Worker:
         self.generation = generation
         self.model = model
         self.script = Script()
-        self.parameters: tuple[str, ...] = ("guided_choice",)
+        self.parameters: tuple[str, ...] = ("guided_choice", "guided_regex")
         """Extension parameters that its heartbeats declare."""
         self.alive = True
         self.attempts: dict[tuple[str, int], Attempt] = {}
