@@ -87,10 +87,10 @@ def test_an_attempt_that_makes_progress_outlives_its_deadline() -> None:
     attempt = reserve(ledger, ask("r", budget_s=10))
     ledger.enter(attempt.key)
     for instant_s in (9.0, 38.0, 67.0):
-        ledger.heard("g", instant_s)
+        ledger.hear_gateway("g", instant_s)
         assert ledger.sweep(instant_s) == []
         ledger.advance(attempt.key, EngineDelta(tokens=[1]), instant_s)
-    ledger.heard("g", 97.0)
+    ledger.hear_gateway("g", 97.0)
     (stopped,) = ledger.sweep(97.0)
     assert stopped.tell_engine
     assert isinstance(attempt.stop_error, AttemptFailed)
