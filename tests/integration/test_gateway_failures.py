@@ -16,10 +16,23 @@ import pytest
 from baton_gateway.config import Settings
 
 from baton import subjects
+from baton.blocks import hash_blocks, root_key
 from baton.errors import EngineFailed, TransferFailed
-from baton.messages import Acknowledge, Cancel, DecodeTask, Frame, Place, PrefillTask, Resend, Role, unpack_tokens
+from baton.messages import (
+    TOKEN_BYTES,
+    Acknowledge,
+    Cancel,
+    DecodeTask,
+    Frame,
+    Place,
+    PrefillTask,
+    Resend,
+    Role,
+    unpack_tokens,
+)
 from tests.harness.gateway.actors import MODEL, Attempt, Worker
 from tests.harness.gateway.stage import Stage, forward, open_stage
+from tests.harness.heartbeats import MODEL_DIGEST
 
 CHAT = "/v1/chat/completions"
 TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀, and then it stops. " * 3
@@ -154,8 +167,9 @@ async def test_an_answer_survives_its_worker(
     assert unpack_tokens(task.tokens)[prompt_tokens:] == stage.answer[:at]
     assert task.sampling.max_tokens == first.output_tokens_max - at
     assert second.prompt_tokens == prompt_tokens + at
-    assert second.blocks[: len(first.blocks)] == first.blocks
-    assert len(second.blocks) == 16 * ((prompt_tokens + at) // 32)
+    root = root_key(MODEL_DIGEST)
+    assert first.blocks == hash_blocks(root, task.tokens[: prompt_tokens * TOKEN_BYTES], 32)
+    assert second.blocks == hash_blocks(root, task.tokens, 32)
     await check_clean(stage)
 
 

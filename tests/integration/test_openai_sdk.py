@@ -218,6 +218,16 @@ async def test_engine_extensions_pass_through(stage: Stage, client: openai.Async
     assert task.sampling.extensions == {"guided_choice": ["a"]}
 
 
+async def test_a_schema_of_64_levels_and_256_kib_reaches_the_worker(stage: Stage, client: openai.AsyncOpenAI) -> None:
+    schema: dict[str, object] = {"enum": ["x" * 1000] * (260_000 // 1003)}
+    for _ in range(62):
+        schema = {"properties": schema}
+    await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"guided_choice": {"json": schema}})
+    (task,) = stage.workers["d1"].got(DecodeTask)
+    assert isinstance(task, DecodeTask)
+    assert task.sampling.extensions == {"guided_choice": {"json": schema}}
+
+
 async def test_a_long_prompt_travels_in_chunks(stage: Stage, client: openai.AsyncOpenAI) -> None:
     stage.network.payload_bytes_max = 2048
     answer = await client.completions.create(model=MODEL, prompt=[7] * 3000)

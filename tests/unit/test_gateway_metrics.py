@@ -50,6 +50,7 @@ class Stage:
             tokens=b"",
             prompt_tokens=40,
             root=b"",
+            blocks=b"",
             sampling=sampling,
             eos_tokens=frozenset(),
             cache_salt="",

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from baton_gateway.bodies import OutputOptions
 from baton_gateway.choice import ChoiceText
-from baton_gateway.detokenise import Vocabulary
+from baton_gateway.detokenise import PROMPT_TOKENS, Spellings, Vocabulary
 from baton_gateway.stop_strings import StopScanner
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
@@ -49,8 +49,12 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
+def vocabulary_of(tokenizer: Tokenizer) -> Vocabulary:
+    return Vocabulary(Spellings.of(tokenizer))
+
+
 def text_of(tokenizer: Tokenizer, tokens: list[int], *, skip_special: bool = True) -> str:
-    detokeniser = Vocabulary(tokenizer).detokeniser(skip_special=skip_special)
+    detokeniser = vocabulary_of(tokenizer).detokeniser(skip_special=skip_special)
     return "".join(map(detokeniser.feed, tokens)) + detokeniser.flush()
 
 
@@ -67,8 +71,49 @@ def test_valid_text_through_byte_fallback(byte_fallback: Tokenizer, text: str) -
     assert text_of(byte_fallback, tokens) == byte_fallback.decode(tokens, skip_special_tokens=False)
 
 
+@pytest.fixture(scope="module", params=["replace", "metaspace"])
+def sentence_piece(request: pytest.FixtureRequest, byte_fallback: Tokenizer) -> Tokenizer:
+    """Return tokenizers whose decoders strip the space before a text's first word."""
+    tokenizer = Tokenizer.from_str(byte_fallback.to_str())
+    tokenizer.add_special_tokens(["<s>", "</s>"])  # pyright: ignore[reportUnknownMemberType]
+    if request.param == "metaspace":
+        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()])
+    return tokenizer
+
+
+@given(prompt=st.text(alphabet="ab é你😀", max_size=20), output=st.text(alphabet="ab é你😀", max_size=20))
+@example(prompt="a", output=" a")
+@example(prompt="", output=" a")
+@example(prompt=" ", output=" a")
+@example(prompt="你" * 30, output="好")
+def test_an_output_is_what_it_adds_to_the_prompt(sentence_piece: Tokenizer, prompt: str, output: str) -> None:
+    before, tokens = (
+        sentence_piece.encode(text.replace(" ", "▁"), add_special_tokens=False).ids for text in (prompt, output)
+    )
+    detokeniser = vocabulary_of(sentence_piece).detokeniser(prompt=[1, *before][-PROMPT_TOKENS:])
+    shown = "".join(map(detokeniser.feed, tokens)) + detokeniser.flush()
+    assert shown == sentence_piece.decode([1, *before, *tokens])[len(sentence_piece.decode([1, *before])) :]
+
+
+def test_special_tokens_at_the_end_of_a_prompt_are_no_context(byte_fallback: Tokenizer) -> None:
+    tokenizer = Tokenizer.from_str(byte_fallback.to_str())
+    tokenizer.add_special_tokens(["</s>"])  # pyright: ignore[reportUnknownMemberType]
+    prompt, output = tokenizer.encode("▁a", add_special_tokens=False).ids, tokenizer.encode("▁ab").ids
+    end = 2
+    detokeniser = vocabulary_of(tokenizer).detokeniser(prompt=[*prompt, *[end] * 20])
+    assert "".join(map(detokeniser.feed, output)) == " ab"
+
+
+@given(tokens=st.lists(st.integers(0, 280), max_size=20))
+def test_spellings_decode_as_the_tokenizer(byte_fallback: Tokenizer, tokens: list[int]) -> None:
+    vocabulary = vocabulary_of(byte_fallback)
+    spelled = b"".join(vocabulary.token_bytes(token) for token in tokens if token > 258)
+    known = [token for token in tokens if 258 < token < byte_fallback.get_vocab_size()]
+    assert spelled.decode().removeprefix(" ") == byte_fallback.decode(known)
+
+
 def test_bytes_that_never_become_a_character_are_shown(byte_fallback: Tokenizer) -> None:
-    detokeniser = Vocabulary(byte_fallback).detokeniser()
+    detokeniser = vocabulary_of(byte_fallback).detokeniser()
     shown = [detokeniser.feed(3 + 0xFF) for _ in range(20)]
     assert "".join(shown), "held for ever"
 
@@ -78,7 +123,7 @@ def test_no_piece_ends_inside_a_character(fixture: str, request: pytest.FixtureR
     tokenizer: Tokenizer = request.getfixturevalue(fixture)
     text = "é你好😀a"
     tokens = tokenizer.encode(text, add_special_tokens=False).ids
-    detokeniser = Vocabulary(tokenizer).detokeniser()
+    detokeniser = vocabulary_of(tokenizer).detokeniser()
     pieces = [piece for token in tokens if (piece := detokeniser.feed(token))]
     assert len(tokens) > len(text), "some character must span several tokens for this to say anything"
     assert "".join(pieces) == text
@@ -137,7 +182,7 @@ def run_choice(
     tokenizer: Tokenizer, tokens: list[int], options: OutputOptions, cuts: list[int], *, ends: bool
 ) -> tuple[str, int, bool]:
     """Feed the tokens in frames that end at `cuts`; return the text, the tokens counted, and whether it stopped."""
-    choice = ChoiceText(Vocabulary(tokenizer), options)
+    choice = ChoiceText(vocabulary_of(tokenizer), options)
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     text = ""
     for start, end in pairwise(edges):
@@ -169,7 +214,7 @@ def test_a_stream_in_pieces_equals_the_whole(
 
 def test_tokens_are_counted_up_to_the_match(byte_level: Tokenizer) -> None:
     tokens = byte_level.encode("the quick brown fox", add_special_tokens=False).ids
-    choice = ChoiceText(Vocabulary(byte_level), OutputOptions(stops=("quick",)))
+    choice = ChoiceText(vocabulary_of(byte_level), OutputOptions(stops=("quick",)))
     piece = choice.feed(tokens, (), ends=False)
     shown = byte_level.decode(tokens[: piece.tokens])
     assert piece.stopped
@@ -181,15 +226,15 @@ def test_tokens_are_counted_up_to_the_match(byte_level: Tokenizer) -> None:
 
 def test_the_last_token_is_counted_and_not_shown(byte_level: Tokenizer) -> None:
     tokens = [*byte_level.encode("the fox", add_special_tokens=False).ids, EOS]
-    plain = ChoiceText(Vocabulary(byte_level), OutputOptions(skip_special=False))
+    plain = ChoiceText(vocabulary_of(byte_level), OutputOptions(skip_special=False))
     assert plain.feed(tokens, (), ends=True).text == "the fox"
     assert plain.tokens == len(tokens)
 
 
 def test_logprobs_carry_the_tokens_own_bytes(byte_level: Tokenizer) -> None:
     tokens = byte_level.encode("😀", add_special_tokens=False).ids
-    choice = ChoiceText(Vocabulary(byte_level), OutputOptions(logprobs=True))
+    choice = ChoiceText(vocabulary_of(byte_level), OutputOptions(logprobs=True))
     logprobs = [TokenLogprob(logprob=-0.1, top=((token, -0.1),)) for token in tokens]
     piece = choice.feed(tokens, logprobs, ends=False)
-    assert b"".join(entry.token for entry in piece.logprobs) == "😀".encode()
-    assert [entry.top[0][0] for entry in piece.logprobs] == [entry.token for entry in piece.logprobs]
+    assert b"".join(entry.chosen.bytes for entry in piece.logprobs) == "😀".encode()
+    assert [entry.top[0] for entry in piece.logprobs] == [entry.chosen for entry in piece.logprobs]

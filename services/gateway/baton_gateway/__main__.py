@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from contextlib import closing
+from contextlib import aclosing
 
 from baton.node.service import Process, run
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
+from baton_gateway.intake_pool import ProcessPool
+from baton_gateway.models import Models
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
-from baton_gateway.tokenise import ModelTokenizer, Tokenizers
+from baton_gateway.tokenise import ModelTokenizer
 
 
 def load_to_stay(path: str) -> ModelTokenizer:
@@ -29,9 +31,13 @@ async def main(settings: Settings, process: Process) -> None:
     # The listener first, so that a port in use is found at once.
     with listen(settings) as listener:
         async with process.join(gateway_id) as node:
-            threads = settings.tokenizer_threads
-            with closing(Tokenizers(clock=node.ports.clock, threads=threads, load=load_to_stay)) as tokenizers:
-                gateway = Gateway(settings, gateway=gateway_id, node=node, tokenizers=tokenizers)
+            intake = ProcessPool(
+                clock=node.ports.clock,
+                processes_max=settings.intake_processes,
+                waiting_bytes_max=settings.intake_waiting_bytes_max,
+            )
+            async with aclosing(Models(ports=node.ports, intake=intake, load=load_to_stay)) as models:
+                gateway = Gateway(settings, gateway=gateway_id, node=node, models=models)
                 await process.serve(make_server(make_app(gateway), gateway, listener))
 
 

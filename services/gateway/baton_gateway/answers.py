@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -9,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from baton.errors import BatonError
-from baton_gateway.choice import LogprobEntry, Piece
+from baton_gateway.choice import Candidate, LogprobEntry, Piece
 
 LOGPROB_MIN: Final = -9999.0
 """Stands for minus infinity, which JSON does not know; the same figure as vLLM's."""
@@ -136,8 +137,8 @@ class ChatFormat:
             return None
         content = [
             {
-                **_chat_token(entry.token, entry.logprob),
-                "top_logprobs": [_chat_token(token, logprob) for token, logprob in entry.top],
+                **_chat_token(entry.chosen),
+                "top_logprobs": [_chat_token(candidate) for candidate in entry.top],
             }
             for entry in entries
         ]
@@ -155,7 +156,7 @@ class CompletionFormat:
         }
         self._tail: dict[str, Any] = {"usage": None} if head.with_usage else {}
         self._with_logprobs = head.with_logprobs
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, TextOffset] = {}
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         return None
@@ -185,25 +186,49 @@ class CompletionFormat:
     def _logprobs(self, choice: int, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        tokens = [entry.token.decode(errors="replace") for entry in entries]
-        offset = self._offsets.get(choice, 0)
-        offsets: list[int] = []
-        for token in tokens:
-            offsets.append(offset)
-            offset += len(token)
-        self._offsets[choice] = offset
+        offset = self._offsets.setdefault(choice, TextOffset())
         return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
-            "top_logprobs": [
-                {token.decode(errors="replace"): _finite(logprob) for token, logprob in entry.top} for entry in entries
-            ],
-            "text_offset": offsets,
+            "tokens": [_spell(entry.chosen) for entry in entries],
+            "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
+            "top_logprobs": [_by_spelling(entry.top) for entry in entries],
+            "text_offset": [offset.advance(entry.chosen.bytes) for entry in entries],
         }
 
 
-def _chat_token(token: bytes, logprob: float) -> dict[str, Any]:
-    return {"token": token.decode(errors="replace"), "logprob": _finite(logprob), "bytes": list(token)}
+class TextOffset:
+    """The number of characters that the tokens so far have made whole."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._chars = 0
+
+    def advance(self, token: bytes) -> int:
+        """Return where this token begins."""
+        before = self._chars
+        self._chars += len(self._decoder.decode(token))
+        return before
+
+
+def _chat_token(candidate: Candidate) -> dict[str, Any]:
+    text = candidate.bytes.decode(errors="replace")
+    return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(candidate.bytes)}
+
+
+def _spell(candidate: Candidate) -> str:
+    """Return the token's text, or `bytes:\\xNN…`, as OpenAI's, where its bytes are only a part of a character."""
+    try:
+        return candidate.bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in candidate.bytes)
+
+
+def _by_spelling(candidates: Sequence[Candidate]) -> dict[str, float]:
+    """Return the log-probabilities by text. Of tokens that read the same, all but the first go by their id."""
+    shown: dict[str, float] = {}
+    for candidate in candidates:
+        text = _spell(candidate)
+        shown[f"token_id:{candidate.id}" if text in shown else text] = _finite(candidate.logprob)
+    return shown
 
 
 def _finite(logprob: float) -> float:

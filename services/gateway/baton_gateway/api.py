@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+from collections.abc import Coroutine
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -18,9 +20,10 @@ from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
 from baton.messages import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
-from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody, parse
-from baton_gateway.generate import RequestFacts, prepare
+from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody
+from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here
 from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
+from baton_gateway.intake import Operation
 from baton_gateway.respond import AnswerResponse
 from baton_gateway.service import Gateway
 from baton_gateway.tracing import RequestTrace, traced_request
@@ -90,11 +93,11 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
     @app.post("/v1/chat/completions", openapi_extra=_body_reference(ChatBody))
     async def chat() -> Response:
-        return GenerationResponse(gateway, ChatBody, int(gateway.clock.wall_s()))
+        return GenerationResponse(gateway, "chat", int(gateway.clock.wall_s()))
 
     @app.post("/v1/completions", openapi_extra=_body_reference(CompletionBody))
     async def complete() -> Response:
-        return GenerationResponse(gateway, CompletionBody, int(gateway.clock.wall_s()))
+        return GenerationResponse(gateway, "text_completion", int(gateway.clock.wall_s()))
 
     _add_error_handlers(app)
     _describe_bodies(app)
@@ -110,43 +113,60 @@ def make_app(gateway: Gateway) -> ASGIApp:
 class GenerationResponse(Response):
     """Reads, checks and answers one generation request, under one span from its first byte to its last."""
 
-    def __init__(self, gateway: Gateway, kind: type[ChatBody] | type[CompletionBody], created_s: int) -> None:
+    def __init__(self, gateway: Gateway, operation: Operation, created_s: int) -> None:
         super().__init__()
         self._gateway = gateway
-        self._kind = kind
+        self._operation: Operation = operation
         self._created_s = created_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, request = self._gateway, Request(scope, receive)
-        operation = "chat" if self._kind is ChatBody else "text_completion"
         with (
             gateway.figures.measured_request() as measured,
-            traced_request(gateway.tracing, gateway.outbox, gateway.clock, operation, request) as trace,
+            traced_request(gateway.tracing, gateway.outbox, gateway.clock, self._operation, request) as trace,
         ):
             measured.trace = trace
-            facts = _facts_of(gateway, request, trace)
+            facts = _facts_of(gateway, request, self._operation, trace)
             with gateway.tracing.span("read", parent=trace.trace):
                 settings = gateway.settings
                 payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
-                body = parse(self._kind, payload)
-            if body.stream_options is not None and not body.stream:
-                raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
-            job = await prepare(gateway, body, facts)
-            with_usage = bool(body.stream_options and body.stream_options.include_usage)
+            job = prepare_here(gateway, payload, facts)
+            if job is None:
+                job = await _while_connected(receive, prepare(gateway, payload, facts))
+            plan = job.plan
             head = AnswerHead(
                 request=job.request,
                 model=job.model,
                 created_s=self._created_s,
-                with_usage=with_usage,
-                with_logprobs=job.output.logprobs,
+                with_usage=plan.with_usage,
+                with_logprobs=plan.output.logprobs,
             )
-            shape = ChatFormat(head) if isinstance(body, ChatBody) else CompletionFormat(head)
-            trace.accept(body, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
-            answer = AnswerResponse(gateway, job, shape, trace, stream=bool(body.stream), with_usage=with_usage)
+            shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
+            trace.accept(job.model, plan, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
+            answer = AnswerResponse(gateway, job, shape, trace, stream=plan.stream, with_usage=plan.with_usage)
             await answer(scope, receive, send)
 
 
-def _facts_of(gateway: Gateway, request: Request, trace: RequestTrace) -> RequestFacts:
+async def _while_connected(receive: Receive, work: Coroutine[object, object, Job]) -> Job:
+    """Return what `work` gives. Raises ClientGone where the client leaves before, and cancels the work."""
+
+    async def leaving() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = working, watching = asyncio.create_task(work), asyncio.create_task(leaving())
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone("the client disconnected while its prompt was read")
+        return await working
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: RequestTrace) -> RequestFacts:
     """Return what the headers say. Raises InvalidRequest that names the header."""
     deadline_s = gateway.settings.deadline_s
     if (asked := request.headers.get(DEADLINE_HEADER)) is not None:
@@ -172,12 +192,12 @@ def _facts_of(gateway: Gateway, request: Request, trace: RequestTrace) -> Reques
         received_at_s=now_s,
         deadline_at_s=now_s + deadline_s,
         disaggregation=disaggregation,
-        operation=trace.operation,
+        operation=operation,
         trace=trace.trace,
     )
 
 
-async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: float) -> bytes:
+async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: float) -> bytearray:
     """Return the request's body. Raises PayloadTooLarge as soon as that is certain, ClientGone, InvalidRequest."""
     if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
         raise InvalidRequest(f"the body is sent as {encoding[:40]!r}; this server takes it unencoded only")
@@ -196,7 +216,7 @@ async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: f
         raise ClientGone("the client disconnected while it sent the request") from error
     except TimeoutError as error:
         raise InvalidRequest(f"the body did not arrive within {timeout_s:g} s") from error
-    return bytes(body)
+    return body
 
 
 def _describe(model: Model, created_s: int) -> dict[str, Any]:

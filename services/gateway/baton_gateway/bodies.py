@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
@@ -14,8 +14,18 @@ from baton.messages import Sampling
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
-EXTENSION_DEPTH_MAX: Final = 8
-EXTENSION_BYTES_MAX: Final = 16 << 10
+EXTENSION_DEPTH_MAX: Final = 65
+"""A schema nested 64 deep, in the object that carries it (`{"json": …}`)."""
+EXTENSIONS_BYTES_MAX: Final = (256 + 16) << 10
+"""Length, as JSON, of all fields together that this server does not know: a schema of 256 KiB, and what stands by."""
+FIELDS_MAX: Final = 128
+EXTENSIONS_MAX: Final = 32
+NAME_CHARS_MAX: Final = 256
+MESSAGES_MAX: Final = 65_536
+PARTS_MAX: Final = 65_536
+"""Content parts of all messages together."""
+PROMPTS_MAX: Final = 128
+LOGIT_BIAS_MAX: Final = 1024
 TOKENS_MAX: Final = 1 << 31
 SEED_MAX: Final = (1 << 63) - 1
 
@@ -26,6 +36,7 @@ _DROPPED: Final = frozenset(
     }
 )  # fmt: skip
 """Fields that describe a request to its operator and change no token."""
+_TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 Text = Annotated[str, Field(max_length=16 << 20)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -56,15 +67,18 @@ class GenerationBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=TOKENS_MAX)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    # Lists fail fast: pydantic would otherwise keep a kilobyte for each element that is wrong.
+    stop: StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=1024)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=LOGIT_BIAS_MAX)] | None
+    ) = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00]*$")] | None = None
@@ -73,8 +87,16 @@ class GenerationBody(BaseModel):
         """Return how many alternatives are reported beside each token; None: no log-probabilities."""
         raise NotImplementedError
 
-    def tokens_max(self) -> int | None:
+    def prompt_count(self) -> int:
+        raise NotImplementedError
+
+    def explicit_tokens_max(self) -> int | None:
+        """Return the bound of the output that the request names."""
         return self.max_tokens
+
+    def tokens_max(self) -> int | None:
+        """Return the bound of the output, with the endpoint's default."""
+        return self.explicit_tokens_max()
 
 
 class TextPart(BaseModel):
@@ -88,7 +110,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
 
     def text(self) -> str:
@@ -98,7 +120,7 @@ class ChatMessage(BaseModel):
 
 
 class ChatBody(GenerationBody):
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=65536)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -112,16 +134,22 @@ class ChatBody(GenerationBody):
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def tokens_max(self) -> int | None:
+    def prompt_count(self) -> int:
+        return 1
+
+    def explicit_tokens_max(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
 
 class CompletionBody(GenerationBody):
     prompt: (
         Text
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[Text], Field(min_length=1, max_length=128)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1, max_length=128)]
+        | Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+        | Annotated[list[Text], Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True)]
+        | Annotated[
+            list[Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]],
+            Field(min_length=1, max_length=PROMPTS_MAX, fail_fast=True),
+        ]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -135,8 +163,28 @@ class CompletionBody(GenerationBody):
             return [cast("list[int]", self.prompt)]
         return cast("list[str] | list[list[int]]", self.prompt)
 
+    def prompt_count(self) -> int:
+        return len(self.prompts())
+
     def tokens_max(self) -> int | None:
         return self.max_tokens or COMPLETION_TOKENS_DEFAULT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingDefaults:
+    """Values for the parameters that a request leaves out, under their names in the requests."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+
+NEUTRAL: Final = SamplingDefaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +201,7 @@ class OutputOptions:
 Body = TypeVar("Body", bound=GenerationBody)
 
 
-def parse(kind: type[Body], payload: bytes) -> Body:
+def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
     """Return the body in `payload`. Raises InvalidRequest that names the field and what is wrong with it."""
     try:
         raw = msgspec.json.decode(payload)
@@ -166,6 +214,7 @@ def parse(kind: type[Body], payload: bytes) -> Body:
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
     fields = cast("dict[str, Any]", raw)
+    _check_counts(fields)
     _refuse_unsupported(fields)
     try:
         return kind.model_validate(fields)
@@ -173,28 +222,45 @@ def parse(kind: type[Body], payload: bytes) -> Body:
         raise _explain(error) from error
 
 
-def sampling_of(body: GenerationBody, max_tokens: int) -> Sampling:
-    """Return what the engine is told. Raises InvalidRequest for parameters that contradict each other."""
-    min_tokens = body.min_tokens or 0
-    if min_tokens > max_tokens:
-        raise InvalidRequest(f"`min_tokens` is {min_tokens}, above `max_tokens` of {max_tokens}", param="min_tokens")
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=_given(body.temperature, 1.0),
-        top_p=_given(body.top_p, 1.0),
-        top_k=max(0, body.top_k or 0),
-        min_p=_given(body.min_p, 0.0),
+def sampling_of(body: GenerationBody, defaults: SamplingDefaults = NEUTRAL) -> Sampling:
+    """Return what the engine is told. Raises InvalidRequest for parameters that contradict each other.
+
+    `max_tokens` is what was asked for; `limit_output` replaces it by what the context has room for.
+    """
+    sampling = Sampling(
+        max_tokens=TOKENS_MAX - 1,
+        temperature=_given(body.temperature, defaults.temperature),
+        top_p=_given(body.top_p, defaults.top_p),
+        top_k=max(0, defaults.top_k if body.top_k is None else body.top_k),
+        min_p=_given(body.min_p, defaults.min_p),
         seed=body.seed,
-        presence_penalty=_given(body.presence_penalty, 0.0),
-        frequency_penalty=_given(body.frequency_penalty, 0.0),
-        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=_given(body.presence_penalty, defaults.presence_penalty),
+        frequency_penalty=_given(body.frequency_penalty, defaults.frequency_penalty),
+        repetition_penalty=_given(body.repetition_penalty, defaults.repetition_penalty),
         logit_bias=_logit_bias(body.logit_bias),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        min_tokens=min_tokens,
+        min_tokens=body.min_tokens or 0,
         logprobs=body.alternatives(),
-        extensions=_extensions(body),
+        extensions=dict(pack_bounded(extensions_of(body))),
     )
+    return limit_output(sampling, body.tokens_max() or defaults.max_tokens or sampling.max_tokens)
+
+
+def limit_output(sampling: Sampling, max_tokens: int) -> Sampling:
+    """Return `sampling` with this bound. Raises InvalidRequest where it contradicts the least output asked for."""
+    if sampling.min_tokens > max_tokens:
+        said = f"`min_tokens` is {sampling.min_tokens}, above `max_tokens` of {max_tokens}"
+        raise InvalidRequest(said, param="min_tokens")
+    return msgspec.structs.replace(sampling, max_tokens=max_tokens)
+
+
+def asked_of(body: GenerationBody) -> dict[str, int | float]:
+    """Return what a request says of its answer, under the names of OpenTelemetry's `gen_ai.request`."""
+    asked: dict[str, int | float | None] = {name: getattr(body, name) for name in _TRACED}
+    asked["max_tokens"] = body.tokens_max()
+    asked["choice.count"] = None if body.n == 1 else body.n
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def output_of(body: GenerationBody) -> OutputOptions:
@@ -208,16 +274,32 @@ def output_of(body: GenerationBody) -> OutputOptions:
     )
 
 
-def check_depth(value: object, name: str, depth_max: int = EXTENSION_DEPTH_MAX) -> None:
-    """Raise InvalidRequest where `value` is nested more than `depth_max` deep."""
-    if depth_max < 0:
-        raise InvalidRequest(f"`{name}` is nested too deeply", param=name)
+def pack_bounded(values: Mapping[str, object]) -> dict[str, msgspec.Raw]:
+    """Return each value in msgpack. Raises InvalidRequest where they are together too long, or one too deep."""
+    packed: dict[str, msgspec.Raw] = {}
+    room_bytes = EXTENSIONS_BYTES_MAX
+    for name, value in values.items():
+        try:
+            packed[name] = msgspec.Raw(msgspec.msgpack.encode(value))
+            room_bytes -= len(msgspec.json.encode(value))
+        except (OverflowError, ValueError, TypeError, RecursionError) as error:
+            raise InvalidRequest(f"`{name[:80]}` cannot be passed on: {error}", param=name[:80]) from error
+        if room_bytes < 0:
+            said = f"with `{name[:80]}`, the parameters are longer than {EXTENSIONS_BYTES_MAX} bytes"
+            raise InvalidRequest(said, param=name[:80])
+        if not _is_within_depth(value, EXTENSION_DEPTH_MAX):
+            said = f"`{name[:80]}` is nested more than {EXTENSION_DEPTH_MAX} deep"
+            raise InvalidRequest(said, param=name[:80])
+    return packed
+
+
+def _is_within_depth(value: object, depth_max: int) -> bool:
+    """Return whether `value` has at most `depth_max` containers in each other."""
     if isinstance(value, dict):
-        for inner in cast("dict[str, object]", value).values():
-            check_depth(inner, name, depth_max - 1)
-    elif isinstance(value, list):
-        for inner in cast("list[object]", value):
-            check_depth(inner, name, depth_max - 1)
+        value = list(cast("dict[str, object]", value).values())
+    if not isinstance(value, list):
+        return True
+    return depth_max > 0 and all(_is_within_depth(inner, depth_max - 1) for inner in cast("list[object]", value))
 
 
 def _given(value: float | None, default: float) -> float:
@@ -234,23 +316,40 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     return {int(token): value for token, value in bias.items()}
 
 
-def _extensions(body: GenerationBody) -> dict[str, object]:
+def extensions_of(body: GenerationBody) -> dict[str, object]:
     """Return the parameters that Baton does not know, for the engine to judge."""
     extra = body.model_extra or {}
     extensions = {
         name: cast("object", value) for name, value in extra.items() if value is not None and name not in _DROPPED
     }
-    for name, value in extensions.items():
-        check_depth(value, name)
-        try:
-            encoded = msgspec.msgpack.encode(value)
-        except (OverflowError, ValueError, TypeError) as error:
-            raise InvalidRequest(f"`{name[:80]}` cannot be passed on: {error}", param=name[:80]) from error
-        if len(encoded) + len(name) > EXTENSION_BYTES_MAX:
-            raise InvalidRequest(f"`{name[:80]}` is longer than {EXTENSION_BYTES_MAX} bytes", param=name[:80])
-    if len(extensions) > 32:
-        raise InvalidRequest("the body has more than 32 fields that this server does not know")
+    if len(extensions) > EXTENSIONS_MAX:
+        raise InvalidRequest(f"the body has more than {EXTENSIONS_MAX} fields that this server does not know")
+    if long := [name for name in extensions if len(name) > NAME_CHARS_MAX]:
+        raise InvalidRequest(
+            f"the name `{long[0][:80]}…` is longer than {NAME_CHARS_MAX} characters", param=long[0][:80]
+        )
     return extensions
+
+
+def _check_counts(fields: Mapping[str, object]) -> None:
+    """Raise InvalidRequest where there is more of something than is worth looking at."""
+    if len(fields) > FIELDS_MAX:
+        raise InvalidRequest(f"the body has {len(fields)} fields; this server takes at most {FIELDS_MAX}")
+    prompt, messages, bias = fields.get("prompt"), fields.get("messages"), fields.get("logit_bias")
+    if isinstance(prompt, list):
+        several = cast("Sequence[object]", prompt)
+        # One prompt of token ids may be as long as the body; of prompts there are few.
+        if several and isinstance(several[0], (str, list)):
+            _check_count(several, "prompt", PROMPTS_MAX)
+    if isinstance(messages, list):
+        _check_count(cast("Sequence[object]", messages), "messages", MESSAGES_MAX)
+    if isinstance(bias, dict):
+        _check_count(cast("dict[str, object]", bias), "logit_bias", LOGIT_BIAS_MAX)
+
+
+def _check_count(values: Sequence[object] | Mapping[str, object], param: str, most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"`{param}` has {len(values)} items; this server takes at most {most}", param=param)
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
@@ -274,16 +373,21 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
         if fields.pop(name, None) not in values:
             raise InvalidRequest(f"`{name}` is not supported by this server", param=name)
     messages = fields.get("messages")
+    parts = 0
     for index, message in enumerate(cast("list[object]", messages) if isinstance(messages, list) else ()):
         if isinstance(message, dict):
-            _refuse_unsupported_message(cast("dict[str, Any]", message), f"messages[{index}]")
+            parts += _refuse_unsupported_message(cast("dict[str, Any]", message), f"messages[{index}]")
+        if parts > PARTS_MAX:
+            raise InvalidRequest(f"the messages have more than {PARTS_MAX} content parts", param="messages")
 
 
-def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> None:
+def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
+    """Return the number of content parts."""
     if message.get("role") in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
         raise InvalidRequest(f"`{where}` uses tools, which are not supported by this server", param=where)
     content = message.get("content")
-    for part in cast("list[object]", content) if isinstance(content, list) else ():
+    parts = cast("list[object]", content) if isinstance(content, list) else []
+    for part in parts:
         kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             raise InvalidRequest(
@@ -291,6 +395,7 @@ def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> None:
                 "no images, audio or files",
                 param=where,
             )
+    return len(parts)
 
 
 def _explain(error: ValidationError) -> InvalidRequest:

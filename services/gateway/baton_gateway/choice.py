@@ -12,12 +12,20 @@ from baton_gateway.stop_strings import StopScanner
 
 
 @dataclass(frozen=True, slots=True)
-class LogprobEntry:
-    """A token, its log-probability, and the most likely tokens in its place."""
+class Candidate:
+    """A token that could stand in one place, and its log-probability."""
 
-    token: bytes
+    id: int
+    bytes: bytes
     logprob: float
-    top: tuple[tuple[bytes, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobEntry:
+    """The token that was chosen, and the most likely ones in its place."""
+
+    chosen: Candidate
+    top: tuple[Candidate, ...]
 
 
 @dataclass(slots=True)
@@ -34,10 +42,11 @@ class Piece:
 class ChoiceText:
     """Feeds on tokens in order. The concatenated pieces depend on the tokens alone, not on how they came."""
 
-    def __init__(self, vocabulary: Vocabulary, options: OutputOptions) -> None:
+    def __init__(self, vocabulary: Vocabulary, options: OutputOptions, prompt: Sequence[int] = ()) -> None:
+        """`prompt`: what the output continues, or its end."""
         self._vocabulary = vocabulary
         self._options = options
-        self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special)
+        self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._stopped = False
         self.tokens = 0
@@ -79,7 +88,9 @@ class ChoiceText:
         return text
 
     def _entry(self, token: int, logprob: TokenLogprob) -> LogprobEntry:
-        spell = self._vocabulary.token_bytes
         return LogprobEntry(
-            spell(token), logprob.logprob, tuple((spell(other), other_logprob) for other, other_logprob in logprob.top)
+            self._candidate(token, logprob.logprob), tuple(self._candidate(*other) for other in logprob.top)
         )
+
+    def _candidate(self, token: int, logprob: float) -> Candidate:
+        return Candidate(token, self._vocabulary.token_bytes(token), logprob)

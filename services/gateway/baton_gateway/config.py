@@ -68,7 +68,13 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     send_timeout_s: Annotated[
         Seconds, Meta(description="A client that takes nothing for this long, while data waits for it, is cut off.")
     ] = 60.0
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="Threads that tokenise long prompts.")] = 2
+    model_defaults: Annotated[
+        bool, Meta(description="Sampling parameters that a request leaves out are those of generation_config.json.")
+    ] = True
+    intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
+    intake_waiting_bytes_max: Annotated[
+        int, Meta(ge=0, description="Length of all bodies that wait for those together; beyond it the answer is 429.")
+    ] = 64 << 20
     keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
     drain_delay_s: Annotated[
         float, Meta(ge=0, description="How long SIGTERM only turns /ready to 503, for a proxy to see, before the rest.")

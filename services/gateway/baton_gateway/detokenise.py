@@ -2,23 +2,32 @@
 
 A character may span several tokens, so text is held until its last byte came. Where the tokenizer
 maps each token to bytes (byte-level BPE: GPT-2, Llama 3, Qwen), an incremental UTF-8 decoder does it
-exactly and in constant time per token. Any other tokenizer is asked for the text of a short window of
-tokens, before and after the new one, and the difference is the news.
+exactly and in constant time per token. Any other tokenizer's decoder is asked for the text of a short window of
+tokens, before and after the new one, and the difference is the news. The window begins with the end of the prompt:
+decoders of SentencePiece's kind strip the space before the first word of a text, and an output begins in the middle.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, cast
 
+import msgspec
 from tokenizers import Tokenizer
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 HELD_TOKENS_MAX: Final = 8
 """A character has at most four bytes: longer than this, the bytes are no character and are shown as they are."""
+CONTEXT_TOKENS: Final = 8
+"""Tokens of the prompt that a window begins with."""
+PROMPT_TOKENS: Final = 64
+"""Tokens at the end of a prompt in which those are looked for: special ones do not count."""
+SILENT_TOKENS_MAX: Final = 64
+"""Tokens without text that a window keeps, so that what follows is not taken for the beginning."""
 
 
 class Detokeniser(Protocol):
@@ -41,24 +50,56 @@ def _byte_of_character() -> dict[str, int]:
     return mapping
 
 
+class Spellings(msgspec.Struct, frozen=True, kw_only=True):
+    """A tokenizer's way from ids to text as plain data, small and quick to load: the tokenizer itself takes seconds."""
+
+    pieces: bytes
+    """All pieces in UTF-8, one after the other, by token id."""
+    ends: bytes
+    """Where each piece ends: uint32 in the machine's order. An id that is not used has an empty piece."""
+    special: frozenset[int]
+    decoder: str
+    """The tokenizer's decoder, as JSON."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Spellings:
+        ids = tokenizer.get_vocab(with_added_tokens=True)
+        pieces = [b""] * (max(ids.values(), default=-1) + 1)
+        for piece, token in ids.items():
+            pieces[token] = piece.encode()
+        ends = array("I", [0]) * len(pieces)
+        end = 0
+        for token, piece in enumerate(pieces):
+            end += len(piece)
+            ends[token] = end
+        added = cast("dict[int, Any]", tokenizer.get_added_tokens_decoder())
+        decoder: Any = tokenizer.decoder
+        return cls(
+            pieces=b"".join(pieces),
+            ends=ends.tobytes(),
+            special=frozenset(token for token, entry in added.items() if entry.special),
+            decoder="null" if decoder is None else decoder.__getstate__().decode(),
+        )
+
+
 class Vocabulary:
     """Text and bytes of single tokens, and detokenisers over them. One per tokenizer, shared by all requests."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        description: dict[str, Any] = json.loads(tokenizer.to_str())
-        self._special = frozenset(
-            entry["id"] for entry in description.get("added_tokens") or () if entry.get("special")
-        )
-        decoder: dict[str, Any] | None = description.get("decoder")
+    def __init__(self, spellings: Spellings) -> None:
+        self._pieces = spellings.pieces
+        self._ends = array("I", spellings.ends)
+        self._special = spellings.special
+        self._decoder = _decoder(spellings.decoder)
+        decoder: dict[str, object] | None = json.loads(spellings.decoder)
         self._is_byte_level = decoder is not None and decoder.get("type") == "ByteLevel"
         self._bytes: dict[int, bytes] = {}
 
-    def detokeniser(self, *, skip_special: bool = True) -> Detokeniser:
+    def detokeniser(self, *, skip_special: bool = True, prompt: Sequence[int] = ()) -> Detokeniser:
+        """Return a detokeniser of what follows `prompt`, of which the last `PROMPT_TOKENS` are enough."""
         special = self._special if skip_special else frozenset[int]()
         if self._is_byte_level:
             return ByteDetokeniser(self.token_bytes, special)
-        return WindowDetokeniser(lambda tokens: self._tokenizer.decode(tokens, skip_special_tokens=False), special)
+        return WindowDetokeniser(self._decode, special, self._context(prompt, special))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that this token adds; empty for an id the tokenizer does not know."""
@@ -67,13 +108,22 @@ class Vocabulary:
             known = self._bytes[token] = self._look_up(token)
         return known
 
-    def token_text(self, token: int) -> str:
-        return self.token_bytes(token).decode(errors="replace")
+    def _piece(self, token: int) -> str:
+        if token >= len(self._ends):
+            return ""
+        return self._pieces[self._ends[token - 1] if token else 0 : self._ends[token]].decode()
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._decoder([piece for token in tokens if (piece := self._piece(token))])
+
+    def _context(self, prompt: Sequence[int], special: frozenset[int]) -> list[int]:
+        """Return the end of the prompt, from the beginning of a character."""
+        shown = [token for token in prompt[-PROMPT_TOKENS:] if token not in special][-CONTEXT_TOKENS:]
+        first = next((at for at, token in enumerate(shown) if not _continues(self.token_bytes(token))), len(shown))
+        return shown[first:]
 
     def _look_up(self, token: int) -> bytes:
-        piece = self._tokenizer.id_to_token(token)
-        if piece is None:
-            return b""
+        piece = self._piece(token)
         if self._is_byte_level:
             byte_of = _byte_of_character()
             if all(character in byte_of for character in piece):
@@ -82,9 +132,23 @@ class Vocabulary:
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
         # Decoders strip the space before a first word: behind another token it is kept.
-        alone = self._tokenizer.decode([token], skip_special_tokens=False)
-        twice = self._tokenizer.decode([token, token], skip_special_tokens=False)
+        alone, twice = self._decode([token]), self._decode([token, token])
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
+
+
+_EMPTY: Final[dict[str, object]] = {"type": "BPE", "vocab": {}, "merges": []}
+
+
+def _decoder(description: str) -> Callable[[list[str]], str]:
+    """Return the function that `Tokenizer.decode` calls with the pieces."""
+    empty: dict[str, object] = {"version": "1.0", "added_tokens": [], "model": _EMPTY}
+    decoder: Any = Tokenizer.from_str(json.dumps({**empty, "decoder": json.loads(description)})).decoder
+    return " ".join if decoder is None else cast("Callable[[list[str]], str]", decoder.decode)
+
+
+def _continues(spelled: bytes) -> bool:
+    """Return whether these bytes begin inside a character of UTF-8."""
+    return bool(spelled) and 0x80 <= spelled[0] < 0xC0
 
 
 class ByteDetokeniser:
@@ -110,12 +174,13 @@ class WindowDetokeniser:
     └────────────┴───────────┘   character; then the next token joins `pending`.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], special: frozenset[int]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str], special: frozenset[int], context: Sequence[int]) -> None:
+        """`context`: tokens that were shown before."""
         self._decode = decode
         self._special = special
-        self._window: list[int] = []
-        self._shown = 0
-        self._shown_text = ""
+        self._window = list(context)
+        self._shown = len(self._window)
+        self._shown_text = decode(self._window)
 
     def feed(self, token: int) -> str:
         if token in self._special:
@@ -132,8 +197,10 @@ class WindowDetokeniser:
 
     def _show(self, text: str) -> str:
         news = text[len(self._shown_text) :]
-        # What was pending becomes the context of what comes; older tokens no longer matter.
-        self._window = self._window[self._shown :]
-        self._shown = len(self._window)
-        self._shown_text = self._decode(self._window)
+        # What was pending becomes the context of what comes; older tokens no longer matter, unless that has no text.
+        recent = self._window[self._shown :]
+        recent_text = self._decode(recent)
+        if recent_text or len(self._window) > SILENT_TOKENS_MAX:
+            self._window, text = recent, recent_text
+        self._shown, self._shown_text = len(self._window), text
         return news

@@ -12,7 +12,7 @@ from typing import Final, Protocol, assert_never
 from opentelemetry.trace import SpanKind
 
 from baton import subjects
-from baton.blocks import hash_blocks
+from baton.blocks import ID_BYTES, hash_blocks
 from baton.bus import Bus
 from baton.clock import Clock
 from baton.errors import (
@@ -277,6 +277,13 @@ class AnswerDriver:
             return self._order.tokens, self._order.prompt_tokens
         return self._order.tokens + pack_tokens(delivered), self._order.prompt_tokens + len(delivered)
 
+    def _blocks(self, tokens: bytes) -> bytes:
+        """Return the block ids of prompt plus delivered tokens; those of the prompt are known."""
+        order = self._order
+        hashed_bytes = len(order.blocks) // ID_BYTES * order.model.block_tokens * TOKEN_BYTES
+        rest, parent = tokens[hashed_bytes:], order.blocks[-ID_BYTES:]
+        return order.blocks + hash_blocks(order.root, rest, order.model.block_tokens, parent)
+
     async def _place(self, action: ev.SendPlace) -> None:
         links, order = self._links, self._order
         tokens, prompt_tokens = self._prompt()
@@ -284,7 +291,7 @@ class AnswerDriver:
         message = Place(
             context=self._context(action.attempt, self._spans.place),
             model=order.model.name,
-            blocks=hash_blocks(order.root, tokens, order.model.block_tokens),
+            blocks=self._blocks(tokens),
             prompt_tokens=prompt_tokens,
             output_tokens_max=order.sampling.max_tokens - (prompt_tokens - order.prompt_tokens),
             disaggregation=order.disaggregation,

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from typing import Final
 
 import msgspec
 
-from baton.blocks import root_key
-from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest, Overloaded
-from baton.messages import Disaggregation, pack_tokens
+from baton.errors import (
+    BatonError,
+    ConfigurationError,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    Unavailable,
+)
+from baton.messages import TOKEN_BYTES, Disaggregation, Sampling, unpack_tokens
 from baton_gateway import attempt_events as ev
-from baton_gateway.bodies import ChatBody, CompletionBody, OutputOptions, output_of, sampling_of
 from baton_gateway.choice import ChoiceText, Piece
-from baton_gateway.detokenise import Vocabulary
+from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
+from baton_gateway.intake import Intake, Operation, Parsed, Plan, Prompt
+from baton_gateway.models import LOAD_RETRY_S, KnownModel
 from baton_gateway.order import Order
 from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
 from baton_gateway.service import Gateway
-from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
+
+HERE_BYTES_MAX: Final = 2048
+"""Longer bodies are read in another process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +44,7 @@ class RequestFacts:
     received_at_s: float
     deadline_at_s: float
     disaggregation: Disaggregation | None
-    operation: str
+    operation: Operation
     trace: str
 
 
@@ -45,120 +55,114 @@ class Job:
     request: str
     model: str
     orders: tuple[Order, ...]
-    choices_per_prompt: int
-    output: OutputOptions
+    plan: Plan
     vocabulary: Vocabulary
+
+    @property
+    def choices_per_prompt(self) -> int:
+        return self.plan.choices_per_prompt
 
     @property
     def prompt_tokens(self) -> int:
         return sum(order.prompt_tokens for order in self.orders[:: self.choices_per_prompt])
 
 
-async def prepare(gateway: Gateway, body: ChatBody | CompletionBody, facts: RequestFacts) -> Job:
-    """Tokenise and check. Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded."""
-    model = gateway.workers.model(body.model)
-    # Contradictions that need no tokens are found before the work of tokenising.
-    output = output_of(body)
-    gateway.workers.check_parameters(model.name, sampling_of(body, 1 << 30).extensions)
-    prompts = 1 if isinstance(body, ChatBody) else len(body.prompts())
-    choices = prompts * (body.n or 1)
-    if choices > gateway.settings.choices_max:
-        most = gateway.settings.choices_max
+def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Job | None:
+    """Return the job of a short body, at once: that takes less than the way to another process and back.
+
+    None: the body is long, or the model's tokenizer is not here. Raises as `prepare`.
+    """
+    if len(payload) > HERE_BYTES_MAX:
+        return None
+    intake = Intake()
+    model = _accept(gateway, intake.parse(facts.operation, payload))
+    known = gateway.models.known(model.path, model.digest)
+    if known is None or known.tokenizer is None:
+        return None
+    with gateway.tracing.span("tokenise", parent=facts.trace):
+        plan = intake.plan(known.tokenizer, model, model_defaults=gateway.settings.model_defaults)
+        return _job(facts, model, known, plan)
+
+
+async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Job:
+    """Return the job of any body, read and tokenised in another process.
+
+    Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded, DeadlineExceeded.
+    """
+    models, clock = gateway.models, gateway.clock
+    try:
+        async with clock.timeout(facts.deadline_at_s - clock.now_s()):
+            with gateway.tracing.span("tokenise", parent=facts.trace):
+                async with models.intake.lend(len(payload), facts.deadline_at_s) as worker:
+                    model = _accept(gateway, await worker.parse(facts.operation, payload))
+                    if models.prepare(model.path, model.digest).done():
+                        await models.get(model.path, model.digest)  # Raises where the model does not load.
+                    plan = await worker.plan(model, model_defaults=gateway.settings.model_defaults)
+                # Not before: that a model is loaded may need the very process that was lent.
+                known = await models.get(model.path, model.digest)
+                return _job(facts, model, known, plan)
+    except TimeoutError as error:
+        raise DeadlineExceeded("the request's deadline passed before its prompt was read") from error
+    except ConfigurationError as error:
+        raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
+
+
+def _accept(gateway: Gateway, parsed: Parsed) -> Model:
+    """Return the model that a body is for, unless it asks for more than this gateway gives."""
+    model = gateway.workers.model(parsed.model)
+    gateway.workers.check_parameters(model.name, parsed.parameters)
+    choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
+    if choices > most:
         raise InvalidRequest(f"{choices} answers are asked for; this server gives at most {most}", param="n")
     if len(gateway.routes) + choices > gateway.settings.requests_max:
         raise Overloaded("this gateway serves as many requests as it can", retry_after_s=1.0)
-    with gateway.tracing.span("tokenise", parent=facts.trace):
-        tokenizer = await gateway.tokenizers.get(model.path, model.digest)
-        tokenised = await _tokenise(gateway, body, tokenizer)
+    return model
+
+
+def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Job:
     numbers = count()
-    orders = [
-        order
-        for tokens in tokenised
-        for order in _orders(body, facts, model, tokenizer, tokens, [next(numbers) for _ in range(body.n or 1)])
-    ]
     return Job(
         request=facts.request,
         model=model.name,
-        orders=tuple(orders),
-        choices_per_prompt=body.n or 1,
-        output=output,
-        vocabulary=tokenizer.vocabulary,
+        orders=tuple(
+            Order(
+                request=f"{facts.request}-{next(numbers)}",
+                model=model,
+                tokens=prompt.tokens,
+                prompt_tokens=len(prompt.tokens) // TOKEN_BYTES,
+                root=plan.root,
+                blocks=prompt.blocks,
+                sampling=_sampling(plan, prompt, choice),
+                eos_tokens=known.eos_tokens,
+                cache_salt=plan.cache_salt,
+                disaggregation=facts.disaggregation,
+                received_at_s=facts.received_at_s,
+                deadline_at_s=facts.deadline_at_s,
+                operation=facts.operation,
+                trace=facts.trace,
+            )
+            for prompt in plan.prompts
+            for choice in range(plan.choices_per_prompt)
+        ),
+        plan=plan,
+        vocabulary=known.vocabulary,
     )
 
 
-async def _tokenise(gateway: Gateway, body: ChatBody | CompletionBody, tokenizer: ModelTokenizer) -> list[list[int]]:
-    run = gateway.tokenizers.run
-    if isinstance(body, ChatBody):
-        chars = sum(len(message.text()) for message in body.messages)
-        # Templates write the special tokens themselves.
-        special = bool(body.add_special_tokens)
-        return [await run(chars, lambda: tokenizer.encode(tokenizer.render(body), add_special=special))]
-    tokenised: list[list[int]] = []
-    for prompt in body.prompts():
-        if isinstance(prompt, str):
-            special = body.add_special_tokens is not False
-            tokenised.append(await run(len(prompt), partial(tokenizer.encode, prompt, add_special=special)))
-        else:
-            tokenizer.check_tokens(prompt, "prompt")
-            tokenised.append(prompt)
-    return tokenised
-
-
-def _orders(
-    body: ChatBody | CompletionBody,
-    facts: RequestFacts,
-    model: Model,
-    tokenizer: ModelTokenizer,
-    tokens: list[int],
-    choices: Sequence[int],
-) -> list[Order]:
-    """Return one order for each of a prompt's choices."""
-    param = "messages" if isinstance(body, ChatBody) else "prompt"
-    if not tokens:
-        raise InvalidRequest("the prompt is empty", param=param)
-    sampling = sampling_of(body, fit_output(len(tokens), body.tokens_max(), model.context_tokens_max, param))
-    tokenizer.check_tokens(sampling.stop_token_ids, "stop_token_ids")
-    tokenizer.check_tokens(list(sampling.logit_bias or ()), "logit_bias")
-    packed = pack_tokens(tokens)
-    root = root_key(model.digest, salt=body.cache_salt or "")
-    return [
-        Order(
-            request=f"{facts.request}-{choice}",
-            model=model,
-            tokens=packed,
-            prompt_tokens=len(tokens),
-            root=root,
-            # As in vLLM, choices of one seed differ from each other and are the same every time.
-            sampling=sampling
-            if sampling.seed is None or not number
-            else msgspec.structs.replace(sampling, seed=sampling.seed + number),
-            eos_tokens=tokenizer.eos_tokens,
-            cache_salt=body.cache_salt or "",
-            disaggregation=facts.disaggregation,
-            received_at_s=facts.received_at_s,
-            deadline_at_s=facts.deadline_at_s,
-            operation=facts.operation,
-            trace=facts.trace,
-        )
-        for number, choice in enumerate(choices)
-    ]
-
-
-def fit_output(prompt_tokens: int, asked_tokens: int | None, context_tokens_max: int, param: str) -> int:
-    """Return the output's bound. Raises ContextLengthExceeded, with the figures, where the context is too short."""
-    room = context_tokens_max - prompt_tokens
-    if asked_tokens is not None and asked_tokens <= room:
-        return asked_tokens
-    if asked_tokens is None and room >= 1:
-        return room
-    asked = (
-        f"{prompt_tokens + asked_tokens} tokens ({prompt_tokens} in the prompt, {asked_tokens} for the answer)"
-        if asked_tokens is not None
-        else f"{prompt_tokens} tokens in the prompt, which leaves none for the answer"
+def _sampling(plan: Plan, prompt: Prompt, choice: int) -> Sampling:
+    seed = plan.sampling.seed
+    return msgspec.structs.replace(
+        plan.sampling,
+        extensions=dict(plan.extensions),
+        max_tokens=prompt.max_tokens,
+        # As in vLLM, choices of one seed differ from each other and are the same every time.
+        seed=None if seed is None else seed + choice,
     )
-    raise ContextLengthExceeded(
-        f"this model's maximum context length is {context_tokens_max} tokens, and the request has {asked}", param=param
-    )
+
+
+def _text_of(job: Job, order: Order) -> ChoiceText:
+    prompt = unpack_tokens(order.tokens[-PROMPT_TOKENS * TOKEN_BYTES :])
+    return ChoiceText(job.vocabulary, job.plan.output, prompt)
 
 
 class Production:
@@ -169,9 +173,7 @@ class Production:
         self._outlet = outlet
         self._on_ended = on_ended
         self._drivers = [
-            AnswerDriver(
-                order, partial(ChoiceText, job.vocabulary, job.output), ChoiceOutlet(outlet, choice), gateway.links
-            )
+            AnswerDriver(order, partial(_text_of, job, order), ChoiceOutlet(outlet, choice), gateway.links)
             for choice, order in enumerate(job.orders)
         ]
 
@@ -199,4 +201,4 @@ class Production:
             driver.post(ev.Aborted(error))
 
 
-__all__ = ["Job", "Piece", "Production", "RequestFacts", "fit_output", "prepare"]
+__all__ = ["Job", "Piece", "Production", "RequestFacts", "prepare"]

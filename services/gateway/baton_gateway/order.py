@@ -19,6 +19,8 @@ class Order:
     prompt_tokens: int
     root: bytes
     """Key of the prompt's block ids."""
+    blocks: bytes
+    """Ids of the prompt's full blocks."""
     sampling: Sampling
     eos_tokens: frozenset[int]
     cache_salt: str

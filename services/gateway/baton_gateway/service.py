@@ -39,9 +39,9 @@ from baton_gateway.config import Settings
 from baton_gateway.door import Door
 from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import GatewayMetrics, Goals
+from baton_gateway.models import Models
 from baton_gateway.outbox import Outbox
 from baton_gateway.routes import Routes
-from baton_gateway.tokenise import Tokenizers
 from baton_gateway.workers import WorkerTable, has_room
 
 log = logging.getLogger(__name__)
@@ -61,14 +61,14 @@ class Gateway:
         *,
         gateway: str,
         node: Node,
-        tokenizers: Tokenizers,
+        models: Models,
     ) -> None:
         self.settings = settings
         self.ports = node.ports
         self.bus = node.ports.bus
         self.clock = node.ports.clock
         self.tracing = node.tracing
-        self.tokenizers = tokenizers
+        self.models = models
         self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes[AnswerDriver]()
         self.outbox = Outbox(self.bus)
@@ -152,7 +152,7 @@ class Gateway:
     async def _probe_model(self, name: str) -> BatonError | None:
         """Return why a tiny request to this model could not be placed."""
         model = self.workers.model(name)
-        tokenizer = self.tokenizers.prepare(model.path, model.digest)
+        tokenizer = self.models.prepare(model.path, model.digest)
         if not tokenizer.done():
             return Unavailable(f"the tokenizer of `{name}` is being loaded")
         if (error := tokenizer.exception()) is not None:
@@ -179,7 +179,7 @@ class Gateway:
             if message.draining:
                 self._note_leaving(message)
             if message.role is Role.DECODE:
-                self.tokenizers.prepare(message.model_path, message.model_digest)
+                self.models.prepare(message.model_path, message.model_digest)
             if has_room(message):
                 self.admission.note_room(message.model)
 

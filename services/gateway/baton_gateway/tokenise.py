@@ -1,34 +1,34 @@
-"""Text to token ids, once per request: chat templates and tokenizers of the models that workers serve."""
+"""Text to token ids: one model's tokenizer, chat template and sampling defaults."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
+import msgspec
 from jinja2 import TemplateError
 
-from baton.clock import Clock
-from baton.errors import ConfigurationError, InvalidRequest, Unavailable
-from baton_gateway.bodies import ChatBody, ChatMessage, check_depth
-from baton_gateway.detokenise import Vocabulary
+from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from baton_gateway.bodies import ChatBody, ChatMessage, SamplingDefaults, pack_bounded
+from baton_gateway.detokenise import Spellings
+from baton_gateway.text_bound import chars_per_token_max
 
-log = logging.getLogger(__name__)
+TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError)
+"""What a template raises on messages that it was not written for."""
 
-INLINE_CHARS_MAX: Final = 2048
-"""Shorter prompts are tokenised on the event loop: that takes less than a switch to a thread and back."""
-LOAD_RETRY_S: Final = 5.0
 
-Result = TypeVar("Result")
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What is needed of a model's tokenizer to turn its output into text."""
+
+    spellings: Spellings
+    eos_tokens: frozenset[int]
 
 
 class ModelTokenizer:
-    """One model's tokenizer and chat template. Safe for several threads, as nothing changes after the start."""
+    """One model's tokenizer, chat template and sampling defaults. Nothing changes after the start."""
 
     def __init__(self, path: str) -> None:
         """Load from a folder or a hub id; slow. Raises ConfigurationError with a sentence that names `path`."""
@@ -42,11 +42,25 @@ class ModelTokenizer:
         self._tokenizer = tokenizer
         self._backend = backend
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
-        self.vocabulary = Vocabulary(backend)
+        self._chars_per_token_max = chars_per_token_max(backend)
+        self._knows_developer = self._probe_developer()
         self.tokens_known = max(len(tokenizer), _integer(_read_json(path, "config.json").get("vocab_size")))
-        generation = _read_json(path, "generation_config.json").get("eos_token_id")
-        listed = cast("list[object]", generation) if isinstance(generation, list) else [generation]
-        self.eos_tokens = frozenset(token for token in [tokenizer.eos_token_id, *listed] if isinstance(token, int))
+        generation = _read_json(path, "generation_config.json")
+        eos = generation.get("eos_token_id")
+        listed = cast("list[object]", eos) if isinstance(eos, list) else [eos]
+        eos_tokens = frozenset(token for token in [tokenizer.eos_token_id, *listed] if isinstance(token, int))
+        self.facts = ModelFacts(spellings=Spellings.of(backend), eos_tokens=eos_tokens)
+        self.defaults = _sampling_defaults(path, generation)
+
+    def check_length(self, text: str, context_tokens_max: int, param: str) -> None:
+        """Raise ContextLengthExceeded where a text is too long to fit, however it is tokenised: that takes long."""
+        chars_max = self._chars_per_token_max and self._chars_per_token_max * context_tokens_max
+        if chars_max and len(text) > chars_max:
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {context_tokens_max} tokens, and the prompt has {len(text)} "
+                f"characters: more than {chars_max}, which is more than so many tokens can hold",
+                param=param,
+            )
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         # The batch call is the one that lets go of the GIL and computes no offsets.
@@ -65,19 +79,40 @@ class ModelTokenizer:
             )
         try:
             return self._tokenizer.apply_chat_template(
-                [_plain(message) for message in body.messages],
+                [self._plain(message) for message in body.messages],
                 tokenize=False,
                 add_generation_prompt=opening,
                 continue_final_message=going_on,
                 **variables,
             )
-        except (TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError) as error:
+        except TEMPLATE_ERRORS as error:
             detail = f"the model's chat template refuses these messages: {error}"
             raise InvalidRequest(detail, param="messages") from error
 
+    def _plain(self, message: ChatMessage) -> dict[str, Any]:
+        """Return the message as templates expect it: a dictionary with plain text, and a role that they know."""
+        role = "system" if message.role == "developer" and not self._knows_developer else message.role
+        plain: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text()}
+        if message.name is not None:
+            plain["name"] = message.name
+        return plain
+
+    def _probe_developer(self) -> bool:
+        """Return whether the template has a place for `developer` messages: it names the role and shows the text.
+
+        Templates that name no role render any, as a role that the model was not trained on.
+        """
+        if "developer" not in str(self._tokenizer.chat_template):
+            return False
+        messages = [{"role": "developer", "content": "<probe>"}, {"role": "user", "content": "x"}]
+        try:
+            return "<probe>" in self._tokenizer.apply_chat_template(messages, tokenize=False)
+        except TEMPLATE_ERRORS:
+            return False
+
     def _template_variables(self, body: ChatBody) -> dict[str, Any]:
         variables = dict(body.chat_template_kwargs or {})
-        check_depth(variables, "chat_template_kwargs")
+        pack_bounded({"chat_template_kwargs": variables})
         if taken := sorted(self._reserved & variables.keys()):
             raise InvalidRequest(f"`chat_template_kwargs` cannot set `{taken[0]}`", param="chat_template_kwargs")
         if body.reasoning_effort is not None:
@@ -88,64 +123,6 @@ class ModelTokenizer:
         """Raise InvalidRequest where a token id is none of this model's."""
         if tokens and max(tokens) >= self.tokens_known:
             raise InvalidRequest(f"token id {max(tokens)} is not below the model's {self.tokens_known}", param=param)
-
-
-class Tokenizers:
-    """Loads each model's tokenizer once and runs long work on threads of its own."""
-
-    def __init__(
-        self, *, clock: Clock, threads: int = 2, load: Callable[[str], ModelTokenizer] = ModelTokenizer
-    ) -> None:
-        self._clock = clock
-        self._load = load
-        self._threads = ThreadPoolExecutor(max_workers=threads, thread_name_prefix="tokenise")
-        # Loading has a thread of its own, so that a slow hub does not hold up models that are there.
-        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-load")
-        self._loaded: dict[tuple[str, str], asyncio.Future[ModelTokenizer]] = {}
-        self._failed_at_s: dict[tuple[str, str], float] = {}
-
-    def prepare(self, path: str, digest: str) -> asyncio.Future[ModelTokenizer]:
-        """Begin to load, unless that was done; a failed load is tried again after a while."""
-        key = (path, digest)
-        known = self._loaded.get(key)
-        if known is not None:
-            failed = known.done() and known.exception() is not None
-            if not failed or self._clock.now_s() - self._failed_at_s.get(key, 0.0) < LOAD_RETRY_S:
-                return known
-        future = asyncio.get_running_loop().run_in_executor(self._loader, self._load, path)
-        self._loaded[key] = future
-        future.add_done_callback(lambda done: self._note_failure(key, done))
-        return future
-
-    def _note_failure(self, key: tuple[str, str], done: asyncio.Future[ModelTokenizer]) -> None:
-        if not done.cancelled() and (error := done.exception()) is not None:
-            self._failed_at_s[key] = self._clock.now_s()
-            log.error("%s", error)
-
-    async def get(self, path: str, digest: str) -> ModelTokenizer:
-        """Return the tokenizer, waiting while it loads. Raises Unavailable where it does not load."""
-        try:
-            return await asyncio.shield(self.prepare(path, digest))
-        except ConfigurationError as error:
-            raise Unavailable(str(error), retry_after_s=LOAD_RETRY_S) from error
-
-    async def run(self, chars: int, work: Callable[[], Result]) -> Result:
-        """Return `work()`, done on a thread when it concerns more than a little text."""
-        if chars <= INLINE_CHARS_MAX:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        self._loader.shutdown(wait=False, cancel_futures=True)
-
-
-def _plain(message: ChatMessage) -> dict[str, Any]:
-    """Return the message as templates expect it: a dictionary with plain text."""
-    plain: dict[str, Any] = {**(message.model_extra or {}), "role": message.role, "content": message.text()}
-    if message.name is not None:
-        plain["name"] = message.name
-    return plain
 
 
 def _load(path: str) -> Any:
@@ -175,6 +152,16 @@ def _read_json(path: str, name: str) -> Mapping[str, object]:
         return {}
     content: object = json.loads(Path(found).read_text(encoding="utf-8"))
     return cast("Mapping[str, object]", content) if isinstance(content, dict) else {}
+
+
+def _sampling_defaults(path: str, generation: Mapping[str, object]) -> SamplingDefaults:
+    """Return the defaults in a model's generation_config.json: those that vLLM takes from it."""
+    named = {"max_tokens": generation.get("max_new_tokens"), **generation}
+    given = {name: value for name in SamplingDefaults.__slots__ if (value := named.get(name)) is not None}
+    try:
+        return msgspec.convert(given, SamplingDefaults)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(f"the generation_config.json of {path} is malformed: {error}") from error
 
 
 def _integer(value: object) -> int:

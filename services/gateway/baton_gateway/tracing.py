@@ -26,15 +26,12 @@ from baton.errors import BatonError
 from baton.messages import AttributeValue, FinishReason, Placement, TraceWanted
 from baton.telemetry import Span, Tracing
 from baton_gateway.attempt import AttemptMachine, Phase
-from baton_gateway.bodies import GenerationBody
+from baton_gateway.intake import Plan
 from baton_gateway.outbox import Outbox
 
 FAILED_STATUS: Final = 500
 """Errors from here on are the server's; those below, the client's, are no reason to export a trace."""
 PROVIDER: Final = "baton"
-
-_ASKED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-"""Fields of a request's body that `gen_ai.request` has under the same name."""
 
 _WAITS: Final = {
     Phase.QUEUED: ("queue", SpanKind.INTERNAL),
@@ -59,24 +56,19 @@ class RequestTrace:
         """As the workers name it; empty until the request is understood."""
         self.error_type = ""
 
-    def accept(self, body: GenerationBody, *, request: str, response: str, prompt_tokens: int) -> None:
+    def accept(self, model: str, plan: Plan, *, request: str, response: str, prompt_tokens: int) -> None:
         """The request is understood. `request` is our own name for it, `response` the one that its client sees."""
-        asked = {f"gen_ai.request.{name}": getattr(body, name) for name in _ASKED}
         said: dict[str, AttributeValue] = {
             "baton.request": request,
-            "gen_ai.request.model": body.model,
-            "gen_ai.request.stream": bool(body.stream),
+            "gen_ai.request.model": model,
+            "gen_ai.request.stream": plan.stream,
             "gen_ai.response.id": response,
-            "gen_ai.response.model": body.model,
+            "gen_ai.response.model": model,
             "gen_ai.usage.input_tokens": prompt_tokens,
         }
-        if (tokens_max := body.tokens_max()) is not None:
-            said["gen_ai.request.max_tokens"] = tokens_max
-        if body.n is not None and body.n != 1:
-            said["gen_ai.request.choice.count"] = body.n
-        self.model = body.model
-        self._span.rename(f"{self.operation} {body.model}")
-        self._span.set({**said, **{name: value for name, value in asked.items() if value is not None}})
+        self.model = model
+        self._span.rename(f"{self.operation} {model}")
+        self._span.set({**said, **{f"gen_ai.request.{name}": value for name, value in plan.asked.items()}})
 
     def note_produced(self) -> None:
         """A choice has ended; once all have, what is left is to send them."""

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
+from baton_gateway.intake_pool import IntakePool, LocalPool
+from baton_gateway.models import Models
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
-from baton_gateway.tokenise import Tokenizers
+from baton_gateway.tokenise import ModelTokenizer
 from msgspec import structs
 
 from baton.bus import MemoryBus, MemoryNetwork
@@ -25,24 +27,29 @@ from tests.harness.nodes import living
 class Stage(Actors):
     """Everything of one test. `base_url` is set while it stands."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, intake: IntakePool | None = None) -> None:
         # It need not hear of workers before the first request: tests wait until it has.
         settings = structs.replace(settings, learn_s=0.0)
         clock = SystemClock()
+
+        def load(_path: str) -> ModelTokenizer:
+            return self.tokenizer
+
         self.spans: list[SpanRecord] = []
         self.network = MemoryNetwork(clock=clock)
         super().__init__(MemoryBus(self.network, name="actors"), clock)
         self.gateway_bus = MemoryBus(self.network, name="gateway")
-        self.tokenizers = Tokenizers(clock=clock, load=lambda _path: self.tokenizer)
+        ports = system_ports(self.gateway_bus, seed=1)
+        self.models = Models(ports=ports, intake=intake or LocalPool(load), load=load)
         self.gateway = Gateway(
             settings,
             gateway="gw-test",
             node=Node(
-                ports=system_ports(self.gateway_bus, seed=1),
+                ports=ports,
                 tracing=Tracing("gateway", settings, export=self.spans.append),
                 metrics=Metrics("gateway"),
             ),
-            tokenizers=self.tokenizers,
+            models=self.models,
         )
         self.base_url = ""
 
@@ -53,7 +60,7 @@ class Stage(Actors):
                 await self.gateway.tracing.answer(self.gateway_bus)
                 yield
         finally:
-            self.tokenizers.close()
+            await self.models.aclose()
             await self.gateway_bus.close()
             await self.bus.close()
             await self.network.close()
@@ -70,9 +77,9 @@ class Stage(Actors):
 
 
 @asynccontextmanager
-async def open_stage(settings: Settings | None = None) -> AsyncGenerator[Stage]:
+async def open_stage(settings: Settings | None = None, intake: IntakePool | None = None) -> AsyncGenerator[Stage]:
     """A stage with one decode worker, d1, that the gateway knows, served over HTTP."""
-    stage = Stage(settings or Settings(port=0))
+    stage = Stage(settings or Settings(port=0), intake)
     async with stage.standing(), stage.serving():
         await stage.add("d1")
         await forward(stage, "d1")

@@ -1,0 +1,194 @@
+"""How long does a hostile body hold up the gateway's event loop? `make bench-intake`.
+
+A gateway with real HTTP and real intake processes, one scripted worker behind it, and eight streams through it that
+go on for the whole time. Beside them comes one body after the other of the kinds that cost most to read, and a second
+model is loaded. A task of the same loop wakes up every millisecond: the longest time that it was late is what every
+stream waited. Beside it the same with bodies read in the gateway's own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import uvloop
+from baton_gateway.config import Settings
+from baton_gateway.intake_pool import IntakePool, ProcessPool
+from baton_gateway.tokenise import ModelTokenizer
+
+from baton.cli.tiny_model import make_tiny_model
+from baton.clock import SystemClock
+from benchmarks.report import Row, report
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.heartbeats import MODEL_DIGEST
+
+STREAMS = 8
+TICK_S = 0.001
+MIB = 1 << 20
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def bodies() -> Mapping[str, tuple[str, bytes, int]]:
+    """Return bodies of up to 16 MiB, by name, each with its path and the status of its answer."""
+    head = f'{{"model":"{MODEL}","max_tokens":1,'.encode()
+
+    def listed(element: bytes, count: int) -> bytes:
+        return b"[" + b",".join([element] * count) + b"]"
+
+    numbered = b",".join(b'"x%d":0' % number for number in range(1_200_000))
+    schema = b'{"a":' * 63 + listed(b'"' + b"x" * 97 + b'"', 2_600) + b"}" * 63
+    return {
+        "a million empty prompts": (COMPLETIONS, head + b'"prompt":' + listed(b'""', 1_000_000) + b"}", 400),
+        "65,536 empty messages": (CHAT, head + b'"messages":' + listed(b'{"role":"user"}', 65_536) + b"}", 400),
+        "two million token ids": (COMPLETIONS, head + b'"prompt":' + listed(b"5", 2_000_000) + b"}", 400),
+        "16 MiB of text": (COMPLETIONS, head + b'"prompt":"' + b"the fox " * (2 * MIB - 64) + b'"}', 400),
+        "five million empty lists": (COMPLETIONS, head + b'"prompt":"x","x":' + listed(b"[]", 5_000_000) + b"}", 400),
+        "1.2 million fields": (COMPLETIONS, head + b'"prompt":"x",' + numbered + b"}", 400),
+        "7 million levels": (COMPLETIONS, head + b'"prompt":"x","x":' + b"[" * 7 * MIB + b"]" * 7 * MIB + b"}", 400),
+        "a schema of 256 KiB": (COMPLETIONS, head + b'"prompt":"x","x":' + schema + b"}", 200),
+        "a prompt of 4,000 tokens": (COMPLETIONS, head + b'"prompt":' + listed(b"5", 4_000) + b"}", 200),
+    }
+
+
+# ---------------------------------------------------------------- clients, in a process of their own
+
+
+async def run_clients(url: str) -> None:
+    """Keep streams going; post the files that are named on stdin, and say what came of each."""
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
+
+        async def stream() -> None:
+            body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 4000, "ignore_eos": True}
+            while True:
+                async with client.stream("POST", COMPLETIONS, json=body) as response:
+                    async for _ in response.aiter_bytes():
+                        pass
+
+        streams = [asyncio.create_task(stream()) for _ in range(STREAMS)]
+        while line := (await reader.readline()).decode().split():
+            content = await asyncio.to_thread(Path(line[1]).read_bytes)
+            answer = await client.post(line[0], content=content)
+            print(answer.status_code, flush=True)
+        for task in streams:
+            task.cancel()
+
+
+class Clients:
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def post(self, path: str, file: Path, status: int) -> None:
+        """Send a file; what is answered must have this status."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{path} {file}\n".encode())
+        answered = int(await self._process.stdout.readline())
+        assert answered == status, f"{answered}, not {status}"
+
+
+@asynccontextmanager
+async def clients(url: str) -> AsyncGenerator[Clients]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.intake", "--clients-of", url,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield Clients(process)
+    finally:
+        process.kill()
+        await process.wait()
+
+
+# ---------------------------------------------------------------- measuring
+
+
+async def stall_ms(work: Callable[[], Awaitable[object]]) -> tuple[float, float]:
+    """Return the longest time that the loop was late during `work`, and the longest time that it computed in one go."""
+    late_s, computed_s = [0.0], [0.0]
+
+    async def tick() -> None:
+        while True:
+            before_s, used_s = time.perf_counter(), time.thread_time()
+            await asyncio.sleep(TICK_S)
+            late_s.append(time.perf_counter() - before_s - TICK_S)
+            computed_s.append(time.thread_time() - used_s)
+
+    ticking = asyncio.create_task(tick())
+    await work()
+    await asyncio.sleep(2 * TICK_S)
+    ticking.cancel()
+    return max(late_s) * 1e3, max(computed_s) * 1e3
+
+
+async def measure(model: Path, scratch: Path, *, processes: bool) -> dict[str, tuple[float, float]]:
+    """Return the stalls by what was done meanwhile."""
+    pool: IntakePool | None = None
+    if processes:
+        pool = ProcessPool(clock=SystemClock(), processes_max=2, waiting_bytes_max=64 << 20)
+    found: dict[str, tuple[float, float]] = {}
+    async with open_stage(Settings(port=0, accept_s=5.0), pool) as stage:
+        stage.say("and so on ", ends=False)
+        stage.workers["d1"].script.interval_s = 0.01
+        await stage.wait_for(lambda: stage.models.known(str(stage.model_path), MODEL_DIGEST), 60.0)
+        async with clients(stage.base_url) as sending:
+            await stage.wait_for(lambda: len(stage.gateway.routes) >= STREAMS, 60.0)
+            found["nothing else"] = await stall_ms(lambda: asyncio.sleep(3.0))
+            found["the load of another model"] = await stall_ms(lambda: load(stage, model, processes=processes))
+            for name, (path, body, status) in bodies().items():
+                (scratch / "body").write_bytes(body)
+                found[name] = await stall_ms(
+                    lambda path=path, status=status: sending.post(path, scratch / "body", status)
+                )
+    return found
+
+
+async def load(stage: Stage, model: Path, *, processes: bool) -> None:
+    if processes:
+        await stage.models.get(str(model), "another")
+    else:
+        await asyncio.to_thread(ModelTokenizer, str(model))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--model", type=Path, help="folder of the model that is loaded meanwhile (default: a tiny one)")
+    parser.add_argument("--clients-of", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    uvloop.install()
+    if arguments.clients_of:
+        asyncio.run(run_clients(arguments.clients_of))
+        return
+    load_before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        model = arguments.model or Path(folder) / "model"
+        if arguments.model is None:
+            make_tiny_model(model)
+        ours, here = (asyncio.run(measure(model, Path(folder), processes=processes)) for processes in (True, False))
+    rows = [
+        row
+        for name in ours
+        for row in (
+            Row.against(f"beside {name}: longest stall", "ms", ours[name][0], in_one_process=here[name][0]),
+            Row.against(f"beside {name}: longest computation", "ms", ours[name][1], in_one_process=here[name][1]),
+        )
+    ]
+    notes = (
+        f"{STREAMS} streams at 100 tokens/s each run meanwhile; a stall is how late a task of the loop woke up, which "
+        "on a busy machine is also the time that others had its processor; a computation is the processor time that "
+        f"the loop's thread used in one go; the scripted worker shares the loop; the load was {load_before:.1f} before"
+    )
+    report("intake", rows, notes=notes)
+
+
+if __name__ == "__main__":
+    main()

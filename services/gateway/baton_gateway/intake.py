@@ -1,0 +1,168 @@
+"""The way from a request's body to what is placed: parsed, checked, rendered, tokenised, cut into blocks. Pure."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, cast
+
+import msgspec
+
+from baton.blocks import hash_blocks, root_key
+from baton.errors import ContextLengthExceeded, InvalidRequest
+from baton.messages import Sampling, pack_tokens
+from baton_gateway.bodies import (
+    NEUTRAL,
+    ChatBody,
+    CompletionBody,
+    OutputOptions,
+    asked_of,
+    extensions_of,
+    limit_output,
+    output_of,
+    parse,
+    sampling_of,
+)
+from baton_gateway.tokenise import ModelTokenizer
+from baton_gateway.workers import Model
+
+Operation = Literal["chat", "text_completion"]
+"""Which of the two endpoints, in the words of OpenTelemetry's conventions."""
+
+CARRIED_BYTES_MAX: Final = 2 << 20
+"""Length of the parameters that only engines know, once for each answer: each is a message of its own."""
+
+_BODIES: Final[dict[Operation, type[ChatBody] | type[CompletionBody]]] = {
+    "chat": ChatBody,
+    "text_completion": CompletionBody,
+}
+
+
+class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What must be known of a valid body before it is worth more work."""
+
+    model: str
+    prompts: int
+    choices_per_prompt: int
+    parameters: tuple[str, ...]
+    """Names of those for the engine alone to judge."""
+
+
+class Prompt(msgspec.Struct, frozen=True, kw_only=True):
+    tokens: bytes
+    """Packed."""
+    blocks: bytes
+    """Ids of its full blocks."""
+    max_tokens: int
+    """Bound of the output."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """All that is needed to produce and write the answer; the body itself is not."""
+
+    prompts: tuple[Prompt, ...]
+    choices_per_prompt: int
+    sampling: Sampling
+    extensions: dict[str, msgspec.Raw]
+    """The part of `sampling` that nobody reads here: as it goes into messages."""
+    output: OutputOptions
+    root: bytes
+    """Key of the prompts' block ids."""
+    cache_salt: str
+    stream: bool
+    with_usage: bool
+    asked: dict[str, int | float]
+    """For traces: what the body says, under the names of OpenTelemetry's `gen_ai.request`."""
+
+
+class Intake:
+    """One body at a time: `parse` it, then make its `plan`."""
+
+    def __init__(self) -> None:
+        self._body: ChatBody | CompletionBody | None = None
+
+    def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+        """Raise InvalidRequest where `payload` is no valid body."""
+        body = self._body = parse(_BODIES[operation], payload)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+        return Parsed(
+            model=body.model,
+            prompts=body.prompt_count(),
+            choices_per_prompt=body.n or 1,
+            parameters=tuple(extensions_of(body)),
+        )
+
+    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
+        """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
+
+        `model_defaults`: parameters that the body leaves out are the model's own, not the neutral ones.
+        """
+        body, self._body = self._body, None
+        assert body is not None, "no body was parsed"
+        # What needs no tokens is checked before the work of tokenising.
+        sampling = sampling_of(body, tokenizer.defaults if model_defaults else NEUTRAL)
+        extensions = cast("dict[str, msgspec.Raw]", sampling.extensions)
+        choices_per_prompt = body.n or 1
+        carried_bytes = sum(len(bytes(packed)) for packed in extensions.values())
+        if carried_bytes * body.prompt_count() * choices_per_prompt > CARRIED_BYTES_MAX:
+            said = f"the parameters of all answers together are longer than {CARRIED_BYTES_MAX} bytes: ask for fewer"
+            raise InvalidRequest(said, param="n")
+        tokenizer.check_tokens(sampling.stop_token_ids, "stop_token_ids")
+        tokenizer.check_tokens(list(sampling.logit_bias or ()), "logit_bias")
+        context_tokens_max = model.context_tokens_max
+        if (explicit := body.explicit_tokens_max()) is not None and explicit > context_tokens_max:
+            said = (
+                f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
+            )
+            raise ContextLengthExceeded(said, param="max_tokens")
+        root = root_key(model.digest, salt=body.cache_salt or "")
+        prompts: list[Prompt] = []
+        for tokens in _tokenise(body, tokenizer, context_tokens_max):
+            param = "messages" if isinstance(body, ChatBody) else "prompt"
+            if not tokens:
+                raise InvalidRequest("the prompt is empty", param=param)
+            room_tokens = room_of(len(tokens), context_tokens_max, param)
+            limited = limit_output(sampling, min(sampling.max_tokens, room_tokens))
+            packed = pack_tokens(tokens)
+            blocks = hash_blocks(root, packed, model.block_tokens)
+            prompts.append(Prompt(tokens=packed, blocks=blocks, max_tokens=limited.max_tokens))
+        return Plan(
+            prompts=tuple(prompts),
+            choices_per_prompt=choices_per_prompt,
+            sampling=msgspec.structs.replace(sampling, extensions={}),
+            extensions=extensions,
+            output=output_of(body),
+            root=root,
+            cache_salt=body.cache_salt or "",
+            stream=bool(body.stream),
+            with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            asked=asked_of(body),
+        )
+
+
+def _tokenise(body: ChatBody | CompletionBody, tokenizer: ModelTokenizer, context_tokens_max: int) -> list[list[int]]:
+    if isinstance(body, ChatBody):
+        text = tokenizer.render(body)
+        tokenizer.check_length(text, context_tokens_max, "messages")
+        # Templates write the special tokens themselves.
+        return [tokenizer.encode(text, add_special=bool(body.add_special_tokens))]
+    tokenised: list[list[int]] = []
+    for prompt in body.prompts():
+        if isinstance(prompt, str):
+            tokenizer.check_length(prompt, context_tokens_max, "prompt")
+            tokenised.append(tokenizer.encode(prompt, add_special=body.add_special_tokens is not False))
+        else:
+            room_of(len(prompt), context_tokens_max, "prompt")
+            tokenizer.check_tokens(prompt, "prompt")
+            tokenised.append(prompt)
+    return tokenised
+
+
+def room_of(prompt_tokens: int, context_tokens_max: int, param: str) -> int:
+    """Return how many tokens the output may have. Raises ContextLengthExceeded, with the figures, where none."""
+    if prompt_tokens < context_tokens_max:
+        return context_tokens_max - prompt_tokens
+    raise ContextLengthExceeded(
+        f"this model's maximum context length is {context_tokens_max} tokens, and the request has {prompt_tokens} "
+        "tokens in the prompt, which leaves none for the answer",
+        param=param,
+    )

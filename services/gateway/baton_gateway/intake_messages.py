@@ -1,0 +1,55 @@
+"""What the gateway and its intake processes say to each other, over pipes: frames of a length and that many bytes.
+
+gateway                                  intake process
+  LoadModel ─────────────────────────────▶ ModelFacts | Failed
+  ParseBody, then the body as a frame ───▶ Parsed | Failed
+  MakePlan ──────────────────────────────▶ Plan without prompts, then one frame for each | Failed
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from baton.messages import ErrorReport
+from baton_gateway.intake import Operation, Parsed, Plan, Prompt
+from baton_gateway.tokenise import ModelFacts
+from baton_gateway.workers import Model
+
+LENGTH_BYTES: Final = 4
+
+
+class LoadModel(msgspec.Struct, frozen=True, tag=True):
+    path: str
+    digest: str
+
+
+class ParseBody(msgspec.Struct, frozen=True, tag=True):
+    operation: Operation
+
+
+class MakePlan(msgspec.Struct, frozen=True, tag=True):
+    model: Model
+    model_defaults: bool
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    error: ErrorReport
+
+
+Request = LoadModel | ParseBody | MakePlan
+Reply = ModelFacts | Parsed | Plan | Failed
+
+encode: Final = msgspec.msgpack.Encoder().encode
+decode_request: Final = msgspec.msgpack.Decoder(Request).decode
+decode_reply: Final = msgspec.msgpack.Decoder(Reply).decode
+decode_prompt: Final = msgspec.msgpack.Decoder(Prompt).decode
+
+
+def frame_head(payload: bytes | bytearray) -> bytes:
+    return len(payload).to_bytes(LENGTH_BYTES, "little")
+
+
+def frame_length(head: bytes) -> int:
+    return int.from_bytes(head, "little")

@@ -1,0 +1,285 @@
+"""Where bodies are taken in: processes beside the gateway's own, so that no body holds up its event loop.
+
+Threads would not do: decoding, rendering and validating hold the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Final, Protocol, TypeVar
+
+import msgspec
+
+from baton.clock import Clock
+from baton.errors import Overloaded, Unavailable
+from baton_gateway.intake import Intake, Operation, Parsed, Plan
+from baton_gateway.intake_messages import (
+    LENGTH_BYTES,
+    Failed,
+    LoadModel,
+    MakePlan,
+    ParseBody,
+    Reply,
+    Request,
+    decode_prompt,
+    decode_reply,
+    encode,
+    frame_head,
+    frame_length,
+)
+from baton_gateway.tokenise import ModelFacts, ModelTokenizer
+from baton_gateway.workers import Model
+
+LARGE_BYTES: Final = 256 << 10
+"""Bodies from here on may occupy all processes but one."""
+WRITE_BYTES: Final = 256 << 10
+"""Part of a body that is copied at a time."""
+READ_BYTES: Final = 1 << 20
+
+Awaited = TypeVar("Awaited", bound=Reply)
+
+
+class IntakeWorker(Protocol):
+    """Takes in one body: first `parse`, then `plan`, as `Intake`."""
+
+    async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed: ...
+
+    async def plan(self, model: Model, *, model_defaults: bool) -> Plan: ...
+
+
+class IntakePool(Protocol):
+    async def load(self, path: str, digest: str) -> ModelFacts:
+        """Have a worker load a model, and return what it is like. Raises ConfigurationError."""
+        ...
+
+    def lend(self, size_bytes: int, until_s: float | None) -> AbstractAsyncContextManager[IntakeWorker]:
+        """Lend a worker for a body of this size. Raises Overloaded.
+
+        What a borrower leaves unfinished goes on until the clock says `until_s`, and is ended then.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class LocalPool:
+    """Takes in bodies where it stands, and holds up everything else meanwhile."""
+
+    def __init__(self, load: Callable[[str], ModelTokenizer]) -> None:
+        self._load = load
+
+    async def load(self, path: str, digest: str) -> ModelFacts:
+        del digest
+        return self._load(path).facts
+
+    @asynccontextmanager
+    async def lend(self, size_bytes: int, until_s: float | None) -> AsyncGenerator[IntakeWorker]:
+        del size_bytes, until_s
+        yield LocalWorker(self._load)
+
+    async def close(self) -> None:
+        pass
+
+
+class LocalWorker:
+    def __init__(self, load: Callable[[str], ModelTokenizer]) -> None:
+        self._load = load
+        self._intake = Intake()
+
+    async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+        return self._intake.parse(operation, payload)
+
+    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
+        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults)
+
+
+class ProcessPool:
+    """Processes that start when they are first needed, and again after they died. A bounded queue waits for them."""
+
+    def __init__(
+        self,
+        *,
+        clock: Clock,
+        processes_max: int,
+        waiting_bytes_max: int,
+        command: tuple[str, ...] = (sys.executable, "-m", "baton_gateway.intake_process"),
+    ) -> None:
+        self._clock = clock
+        self._command = command
+        self._slots = asyncio.Semaphore(processes_max)
+        self._large_slots = asyncio.Semaphore(max(1, processes_max - 1))
+        self._waiting_bytes_max = waiting_bytes_max
+        self.waiting_bytes = 0
+        self._idle: list[IntakeProcess] = []
+        self.lent: set[IntakeProcess] = set()
+        self._recovering: set[asyncio.Task[None]] = set()
+
+    async def load(self, path: str, digest: str) -> ModelFacts:
+        async with self.lend(0, None) as process:
+            return await process.load(path, digest)
+
+    @asynccontextmanager
+    async def lend(self, size_bytes: int, until_s: float | None) -> AsyncGenerator[IntakeProcess]:
+        large = size_bytes >= LARGE_BYTES
+        await self._wait_turn(size_bytes, large=large)
+        self._idle = [process for process in self._idle if process.is_alive]
+        process = self._idle.pop() if self._idle else IntakeProcess(self._command)
+        self.lent.add(process)
+        try:
+            yield process
+        finally:
+            if process.is_busy:  # Whoever wanted the result is gone. The process is lent again once it is done.
+                task = asyncio.create_task(self._recover(process, until_s, large=large))
+                self._recovering.add(task)
+                task.add_done_callback(self._recovering.discard)
+            else:
+                self._take_back(process, large=large)
+
+    async def _wait_turn(self, size_bytes: int, *, large: bool) -> None:
+        must_wait = self._slots.locked() or (large and self._large_slots.locked())
+        if must_wait and self.waiting_bytes + size_bytes > self._waiting_bytes_max:
+            raise Overloaded("too many long prompts are waiting to be read", retry_after_s=1.0)
+        self.waiting_bytes += size_bytes
+        try:
+            if large:
+                await self._large_slots.acquire()
+            try:
+                await self._slots.acquire()
+            except BaseException:
+                if large:
+                    self._large_slots.release()
+                raise
+        finally:
+            self.waiting_bytes -= size_bytes
+
+    async def _recover(self, process: IntakeProcess, until_s: float | None, *, large: bool) -> None:
+        """Wait until a process is done with what nobody wants any more; kill it where that takes too long."""
+        try:
+            async with self._clock.timeout(None if until_s is None else max(0.0, until_s - self._clock.now_s())):
+                await process.settle()
+        except TimeoutError:
+            await process.kill()
+        finally:
+            self._take_back(process, large=large)
+
+    def _take_back(self, process: IntakeProcess, *, large: bool) -> None:
+        self.lent.discard(process)
+        if process.is_alive:
+            self._idle.append(process)
+        else:
+            process.end()
+        if large:
+            self._large_slots.release()
+        self._slots.release()
+
+    async def close(self) -> None:
+        for process in [*self._idle, *self.lent]:
+            await process.kill()
+        await asyncio.gather(*self._recovering)
+
+
+class IntakeProcess:
+    """One process. Starts with the first request; after an error of its pipes it is dead."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        self._command = command
+        self._process: asyncio.subprocess.Process | None = None
+        self._exchange: asyncio.Task[Reply] | None = None
+        self._is_broken = False
+        self._prompts = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return self._exchange is not None and not self._exchange.done()
+
+    @property
+    def is_alive(self) -> bool:
+        process = self._process
+        if self._is_broken or process is None or process.stdout is None:
+            return False
+        return process.returncode is None and not process.stdout.at_eof()
+
+    async def load(self, path: str, digest: str) -> ModelFacts:
+        return await self._ask(ModelFacts, LoadModel(path, digest))
+
+    async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+        parsed = await self._ask(Parsed, ParseBody(operation), payload)
+        self._prompts = parsed.prompts
+        return parsed
+
+    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
+        return await self._ask(Plan, MakePlan(model, model_defaults))
+
+    async def _ask(self, kind: type[Awaited], request: Request, body: bytes | bytearray | None = None) -> Awaited:
+        self._exchange = asyncio.create_task(self._converse(request, body))
+        # An exchange goes on to its end even if nobody waits for it, so that the next one finds empty pipes.
+        reply = await asyncio.shield(self._exchange)
+        if isinstance(reply, Failed):
+            raise reply.error.to_error()
+        assert isinstance(reply, kind), f"{type(reply).__name__} in reply to {type(request).__name__}"
+        return reply
+
+    async def _converse(self, request: Request, body: bytes | bytearray | None) -> Reply:
+        try:
+            if self._process is None:
+                self._process = await asyncio.create_subprocess_exec(
+                    *self._command,
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.PIPE,
+                    limit=READ_BYTES,
+                )
+            await self._write(encode(request))
+            if body is not None:
+                await self._write(body)
+            reply = decode_reply(await self._read())
+            if isinstance(reply, Plan):
+                prompts = [decode_prompt(await self._read()) for _ in range(self._prompts)]
+                reply = msgspec.structs.replace(reply, prompts=tuple(prompts))
+        except (OSError, EOFError) as error:
+            self._is_broken = True
+            raise Unavailable(
+                "the process that reads prompts has ended; it is started again", retry_after_s=1.0
+            ) from error
+        except BaseException:
+            self._is_broken = True
+            raise
+        return reply
+
+    async def _write(self, payload: bytes | bytearray) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        pipe = self._process.stdin
+        pipe.write(frame_head(payload))
+        view = memoryview(payload)
+        for start in range(0, len(payload), WRITE_BYTES):
+            pipe.write(bytes(view[start : start + WRITE_BYTES]))
+            await pipe.drain()
+
+    async def _read(self) -> bytes:
+        assert self._process is not None and self._process.stdout is not None
+        pipe = self._process.stdout
+        return await pipe.readexactly(frame_length(await pipe.readexactly(LENGTH_BYTES)))
+
+    async def settle(self) -> None:
+        """Wait for the end of the exchange, whatever comes of it."""
+        if self._exchange is not None:
+            await asyncio.wait({self._exchange})
+            with contextlib.suppress(asyncio.CancelledError):
+                self._exchange.exception()
+
+    def end(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def kill(self) -> None:
+        """End the process, and with it what waits for its reply."""
+        if self._exchange is not None:
+            self._exchange.cancel()
+            await self.settle()
+        self.end()
+        if self._process is not None:
+            await self._process.wait()

@@ -1,0 +1,119 @@
+"""A process that takes in bodies for the gateway, one at a time: `python -m baton_gateway.intake_process`.
+
+It ends with the pipe that it reads from, and so with its gateway, however that one ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from functools import lru_cache
+from queue import SimpleQueue
+from typing import BinaryIO, Final
+
+import msgspec
+
+from baton.errors import BatonError
+from baton.messages import ErrorReport
+from baton_gateway.intake import Intake, Plan
+from baton_gateway.intake_messages import (
+    LENGTH_BYTES,
+    Failed,
+    LoadModel,
+    MakePlan,
+    ParseBody,
+    Reply,
+    Request,
+    decode_request,
+    encode,
+    frame_head,
+    frame_length,
+)
+from baton_gateway.tokenise import ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+MODELS_MAX: Final = 8
+"""Models whose tokenizers are kept."""
+
+Receive = Callable[[], bytes]
+
+
+def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str], ModelTokenizer]) -> None:
+    """Answer requests for ever."""
+
+    @lru_cache(MODELS_MAX)
+    def tokenizer_of(path: str, digest: str) -> ModelTokenizer:
+        del digest  # A model that changes keeps its path.
+        return load(path)
+
+    intake = Intake()
+
+    def answer(request: Request) -> Reply:
+        match request:
+            case LoadModel(path, digest):
+                facts = tokenizer_of(path, digest).facts
+                gc.collect()
+                gc.freeze()
+                return facts
+            case ParseBody(operation):
+                return intake.parse(operation, receive())
+            case MakePlan(model, model_defaults):
+                return intake.plan(tokenizer_of(model.path, model.digest), model, model_defaults=model_defaults)
+
+    while True:
+        request = decode_request(receive())
+        try:
+            reply = answer(request)
+        except BatonError as error:
+            reply = Failed(ErrorReport.of(error))
+        except Exception:  # The boundary of every request: what was not expected is a bug, and is logged as one.
+            log.exception("a request's body could not be taken in")
+            reply = Failed(ErrorReport.of(BatonError("the server failed unexpectedly; its log has the details")))
+        if isinstance(reply, Plan):
+            send(encode(msgspec.structs.replace(reply, prompts=())))
+            for prompt in reply.prompts:
+                send(encode(prompt))
+        else:
+            send(encode(reply))
+        # Collected between requests only: the collector would visit each of the many objects of a long body again
+        # and again while that is decoded.
+        gc.collect()
+
+
+def main(load: Callable[[str], ModelTokenizer]) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # They are meant for the gateway, which still finishes what it has begun.
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    gc.disable()
+    # Where processors are short, the streams of all come before the prompt of one.
+    os.nice(5)
+    # What libraries print must not come between the frames.
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    frames: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_read, args=(sys.stdin.buffer, frames), daemon=True).start()
+
+    def send(payload: bytes) -> None:
+        replies.write(frame_head(payload))
+        replies.write(payload)
+        replies.flush()
+
+    serve(frames.get, send, load)
+
+
+def _read(pipe: BinaryIO, frames: SimpleQueue[bytes]) -> None:
+    """Queue the frames that come; end the process when the gateway is gone, whatever it is at."""
+    while len(head := pipe.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        frames.put(pipe.read(frame_length(head)))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(ModelTokenizer)

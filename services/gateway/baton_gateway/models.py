@@ -1,0 +1,97 @@
+"""The models that this gateway has heard of, each with what is needed to read prompts for it and write its answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from baton.errors import ConfigurationError, Unavailable
+from baton.node.ports import Ports
+from baton_gateway.detokenise import Vocabulary
+from baton_gateway.intake_pool import IntakePool
+from baton_gateway.tokenise import ModelTokenizer
+
+log = logging.getLogger(__name__)
+
+LOAD_RETRY_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    vocabulary: Vocabulary
+    eos_tokens: frozenset[int]
+    tokenizer: ModelTokenizer | None
+    """For short prompts, at once. None: only the intake's processes have this model's."""
+
+
+class Models:
+    """Loads each model's tokenizer once.
+
+    Loading holds the interpreter for a second and more. So only the first model is loaded here: while there is no
+    other, there is no stream that it could hold up. Models that come later are loaded in the intake's processes, and
+    all that is taken over from there is how tokens are spelled.
+    """
+
+    def __init__(
+        self, *, ports: Ports, intake: IntakePool, load: Callable[[str], ModelTokenizer] = ModelTokenizer
+    ) -> None:
+        self.intake = intake
+        self._ports = ports
+        self._load = load
+        self._first: tuple[str, str] | None = None
+        self._loaded: dict[tuple[str, str], asyncio.Future[KnownModel]] = {}
+        self._failed_at_s: dict[tuple[str, str], float] = {}
+
+    def prepare(self, path: str, digest: str) -> asyncio.Future[KnownModel]:
+        """Begin to load, unless that was done; a failed load is tried again after a while."""
+        key = (path, digest)
+        known = self._loaded.get(key)
+        if known is not None:
+            failed = known.done() and (known.cancelled() or known.exception() is not None)
+            if not failed or self._ports.clock.now_s() - self._failed_at_s.get(key, 0.0) < LOAD_RETRY_S:
+                return known
+        future = self._loaded[key] = asyncio.ensure_future(self._know(key))
+        future.add_done_callback(lambda done: self._note_failure(key, done))
+        return future
+
+    async def _know(self, key: tuple[str, str]) -> KnownModel:
+        path, digest = key
+        if self._first is None:
+            self._first = key
+        if self._first != key:
+            facts = await self.intake.load(path, digest)
+            return KnownModel(Vocabulary(facts.spellings), facts.eos_tokens, None)
+        try:
+            here = self._ports.threads.run(self._load, path)
+            # At the same time, so that the first long prompt finds a process that is ready for it.
+            tokenizer, _ = await asyncio.gather(here, self.intake.load(path, digest))
+        except BaseException:
+            self._first = None
+            raise
+        return KnownModel(Vocabulary(tokenizer.facts.spellings), tokenizer.facts.eos_tokens, tokenizer)
+
+    def _note_failure(self, key: tuple[str, str], done: asyncio.Future[KnownModel]) -> None:
+        if not done.cancelled() and (error := done.exception()) is not None:
+            self._failed_at_s[key] = self._ports.clock.now_s()
+            log.error("%s", error)
+
+    def known(self, path: str, digest: str) -> KnownModel | None:
+        """Return the model if it is loaded."""
+        future = self.prepare(path, digest)
+        return future.result() if future.done() and future.exception() is None else None
+
+    async def get(self, path: str, digest: str) -> KnownModel:
+        """Return the model, waiting while it loads. Raises Unavailable where it does not load."""
+        try:
+            return await asyncio.shield(self.prepare(path, digest))
+        except ConfigurationError as error:
+            raise Unavailable(str(error), retry_after_s=LOAD_RETRY_S) from error
+
+    async def aclose(self) -> None:
+        for future in self._loaded.values():
+            future.cancel()
+        await asyncio.gather(*self._loaded.values(), return_exceptions=True)
+        await self.intake.close()

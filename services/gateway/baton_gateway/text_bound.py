@@ -1,0 +1,63 @@
+"""How many characters one token can stand for: a text with more than the context can hold need not be tokenised."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final, cast
+
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+
+NFC_CHARS_MAX: Final = 4
+"""Characters that NFC makes one of, at most."""
+_KEEPING_PRE_TOKENIZERS: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
+
+
+def chars_per_token_max(tokenizer: Tokenizer) -> int | None:
+    """Return the bound; None where there is none: the tokenizer drops text, or makes one token of any unknown text."""
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    added = cast("dict[int, Any]", tokenizer.get_added_tokens_decoder()).values()
+    contraction = _contraction(_state(tokenizer.normalizer))
+    pre_tokenizers = _parts(_state(tokenizer.pre_tokenizer), "pretokenizers")
+    keeps_all = all(
+        part["type"] in _KEEPING_PRE_TOKENIZERS and part.get("behavior") != "Removed" for part in pre_tokenizers
+    )
+    # These swallow whitespace of any length.
+    strips = any(token.lstrip or token.rstrip for token in added)
+    if contraction is None or strips or not keeps_all or not _covers_all(tokenizer.model, vocabulary, pre_tokenizers):
+        return None
+    return contraction * max(map(len, vocabulary))
+
+
+def _covers_all(model: object, vocabulary: dict[str, int], pre_tokenizers: list[dict[str, Any]]) -> bool:
+    """Return whether no text is unknown: there is a token for every byte."""
+    if not isinstance(model, BPE):
+        return False
+    if any(part["type"] == "ByteLevel" for part in pre_tokenizers):
+        return all(character in vocabulary for character in ByteLevel.alphabet())
+    return bool(model.byte_fallback) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))
+
+
+def _contraction(normalizer: dict[str, Any] | None) -> int | None:
+    """Return how many characters a normalizer makes one of, at most; None where there is no bound."""
+    factor = 1
+    for part in _parts(normalizer, "normalizers"):
+        pattern = part.get("pattern", {}).get("String", "")
+        if part["type"] == "NFC":
+            factor *= NFC_CHARS_MAX
+        elif part["type"] != "Prepend" and not (part["type"] == "Replace" and 0 < len(pattern) <= len(part["content"])):
+            return None
+    return factor
+
+
+def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    if component is None:
+        return []
+    if component["type"] == "Sequence":
+        return [part for inner in component[name] for part in _parts(inner, name)]
+    return [component]
+
+
+def _state(component: Any) -> dict[str, Any] | None:
+    return None if component is None else json.loads(component.__getstate__())

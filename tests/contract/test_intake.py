@@ -1,0 +1,99 @@
+"""Where a body is taken in makes no difference: here, or in a process of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import pytest
+from baton_gateway.detokenise import Vocabulary
+from baton_gateway.intake import Intake, Operation, Parsed, Plan
+from baton_gateway.intake_pool import IntakePool, LocalPool, ProcessPool
+from baton_gateway.tokenise import ModelTokenizer
+from baton_gateway.workers import Model
+
+from baton.clock import SystemClock
+from baton.errors import BatonError, ConfigurationError
+from tests.harness.gateway.actors import tiny_model
+
+pytestmark = pytest.mark.timeout(90)  # A process that loads a tokenizer takes seconds, and more on a busy machine.
+
+PATH, TOKENIZER = str(tiny_model()[0]), tiny_model()[1]
+MODEL = Model(name="tiny", path=PATH, digest="d", block_tokens=16, context_tokens_max=4096)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return {"a": nested(depth - 1)} if depth > 1 else {"a": [1, 2.5, None, "é", "x" * (250 << 10)]}
+
+
+STREAM = {"include_usage": True}
+BODIES: list[tuple[Operation, dict[str, Any]]] = [
+    ("chat", {"messages": [{"role": "user", "content": "😀"}], "stream": True, "stream_options": STREAM}),
+    ("chat", {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"json": nested(63)}}),
+    ("chat", {"messages": [{"role": "user"}] * 100, "n": 3, "seed": 7, "logprobs": True, "cache_salt": "s"}),
+    ("text_completion", {"prompt": [[5] * 3000, [6, 7]], "stop": ["a"], "temperature": 0.5, "logit_bias": {"5": 1}}),
+    ("text_completion", {"prompt": "the quick brown fox " * 100}),
+    ("text_completion", {"prompt": "the quick brown fox " * 10_000}),
+    ("text_completion", {"prompt": [5] * 2_000_000}),
+    ("text_completion", {"prompt": [""] * 1_000_000}),
+    ("text_completion", {"prompt": [600]}),
+    ("chat", {"messages": []}),
+]  # fmt: skip
+
+
+@asynccontextmanager
+async def pool_of(kind: str) -> AsyncGenerator[IntakePool]:
+    def load(path: str) -> ModelTokenizer:
+        return TOKENIZER if path == PATH else ModelTokenizer(path)
+
+    processes = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20)
+    pool: IntakePool = LocalPool(load) if kind == "local" else processes
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def taken_in(operation: Operation, payload: bytes) -> tuple[Parsed, Plan] | BatonError:
+    """Return what comes of a body, or the error."""
+    intake = Intake()
+    try:
+        return intake.parse(operation, payload), intake.plan(TOKENIZER, MODEL, model_defaults=True)
+    except BatonError as error:
+        return error
+
+
+@pytest.mark.parametrize("kind", ["local", "process"])
+async def test_every_body_is_taken_in_alike(kind: str) -> None:
+    async with pool_of(kind) as pool:
+        for operation, fields in BODIES:
+            payload = json.dumps({"model": "tiny", **fields}).encode()
+            expected = taken_in(operation, payload)
+            async with pool.lend(len(payload), None) as worker:
+                try:
+                    came: object = (
+                        await worker.parse(operation, payload),
+                        await worker.plan(MODEL, model_defaults=True),
+                    )
+                except BatonError as error:
+                    came = error
+            if isinstance(expected, BatonError):
+                assert isinstance(came, BatonError)
+                assert (type(came), came.detail, came.param) == (type(expected), expected.detail, expected.param)
+            else:
+                assert msgspec.msgpack.encode(came) == msgspec.msgpack.encode(expected)
+
+
+@pytest.mark.parametrize("kind", ["local", "process"])
+async def test_a_model_is_known_from_what_a_worker_tells_of_it(kind: str) -> None:
+    async with pool_of(kind) as pool:
+        facts = await pool.load(PATH, "d")
+        assert facts == TOKENIZER.facts
+        text = "naïve café, 你好世界, 😀 done. "
+        detokeniser = Vocabulary(facts.spellings).detokeniser()
+        assert "".join(map(detokeniser.feed, TOKENIZER.encode(text, add_special=False))) == text
+        with pytest.raises(ConfigurationError, match="no-such-model"):
+            await pool.load("/no-such-model", "d")

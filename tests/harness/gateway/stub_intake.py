@@ -1,0 +1,55 @@
+"""An intake process whose model loads at once, for tests of the processes: prompts say what happens to them.
+
+    python -m tests.harness.gateway.stub_intake
+
+A prompt that begins with `hang` is never tokenised, one with `exit` ends the process, one with `until PATH` waits
+for a file. All others are `TOKENS`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from baton_gateway.bodies import SamplingDefaults
+from baton_gateway.detokenise import Spellings
+from baton_gateway.intake_process import main
+from baton_gateway.tokenise import ModelFacts, ModelTokenizer
+
+COMMAND: Final = (sys.executable, "-m", "tests.harness.gateway.stub_intake")
+TOKENS: Final = [5, 6, 7]
+
+
+class StubTokenizer(ModelTokenizer):
+    def __init__(self, path: str) -> None:
+        spellings = Spellings(pieces=path.encode(), ends=b"", special=frozenset(), decoder="null")
+        self.facts = ModelFacts(spellings=spellings, eos_tokens=frozenset())
+        self.defaults = SamplingDefaults()
+
+    def check_length(self, text: str, context_tokens_max: int, param: str) -> None:
+        pass
+
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
+        pass
+
+    def encode(self, text: str, *, add_special: bool) -> list[int]:
+        match text.split():
+            case ["hang", *_]:
+                while True:
+                    pass
+            case ["exit", *_]:
+                os._exit(3)
+            case ["until", path, *_]:
+                while not Path(path).exists():
+                    time.sleep(0.01)
+            case _:
+                pass
+        return TOKENS
+
+
+if __name__ == "__main__":
+    main(StubTokenizer)

@@ -1,0 +1,197 @@
+"""Processes that take in long bodies: bounded, replaced when they die, and gone with their gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from baton_gateway.config import Settings
+from baton_gateway.intake_pool import LARGE_BYTES, ProcessPool
+
+from baton.clock import SystemClock
+from baton.messages import DecodeTask, unpack_tokens
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.gateway.stub_intake import COMMAND, TOKENS
+from tests.harness.heartbeats import MODEL_DIGEST
+
+pytestmark = pytest.mark.timeout(60)  # Each test starts processes.
+
+LONG = 5_000
+COMPLETIONS = "/v1/completions"
+
+
+@dataclass
+class Rig:
+    stage: Stage
+    pool: ProcessPool
+    client: httpx.AsyncClient
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the intake processes that live."""
+        children = psutil.Process().children()
+        return [child for child in children if is_alive(child) and COMMAND[-1] in child.cmdline()]
+
+    async def post(self, prompt: str, *, chars: int = LONG, deadline_s: float = 20.0) -> httpx.Response:
+        headers = {"x-baton-deadline-s": str(deadline_s)}
+        body = {"model": MODEL, "prompt": prompt + " " + "x" * chars, "max_tokens": 4}
+        return await self.client.post(COMPLETIONS, json=body, headers=headers)
+
+    async def occupy(self, group: asyncio.TaskGroup, prompt: str, *, chars: int = LONG) -> asyncio.Task[httpx.Response]:
+        """Send a prompt, and wait until a process is at it."""
+        at_work = self.at_work()
+        task = group.create_task(self.post(prompt, chars=chars))
+        await self.stage.wait_for(lambda: self.at_work() > at_work, 20.0)
+        return task
+
+    def at_work(self) -> int:
+        return len(self.pool.lent)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+@asynccontextmanager
+async def rig(*, processes_max: int = 1, waiting_bytes_max: int = 1 << 20) -> AsyncGenerator[Rig]:
+    async with AsyncExitStack() as stack:
+        pool = ProcessPool(
+            clock=SystemClock(), processes_max=processes_max, waiting_bytes_max=waiting_bytes_max, command=COMMAND
+        )
+        stage = await stack.enter_async_context(open_stage(Settings(port=0), pool))
+        stage.say("ok")
+        client = httpx.AsyncClient(base_url=stage.base_url, timeout=30.0)
+        opened = Rig(stage, pool, await stack.enter_async_context(client))
+        # The first model is loaded in both places; until then there is no process to look at.
+        await stage.wait_for(lambda: stage.models.known(str(stage.model_path), MODEL_DIGEST), 20.0)
+        yield opened
+
+
+async def test_a_long_body_is_read_in_another_process_and_a_short_one_is_not() -> None:
+    async with rig() as opened:
+        assert (await opened.post("hello")).status_code == 200
+        assert (await opened.post("hello", chars=1)).status_code == 200
+        tasks = opened.stage.workers["d1"].got(DecodeTask)
+        read = [unpack_tokens(task.tokens) for task in tasks if isinstance(task, DecodeTask)]
+        assert read == [TOKENS, opened.stage.tokenizer.encode("hello x", add_special=True)]
+
+
+async def test_the_queue_is_bounded_and_short_bodies_pass_it() -> None:
+    async with rig(waiting_bytes_max=LONG * 3 // 2) as opened, asyncio.TaskGroup() as group:
+        hanging = await opened.occupy(group, "hang")
+        waiting = group.create_task(opened.post("hello"))
+        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        refused = await opened.post("hello")
+        assert refused.status_code == 429, refused.text
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert refused.headers["retry-after"] == "1"
+        assert (await opened.post("hello", chars=1)).status_code == 200
+        opened.processes()[0].kill()
+        assert (await hanging).status_code == 503
+        assert (await waiting).status_code == 200
+
+
+async def test_a_client_that_leaves_takes_its_waiting_body_along(tmp_path: Path) -> None:
+    async with rig() as opened, asyncio.TaskGroup() as group:
+        working = await opened.occupy(group, f"until {tmp_path}/done")
+        leaving = group.create_task(opened.post("hello"))
+        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        leaving.cancel()
+        await opened.stage.wait_for(lambda: not opened.pool.waiting_bytes)
+        assert not working.done()
+        (tmp_path / "done").touch()
+        assert (await working).status_code == 200
+
+
+async def test_a_client_that_leaves_costs_no_process(tmp_path: Path) -> None:
+    async with rig() as opened, asyncio.TaskGroup() as group:
+        leaving = await opened.occupy(group, f"until {tmp_path}/done")
+        (process,) = opened.processes()
+        leaving.cancel()
+        next_one = group.create_task(opened.post("hello"))
+        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        (tmp_path / "done").touch()
+        assert (await next_one).status_code == 200
+        assert opened.processes() == [process]
+
+
+async def test_a_deadline_ends_what_hangs() -> None:
+    async with rig() as opened:
+        (process,) = opened.processes()
+        late = await opened.post("hang", deadline_s=0.3)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        assert (await opened.post("hello")).status_code == 200
+        assert not is_alive(process)
+
+
+async def test_a_deadline_holds_while_waiting(tmp_path: Path) -> None:
+    async with rig() as opened, asyncio.TaskGroup() as group:
+        working = await opened.occupy(group, f"until {tmp_path}/done")
+        late = await opened.post("hello", deadline_s=0.3)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "deadline_exceeded")
+        (tmp_path / "done").touch()
+        assert (await working).status_code == 200
+
+
+async def test_processes_that_die_are_replaced() -> None:
+    async with rig() as opened:
+        (process,) = opened.processes()
+        process.kill()
+        await opened.stage.wait_for(lambda: not is_alive(process))
+        assert (await opened.post("hello")).status_code in (200, 503), "its end may not be known yet"
+        died = await opened.post("exit")
+        assert (died.status_code, died.headers["retry-after"]) == (503, "1")
+        assert (await opened.post("hello")).status_code == 200
+
+
+async def test_large_bodies_leave_a_process_to_others() -> None:
+    async with rig(processes_max=2, waiting_bytes_max=8 << 20) as opened, asyncio.TaskGroup() as group:
+        (process,) = opened.processes()
+        first = await opened.occupy(group, "hang", chars=LARGE_BYTES)
+        second = group.create_task(opened.post("hello", chars=LARGE_BYTES))
+        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        assert (await opened.post("hello")).status_code == 200
+        assert not second.done()
+        process.kill()
+        assert (await first).status_code == 503
+        assert (await second).status_code == 200
+
+
+OWNER = f"""
+import asyncio
+from baton.clock import SystemClock
+from baton_gateway.intake_pool import ProcessPool
+
+async def main():
+    pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=0, command={COMMAND!r})
+    async with pool.lend(0, None) as worker:
+        parsed = await worker.parse("text_completion", b'{{"model": "m", "prompt": "hang"}}')
+        print(parsed.model, flush=True)
+        from baton_gateway.workers import Model
+        await worker.plan(
+            Model(name="m", path="", digest="", block_tokens=16, context_tokens_max=64), model_defaults=True
+        )
+
+asyncio.run(main())
+"""
+
+
+async def test_processes_end_with_their_gateway_even_at_work() -> None:
+    owner = await asyncio.create_subprocess_exec(sys.executable, "-c", OWNER, stdout=asyncio.subprocess.PIPE)
+    try:
+        assert owner.stdout is not None
+        assert await owner.stdout.readline() == b"m\n"
+        (process,) = psutil.Process(owner.pid).children()
+    finally:
+        owner.kill()
+        await owner.wait()
+    async with asyncio.timeout(20.0):
+        while is_alive(process):  # noqa: ASYNC110  Nothing tells of the end of another process's child.
+            await asyncio.sleep(0.05)
