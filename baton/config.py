@@ -9,7 +9,6 @@ as `BATON_GATEWAY_PORT` for a Service of that name: set `enableServiceLinks: fal
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import ipaddress
 import math
@@ -18,22 +17,17 @@ import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Final, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Final, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from baton.errors import BatonError, ConfigurationError
-from baton.stop import Stop
+from baton.errors import ConfigurationError
 
 SettingsType = TypeVar("SettingsType", bound=msgspec.Struct)
-
-EXIT_FAILED: Final = 1
-EXIT_MISCONFIGURED: Final = 2
 
 _UNITS: Final = {"s": "seconds", "ms": "milliseconds", "bytes": "bytes", "tokens": "tokens", "blocks": "blocks"}
 _BOOLEANS: Final = {"true", "false", "1", "0"}
@@ -94,26 +88,6 @@ def load(
         return settings_type(**values)
     except ValueError as error:
         raise ConfigurationError(f"the settings of the {service} do not fit together: {error}") from error
-
-
-def run(
-    main: Callable[[SettingsType, Stop], Awaitable[None]], settings_type: type[SettingsType], *, service: str
-) -> NoReturn:
-    """Load the settings, run `main` and leave the process: the whole body of a service's `__main__`.
-
-    SIGTERM and SIGINT are `main`'s `Stop`; whoever is ended by them leaves with status 0.
-
-    An expected failure is one sentence on standard error, with status 2 where a setting is to blame.
-    """
-    try:
-        settings = load(settings_type, service=service)
-        asyncio.run(Stop().watch(partial(main, settings)))
-    except BatonError as error:
-        sys.stderr.write(f"baton-{service}: {error}\n")
-        raise SystemExit(EXIT_MISCONFIGURED if isinstance(error, ConfigurationError) else EXIT_FAILED) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    raise SystemExit(0)
 
 
 def is_loopback(host: str) -> bool:

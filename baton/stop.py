@@ -11,6 +11,8 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+EXIT_FAILED: Final = 1
+EXIT_MISCONFIGURED: Final = 2
 
 
 class Stop:

@@ -21,9 +21,9 @@ from baton.cli.processes import die_with_parent
 from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
-from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import BatonError, ConfigurationError
 from baton.messages import Disaggregation, Role
+from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 
 class _Choice(TypedDict):

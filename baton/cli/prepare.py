@@ -16,9 +16,9 @@ from typing import cast
 
 from baton.cli.deployment import ENGINES, Wishes, engine_settings, model_folder, settle
 from baton.cli.main import parse_engine_options
-from baton.config import EXIT_MISCONFIGURED
 from baton.errors import BatonError
 from baton.messages import Disaggregation
+from baton.stop import EXIT_MISCONFIGURED
 
 SETTINGS_FILE = "worker.toml"
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
 
@@ -22,14 +22,11 @@ from baton.bus import NatsBus
 from baton.errors import BatonError, ConfigurationError
 from baton.node.ports import Ports, new_system_id, system_ports
 from baton.node.settings import NodeSettings
-from baton.stop import Stop
+from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED, Stop
 from baton.telemetry import Metrics, Tracing, serve_status
 from baton.telemetry.status import Status
 
 SettingsType = TypeVar("SettingsType", bound=NodeSettings)
-
-EXIT_FAILED: Final = 1
-EXIT_MISCONFIGURED: Final = 2
 
 
 class Service(Protocol):

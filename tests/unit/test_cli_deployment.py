@@ -17,9 +17,9 @@ from baton.cli.engine_defaults import context_limit, engine_defaults, worker_thr
 from baton.cli.main import main, run
 from baton.cli.processes import Program, describe_exit
 from baton.cli.servers import free_port
-from baton.config import EXIT_FAILED, EXIT_MISCONFIGURED
 from baton.errors import ConfigurationError
 from baton.messages import Disaggregation
+from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 ROOT = Path(__file__).parents[2]
 NATS_URL = "nats://nats-token@127.0.0.1:4222"

@@ -14,7 +14,7 @@ from baton import config
 from baton.cli.deployment import Wishes
 from baton.cli.engine_defaults import engine_defaults
 from baton.cli.prepare import prepare
-from baton.config import EXIT_MISCONFIGURED
+from baton.stop import EXIT_MISCONFIGURED
 
 NAMED = {"max_model_len": 4096, "share": 0.5, "eager": True, "unset": None, "deep": {"a b": [1, 'é"\n']}}
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -203,23 +201,3 @@ def test_help_lists_every_setting_with_default_and_unit(capsys: pytest.CaptureFi
         "BATON_GATEWAY_CONFIG",
     ):
         assert text in shown
-
-
-@pytest.mark.parametrize(
-    ("argv", "status", "error"),
-    [
-        (["--worker", "w0"], 0, ""),
-        (["--wrker", "w0"], 2, "baton-prefill: the setting --wrker is unknown; did you mean --worker?\n"),
-        (["--worker", "fails"], 1, "baton-prefill: the bus is gone\n"),
-    ],
-)
-def test_a_service_ends_with_a_status_and_one_sentence(argv: list[str], status: int, error: str) -> None:
-    program = (
-        "import msgspec\nfrom baton import config\nfrom baton.errors import BusUnavailable\n"
-        "class Settings(msgspec.Struct, frozen=True, kw_only=True):\n    worker: str\n"
-        "async def main(settings, stop):\n"
-        "    if settings.worker == 'fails':\n        raise BusUnavailable('the bus is gone')\n"
-        "config.run(main, Settings, service='prefill')\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (status, error)
