@@ -24,7 +24,9 @@ from typing import Final
 
 from baton.cli.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model
 from baton.engines.engine import EngineFacts, EngineRequest, Leg
-from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from baton.messages.attempts import KvSource, Sampling
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Role
 from baton.transfer.layout import Layout
 from benchmarks.layout import LAYOUTS, Case
 from benchmarks.remote_engine.engine import RemoteEngine

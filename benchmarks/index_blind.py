@@ -23,7 +23,8 @@ from baton import subjects
 from baton.bus import Bus, NatsBus
 from baton.cli.processes import Child
 from baton.errors import BatonError
-from baton.messages import Context, Disaggregation, Place, Placement
+from baton.messages.base import Context
+from baton.messages.placement import Disaggregation, Place, Placement
 from benchmarks.index_world import BLOCK_TOKENS, CachingWorker, chain, servers, service, started
 
 WORKERS = 4

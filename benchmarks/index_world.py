@@ -18,7 +18,9 @@ from baton.bus import Bus, Delivery
 from baton.cli.processes import Child, Program
 from baton.cli.servers import nats_server, redis_server, wait_until_serving
 from baton.errors import BusUnavailable
-from baton.messages import BlocksStored, Fingerprint, Heartbeat, KvEvents, Role, ShadowPage, ShadowQuery, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
+from baton.messages.workers import Fingerprint, Heartbeat, Role
 
 MODEL: Final = "bench"
 BLOCK_TOKENS: Final = 32

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import Leg
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.transfer import Faults
 from benchmarks.report import Row, report
 from benchmarks.vllm_pair import VllmPair, running_pair

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
 from baton.engines.vllm.engine import VllmEngine
-from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from baton.messages.attempts import KvSource, Sampling
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions
 
 OPTIONS: dict[str, object] = {

@@ -12,7 +12,8 @@ from typing import Final
 
 from baton.bus.protocol import BusLimits, Delivery, Handler
 from baton.errors import BatonError, InvalidRequest, MalformedMessage, PayloadTooLarge
-from baton.messages import AnyMessage, ErrorReport, Refused, decode
+from baton.messages.base import ErrorReport, Refused
+from baton.messages.codec import AnyMessage, decode
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from baton.bus.memory_stream import Follower, MemoryStream
 from baton.bus.protocol import BusLimits, Entry, Handler, Subscription
 from baton.clock import Clock, SystemClock
 from baton.errors import BusUnavailable, ConfigurationError, Conflict, DeadlineExceeded, NoResponders
-from baton.messages import AnyMessage, decode, encode
+from baton.messages.codec import AnyMessage, decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

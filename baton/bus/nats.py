@@ -24,7 +24,7 @@ from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower, append_to_stream
 from baton.bus.protocol import BusLimits, Entry, Handler, Subscription
 from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded
-from baton.messages import AnyMessage, decode, encode
+from baton.messages.codec import AnyMessage, decode, encode
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import ApiAnswer, StoredMessage, ask_jetstream, call_api
 from baton.bus.protocol import BusLimits, Entry
 from baton.errors import BusUnavailable, Conflict
-from baton.messages import decode
+from baton.messages.codec import decode
 
 _REVISION_BITS: Final = 40
 _NOT_FOUND: Final = frozenset({10037, 10059})

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.messages import AnyMessage
+from baton.messages.codec import AnyMessage
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Final, TypeVar
 
 from baton.bus import Bus, Delivery
 from baton.errors import InvalidRequest
-from baton.messages import AnyMessage
+from baton.messages.codec import AnyMessage
 
 NATS_URL_FILE: Final = "nats-url"
 """In the run folder of a `baton up`."""

@@ -24,7 +24,8 @@ from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
 from baton.engines.options import WHOLE_ON_CUDA, local_model
 from baton.errors import ConfigurationError
-from baton.messages import Disaggregation, Role
+from baton.messages.placement import Disaggregation
+from baton.messages.workers import Role
 
 EngineName = Literal["vllm", "sglang", "simulated"]
 ENGINES: Final[tuple[EngineName, ...]] = ("vllm", "sglang", "simulated")

@@ -18,7 +18,9 @@ from baton.bus import Bus, Delivery, NatsBus
 from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
 from baton.clock import SystemClock
 from baton.errors import InvalidRequest, Unavailable
-from baton.messages import Goodbye, Heartbeat, IndexQuery, IndexReport, WorkerReport, pack_tokens
+from baton.messages.base import pack_tokens
+from baton.messages.index import IndexQuery, IndexReport, WorkerReport
+from baton.messages.workers import Goodbye, Heartbeat
 from baton.node.membership import Workers
 
 FIRST_HEARTBEAT_S: Final = 3.0

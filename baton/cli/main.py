@@ -22,7 +22,8 @@ from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
 from baton.errors import BatonError, ConfigurationError
-from baton.messages import Disaggregation, Role
+from baton.messages.placement import Disaggregation
+from baton.messages.workers import Role
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 

@@ -17,7 +17,7 @@ from typing import cast
 from baton.cli.deployment import ENGINES, Wishes, engine_settings, model_folder, settle
 from baton.cli.main import parse_engine_options
 from baton.errors import BatonError
-from baton.messages import Disaggregation
+from baton.messages.placement import Disaggregation
 from baton.stop import EXIT_MISCONFIGURED
 
 SETTINGS_FILE = "worker.toml"

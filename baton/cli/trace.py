@@ -17,7 +17,7 @@ from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
 from baton.cli.trace_tree import Told, Tree, build_tree
 from baton.cli.waterfall import Look, draw
 from baton.errors import InvalidRequest, Unavailable
-from baton.messages import TracePage, TraceQuery
+from baton.messages.traces import TracePage, TraceQuery
 
 _ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from baton.messages import AttributeValue, SpanRecord
+from baton.messages.traces import AttributeValue, SpanRecord
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from baton.cli.processes import Child, Program, describe_exit
 from baton.cli.supervision import START_INTERVAL_S, keep_alive
 from baton.engines.options import WHOLE_ON_CUDA
 from baton.errors import BatonError, ConfigurationError, Unavailable
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.stop import EXIT_MISCONFIGURED
 
 Tell = Callable[[str], None]

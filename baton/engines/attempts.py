@@ -21,7 +21,7 @@ from baton.errors import (
     InvalidRequest,
     TransferFailed,
 )
-from baton.messages import FinishReason
+from baton.messages.attempts import FinishReason
 from baton.transfer import lease_key, pull_failure
 
 Item = TypeVar("Item")

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from baton.messages import AttributeValue, FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages.attempts import FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages.traces import AttributeValue
 from baton.transfer import AgentStats, PullTally
 
 

@@ -19,7 +19,7 @@ from typing import Final
 
 from baton.engines.processes import ENGINE_MARK
 from baton.errors import ConfigurationError
-from baton.messages import Role
+from baton.messages.workers import Role
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from baton.engines.engine import (
     TransferFigures,
 )
 from baton.errors import BatonError, EngineFailed, InvalidRequest
-from baton.messages import FinishReason, Sampling, pack_tokens
+from baton.messages.attempts import FinishReason, Sampling
+from baton.messages.base import pack_tokens
 
 STEPS_MAX = 1024
 """Steps and batches that may wait for their consumer."""

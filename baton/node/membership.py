@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from baton.messages import Goodbye, Heartbeat
+from baton.messages.workers import Goodbye, Heartbeat
 
 Beat = TypeVar("Beat")
 Value = TypeVar("Value")

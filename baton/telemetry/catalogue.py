@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from baton.messages import AttemptState
+from baton.messages.attempts import AttemptState
 from baton.transfer import Cause
 
 

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, Spa
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
 
-from baton.messages import SpanRecord
+from baton.messages.traces import SpanRecord
 from baton.telemetry.settings import traces_url
 
 log = logging.getLogger(__name__)

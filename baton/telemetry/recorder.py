@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from baton.messages import SpanRecord
+from baton.messages.traces import SpanRecord
 
 SPANS_MAX: Final = 8192
 AGE_S_MAX: Final = 600.0

@@ -26,7 +26,7 @@ from opentelemetry.trace import SpanKind
 from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.errors import BatonError
-from baton.messages import AttributeValue, SpanRecord, TracePage, TraceQuery, TraceWanted
+from baton.messages.traces import AttributeValue, SpanRecord, TracePage, TraceQuery, TraceWanted
 from baton.telemetry.recorder import Export, Recorder
 from baton.telemetry.settings import TelemetrySettings
 

@@ -8,7 +8,9 @@ from typing import Final
 
 from baton.engines.engine import EngineFacts, EngineRequest, Leg
 from baton.errors import MalformedMessage
-from baton.messages import RANKS_MAX, DecodeTask, PrefillTask, Role, WorkerAddress, unpack_tokens
+from baton.messages.attempts import DecodeTask, PrefillTask
+from baton.messages.base import WorkerAddress, unpack_tokens
+from baton.messages.workers import RANKS_MAX, Role
 from baton.worker.assembly import Assembly
 from baton.worker.ledger import Ask, Key, Refusal
 

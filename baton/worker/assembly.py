@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from baton.errors import MalformedMessage
-from baton.messages import TOKEN_BYTES, TokenChunk
+from baton.messages.attempts import TokenChunk
+from baton.messages.base import TOKEN_BYTES
 from baton.worker.ledger import Key
 
 

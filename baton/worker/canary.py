@@ -12,7 +12,8 @@ from baton.blocks import hash_blocks, root_key, split_ids
 from baton.clock import Clock
 from baton.engines.engine import Engine, EngineFacts, EngineRequest, Leg
 from baton.errors import BatonError, ConfigurationError
-from baton.messages import Sampling, pack_tokens
+from baton.messages.attempts import Sampling
+from baton.messages.base import pack_tokens
 from baton.worker.events import EventPublisher
 
 _SALTS: Final = ("", "baton-canary")

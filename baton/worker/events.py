@@ -21,18 +21,9 @@ from baton.blocks import ID_BYTES
 from baton.bus import Delivery
 from baton.engines.engine import EngineBlocksStored, EngineEventBatch
 from baton.errors import BatonError, MalformedMessage
-from baton.messages import (
-    BlockEvent,
-    BlocksCleared,
-    BlocksStored,
-    ErrorReport,
-    Fingerprint,
-    KvEvents,
-    Refused,
-    ShadowPage,
-    ShadowQuery,
-    WorkerAddress,
-)
+from baton.messages.base import ErrorReport, Refused, WorkerAddress
+from baton.messages.index import BlockEvent, BlocksCleared, BlocksStored, KvEvents, ShadowPage, ShadowQuery
+from baton.messages.workers import Fingerprint
 from baton.node.ports import Ports
 from baton.worker.shadow import ShadowMap, count_ids
 

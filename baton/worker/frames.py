@@ -16,7 +16,8 @@ import msgspec
 from baton import subjects
 from baton.bus import Bus
 from baton.errors import BatonError
-from baton.messages import TOKEN_BYTES, Frame, Frames, TokenLogprob, Usage, WorkerAddress, pack_tokens
+from baton.messages.attempts import Frame, Frames, TokenLogprob, Usage
+from baton.messages.base import TOKEN_BYTES, WorkerAddress, pack_tokens
 from baton.worker.ledger import Key
 
 _log = logging.getLogger("baton.worker")

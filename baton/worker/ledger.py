@@ -25,17 +25,8 @@ from typing import Final
 
 from baton.engines.engine import EngineDelta, Leg
 from baton.errors import AttemptFailed, BatonError, DeadlineExceeded, EngineFailed
-from baton.messages import (
-    AttemptState,
-    DigestEntry,
-    ErrorReport,
-    Finish,
-    FinishReason,
-    Frame,
-    TokenLogprob,
-    Usage,
-    pack_tokens,
-)
+from baton.messages.attempts import AttemptState, DigestEntry, Finish, FinishReason, Frame, TokenLogprob, Usage
+from baton.messages.base import ErrorReport, pack_tokens
 from baton.node.membership import Membership
 from baton.worker.tombstones import Tombstones
 

@@ -13,7 +13,8 @@ import msgspec
 
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import ConfigurationError, Unavailable
-from baton.messages import Role, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Role
 from baton.node.service import Node, Process, run
 from baton.worker.admission import Identity
 from baton.worker.ledger import Limits

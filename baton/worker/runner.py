@@ -13,7 +13,8 @@ from baton.bus import Bus
 from baton.clock import Clock
 from baton.engines.engine import Engine, EngineDelta, EngineRequest, Leg
 from baton.errors import BatonError, EngineFailed
-from baton.messages import Context, FinishReason, Hint, Prefilled, WorkerAddress
+from baton.messages.attempts import FinishReason, Hint, Prefilled
+from baton.messages.base import Context, WorkerAddress
 from baton.telemetry import Metrics, Tracing, catalogue
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Attempt, Ledger

@@ -23,25 +23,22 @@ from baton.errors import (
     Unavailable,
     WorkerLost,
 )
-from baton.messages import (
+from baton.messages.attempts import (
     Accepted,
     Acknowledge,
-    AnyMessage,
     AttemptState,
     Busy,
     Cancel,
     DecodeTask,
     Digest,
-    ErrorReport,
     FinishReason,
-    GatewayBeat,
-    Goodbye,
-    Heartbeat,
     PrefillTask,
-    Refused,
     Resend,
     TokenChunk,
 )
+from baton.messages.base import ErrorReport, Refused
+from baton.messages.codec import AnyMessage
+from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of

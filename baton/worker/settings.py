@@ -14,7 +14,7 @@ from msgspec import Meta
 from baton.blocks import BLOCK_TOKENS_DEFAULT, BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN
 from baton.engines.engine import Engine
 from baton.errors import ConfigurationError
-from baton.messages import RANKS_MAX, Role
+from baton.messages.workers import RANKS_MAX, Role
 from baton.node.settings import NodeSettings, Seconds
 from baton.telemetry.settings import traces_url
 from baton.transfer import AgentOptions, Corruption, Faults

@@ -22,7 +22,9 @@ from itertools import pairwise
 from baton.blocks import ID_BYTES, hash_blocks, root_key, split_ids
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored, EngineEventBatch
 from baton.errors import ConfigurationError
-from baton.messages import TOKEN_BYTES, BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Fingerprint, pack_tokens
+from baton.messages.base import TOKEN_BYTES, pack_tokens
+from baton.messages.index import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from baton.messages.workers import Fingerprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,9 @@ from baton.engines.engine import EngineLoad, EngineRequest, Leg
 from baton.engines.sglang.engine import SglangEngine
 from baton.engines.vllm.engine import VllmEngine
 from baton.errors import BatonError, EngineFailed
-from baton.messages import KvSource, Role, Sampling, WorkerAddress
+from baton.messages.attempts import KvSource, Sampling
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Faults
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}

@@ -30,7 +30,7 @@ from baton.engines.engine import (
     TransferFigures,
 )
 from baton.errors import BatonError, EngineFailed
-from baton.messages import Sampling
+from baton.messages.attempts import Sampling
 
 DRIVER = Path(__file__).with_name("driver.py")
 START_TIMEOUT_S = 300.0

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from nats.aio.client import Client
 
 from baton.bus import Bus, BusLimits, Delivery, MemoryBus, MemoryNetwork, NatsBus
-from baton.messages import AnyMessage, Context, GatewayBeat, TokenChunk
+from baton.messages.attempts import TokenChunk
+from baton.messages.base import Context
+from baton.messages.codec import AnyMessage
+from baton.messages.workers import GatewayBeat
 from tests.harness.servers import Server
 
 NOT_A_MESSAGE = b"\xc1 no message"

@@ -38,7 +38,8 @@ from baton.errors import (
     PeerUnreachable,
     TransferFailed,
 )
-from baton.messages import FinishReason, KvSource, Sampling, TokenLogprob, WorkerAddress
+from baton.messages.attempts import FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages.base import WorkerAddress
 
 POLL_S = 0.005
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)

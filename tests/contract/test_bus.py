@@ -17,7 +17,9 @@ from baton.errors import (
     NoResponders,
     PayloadTooLarge,
 )
-from baton.messages import Refused, TokenChunk, decode
+from baton.messages.attempts import TokenChunk
+from baton.messages.base import Refused
+from baton.messages.codec import decode
 
 
 async def test_messages_arrive_in_order_and_whole(world: World, name: str) -> None:

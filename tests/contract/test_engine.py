@@ -11,7 +11,7 @@ import pytest
 from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ModelMismatch, TransferFailed
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Cause, Corruption, Faults, NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
 from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed

@@ -8,7 +8,7 @@ import pytest
 from baton_kvindex.index import RUN_BLOCKS_MAX, Index, IndexSize, Run, Tier, UnknownParent
 
 from baton.errors import MalformedMessage
-from baton.messages import Fingerprint
+from baton.messages.workers import Fingerprint
 from tests.contract.index_world import COUNTING, IMPLEMENTATIONS, block, chain, copies, links, make, parameter
 
 pytestmark = pytest.mark.usefixtures("spilling")

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from baton.errors import BatonError
-from baton.messages import Sampling
+from baton.messages.attempts import Sampling
 
 VOCABULARY = 1000
 

@@ -6,7 +6,7 @@ import asyncio
 
 import openai
 
-from baton.messages import AttemptState
+from baton.messages.attempts import AttemptState
 from tests.harness.cluster import Cluster
 
 # Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.

@@ -24,7 +24,8 @@ import pytest_asyncio
 from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import EngineFacts, EngineLoad, Leg
 from baton.errors import EngineFailed, ModelMismatch, PeerUnreachable, TransferFailed
-from baton.messages import Role, Sampling
+from baton.messages.attempts import Sampling
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Corruption, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
 from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
-from baton.messages import Role
+from baton.messages.workers import Role
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.harness.cluster import Cluster, running_cluster
 

@@ -26,7 +26,7 @@ from baton.engines.options import (
 from baton.engines.sglang.options import DIALECT as SGLANG
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.worker.settings import WorkerSettings, create_engine
 
 CPU = DIALECT.profiles[Device.CPU]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_settings import EngineName, engine_environ, engine_python
 
-from baton.messages import PARAMETER_CHARACTERS_MAX, PARAMETERS_MAX
+from baton.messages.base import PARAMETER_CHARACTERS_MAX, PARAMETERS_MAX
 
 CHECKS = Path(__file__).with_name("parameter_checks.py")
 EXAMPLES: dict[EngineName, tuple[dict[str, Any], dict[str, Any]]] = {

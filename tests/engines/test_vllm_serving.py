@@ -14,7 +14,8 @@ import pytest
 import pytest_asyncio
 from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
-from baton.messages import AttemptState, Role
+from baton.messages.attempts import AttemptState
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.telemetry import PATHS, Collector, Trace, TracedSpan, ask, export_traces, running_collector
 

@@ -19,7 +19,8 @@ import httpx
 import psutil
 
 from baton.bus import Bus, Delivery, NatsBus
-from baton.messages import AttemptState, Digest, Frames, Heartbeat, Prefilled, Role
+from baton.messages.attempts import AttemptState, Digest, Frames, Prefilled
+from baton.messages.workers import Heartbeat, Role
 from tests.harness.servers import start_nats, start_redis
 
 START_TIMEOUT_S = 60.0

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 
-from baton.messages import Heartbeat, Role, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Heartbeat, Role
 
 MODEL_DIGEST = "digest"
 

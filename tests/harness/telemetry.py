@@ -16,7 +16,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue, KeyValue
 
-from baton.messages import AttemptState, Role
+from baton.messages.attempts import AttemptState
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster
 
 

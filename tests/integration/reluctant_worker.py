@@ -9,7 +9,7 @@ from typing import Final
 
 from baton_decode.config import DecodeSettings
 
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.worker.ledger import Key, Ledger
 from baton.worker.process import run_worker
 

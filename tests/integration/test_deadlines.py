@@ -14,7 +14,8 @@ import pytest
 from baton_gateway.config import Settings
 
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import Cancel, DecodeTask, Role
+from baton.messages.attempts import Cancel, DecodeTask
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, forward, open_stage

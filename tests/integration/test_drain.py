@@ -14,7 +14,8 @@ import pytest
 
 from baton.bus import Delivery
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import AttemptState, Cancel, Role
+from baton.messages.attempts import AttemptState, Cancel
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, Service, running_cluster
 
 pytestmark = pytest.mark.timeout(300)  # On a busy machine; alone the longest takes 40 s.

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import Role
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 
 ENGINES: Mapping[str, Mapping[str, Any]] = {

@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import AttemptState, Role
+from baton.messages.attempts import AttemptState
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))

@@ -18,18 +18,10 @@ from baton_gateway.config import Settings
 from baton import subjects
 from baton.blocks import hash_blocks, root_key
 from baton.errors import EngineFailed, TransferFailed
-from baton.messages import (
-    TOKEN_BYTES,
-    Acknowledge,
-    Cancel,
-    DecodeTask,
-    Frame,
-    Place,
-    PrefillTask,
-    Resend,
-    Role,
-    unpack_tokens,
-)
+from baton.messages.attempts import Acknowledge, Cancel, DecodeTask, Frame, PrefillTask, Resend
+from baton.messages.base import TOKEN_BYTES, unpack_tokens
+from baton.messages.placement import Place
+from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL, Attempt, Worker
 from tests.harness.gateway.stage import Stage, forward, open_stage
 from tests.harness.heartbeats import MODEL_DIGEST

@@ -19,7 +19,8 @@ from baton_gateway.config import Settings
 from baton.bus import NatsBus
 from baton.cli.servers import free_port
 from baton.clock import SystemClock
-from baton.messages import Cancel, DecodeTask, PrefillTask, Role
+from baton.messages.attempts import Cancel, DecodeTask, PrefillTask
+from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL, Actors
 from tests.harness.servers import start_nats
 

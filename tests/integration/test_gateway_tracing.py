@@ -11,7 +11,8 @@ import pytest
 from baton_gateway.config import Settings
 from opentelemetry.trace import SpanKind
 
-from baton.messages import SpanRecord, TracePage, decode, encode
+from baton.messages.codec import decode, encode
+from baton.messages.traces import SpanRecord, TracePage
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, forward, open_stage
 from tests.harness.telemetry import Trace, TracedSpan

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import Role
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 
 PROMPT = "All that is gold does not glitter, not all those who wander are lost. " * 12

@@ -16,7 +16,8 @@ from baton_gateway.config import Settings
 from baton_gateway.intake_pool import LARGE_BYTES, ProcessPool
 
 from baton.clock import SystemClock
-from baton.messages import DecodeTask, unpack_tokens
+from baton.messages.attempts import DecodeTask
+from baton.messages.base import unpack_tokens
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.gateway.stub_intake import COMMAND, TOKENS

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from baton import subjects
 from baton.cli.asking import ask_all
 from baton.errors import BatonError
-from baton.messages import BlocksStored, IndexQuery, IndexReport, KvEvents
+from baton.messages.index import BlocksStored, IndexQuery, IndexReport, KvEvents
 from tests.harness.index.services import PREFIX, WRITES, Pair, running_pair, said, until
 from tests.harness.index.worker import Worker, chain, working, written
 

@@ -17,7 +17,9 @@ from msgspec import structs
 from baton import subjects
 from baton.bus import NatsBus
 from baton.errors import BatonError
-from baton.messages import Context, Disaggregation, Heartbeat, Place, Placement, Role
+from baton.messages.base import Context
+from baton.messages.placement import Disaggregation, Place, Placement
+from baton.messages.workers import Heartbeat, Role
 from tests.harness.index.services import WRITES, Pair, running_pair, said, until
 from tests.harness.index.worker import Worker, chain, until_held, working
 from tests.harness.nodes import living, make_node

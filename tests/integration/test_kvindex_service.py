@@ -12,13 +12,9 @@ from baton_kvindex.counters import ResyncReason
 from baton import subjects
 from baton.bus import NatsBus
 from baton.errors import ModelNotFound
-from baton.messages import (
-    Context,
-    ErrorReport,
-    Goodbye,
-    Match,
-    Refused,
-)
+from baton.messages.base import Context, ErrorReport, Refused
+from baton.messages.index import Match
+from baton.messages.workers import Goodbye
 from tests.harness.index.services import indexing
 from tests.harness.index.worker import MODEL, Cache, chain, match, until_held, working, written
 from tests.harness.servers import start_nats, start_redis

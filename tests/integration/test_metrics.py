@@ -20,7 +20,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser
 
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import AttemptState, Role
+from baton.messages.attempts import AttemptState
+from baton.messages.workers import Role
 from baton.telemetry import catalogue
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.servers import DEPLOY, RULES, Prometheus, needs_prometheus, promtool, start_prometheus

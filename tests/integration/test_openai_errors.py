@@ -14,7 +14,7 @@ from baton_gateway.config import Settings
 from baton_gateway.door import Door
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
-from baton.messages import DecodeTask
+from baton.messages.attempts import DecodeTask
 from tests.harness.gateway.actors import CONTEXT_TOKENS, MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 

@@ -12,7 +12,9 @@ from baton_gateway.config import Settings
 from openai.types import Completion
 from openai.types.chat import ChatCompletionMessageParam
 
-from baton.messages import Cancel, DecodeTask, PrefillTask, Role, TokenChunk, unpack_tokens
+from baton.messages.attempts import Cancel, DecodeTask, PrefillTask, TokenChunk
+from baton.messages.base import unpack_tokens
+from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, forward, open_stage
 

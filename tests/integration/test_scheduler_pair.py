@@ -12,7 +12,8 @@ import pytest
 
 from baton.bus import Delivery
 from baton.cli.tiny_model import make_tiny_model
-from baton.messages import Cancel, DecodeTask, Role
+from baton.messages.attempts import Cancel, DecodeTask
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 
 pytestmark = pytest.mark.timeout(120)

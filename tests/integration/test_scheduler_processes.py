@@ -18,15 +18,10 @@ import pytest
 from baton import subjects
 from baton.bus import NatsBus
 from baton.errors import BatonError
-from baton.messages import (
-    BlocksStored,
-    Context,
-    Disaggregation,
-    KvEvents,
-    Place,
-    Placement,
-    Role,
-)
+from baton.messages.base import Context
+from baton.messages.index import BlocksStored, KvEvents
+from baton.messages.placement import Disaggregation, Place, Placement
+from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
 from tests.harness.servers import start_nats, start_redis
 

@@ -18,33 +18,25 @@ import pytest
 from baton import subjects
 from baton.blocks import hash_blocks, root_key, split_ids
 from baton.bus import Delivery, NatsBus
-from baton.messages import (
+from baton.messages.attempts import (
     Accepted,
     Acknowledge,
-    AnyMessage,
     AttemptState,
-    BlocksStored,
     Busy,
     Cancel,
-    Context,
     DecodeTask,
     Digest,
     Frames,
-    GatewayBeat,
-    Goodbye,
-    Heartbeat,
-    KvEvents,
     KvSource,
     PrefillTask,
     Resend,
-    Role,
     Sampling,
-    ShadowPage,
-    ShadowQuery,
     TokenChunk,
-    pack_tokens,
-    unpack_tokens,
 )
+from baton.messages.base import Context, pack_tokens, unpack_tokens
+from baton.messages.codec import AnyMessage
+from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
+from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from tests.harness.servers import Server, start_nats
 
 PROMPT = [5 + (position * 7919) % 300 for position in range(200)]

@@ -7,7 +7,7 @@ import pytest
 from baton.bus import BusLimits, Delivery, Faults, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.errors import BusUnavailable, DeadlineExceeded
-from baton.messages import GatewayBeat
+from baton.messages.workers import GatewayBeat
 
 
 async def _run(seed: int, faults: Faults, messages: int = 200) -> list[tuple[int, float]]:

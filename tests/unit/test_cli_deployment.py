@@ -18,7 +18,7 @@ from baton.cli.main import main, run
 from baton.cli.processes import Program, describe_exit
 from baton.cli.servers import free_port
 from baton.errors import ConfigurationError
-from baton.messages import Disaggregation
+from baton.messages.placement import Disaggregation
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import pytest
 
 from baton import errors
 from baton.errors import BatonError, Overloaded, error_from_code
-from baton.messages import ErrorReport
+from baton.messages.base import ErrorReport
 
 
 def _tree(root: type[BatonError], depth: int = 0) -> list[tuple[int, str, int]]:

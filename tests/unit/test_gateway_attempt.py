@@ -24,13 +24,7 @@ from baton.errors import (
     TransferFailed,
     WorkerLost,
 )
-from baton.messages import (
-    AttemptState,
-    DigestEntry,
-    FinishReason,
-    Frame,
-    Sampling,
-)
+from baton.messages.attempts import AttemptState, DigestEntry, FinishReason, Frame, Sampling
 from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, frame, placement
 
 

@@ -23,7 +23,7 @@ from baton.errors import (
     Overloaded,
     WorkerLost,
 )
-from baton.messages import AttemptState, DigestEntry, FinishReason, Frame, Sampling
+from baton.messages.attempts import AttemptState, DigestEntry, FinishReason, Frame, Sampling
 from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, frame, placement
 
 EXACT = {"temperature": 0.0}

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from baton.errors import BatonError, ContextLengthExceeded, InvalidRequest
-from baton.messages import Sampling
+from baton.messages.attempts import Sampling
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}

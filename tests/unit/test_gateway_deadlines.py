@@ -9,7 +9,7 @@ from baton_gateway.attempt import Phase
 from baton_gateway.attempt_events import AttemptTimers
 
 from baton.errors import DeadlineExceeded
-from baton.messages import FinishReason, Sampling
+from baton.messages.attempts import FinishReason, Sampling
 from tests.harness.gateway.attempt_harness import AttemptHarness, placement
 
 PROGRESS_S = AttemptTimers().progress_s

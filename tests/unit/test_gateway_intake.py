@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from baton.blocks import hash_blocks
 from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
-from baton.messages import Sampling, unpack_tokens
+from baton.messages.attempts import Sampling
+from baton.messages.base import unpack_tokens
 from tests.harness.gateway.actors import CHAT_TEMPLATE, make_tokenizer, tiny_model
 
 CONTEXT_TOKENS = 64

@@ -9,7 +9,7 @@ from baton_gateway.order import Order, Outcome
 from baton_gateway.workers import Model
 
 from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
-from baton.messages import FinishReason, Sampling
+from baton.messages.attempts import FinishReason, Sampling
 from baton.telemetry import Metrics
 from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, placement
 from tests.unit.test_telemetry_metrics import SAMPLED, scrape

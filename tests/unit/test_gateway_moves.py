@@ -7,7 +7,7 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import MOVE_S, Phase
 
 from baton.errors import NoWorkers
-from baton.messages import Sampling
+from baton.messages.attempts import Sampling
 from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, frame, placement
 
 LONG = Sampling(max_tokens=1000, temperature=0.0)

@@ -6,7 +6,8 @@ import pytest
 from baton_gateway import attempt_events as ev
 
 from baton.errors import EngineFailed, InvalidRequest, NoWorkers, PayloadTooLarge, WorkerLost
-from baton.messages import REFUSALS_MAX, FinishReason
+from baton.messages.attempts import FinishReason
+from baton.messages.placement import REFUSALS_MAX
 from tests.harness.gateway.attempt_harness import AttemptHarness, placement
 
 REFUSAL = InvalidRequest("mode is one of fast, slow", param="mode")

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from baton.messages import TokenLogprob
+from baton.messages.attempts import TokenLogprob
 from tests.harness.gateway.actors import EOS, make_tokenizer
 
 

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from baton.clock import ManualClock
 from baton.errors import InvalidRequest, ModelNotFound
-from baton.messages import Heartbeat, Role, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Heartbeat, Role
 
 BEAT = Heartbeat(
     address=WorkerAddress(worker="d1", generation=1),

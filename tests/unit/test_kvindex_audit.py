@@ -10,7 +10,8 @@ from baton_kvindex.durable import Journal
 from baton_kvindex.radix import RadixIndex
 from baton_kvindex.reconciler import Reconciler
 
-from baton.messages import Audited, Context
+from baton.messages.base import Context
+from baton.messages.placement import Audited
 from tests.harness.index.worker import Cache
 
 

@@ -15,7 +15,10 @@ from baton import subjects
 from baton.bus import Delivery, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.errors import MalformedMessage
-from baton.messages import Audited, BlocksStored, Context, Goodbye, Placed, ShadowPage, ShadowQuery
+from baton.messages.base import Context
+from baton.messages.index import BlocksStored, ShadowPage, ShadowQuery
+from baton.messages.placement import Audited, Placed
+from baton.messages.workers import Goodbye
 from baton.node.membership import MEMBERS_MAX
 from baton.node.ports import deterministic_ports
 from baton.node.service import Node, serve

@@ -12,7 +12,8 @@ from baton_kvindex.counters import ResyncReason
 from baton_kvindex.index import IndexSize, split_ids
 from baton_kvindex.indexed_worker import SyncState
 
-from baton.messages import BlocksStored, Goodbye
+from baton.messages.index import BlocksStored
+from baton.messages.workers import Goodbye
 from tests.contract.index_world import block, chain
 from tests.harness.index.cold import PATH, World, cold_prompt
 from tests.harness.index.worker import MODEL, Cache

@@ -8,7 +8,7 @@ from baton_kvindex.index import link
 from baton_kvindex.reconciler import LocalMatch
 from baton_kvindex.spill import MEMORY_BYTES_MIN
 
-from baton.messages import BlocksStored
+from baton.messages.index import BlocksStored
 from tests.harness.index.cold import PATH, World
 from tests.harness.index.worker import MODEL, Cache
 from tests.harness.index.worker import chain as prompt

@@ -9,7 +9,9 @@ from baton_kvindex.counters import Counters, ResyncReason
 from baton_kvindex.durable import WorkerState
 from baton_kvindex.indexed_worker import IndexedWorker, SyncState
 
-from baton.messages import Audited, Context, Fingerprint
+from baton.messages.base import Context
+from baton.messages.placement import Audited
+from baton.messages.workers import Fingerprint
 from tests.harness.index.worker import MODEL, Cache
 
 

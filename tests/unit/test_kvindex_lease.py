@@ -18,7 +18,8 @@ from baton_kvindex.writer import Writer
 from baton.bus import Entry, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.errors import BusUnavailable
-from baton.messages import AnyMessage, BlocksStored, KvEvents, WriterLease
+from baton.messages.codec import AnyMessage
+from baton.messages.index import BlocksStored, KvEvents, WriterLease
 from baton.node.ports import deterministic_ports
 
 SETTINGS = IndexSettings()

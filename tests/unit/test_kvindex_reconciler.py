@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 from msgspec.structs import replace
 
-from baton.messages import BlocksRemoved, BlocksStored, Fingerprint, Goodbye, KvEvents, ShadowPage, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.index import BlocksRemoved, BlocksStored, KvEvents, ShadowPage
+from baton.messages.workers import Fingerprint, Goodbye
 from tests.harness.index.table import TableIndex
 from tests.harness.index.worker import MODEL, Cache, chain
 

@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from baton import subjects
 from baton.bus import Bus, MemoryBus, MemoryNetwork
 from baton.errors import MalformedMessage
-from baton.messages import Context, Disaggregation, Place, Placed, Placement, Role
+from baton.messages.base import Context
+from baton.messages.placement import Disaggregation, Place, Placed, Placement
+from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
 from tests.harness.index.worker import MODEL, Cache, chain
 from tests.harness.nodes import living, make_node

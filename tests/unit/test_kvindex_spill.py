@@ -9,7 +9,8 @@ import pytest
 from baton_kvindex.counters import ResyncReason
 from baton_kvindex.indexed_worker import SyncState
 
-from baton.messages import BlocksRemoved, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.index import BlocksRemoved
 from tests.harness.index.cold import PATH, World, cold_prompt
 from tests.harness.index.worker import MODEL, Cache
 from tests.harness.index.worker import chain as prompt

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.messages import Goodbye, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Goodbye
 from baton.node.membership import Event, Joined, Leaving, Left, Lost, Membership, Restarted, Workers
 from tests.harness.heartbeats import heartbeat
 

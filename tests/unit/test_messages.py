@@ -11,28 +11,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton import messages
 from baton.errors import MalformedMessage
-from baton.messages import (
+from baton.messages import attempts, base, index, placement, traces, workers
+from baton.messages.base import (
     PARAMETER_CHARACTERS_MAX,
     PARAMETERS_MAX,
-    AnyMessage,
     Context,
-    GatewayBeat,
     Message,
     Part,
-    Place,
-    decode,
-    encode,
     pack_tokens,
     unpack_tokens,
 )
+from baton.messages.codec import AnyMessage, decode, encode
+from baton.messages.placement import Place
+from baton.messages.workers import GatewayBeat
 from tests.harness.heartbeats import heartbeat
 
 MESSAGES: tuple[type[Message], ...] = get_args(AnyMessage)
 PARTS = [
     kind
-    for kind in vars(messages).values()
+    for conversation in (attempts, base, index, placement, traces, workers)
+    for kind in vars(conversation).values()
     if isinstance(kind, type) and issubclass(kind, Part | Message) and kind not in (Part, Message)
 ]
 
@@ -116,7 +115,7 @@ def test_random_bytes_are_a_message_or_malformed(payload: bytes) -> None:
         assert str(len(payload)) in error.detail
 
 
-@given(_of(messages.DecodeTask), st.data())
+@given(_of(attempts.DecodeTask), st.data())
 def test_a_damaged_message_is_a_message_or_malformed(message: AnyMessage, data: st.DataObject) -> None:
     payload = bytearray(encode(message))
     position = data.draw(st.integers(0, len(payload) - 1))

@@ -8,7 +8,8 @@ import pytest
 from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement, unlike_pairs
 
 from baton.errors import MalformedMessage
-from baton.messages import Goodbye, Role, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Goodbye, Role
 from tests.harness.heartbeats import heartbeat
 
 

@@ -11,7 +11,8 @@ from baton_scheduler.loads import WorkerLoad
 from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose
 
 from baton.errors import InvalidRequest, NoWorkers
-from baton.messages import Disaggregation, Role
+from baton.messages.placement import Disaggregation
+from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
 
 PLAIN = Demand(model="tiny", prompt_tokens=1000, output_tokens_max=100, disaggregation=Disaggregation.ALWAYS)

@@ -15,7 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded
-from baton.messages import Candidate, Context, Disaggregation, Heartbeat, Placed, Placement, Role, WorkerAddress
+from baton.messages.base import Context, WorkerAddress
+from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
+from baton.messages.workers import Heartbeat, Role
 
 OPTIONS = PlacementOptions()
 AUTO, ALWAYS, NEVER = Disaggregation.AUTO, Disaggregation.ALWAYS, Disaggregation.NEVER

@@ -16,18 +16,11 @@ from baton_scheduler.service import SchedulerService
 
 from baton import subjects
 from baton.bus import Delivery, MemoryBus, MemoryNetwork
-from baton.messages import (
-    AnyMessage,
-    Context,
-    Disaggregation,
-    Goodbye,
-    Match,
-    Matched,
-    Place,
-    Placement,
-    Refused,
-    Role,
-)
+from baton.messages.base import Context, Refused
+from baton.messages.codec import AnyMessage
+from baton.messages.index import Match, Matched
+from baton.messages.placement import Disaggregation, Place, Placement
+from baton.messages.workers import Goodbye, Role
 from baton.node.ports import Randomness
 from baton.stop import Stop
 from tests.harness.heartbeats import heartbeat

@@ -24,7 +24,9 @@ from baton.errors import (
     InvalidRequest,
     TransferFailed,
 )
-from baton.messages import FinishReason, KvSource, Role, Sampling, WorkerAddress
+from baton.messages.attempts import FinishReason, KvSource, Sampling
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Pool, TransferEvent
 from baton.transfer.memory import MemoryAgent, MemoryFabric
 

@@ -14,7 +14,7 @@ import pytest
 from baton.engines.simulated.options import SimulatedOptions, parse_options
 from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model
 from baton.errors import ConfigurationError, InvalidRequest
-from baton.messages import Sampling, TokenLogprob
+from baton.messages.attempts import Sampling, TokenLogprob
 
 MODEL = SimulatedModel(vocabulary=1000, printable=tuple(range(100, 1000)), eos_tokens=(2,), context_tokens_max=100)
 

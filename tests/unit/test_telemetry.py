@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from baton.messages import SpanRecord
+from baton.messages.traces import SpanRecord
 from baton.telemetry import TelemetrySettings, Tracing
 
 TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]")

@@ -10,7 +10,7 @@ import pytest
 
 from baton import subjects
 from baton.bus import Delivery, MemoryBus
-from baton.messages import GatewayBeat
+from baton.messages.workers import GatewayBeat
 from baton.telemetry import Metrics, Reading, catalogue
 from docs.metrics_table import BEGIN, DOCUMENT, END, table
 

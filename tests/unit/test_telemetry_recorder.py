@@ -11,7 +11,7 @@ from baton.bus import MemoryBus, MemoryNetwork
 from baton.cli.trace import ask, check_name
 from baton.clock import SystemClock
 from baton.errors import InvalidRequest, WorkerLost
-from baton.messages import SpanRecord, TraceQuery, TraceWanted
+from baton.messages.traces import SpanRecord, TraceQuery, TraceWanted
 from baton.telemetry import TelemetrySettings, Tracing
 from baton.telemetry.recorder import TRACE_SPANS_MAX, Recorder
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.cli.trace_tree import Told, Tree, build_tree
 from baton.cli.waterfall import Look, draw, format_time
-from baton.messages import AttributeValue, SpanRecord
+from baton.messages.traces import AttributeValue, SpanRecord
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 MS = 1_000_000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from baton.errors import MalformedMessage
-from baton.messages import Context, TokenChunk, pack_tokens
+from baton.messages.attempts import TokenChunk
+from baton.messages.base import Context, pack_tokens
 from baton.worker.assembly import Assembly
 
 

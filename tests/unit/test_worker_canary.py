@@ -13,7 +13,7 @@ from baton.clock import ManualClock
 from baton.engines.engine import EngineBlocksStored, EngineDelta, EngineRequest
 from baton.engines.scripted import FACTS, ScriptedEngine, one_token, stored_prompt
 from baton.errors import ConfigurationError, EngineFailed
-from baton.messages import WorkerAddress
+from baton.messages.base import WorkerAddress
 from baton.node.ports import deterministic_ports
 from baton.worker.canary import prove_block_identity
 from baton.worker.events import EventPublisher

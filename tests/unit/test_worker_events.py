@@ -15,19 +15,17 @@ from baton.bus import Delivery, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
 from baton.engines.scripted import ScriptedEngine
-from baton.messages import (
+from baton.messages.base import Refused, WorkerAddress, pack_tokens
+from baton.messages.index import (
     BlockEvent,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Fingerprint,
     KvEvents,
-    Refused,
     ShadowPage,
     ShadowQuery,
-    WorkerAddress,
-    pack_tokens,
 )
+from baton.messages.workers import Fingerprint
 from baton.node.ports import deterministic_ports
 from baton.worker import events
 from baton.worker.events import EventPublisher, split_events

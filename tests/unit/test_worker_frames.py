@@ -11,19 +11,9 @@ from hypothesis import strategies as st
 
 from baton import subjects
 from baton.bus import Delivery, MemoryBus, MemoryNetwork
-from baton.messages import (
-    ErrorReport,
-    Finish,
-    FinishReason,
-    Frame,
-    Frames,
-    TokenLogprob,
-    Usage,
-    WorkerAddress,
-    encode,
-    pack_tokens,
-    unpack_tokens,
-)
+from baton.messages.attempts import Finish, FinishReason, Frame, Frames, TokenLogprob, Usage
+from baton.messages.base import ErrorReport, WorkerAddress, pack_tokens, unpack_tokens
+from baton.messages.codec import encode
 from baton.worker.frames import FrameSender, frame_bytes_max, split_frames
 
 ADDRESS = WorkerAddress(worker="d0", generation=1)

@@ -9,7 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from baton.engines.engine import EngineDelta, Leg
 from baton.errors import AttemptFailed, DeadlineExceeded, EngineFailed, WorkerLost
-from baton.messages import AttemptState, FinishReason, unpack_tokens
+from baton.messages.attempts import AttemptState, FinishReason
+from baton.messages.base import unpack_tokens
 from baton.worker.ledger import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Ledger, Limits, Refusal
 from baton.worker.tombstones import Tombstones
 

@@ -14,36 +14,29 @@ from baton.clock import ManualClock
 from baton.engines.engine import EngineDelta, EngineLoad, Leg
 from baton.engines.scripted import FACTS, ScriptedEngine
 from baton.errors import ConfigurationError, EngineFailed, InvalidRequest, TransferFailed
-from baton.messages import (
+from baton.messages.attempts import (
     Accepted,
     Acknowledge,
-    AnyMessage,
     AttemptState,
     Busy,
     Cancel,
-    Context,
     DecodeTask,
     Digest,
     FinishReason,
     Frame,
     Frames,
-    GatewayBeat,
-    Goodbye,
-    Heartbeat,
     Hint,
     KvSource,
-    Match,
     Prefilled,
     PrefillTask,
-    Refused,
     Resend,
-    Role,
     Sampling,
     TokenChunk,
-    WorkerAddress,
-    pack_tokens,
-    unpack_tokens,
 )
+from baton.messages.base import Context, Refused, WorkerAddress, pack_tokens, unpack_tokens
+from baton.messages.codec import AnyMessage
+from baton.messages.index import Match
+from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.ports import deterministic_ports
 from baton.node.service import Node, serve
 from baton.stop import Stop

@@ -11,7 +11,7 @@ from baton_prefill.config import PrefillSettings
 
 from baton import config
 from baton.errors import ConfigurationError
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Faults
 from baton.worker.settings import WorkerSettings, create_engine
 

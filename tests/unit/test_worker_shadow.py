@@ -17,7 +17,9 @@ from baton.engines.engine import (
     EngineEventBatch,
 )
 from baton.errors import ConfigurationError
-from baton.messages import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Fingerprint, pack_tokens
+from baton.messages.base import pack_tokens
+from baton.messages.index import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from baton.messages.workers import Fingerprint
 from baton.worker.shadow import ShadowMap
 
 DIGEST = "ab" * 32

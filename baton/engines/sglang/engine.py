@@ -37,7 +37,8 @@ from baton.engines.recorder import LoadRecorder
 from baton.engines.sglang.host import SglangHost
 from baton.engines.sglang.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
-from baton.messages import FinishReason, Role, Sampling
+from baton.messages.attempts import FinishReason, Sampling
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Faults
 
 EVENTS_CONNECT_TIMEOUT_S: Final = 10.0

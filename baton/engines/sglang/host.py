@@ -33,7 +33,7 @@ from baton.engines.options import (
 )
 from baton.engines.sglang.options import DIALECT
 from baton.engines.sglang.plugins import CONNECTOR_VARIABLE
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any, Final
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from baton.errors import InvalidRequest
-from baton.messages import Sampling, TokenLogprob
+from baton.messages.attempts import Sampling, TokenLogprob
 
 GRAMMARS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
 """SGLang's own parameters that Baton passes through, where it has a back end for them."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 from baton.engines.engine import EngineBlockEvent, EngineBlocksRemoved, EngineBlocksStored
-from baton.messages import pack_tokens
+from baton.messages.base import pack_tokens
 
 HASH_BYTES = 16
 

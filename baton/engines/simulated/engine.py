@@ -43,7 +43,8 @@ from baton.errors import (
     EngineFailed,
     TransferFailed,
 )
-from baton.messages import FinishReason, Role, Sampling, TokenLogprob
+from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, NativeAgent, TransferAgent
 
 ENGINE: Final = "simulated 1"

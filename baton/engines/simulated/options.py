@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.errors import ConfigurationError
-from baton.messages import PARAMETERS_MAX, ParameterName
+from baton.messages.base import PARAMETERS_MAX, ParameterName
 
 WORD_BYTES = 8
 

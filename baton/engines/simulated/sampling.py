@@ -13,7 +13,7 @@ import msgspec
 
 from baton.engines.simulated.kv import MASK, mix_word
 from baton.errors import ConfigurationError, InvalidRequest
-from baton.messages import Sampling, TokenLogprob
+from baton.messages.attempts import Sampling, TokenLogprob
 
 VOCABULARY_DEFAULT: Final = 8192
 CONTEXT_TOKENS_DEFAULT: Final = 8192

@@ -11,7 +11,7 @@ from baton.engines.simulated.kv import ContextReader
 from baton.engines.simulated.scheduler import Attempt
 from baton.engines.stages import prompt_stages
 from baton.errors import AttemptFailed, BatonError, ContextLengthExceeded, InvalidRequest
-from baton.messages import FinishReason, TokenLogprob
+from baton.messages.attempts import FinishReason, TokenLogprob
 from baton.transfer import lease_key
 
 

@@ -26,7 +26,8 @@ from baton.engines.options import split_options
 from baton.engines.vllm.host import VllmHost
 from baton.engines.vllm.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
-from baton.messages import FinishReason, Role, Sampling
+from baton.messages.attempts import FinishReason, Sampling
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Faults
 
 if TYPE_CHECKING:

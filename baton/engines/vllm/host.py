@@ -18,7 +18,7 @@ from baton.engines.options import (
 )
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.transfer import AgentOptions
 
 if TYPE_CHECKING:

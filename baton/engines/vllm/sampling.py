@@ -12,7 +12,7 @@ from vllm.logprobs import Logprob
 from vllm.sampling_params import RequestOutputKind
 
 from baton.errors import InvalidRequest
-from baton.messages import Sampling, TokenLogprob
+from baton.messages.attempts import Sampling, TokenLogprob
 
 _NOT_EXTENSIONS: Final = frozenset(
     {

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
-from baton.messages import Disaggregation
+from baton.messages.placement import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
 from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody
 from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here

@@ -43,7 +43,9 @@ from baton.errors import (
     Unavailable,
     WorkerLost,
 )
-from baton.messages import REFUSALS_MAX, Finish, FinishReason, Frame, Placement, Sampling, unpack_tokens
+from baton.messages.attempts import Finish, FinishReason, Frame, Sampling
+from baton.messages.base import unpack_tokens
+from baton.messages.placement import REFUSALS_MAX, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.messages import DigestEntry, FinishReason, Frame, Placement, TokenLogprob
+from baton.messages.attempts import DigestEntry, FinishReason, Frame, TokenLogprob
+from baton.messages.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequest
-from baton.messages import Sampling
+from baton.messages.attempts import Sampling
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.messages import TokenLogprob
+from baton.messages.attempts import TokenLogprob
 from baton_gateway.bodies import OutputOptions
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.stop_strings import StopScanner

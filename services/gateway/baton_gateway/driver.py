@@ -23,27 +23,21 @@ from baton.errors import (
     NoResponders,
     PayloadTooLarge,
 )
-from baton.messages import (
-    TOKEN_BYTES,
+from baton.messages.attempts import (
     Accepted,
     Acknowledge,
-    Audited,
     Busy,
     Cancel,
-    Context,
     DecodeTask,
     FinishReason,
     KvSource,
-    Place,
-    Placement,
     PrefillTask,
-    Refused,
     Resend,
     TokenChunk,
-    WorkerAddress,
-    encode,
-    pack_tokens,
 )
+from baton.messages.base import TOKEN_BYTES, Context, Refused, WorkerAddress, pack_tokens
+from baton.messages.codec import encode
+from baton.messages.placement import Audited, Place, Placement
 from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue, Ticket

@@ -19,7 +19,9 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.messages import TOKEN_BYTES, Disaggregation, Sampling, unpack_tokens
+from baton.messages.attempts import Sampling
+from baton.messages.base import TOKEN_BYTES, unpack_tokens
+from baton.messages.placement import Disaggregation
 from baton_gateway import attempt_events as ev
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary

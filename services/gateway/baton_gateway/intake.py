@@ -8,7 +8,8 @@ import msgspec
 
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.messages import Sampling, pack_tokens
+from baton.messages.attempts import Sampling
+from baton.messages.base import pack_tokens
 from baton_gateway.bodies import (
     NEUTRAL,
     ChatBody,

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from baton.messages import ErrorReport
+from baton.messages.base import ErrorReport
 from baton_gateway.intake import Operation, Parsed, Plan, Prompt
 from baton_gateway.tokenise import ModelFacts
 from baton_gateway.workers import Model

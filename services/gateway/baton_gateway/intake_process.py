@@ -19,7 +19,7 @@ from typing import BinaryIO, Final
 import msgspec
 
 from baton.errors import BatonError
-from baton.messages import ErrorReport
+from baton.messages.base import ErrorReport
 from baton_gateway.intake import Intake, Plan
 from baton_gateway.intake_messages import (
     LENGTH_BYTES,

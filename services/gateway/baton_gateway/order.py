@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from baton.messages import Disaggregation, FinishReason, Sampling
+from baton.messages.attempts import FinishReason, Sampling
+from baton.messages.placement import Disaggregation
 from baton_gateway.workers import Model
 
 

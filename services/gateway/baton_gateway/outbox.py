@@ -10,7 +10,7 @@ from typing import Final
 from baton.bus import Bus
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.messages import AnyMessage
+from baton.messages.codec import AnyMessage
 
 log = logging.getLogger(__name__)
 

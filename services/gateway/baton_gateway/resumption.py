@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from baton.errors import BatonError, NotResumable
-from baton.messages import FinishReason, Sampling
+from baton.messages.attempts import FinishReason, Sampling
 
 
 class Moved(BatonError):

@@ -11,24 +11,10 @@ from typing import Final
 from baton import subjects
 from baton.bus import Delivery
 from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
-from baton.messages import (
-    Acknowledge,
-    AttemptState,
-    Cancel,
-    Context,
-    Digest,
-    DigestEntry,
-    Frames,
-    GatewayBeat,
-    Goodbye,
-    Heartbeat,
-    Hint,
-    Place,
-    Placement,
-    Prefilled,
-    Refused,
-    Role,
-)
+from baton.messages.attempts import Acknowledge, AttemptState, Cancel, Digest, DigestEntry, Frames, Hint, Prefilled
+from baton.messages.base import Context, Refused
+from baton.messages.placement import Place, Placement
+from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Event, Left, Lost, Restarted
 from baton.node.service import Node

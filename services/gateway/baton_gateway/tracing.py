@@ -23,7 +23,9 @@ from starlette.requests import Request
 from baton import subjects
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.messages import AttributeValue, FinishReason, Placement, TraceWanted
+from baton.messages.attempts import FinishReason
+from baton.messages.placement import Placement
+from baton.messages.traces import AttributeValue, TraceWanted
 from baton.telemetry import Span, Tracing
 from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.intake import Plan

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, ModelNotFound
-from baton.messages import PARAMETER_CHARACTERS_MAX, Heartbeat, Role
+from baton.messages.base import PARAMETER_CHARACTERS_MAX
+from baton.messages.workers import Heartbeat, Role
 from baton.node.membership import Workers
 
 

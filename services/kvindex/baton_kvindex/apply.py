@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from baton.errors import MalformedMessage
-from baton.messages import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
+from baton.messages.index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
 from baton_kvindex.cold import Cold
 from baton_kvindex.counters import Counters, ResyncReason
 from baton_kvindex.durable import Journal

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from typing import Final
 
-from baton.messages import Fingerprint
+from baton.messages.workers import Fingerprint
 from baton_kvindex.index import ID_BYTES, IndexSize, Run, Tier, UnknownParent, check_ids, check_run, split_ids
 from baton_kvindex.packing import COUNT_BYTES, DamagedBranch, EvictedBranch, Holder, holders_of, trees, unpack
 from baton_kvindex.radix import Branch, RadixIndex

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from baton.errors import BatonError, MalformedMessage
-from baton.messages import BlocksStored, Fingerprint
+from baton.messages.index import BlocksStored
+from baton.messages.workers import Fingerprint
 
 ID_BYTES: Final = 16
 RUN_BLOCKS_MAX: Final = 1 << 20

@@ -24,7 +24,10 @@ import enum
 from collections import deque
 from typing import Final
 
-from baton.messages import Audited, BlocksCleared, Fingerprint, Heartbeat, KvEvents, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.index import BlocksCleared, KvEvents
+from baton.messages.placement import Audited
+from baton.messages.workers import Fingerprint, Heartbeat
 from baton_kvindex.audit import Audit
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.counters import Counters, ResyncReason

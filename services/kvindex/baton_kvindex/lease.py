@@ -15,7 +15,7 @@ from __future__ import annotations
 from math import inf
 
 from baton.bus import Entry
-from baton.messages import WriterLease
+from baton.messages.index import WriterLease
 
 
 class Lease:

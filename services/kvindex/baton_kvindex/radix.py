@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import baton_native
 
 from baton.errors import MalformedMessage
-from baton.messages import Fingerprint
+from baton.messages.workers import Fingerprint
 from baton_kvindex import index
 from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent
 

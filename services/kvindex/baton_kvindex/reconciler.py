@@ -19,7 +19,10 @@ from typing import Final
 import msgspec
 
 from baton.errors import MalformedMessage
-from baton.messages import Audited, Fingerprint, Goodbye, Heartbeat, KvEvents, Placed, ShadowPage, WorkerAddress
+from baton.messages.base import WorkerAddress
+from baton.messages.index import KvEvents, ShadowPage
+from baton.messages.placement import Audited, Placed
+from baton.messages.workers import Fingerprint, Goodbye, Heartbeat
 from baton.node.membership import Event, Joined, Left, Lost, Restarted, Workers
 from baton_kvindex.apply import PartlyCold, apply_events
 from baton_kvindex.cold import Cold, ColdIndex

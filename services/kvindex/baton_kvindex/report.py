@@ -9,7 +9,7 @@ from typing import Final
 
 from msgspec import structs
 
-from baton.messages import IndexedModel, IndexedPrefix, IndexQuery, IndexReport, WorkerReport
+from baton.messages.index import IndexedModel, IndexedPrefix, IndexQuery, IndexReport, WorkerReport
 from baton.node.ports import Threads
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.counters import Counters

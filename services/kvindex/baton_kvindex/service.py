@@ -13,20 +13,10 @@ from opentelemetry.trace import SpanKind
 from baton import subjects
 from baton.bus import Delivery, Subscription
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
-from baton.messages import (
-    Audited,
-    Goodbye,
-    Heartbeat,
-    IndexQuery,
-    KvEvents,
-    Match,
-    Matched,
-    Placed,
-    Refused,
-    ShadowPage,
-    ShadowQuery,
-    WorkerAddress,
-)
+from baton.messages.base import Refused, WorkerAddress
+from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPage, ShadowQuery
+from baton.messages.placement import Audited, Placed
+from baton.messages.workers import Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node
 from baton.telemetry import Reading, catalogue

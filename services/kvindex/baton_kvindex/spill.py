@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
-from baton.messages import WorkerAddress
+from baton.messages.base import WorkerAddress
 from baton.node.ports import Ports
 from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex
 from baton_kvindex.config import IndexSettings

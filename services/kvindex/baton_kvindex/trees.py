@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from baton.messages import Fingerprint
+from baton.messages.workers import Fingerprint
 from baton_kvindex.index import Index, IndexSize, Run, check_ids
 
 

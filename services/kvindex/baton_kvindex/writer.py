@@ -11,7 +11,7 @@ from typing import Final
 
 from baton import subjects
 from baton.errors import BatonError
-from baton.messages import WriterLease
+from baton.messages.index import WriterLease
 from baton.node.ports import Ports
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.lease import Lease

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.messages import Role
+from baton.messages.workers import Role
 from baton.worker.process import run_worker
 from baton_prefill.config import PrefillSettings
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from baton.messages import Disaggregation
+from baton.messages.placement import Disaggregation
 from baton.node.settings import NodeSettings, Seconds
 
 Count = Annotated[int, msgspec.Meta(gt=0)]

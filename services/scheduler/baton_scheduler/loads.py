@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.errors import MalformedMessage
-from baton.messages import Goodbye, Heartbeat, Role
+from baton.messages.workers import Goodbye, Heartbeat, Role
 from baton.node.membership import LOST_AFTER_S, Event, Leaving, Workers
 
 

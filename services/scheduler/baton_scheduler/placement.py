@@ -25,7 +25,8 @@ from typing import Final
 
 from baton.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoWorkers, Overloaded
 from baton.identity import unlike
-from baton.messages import Candidate, Disaggregation, Placed, Placement, Role
+from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
+from baton.messages.workers import Role
 from baton.node.ports import Randomness
 from baton_scheduler.loads import SoftPlacement, WorkerLoad
 

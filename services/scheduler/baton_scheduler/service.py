@@ -24,21 +24,11 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
-from baton.messages import (
-    AnyMessage,
-    Context,
-    ErrorReport,
-    Goodbye,
-    Heartbeat,
-    Match,
-    Matched,
-    Place,
-    Placed,
-    Placement,
-    Refused,
-    Role,
-    WorkerAddress,
-)
+from baton.messages.base import Context, ErrorReport, Refused, WorkerAddress
+from baton.messages.codec import AnyMessage
+from baton.messages.index import Match, Matched
+from baton.messages.placement import Place, Placed, Placement
+from baton.messages.workers import Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node
 from baton.telemetry import Reading, catalogue

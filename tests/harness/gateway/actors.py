@@ -26,39 +26,30 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import Clock
 from baton.errors import BatonError, BusUnavailable, InvalidRequest, NoWorkers
-from baton.messages import (
+from baton.messages.attempts import (
     Accepted,
     Acknowledge,
-    AnyMessage,
     AttemptState,
     Busy,
     Cancel,
-    Candidate,
-    Context,
     DecodeTask,
     Digest,
     DigestEntry,
-    Disaggregation,
-    ErrorReport,
     Finish,
     FinishReason,
     Frame,
     Frames,
-    Heartbeat,
-    Place,
-    Placement,
     Prefilled,
     PrefillTask,
-    Refused,
     Resend,
-    Role,
     TokenChunk,
     TokenLogprob,
     Usage,
-    WorkerAddress,
-    pack_tokens,
-    unpack_tokens,
 )
+from baton.messages.base import Context, ErrorReport, Refused, WorkerAddress, pack_tokens, unpack_tokens
+from baton.messages.codec import AnyMessage
+from baton.messages.placement import Candidate, Disaggregation, Place, Placement
+from baton.messages.workers import Heartbeat, Role
 from tests.harness.heartbeats import heartbeat
 
 MODEL: Final = "tiny"

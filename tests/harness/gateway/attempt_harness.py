@@ -10,18 +10,9 @@ from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.attempt_events import AttemptTimers
 
 from baton.errors import BatonError
-from baton.messages import (
-    Candidate,
-    ErrorReport,
-    Finish,
-    FinishReason,
-    Frame,
-    Placement,
-    Sampling,
-    Usage,
-    WorkerAddress,
-    pack_tokens,
-)
+from baton.messages.attempts import Finish, FinishReason, Frame, Sampling, Usage
+from baton.messages.base import ErrorReport, WorkerAddress, pack_tokens
+from baton.messages.placement import Candidate, Placement
 
 Kind = TypeVar("Kind")
 REQUEST = "r"

@@ -16,7 +16,7 @@ from msgspec import structs
 
 from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import SystemClock
-from baton.messages import SpanRecord
+from baton.messages.traces import SpanRecord
 from baton.node.ports import system_ports
 from baton.node.service import Node
 from baton.telemetry import Metrics, Tracing

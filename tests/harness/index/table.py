@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent, check_ids, check_run, link, split_ids
 
-from baton.messages import Fingerprint
+from baton.messages.workers import Fingerprint
 
 
 @dataclass(slots=True)

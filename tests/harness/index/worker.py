@@ -17,22 +17,19 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.clock import SystemClock
 from baton.errors import BusUnavailable, DeadlineExceeded, Unavailable
-from baton.messages import (
+from baton.messages.base import Context, WorkerAddress
+from baton.messages.index import (
     BlockEvent,
     BlocksCleared,
     BlocksRemoved,
     BlocksStored,
-    Context,
-    Fingerprint,
-    Heartbeat,
     KvEvents,
     Match,
     Matched,
-    Role,
     ShadowPage,
     ShadowQuery,
-    WorkerAddress,
 )
+from baton.messages.workers import Fingerprint, Heartbeat, Role
 from tests.harness.heartbeats import MODEL_DIGEST, heartbeat
 
 MODEL = MODEL_DIGEST

@@ -1,0 +1,1 @@
+"""Messages that cross the bus, by conversation; `codec` has them all."""

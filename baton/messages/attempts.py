@@ -1,0 +1,216 @@
+"""Attempts: the tasks of a request, and what workers answer (`docs/handoff.md`)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from baton.messages.base import Context, ErrorReport, Message, Part, WorkerAddress
+
+
+class Sampling(Part, frozen=True, kw_only=True):
+    """How to choose tokens. `extensions` holds engine parameters that Baton passes through unread."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: all tokens."""
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    """Number of alternatives reported beside each sampled token; None: no log-probabilities."""
+    extensions: dict[str, object] = msgspec.field(default_factory=dict[str, object])
+
+
+class KvSource(Part, frozen=True, kw_only=True):
+    """Where a decode worker pulls the prompt's KV from. The lease's key is `lease_key(request, attempt, tokens)`."""
+
+    address: WorkerAddress
+
+
+class TokenChunk(Message, tag="chunk", frozen=True, kw_only=True):
+    """A leading part of a prompt that is too long for one message; sent before its task, in order."""
+
+    context: Context
+    offset: int
+    tokens: bytes
+
+
+class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
+    """Compute the prompt's KV and hold it under lease. Answered by `Accepted`, `Busy` or `Refused`."""
+
+    context: Context
+    gateway: str
+    generation: int
+    """Of the worker this is meant for; another life answers `Busy`."""
+    tokens: bytes
+    """The prompt's tail: what no `TokenChunk` carried."""
+    prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+    sink_ranks: int = 0
+    """Tensor-parallel ranks of the decode worker, each of which pulls; 0: as many as this worker has."""
+    cached_tokens: int = 0
+    """Of the prompt, what the placement takes this worker to hold: the rest is what its queue grows by."""
+
+
+class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
+    """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here.
+
+    Answered as a `PrefillTask` is; `Refused` with InvalidRequest: the engine takes no such parameters.
+    """
+
+    context: Context
+    gateway: str
+    generation: int
+    tokens: bytes
+    prompt_tokens: int
+    sampling: Sampling
+    cache_salt: str = ""
+    source: KvSource | None = None
+    cached_tokens: int = 0
+    """As in `PrefillTask`; without a source."""
+
+
+class Accepted(Message, tag="accepted", frozen=True, kw_only=True):
+    """The worker's ledger holds a reservation for this attempt."""
+
+    worker: str
+    generation: int
+
+
+class Busy(Message, tag="busy", frozen=True, kw_only=True):
+    """The worker will not run this attempt, and holds nothing of it."""
+
+    worker: str
+    reason: str
+    """One of: `full`, `leases`, `draining`, `generation`, `role`, `tombstone`, `expired`, `incomplete`, `malformed`."""
+    detail: str = ""
+
+
+class Cancel(Message, tag="cancel", frozen=True, kw_only=True):
+    """Gateway to worker: end this attempt and keep a tombstone, the task may still come."""
+
+    context: Context
+    reason: str = ""
+
+
+class Acknowledge(Message, tag="acknowledge", frozen=True, kw_only=True):
+    """Gateway to worker: the final frame arrived, forget the attempt."""
+
+    context: Context
+
+
+class Resend(Message, tag="resend", frozen=True, kw_only=True):
+    """Gateway to decode: frames are missing, send all tokens from `index` on."""
+
+    context: Context
+    index: int
+
+
+class Usage(Part, frozen=True, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+    """Prompt tokens whose KV the worker that computed the prompt held before."""
+    transferred_tokens: int = 0
+    """Prompt tokens whose KV decode pulled."""
+    transferred_bytes: int = 0
+    computed_tokens: int = 0
+    """Prompt tokens that the decode worker computed itself."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    """End-of-sequence or a stop token: the last token of the output is that token."""
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+class Finish(Part, frozen=True, kw_only=True):
+    reason: FinishReason
+    usage: Usage
+    error: ErrorReport | None = None
+
+
+class TokenLogprob(Part, frozen=True, kw_only=True):
+    """Log-probability of a sampled token, and of the most likely alternatives as (token, logprob)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Frame(Part, frozen=True, kw_only=True):
+    """What one engine step added to one attempt. `index` counts output tokens before `tokens`."""
+
+    request: str
+    attempt: int
+    index: int
+    tokens: bytes = b""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """As many as tokens, or none."""
+    finish: Finish | None = None
+    usage: Usage | None = None
+    """In an attempt's first frame with tokens: what is known of the prompt by then, since an answer that the
+    gateway ends at a stop string never gets a `finish`."""
+
+
+class Frames(Message, tag="frames", frozen=True, kw_only=True):
+    """What one engine step added to the attempts of one gateway."""
+
+    worker: str
+    generation: int
+    frames: tuple[Frame, ...]
+
+
+class Hint(Message, tag="hint", frozen=True, kw_only=True):
+    """Prefill to gateway: my part of this attempt failed. Only decode's word or a timer ends an attempt."""
+
+    context: Context
+    worker: str
+    error: ErrorReport
+
+
+class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
+    """Prefill to gateway: the prompt is computed and held. `usage` is prefill's; decode's word ends the attempt."""
+
+    context: Context
+    worker: str
+    usage: Usage
+
+
+class AttemptState(StrEnum):
+    """Where an attempt stands on a worker, see the protocol in `docs/handoff.md`."""
+
+    RESERVED = "reserved"
+    QUEUED = "queued"
+    PULLING = "pulling"
+    RUNNING = "running"
+    RETAINED = "retained"
+    COMPUTING = "computing"
+    HELD = "held"
+
+
+class DigestEntry(Part, frozen=True, kw_only=True):
+    request: str
+    attempt: int
+    emitted: int
+    state: AttemptState
+
+
+class Digest(Message, tag="digest", frozen=True, kw_only=True):
+    """Each second, worker to gateway: all that this worker holds for it. Absent twice means lost."""
+
+    worker: str
+    generation: int
+    entries: tuple[DigestEntry, ...] = ()

@@ -1,0 +1,94 @@
+"""What all messages of the bus have in common.
+
+Messages are frozen tagged structs in MessagePack maps. Fields may be added with defaults; the meaning of a field never
+changes. Token ids travel packed, as little-endian uint32 (`pack_tokens`).
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import BatonError, MalformedMessage, error_from_code
+
+TOKEN_BYTES: Final = 4
+PARAMETERS_MAX: Final = 64
+PARAMETER_CHARACTERS_MAX: Final = 64
+ParameterName = Annotated[str, Meta(min_length=1, max_length=PARAMETER_CHARACTERS_MAX)]
+"""Key of `Sampling.extensions`."""
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
+    """Base of everything that crosses the bus."""
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of what stands inside a message."""
+
+
+class Context(Part, frozen=True, kw_only=True):
+    """Which attempt a message belongs to, the time left for it to make progress, and its trace."""
+
+    request: str
+    attempt: int = 0
+    budget_s: float
+    """Until the answer's first token: the rest of the request's deadline; after it: of the progress limit."""
+    trace: str = ""
+    """W3C `traceparent` of the span that sent this message; empty when the request is not traced."""
+
+
+class ErrorReport(Part, frozen=True, kw_only=True):
+    """A failure on its way across the bus: `code` of the class in `baton.errors`, and its sentence."""
+
+    code: str
+    detail: str
+    retry_after_s: float | None = None
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: BatonError) -> ErrorReport:
+        return cls(code=error.code, detail=error.detail, retry_after_s=error.retry_after_s, param=error.param)
+
+    def to_error(self) -> BatonError:
+        return error_from_code(self.code, self.detail, retry_after_s=self.retry_after_s, param=self.param)
+
+
+class WorkerAddress(Part, frozen=True, kw_only=True):
+    """One life of one worker. A message for an older `generation` is refused."""
+
+    worker: str
+    generation: int
+    agents: tuple[str, ...] = ()
+    """Endpoint of the transfer agent of each tensor-parallel rank, opaque outside `baton.transfer`."""
+
+
+class Refused(Message, tag="refused", frozen=True, kw_only=True):
+    """The one negative answer to any request on the bus."""
+
+    error: ErrorReport
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32. Raises MalformedMessage for an id outside uint32."""
+    try:
+        packed = array("I", tokens)
+    except (OverflowError, TypeError) as error:
+        raise MalformedMessage(f"a token id does not fit 32 bits: {error}") from error
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Return the token ids in `packed`. Raises MalformedMessage where its length is no multiple of 4."""
+    if len(packed) % TOKEN_BYTES:
+        raise MalformedMessage(f"{len(packed)} bytes are no whole number of packed token ids")
+    tokens = array("I", packed)
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tolist()

@@ -1,0 +1,74 @@
+"""Every message as bytes and back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from baton.errors import MalformedMessage
+from baton.messages.attempts import (
+    Accepted,
+    Acknowledge,
+    Busy,
+    Cancel,
+    DecodeTask,
+    Digest,
+    Frames,
+    Hint,
+    Prefilled,
+    PrefillTask,
+    Resend,
+    TokenChunk,
+)
+from baton.messages.base import Refused
+from baton.messages.index import IndexQuery, IndexReport, KvEvents, Match, Matched, ShadowPage, ShadowQuery, WriterLease
+from baton.messages.placement import Audited, Place, Placed, Placement
+from baton.messages.traces import TracePage, TraceQuery, TraceWanted
+from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
+
+AnyMessage = (
+    Heartbeat
+    | Goodbye
+    | Place
+    | Placement
+    | Refused
+    | Match
+    | Matched
+    | Placed
+    | Audited
+    | TokenChunk
+    | PrefillTask
+    | DecodeTask
+    | Accepted
+    | Busy
+    | Cancel
+    | Acknowledge
+    | Resend
+    | Frames
+    | Hint
+    | Prefilled
+    | Digest
+    | GatewayBeat
+    | KvEvents
+    | ShadowQuery
+    | ShadowPage
+    | IndexQuery
+    | IndexReport
+    | WriterLease
+    | TraceQuery
+    | TracePage
+    | TraceWanted
+)
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode(message: AnyMessage) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode(payload: bytes) -> AnyMessage:
+    """Return the message in `payload`. Raises MalformedMessage, naming what is wrong."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedMessage(f"{len(payload)} bytes from the bus are no message of ours: {error}") from error

@@ -1,0 +1,90 @@
+"""Placement: gateways ask a scheduler, and schedulers tell the indexes and each other what they placed."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Final
+
+from msgspec import Meta
+
+from baton.messages.base import PARAMETERS_MAX, Context, Message, ParameterName, Part, WorkerAddress
+
+REFUSALS_MAX: Final = 8
+
+
+class Disaggregation(StrEnum):
+    """Whether prefill runs on another worker than decode."""
+
+    ALWAYS = "always"
+    AUTO = "auto"
+    NEVER = "never"
+
+
+class Place(Message, tag="place", frozen=True, kw_only=True):
+    """Gateway to any scheduler: where shall this attempt run? Answered by `Placement` or `Refused`."""
+
+    context: Context
+    model: str
+    blocks: bytes
+    """Block ids of the prompt, 16 bytes each, see `baton.blocks`."""
+    prompt_tokens: int
+    output_tokens_max: int
+    disaggregation: Disaggregation | None = None
+    """None: the deployment's default."""
+    exclude: tuple[str, ...] = ()
+    """Workers that failed an earlier attempt."""
+    exclude_pairs: tuple[tuple[str, str], ...] = ()
+    """(prefill, decode) pairs whose agents cannot reach each other."""
+    parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
+    """Keys of the request's `Sampling.extensions`: decode goes to a worker that takes all of them."""
+    refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()
+    """Workers that refused what the request asks. Unlike `exclude` this holds, and for all workers of their kinds."""
+
+
+class Candidate(Part, frozen=True, kw_only=True):
+    """One possible placement and what the scheduler predicted of it."""
+
+    decode: str
+    prefill: str = ""
+    cached_tokens: int = 0
+    """On the worker that would prefill."""
+    decode_cached_tokens: int = 0
+    coming_tokens: int = 0
+    """Of `cached_tokens`: those that an attempt placed there before has still to compute."""
+    predicted_ttft_s: float
+    predicted_token_interval_s: float = 0.0
+
+
+class Placement(Message, tag="placement", frozen=True, kw_only=True):
+    decode: WorkerAddress
+    prefill: WorkerAddress | None = None
+    reason: str
+    predicted: Candidate
+    candidates: tuple[Candidate, ...] = ()
+
+
+class Placed(Message, tag="placed", frozen=True, kw_only=True):
+    """Scheduler to every kvindex and scheduler: these workers will soon run this attempt, and hold its prompt.
+
+    May be lost: it is a hint.
+    """
+
+    context: Context
+    scheduler: str = ""
+    """Who placed it."""
+    model_digest: str
+    blocks: bytes
+    workers: tuple[WorkerAddress, ...]
+    prompt_tokens: int = 0
+    output_tokens_max: int = 0
+    predicted: Candidate | None = None
+
+
+class Audited(Message, tag="audited", frozen=True, kw_only=True):
+    """Gateway to every kvindex: what a placement took a worker to hold of a prompt, and what it held. May be lost."""
+
+    context: Context
+    address: WorkerAddress
+    predicted_tokens: int
+    """What was still to come is not in it."""
+    cached_tokens: int
