@@ -4,8 +4,8 @@
 
 How blocks look, and on how many ranks the heads lie, is no part of it: that is the layout's, and converted
 (docs/wire-layout.md). Each engine says it from what it has loaded, not from what it was asked to load. It travels in
-heartbeats, so that unlike workers are not paired, and is the fingerprint of the transfer agents' pools, which compare
-it once more before bytes move.
+heartbeats, so that workers with different ones are not paired, and is the fingerprint of the transfer agents' pools,
+which compare it once more before bytes move.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def describe_scales(scales: Iterable[tuple[float, float]]) -> str:
     return texts[0] if len(set(texts)) == 1 else ",".join(texts)
 
 
-def unlike(one: str, other: str) -> tuple[str, str]:
+def differing_words(one: str, other: str) -> tuple[str, str]:
     """Return the words of each of two texts that the other lacks."""
     ones, others = one.split(), other.split()
     return (

@@ -57,7 +57,7 @@ def shadow(worker: str) -> str:
 
 
 def gateway(gateway: str) -> str:
-    """Workers to one gateway: `Frames`, `Digest`, `Hint`."""
+    """Workers to one gateway: `Frames`, `Digest`, `PrefillFailed`."""
     return f"baton.gateway.{gateway}.frames"
 
 

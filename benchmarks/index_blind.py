@@ -96,7 +96,7 @@ class Load:
             phase.failed += 1
         elif "the index did not answer" in placement.reason:
             phase.without_index += 1
-        elif all(each.cached_tokens - each.coming_tokens < tokens for each in placement.candidates):
+        elif all(each.cached_tokens - each.speculative_tokens < tokens for each in placement.candidates):
             phase.unknown += 1
 
     async def store(self, worker: CachingWorker) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import Leg
 from baton.messages.workers import Role
-from baton.transfer import Faults
+from baton.transfer import TransferFaults
 from benchmarks.report import Row, report
 from benchmarks.vllm_pair import VllmPair, running_pair
 
@@ -81,7 +81,7 @@ class Bench:
 
     async def round(self, *, delay_s: float, duration_s: float) -> Round:
         """Run bystanders for a while and hand off one request after another beside them."""
-        await self.pair.engines[Role.PREFILL].set_faults(Faults(delay_s=delay_s))
+        await self.pair.engines[Role.PREFILL].set_faults(TransferFaults(delay_s=delay_s))
         result = Round()
         until_s = time.monotonic() + duration_s
 

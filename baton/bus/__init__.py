@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from baton.bus.memory import Faults, MemoryBus, MemoryNetwork
+from baton.bus.memory import BusFaults, MemoryBus, MemoryNetwork
 from baton.bus.nats import NatsBus
 from baton.bus.protocol import Bus, BusLimits, Delivery, Entry, Handler, Subscription
 
 __all__ = [
     "Bus",
+    "BusFaults",
     "BusLimits",
     "Delivery",
     "Entry",
-    "Faults",
     "Handler",
     "MemoryBus",
     "MemoryNetwork",

@@ -1,6 +1,6 @@
 """The bus in memory: the semantics of NATS without a server, with faults on demand.
 
-A `MemoryNetwork` plays the server; each `MemoryBus` is one connection to it. With `Faults` the network
+A `MemoryNetwork` plays the server; each `MemoryBus` is one connection to it. With `BusFaults` the network
 drops, duplicates, delays and reorders core messages, decided by a seed: the same seed, the same run.
 """
 
@@ -23,7 +23,7 @@ from baton.messages.codec import AnyMessage, decode, encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
+class BusFaults:
     """What the network does to core messages, replies included; shares are probabilities per message."""
 
     drop: float = 0.0
@@ -61,11 +61,11 @@ class MemoryNetwork:
         *,
         clock: Clock | None = None,
         seed: int = 0,
-        faults: Faults | None = None,
+        faults: BusFaults | None = None,
         payload_bytes_max: int = 8 << 20,
     ) -> None:
         self.clock: Clock = clock or SystemClock()
-        self.faults = faults or Faults()
+        self.faults = faults or BusFaults()
         self.payload_bytes_max = payload_bytes_max
         self.reachable = True
         """False: every bus raises BusUnavailable, as while a server is down."""
@@ -110,7 +110,7 @@ class MemoryNetwork:
     def send(self, sender: object, receiver: _Receiver, arrival: Arrival) -> None:
         """Bring one message to one receiver, through the faults."""
         faults = self.faults
-        if faults == Faults():
+        if faults == BusFaults():
             receiver.offer(arrival)
             return
         if self._random.random() < faults.drop:

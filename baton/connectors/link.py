@@ -18,7 +18,7 @@ from typing import Final, cast
 import msgspec
 
 from baton.connectors.handoff import TransferReport
-from baton.transfer import AgentOptions, Faults
+from baton.transfer import AgentOptions, TransferFaults
 
 ADDRESS_VARIABLE: Final = "BATON_ENGINE_LINK"
 HANDOFF_PARAMETER: Final = "baton"
@@ -41,7 +41,7 @@ class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):
 
 
 class SetFaults(msgspec.Struct, tag="set_faults", frozen=True, kw_only=True):
-    faults: Faults
+    faults: TransferFaults
 
 
 class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):

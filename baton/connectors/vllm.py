@@ -37,7 +37,7 @@ from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
-from baton.transfer import AgentOptions, Faults, NativeAgent, Pool, TransferAgent
+from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent, TransferFaults
 from baton.transfer.layout import Layout, read_layout
 
 if TYPE_CHECKING:
@@ -318,7 +318,7 @@ class BatonConnector(KVConnectorBase_V1):
     def build_kv_connector_stats(cls, data: dict[str, object] | None = None) -> KVConnectorStats | None:
         return BatonStats(data=data or {})
 
-    def set_faults(self, faults: Faults) -> None:
+    def set_faults(self, faults: TransferFaults) -> None:
         if self._rank is not None:
             self._rank.agent.set_faults(faults)
 

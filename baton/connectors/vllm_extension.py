@@ -12,7 +12,7 @@ from typing import Any
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from baton.connectors.vllm import BatonConnector
-from baton.transfer import Faults
+from baton.transfer import TransferFaults
 
 
 class BatonWorker:
@@ -50,4 +50,4 @@ class BatonWorker:
 
     def baton_set_faults(self, faults: dict[str, Any]) -> None:
         """Inject faults at this rank's agent, for tests and benchmarks."""
-        self._baton().set_faults(Faults(**faults))
+        self._baton().set_faults(TransferFaults(**faults))

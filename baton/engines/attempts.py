@@ -28,7 +28,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
-class Attempt:
+class EngineAttempt:
     request: EngineRequest
     key: bytes
     entered_s: float
@@ -50,20 +50,20 @@ class Attempt:
 
 class Attempts:
     def __init__(self) -> None:
-        self._running: dict[tuple[str, int], Attempt] = {}
+        self._running: dict[tuple[str, int], EngineAttempt] = {}
         self._leases: dict[tuple[str, int], bytes] = {}
         """Of prefill legs, from their start until the connector reports the lease's end."""
         self._leased: dict[bytes, tuple[str, int]] = {}
         """The other way round."""
 
     @contextmanager
-    def enter(self, request: EngineRequest) -> Generator[Attempt]:
+    def enter(self, request: EngineRequest) -> Generator[EngineAttempt]:
         """Note an attempt for as long as it runs, and its lease for longer. Raises AttemptFailed where it is here."""
         name = (request.request, request.attempt)
         if name in self._running or name in self._leases:
             raise AttemptFailed(f"attempt {request.attempt} of request {request.request} is already here")
         key, now_s = lease_key(*name, request.tokens), time.monotonic()
-        attempt = self._running[name] = Attempt(request, key, now_s, now_s + request.budget_s)
+        attempt = self._running[name] = EngineAttempt(request, key, now_s, now_s + request.budget_s)
         if request.leg is Leg.PREFILL:
             self._leases[name], self._leased[key] = key, name
         try:
@@ -74,7 +74,7 @@ class Attempts:
                 # Either nothing was leased, or the connector revokes it without being asked.
                 self.lease_ended(key)
 
-    def running(self, request: str, attempt: int) -> Attempt | None:
+    def running(self, request: str, attempt: int) -> EngineAttempt | None:
         return self._running.get((request, attempt))
 
     def lease(self, request: str, attempt: int) -> bytes | None:
@@ -90,7 +90,7 @@ class Attempts:
         return frozenset(self._leases)
 
 
-def handoff_of(attempt: Attempt, *, context_tokens_max: int, enabled: bool) -> Handoff | None:
+def handoff_of(attempt: EngineAttempt, *, context_tokens_max: int, enabled: bool) -> Handoff | None:
     """Return what the connector has to know of an attempt; None: it is no business of its.
 
     Raises InvalidRequest, ContextLengthExceeded and TransferFailed for what no engine can do.
@@ -127,7 +127,7 @@ def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
     return pull_failure(outcome.cause, detail)
 
 
-async def within_budget(attempt: Attempt, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
+async def within_budget(attempt: EngineAttempt, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
     """Yield what `stream` yields; raise DeadlineExceeded when the first item does not come in the attempt's time."""
     try:
         # The loop's clock is `time.monotonic`.

@@ -173,7 +173,7 @@ class Frames(Message, tag="frames", frozen=True, kw_only=True):
     frames: tuple[Frame, ...]
 
 
-class Hint(Message, tag="hint", frozen=True, kw_only=True):
+class PrefillFailed(Message, tag="prefill_failed", frozen=True, kw_only=True):
     """Prefill to gateway: my part of this attempt failed. Only decode's word or a timer ends an attempt."""
 
     context: Context

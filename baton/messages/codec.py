@@ -13,8 +13,8 @@ from baton.messages.attempts import (
     DecodeTask,
     Digest,
     Frames,
-    Hint,
     Prefilled,
+    PrefillFailed,
     PrefillTask,
     Resend,
     TokenChunk,
@@ -44,7 +44,7 @@ AnyMessage = (
     | Acknowledge
     | Resend
     | Frames
-    | Hint
+    | PrefillFailed
     | Prefilled
     | Digest
     | GatewayBeat

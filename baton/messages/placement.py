@@ -49,7 +49,7 @@ class Candidate(Part, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """On the worker that would prefill."""
     decode_cached_tokens: int = 0
-    coming_tokens: int = 0
+    speculative_tokens: int = 0
     """Of `cached_tokens`: those that an attempt placed there before has still to compute."""
     predicted_ttft_s: float
     predicted_token_interval_s: float = 0.0

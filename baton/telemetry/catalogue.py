@@ -217,8 +217,8 @@ ASKED_AGAIN: Final = _counter(
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
 )
-UNLIKE_PAIRS: Final = _gauge(
-    "baton_unlike_pairs",
+INCOMPATIBLE_PAIRS: Final = _gauge(
+    "baton_incompatible_pairs",
     SCHEDULER,
     "Pairs of a prefill and a decode worker of one model that cannot hand over, since their KV does not mean the same.",
     "model",

@@ -36,7 +36,7 @@ from baton.transfer.native_values import (
     natural,
     transfer_event,
 )
-from baton.transfer.protocol import AgentOptions, AgentStats, Faults, Pool, TransferEvent
+from baton.transfer.protocol import AgentOptions, AgentStats, Pool, TransferEvent, TransferFaults
 
 BACKEND: Final = "memory"
 _FRAME_LENGTH_BYTES: Final = 4
@@ -233,7 +233,7 @@ class MemoryAgent:
         with self._fabric.changed:
             return agent_stats(self._core.stats())
 
-    def set_faults(self, faults: Faults) -> None:
+    def set_faults(self, faults: TransferFaults) -> None:
         self._command(core.SetFaults(native_faults(faults)))
 
     def close(self) -> None:

@@ -19,7 +19,15 @@ from baton.transfer.native_values import (
     rail_shares,
     transfer_event,
 )
-from baton.transfer.protocol import AgentOptions, AgentStats, Faults, Pool, RailShare, SharedMemory, TransferEvent
+from baton.transfer.protocol import (
+    AgentOptions,
+    AgentStats,
+    Pool,
+    RailShare,
+    SharedMemory,
+    TransferEvent,
+    TransferFaults,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +140,7 @@ class NativeAgent:
         """Return what each rail of each source has carried for this sink since the start."""
         return rail_shares(self._agent.stats().rails)
 
-    def set_faults(self, faults: Faults) -> None:
+    def set_faults(self, faults: TransferFaults) -> None:
         with _typed_failure():
             self._agent.set_faults(native_faults(faults))
 

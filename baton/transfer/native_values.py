@@ -12,9 +12,9 @@ from baton.transfer.protocol import (
     AgentStats,
     Cause,
     EventKind,
-    Faults,
     RailShare,
     TransferEvent,
+    TransferFaults,
 )
 
 
@@ -38,7 +38,7 @@ def native_options(options: AgentOptions) -> baton_native.Options:
     return native
 
 
-def native_faults(faults: Faults) -> baton_native.Faults:
+def native_faults(faults: TransferFaults) -> baton_native.Faults:
     return baton_native.Faults(
         faults.delay_s,
         natural("corrupt_every", faults.corrupt_every),

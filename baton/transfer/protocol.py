@@ -89,7 +89,7 @@ class Corruption(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
+class TransferFaults:
     """Injected faults, for tests and benchmarks. All off by default."""
 
     delay_s: float = 0.0
@@ -149,7 +149,7 @@ class AgentOptions:
     stall_timeout_s: float = 10.0
     """A pull fails when an open lease makes no progress (no new ready tokens, no bytes, no keep-alive
     answer) for this long."""
-    faults: Faults = Faults()
+    faults: TransferFaults = TransferFaults()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,8 +321,8 @@ class TransferAgent(Protocol):
 
     def stats(self) -> AgentStats: ...
 
-    def set_faults(self, faults: Faults) -> None:
-        """Inject these faults from now on, for tests and benchmarks; `Faults()` ends them."""
+    def set_faults(self, faults: TransferFaults) -> None:
+        """Inject these faults from now on, for tests and benchmarks; `TransferFaults()` ends them."""
         ...
 
     def close(self) -> None:

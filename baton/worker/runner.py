@@ -13,7 +13,7 @@ from baton.bus import Bus
 from baton.clock import Clock
 from baton.engines.engine import Engine, EngineDelta, EngineRequest, Leg
 from baton.errors import BatonError, EngineFailed
-from baton.messages.attempts import FinishReason, Hint, Prefilled
+from baton.messages.attempts import FinishReason, Prefilled, PrefillFailed
 from baton.messages.base import Context, WorkerAddress
 from baton.telemetry import Metrics, Tracing, catalogue
 from baton.worker.frames import FrameSender
@@ -137,13 +137,13 @@ class Runner:
             self._frames.add_whole(attempt.gateway, attempt.frame(len(attempt.tokens)))
         elif finish.error is not None:
             context = self._context(attempt)
-            await self._tell(attempt, Hint(context=context, worker=self._address.worker, error=finish.error))
+            await self._tell(attempt, PrefillFailed(context=context, worker=self._address.worker, error=finish.error))
 
     def _context(self, attempt: Attempt) -> Context:
         request, number = attempt.key
         return Context(request=request, attempt=number, budget_s=max(0.0, attempt.deadline_s - self._clock.now_s()))
 
-    async def _tell(self, attempt: Attempt, message: Hint | Prefilled) -> None:
+    async def _tell(self, attempt: Attempt, message: PrefillFailed | Prefilled) -> None:
         try:
             await self._bus.publish(subjects.gateway(attempt.gateway), message)
         except BatonError as error:

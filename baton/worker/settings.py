@@ -17,14 +17,14 @@ from baton.errors import ConfigurationError
 from baton.messages.workers import RANKS_MAX, Role
 from baton.node.settings import NodeSettings, Seconds
 from baton.telemetry.settings import traces_url
-from baton.transfer import AgentOptions, Corruption, Faults
+from baton.transfer import AgentOptions, Corruption, TransferFaults
 
 _AGENT: Final = AgentOptions()
 """Defaults of the transfer agent."""
 
 
 class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`baton.transfer.Faults` as a setting."""
+    """`baton.transfer.TransferFaults` as a setting."""
 
     delay_s: Annotated[float, Meta(ge=0)] = 0.0
     corrupt_every: Annotated[int, Meta(ge=0)] = 0
@@ -117,7 +117,7 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
         _AGENT.stall_timeout_s
     )
     faults: Annotated[
-        InjectedFaults, Meta(description="Faults injected into the transfer agent, as JSON; for tests.")
+        InjectedFaults, Meta(description="TransferFaults injected into the transfer agent, as JSON; for tests.")
     ] = InjectedFaults()
 
     def worker_id(self, role: Role) -> str:
@@ -140,7 +140,7 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
             unclaimed_ttl_s=self.unclaimed_ttl_s,
             wanted_timeout_s=self.wanted_timeout_s,
             stall_timeout_s=self.stall_timeout_s,
-            faults=Faults(**msgspec.structs.asdict(self.faults)),
+            faults=TransferFaults(**msgspec.structs.asdict(self.faults)),
         )
 
 

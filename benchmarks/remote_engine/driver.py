@@ -22,7 +22,7 @@ from baton.errors import BatonError, EngineFailed
 from baton.messages.attempts import KvSource, Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
-from baton.transfer import AgentOptions, Faults
+from baton.transfer import AgentOptions, TransferFaults
 
 ENGINES = {"vllm": VllmEngine, "sglang": SglangEngine}
 LOAD_INTERVAL_S = 0.005
@@ -124,7 +124,7 @@ class Driver:
                 rank: int = command.get("rank", 0)
                 return (await engine.transfer_stats())[rank]
             case "faults":
-                return await engine.set_faults(Faults(**command["faults"]))
+                return await engine.set_faults(TransferFaults(**command["faults"]))
             case "events":
                 return self._events
             case "preempt":

@@ -7,7 +7,7 @@
 #include "bindings/casters.h"
 #include "bindings/names.h"
 #include "transfer/region.h"
-#include "transfer/shell.h"
+#include "transfer/agent.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

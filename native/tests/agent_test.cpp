@@ -13,7 +13,7 @@
 #include "tests/check.h"
 #include "tests/fake_adapters.h"
 #include "transfer/region.h"
-#include "transfer/shell.h"
+#include "transfer/agent.h"
 #include "transfer/sockets.h"
 
 using namespace baton::transfer;
@@ -306,14 +306,14 @@ TEST(sudden_ends_over_lanes) {
   run_sudden_ends(kLanes);
 }
 
-TEST(shells_wake_for_deadlines) {
+TEST(agents_wake_for_deadlines) {
   Node source("tcp"), sink("tcp");
   sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {5}, 0.3});
   CHECK(sink.wait_end(key_of(1)).cause == Cause::deadline);
 }
 
 // A command that causes nothing at once may still bring the next alarm forward.
-TEST(shells_wake_for_alarms_that_a_command_sets) {
+TEST(agents_wake_for_alarms_that_a_command_sets) {
   const SilentListener silent;
   Options options = options_of("tcp", {});
   options.connect_timeout_s = options.wanted_timeout_s = 60;
@@ -326,7 +326,7 @@ TEST(shells_wake_for_alarms_that_a_command_sets) {
   CHECK(std::chrono::steady_clock::now() < began + std::chrono::seconds(5));
 }
 
-TEST(shells_take_the_next_way_when_a_proof_does_not_come) {
+TEST(agents_take_the_next_way_when_a_proof_does_not_come) {
   Options options = options_of("verbs", {});
   options.backends.emplace_back("tcp");
   Node source(options), sink(options);
@@ -341,7 +341,7 @@ TEST(shells_take_the_next_way_when_a_proof_does_not_come) {
 }
 
 // What an adapter has begun to write is over before the pull's end is told, by force if need be.
-TEST(shells_tell_an_end_once_adapters_write_no_more) {
+TEST(agents_tell_an_end_once_adapters_write_no_more) {
   Node source("verbs"), sink("verbs");
   source.fill(0, 1);
   source.fill(1, 1);

@@ -1,5 +1,5 @@
 // The transfer agent as a state machine: events in, actions out. No I/O, no clock, no threads, no randomness of its
-// own: the same options and events give the same actions. Who owns it carries the actions out (shell.h, or a test).
+// own: the same options and events give the same actions. Who owns it carries the actions out (agent.h, or a test).
 #pragma once
 
 #include <map>

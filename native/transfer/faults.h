@@ -1,4 +1,4 @@
-// Injected faults, for tests and benchmarks; the words are those of baton.transfer.Faults.
+// Injected faults, for tests and benchmarks; the words are those of baton.transfer.TransferFaults.
 #pragma once
 
 #include <algorithm>

@@ -12,7 +12,7 @@ from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ModelMismatch, TransferFailed
 from baton.messages.workers import Role
-from baton.transfer import AgentOptions, Cause, Corruption, Faults, NativeAgent, TransferAgent
+from baton.transfer import AgentOptions, Cause, Corruption, NativeAgent, TransferAgent, TransferFaults
 from baton.transfer.memory import MemoryFabric
 from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
 
@@ -58,7 +58,7 @@ class TestSimulated(EngineSuite):
 
 @pytest.mark.parametrize("corruption", Corruption)
 async def test_a_corrupted_transfer_is_noticed(make_agent: MakeAgent, corruption: Corruption) -> None:
-    faulty = AgentOptions(faults=Faults(corrupt_every=1, corruption=corruption))
+    faulty = AgentOptions(faults=TransferFaults(corrupt_every=1, corruption=corruption))
     async with open_pair(make_agent, prefill_agent=faulty) as pair:
         with pytest.raises(TransferFailed, match="checksum"):
             await pair.hand_off(pair.prompt(100))
@@ -67,7 +67,7 @@ async def test_a_corrupted_transfer_is_noticed(make_agent: MakeAgent, corruption
 
 async def test_without_checksums_a_corrupted_transfer_gives_another_answer(make_agent: MakeAgent) -> None:
     """The engine's answers would show it if the agent missed a wrong byte: the control of all equality tests."""
-    faulty = AgentOptions(faults=Faults(corrupt_every=3), checksum=False)
+    faulty = AgentOptions(faults=TransferFaults(corrupt_every=3), checksum=False)
     async with open_pair(make_agent, prefill_agent=faulty, decode_agent=AgentOptions(checksum=False)) as pair:
         prompt = pair.prompt(300)
         wrong = await pair.hand_off(prompt)
@@ -97,7 +97,7 @@ async def test_engines_that_do_not_fit_refuse_each_other(make_agent: MakeAgent) 
 
 
 async def test_a_delayed_transfer_delays_nobody_else(make_agent: MakeAgent) -> None:
-    async with open_pair(make_agent, prefill_agent=AgentOptions(faults=Faults(delay_s=1.0))) as pair:
+    async with open_pair(make_agent, prefill_agent=AgentOptions(faults=TransferFaults(delay_s=1.0))) as pair:
         prompt = pair.prompt(100)
         prefill = pair.request(prompt, leg=Leg.PREFILL)
         await collect(pair.prefill, prefill)

@@ -22,7 +22,7 @@ from transfer_rig import (
     wait_until,
 )
 
-from baton.transfer import Cause, EventKind, Faults, lease_key
+from baton.transfer import Cause, EventKind, TransferFaults, lease_key
 
 
 def test_a_whole_pull(source: Node, sink: Node, request: pytest.FixtureRequest) -> None:
@@ -142,12 +142,12 @@ def test_pulls_do_not_wait_for_a_delayed_one(make_node: MakeNode) -> None:
     slow, short, fast = (lease_key(name, 0) for name in ("slow", "short", "fast"))
     source.offer(slow, SOURCE_BLOCKS)
     source.offer(short, [1])
-    source.agent.set_faults(Faults(delay_s=60.0))
+    source.agent.set_faults(TransferFaults(delay_s=60.0))
     pull(sink, source, slow)
     pull(sink, source, short)
     # There is less than it wants: it ends by a frame each way, behind those that the slow one was asked for by.
     source.wait(EventKind.LEASE_ENDED, key=short)
-    source.agent.set_faults(Faults())
+    source.agent.set_faults(TransferFaults())
     source.offer(fast, SOURCE_BLOCKS)
     sink.agent.pull(fast, source.agent.endpoint, first_token=0, tokens=TOKENS, blocks=list(range(12)), budget_s=9.0)
     assert sink.wait_end(fast).kind == EventKind.PULL_DONE
@@ -156,7 +156,7 @@ def test_pulls_do_not_wait_for_a_delayed_one(make_node: MakeNode) -> None:
 
 
 def test_many_pulls_at_once(make_node: MakeNode) -> None:
-    source, sink = make_node(faults=Faults(delay_s=0.2), block_bytes=20_000), make_node(block_bytes=20_000)
+    source, sink = make_node(faults=TransferFaults(delay_s=0.2), block_bytes=20_000), make_node(block_bytes=20_000)
     keys = [lease_key("many", attempt) for attempt in range(20)]
     for attempt, key in enumerate(keys):
         source.offer(key, [attempt, 20 + attempt], seed=7)

@@ -22,7 +22,7 @@ from transfer_rig import (
 )
 
 from baton.errors import LayoutMismatch, ModelMismatch
-from baton.transfer import Cause, Corruption, EventKind, Faults, lease_key, pull_failure
+from baton.transfer import Cause, Corruption, EventKind, TransferFaults, lease_key, pull_failure
 
 # ---------------------------------------------------------------- revocation and expiry
 
@@ -106,7 +106,7 @@ def test_a_revoked_lease_that_stays_closed_fails_at_the_deadline(source: Node, s
 
 
 def test_a_lease_expires_under_a_read(make_node: MakeNode) -> None:
-    source, sink = make_node(lease_ttl_s=0.3), make_node(faults=Faults(silent=True))
+    source, sink = make_node(lease_ttl_s=0.3), make_node(faults=TransferFaults(silent=True))
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     pull(sink, source)
@@ -139,7 +139,7 @@ def test_a_lease_that_nobody_asks_for_expires(source: Node) -> None:
 
 
 def test_an_old_ask_is_not_parked_for_ever(make_node: MakeNode) -> None:
-    source, sink = make_node(lease_ttl_s=0.3), make_node(faults=Faults(silent=True))
+    source, sink = make_node(lease_ttl_s=0.3), make_node(faults=TransferFaults(silent=True))
     pull(sink, source, budget_s=5.0)
     wait_until(lambda: source.agent.stats().parked == 1)
     wait_until(lambda: source.agent.stats().parked == 0, 2.0)
@@ -150,7 +150,7 @@ def test_an_old_ask_is_not_parked_for_ever(make_node: MakeNode) -> None:
 
 @pytest.mark.parametrize("corruption", Corruption)
 def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node, corruption: Corruption) -> None:
-    source.agent.set_faults(Faults(corrupt_every=3, corruption=corruption))
+    source.agent.set_faults(TransferFaults(corrupt_every=3, corruption=corruption))
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source)
     failed = sink.wait_end(KEY)
@@ -158,7 +158,7 @@ def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node, corruption: 
     assert sink.agent.stats().checksum_failures == 1
     assert source.holds(SOURCE_BLOCKS), "the fault is in the copy, not in the pool"
     assert source.wait(EventKind.LEASE_ENDED).cause == Cause.CHECKSUM
-    source.agent.set_faults(Faults())
+    source.agent.set_faults(TransferFaults())
     source.offer(again := lease_key("request", 1), SOURCE_BLOCKS)
     pull(sink, source, again)
     assert sink.wait_end(again).kind == EventKind.PULL_DONE
@@ -166,7 +166,7 @@ def test_a_corrupted_chunk_fails_the_pull(source: Node, sink: Node, corruption: 
 
 
 def test_bytes_that_are_wrong_before_their_checksum_arrive(source: Node, sink: Node, backend: str) -> None:
-    source.agent.set_faults(Faults(corrupt_every=1, corruption=Corruption.ZERO, before_checksum=True))
+    source.agent.set_faults(TransferFaults(corrupt_every=1, corruption=Corruption.ZERO, before_checksum=True))
     source.offer(KEY, SOURCE_BLOCKS)
     pull(sink, source)
     copied_by_source = backend in ("shm", "tcp", "memory")
@@ -284,7 +284,7 @@ def test_a_lease_that_never_opens_fails_the_pull(make_node: MakeNode) -> None:
 
 @pytest.mark.parametrize("state", ["connecting", "wanted", "opened", "delayed", "moving", "revoked"])
 def test_nothing_is_written_after_a_cancel(make_node: MakeNode, state: str) -> None:
-    source, sink = make_node(faults=Faults(delay_s=0.3 if state == "delayed" else 0.0)), make_node()
+    source, sink = make_node(faults=TransferFaults(delay_s=0.3 if state == "delayed" else 0.0)), make_node()
     source.fill(SOURCE_BLOCKS)
     generation = 0
     if state in {"opened", "delayed", "moving", "revoked"}:

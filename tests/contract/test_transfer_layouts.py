@@ -12,7 +12,7 @@ from fake_library import FakeVerbs
 from transfer_caches import CacheNode, scattered
 from transfer_rig import KEY, OPTIONS, MakeAgent, assert_nothing_left, wait_until
 
-from baton.transfer import AgentStats, Cause, Corruption, EventKind, Faults, NativeAgent, lease_key, rank_key
+from baton.transfer import AgentStats, Cause, Corruption, EventKind, NativeAgent, TransferFaults, lease_key, rank_key
 from baton.transfer.layout import Layout, agree
 
 MODEL: dict[str, Any] = {
@@ -152,7 +152,7 @@ def test_a_revoked_pull_takes_the_new_generation(make_cache: MakeCache) -> None:
 def test_a_corrupted_chunk_is_not_converted(make_cache: MakeCache, corruption: Corruption) -> None:
     source, sink = make_cache.large_pair()
     before = sink.snapshot()
-    source.agent.set_faults(Faults(corrupt_every=5, corruption=corruption))
+    source.agent.set_faults(TransferFaults(corrupt_every=5, corruption=corruption))
     source.offer(KEY, LARGE_TOKENS)
     sink.pull(KEY, source, 0, LARGE_TOKENS)
     failed = sink.wait_end(KEY)

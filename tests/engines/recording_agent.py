@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from baton.transfer import AgentStats, Cause, EventKind, Faults, Pool, TransferEvent
+from baton.transfer import AgentStats, Cause, EventKind, Pool, TransferEvent, TransferFaults
 
 
 class RecordingAgent:
@@ -78,7 +78,7 @@ class RecordingAgent:
     def release(self, key: bytes, endpoint: str) -> None:
         self._called("release", key, endpoint)
 
-    def set_faults(self, faults: Faults) -> None:
+    def set_faults(self, faults: TransferFaults) -> None:
         self._called("set_faults", faults)
 
     def stats(self) -> AgentStats:

@@ -81,7 +81,7 @@ class Chaos:
                 await self.worker.send(event, message_id)
 
 
-class Faults:
+class BusFaults:
     """Each kills something and brings it back."""
 
     def __init__(self, pair: Pair, random: Random) -> None:
@@ -173,7 +173,7 @@ async def test_the_index_equals_the_truth_soon_after_the_last_fault(
         workers = [pair.worker, *[await stack.enter_async_context(working(pair.bus)) for _ in range(2)]]
         for _ in range(2):
             await pair.start(*flags)
-        order = Faults(pair, random).all()
+        order = BusFaults(pair, random).all()
         random.shuffle(order)
         for worker in workers:
             worker.page_blocks = 1000

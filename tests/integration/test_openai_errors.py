@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from baton_gateway.config import Settings
-from baton_gateway.door import Door
+from baton_gateway.drain_state import DrainState
 
 from baton.errors import BatonError, EngineFailed, InvalidRequest, NoWorkers, Overloaded
 from baton.messages.attempts import DecodeTask
@@ -68,11 +68,11 @@ async def test_paths_and_methods(client: httpx.AsyncClient) -> None:
 async def test_a_gateway_that_is_being_stopped_sends_requests_elsewhere(
     stage: Stage, client: httpx.AsyncClient
 ) -> None:
-    stage.gateway.door = Door.CLOSING
+    stage.gateway.door = DrainState.CLOSING
     served = await client.post(CHAT, json=HI)
     assert (served.status_code, served.headers["connection"]) == (200, "close")
     error_of(await client.get("/ready"), 503, "unavailable")
-    stage.gateway.door = Door.CLOSED
+    stage.gateway.door = DrainState.CLOSED
     refused = await client.post(CHAT, json=HI)
     error_of(refused, 503, "unavailable")
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")

@@ -131,7 +131,7 @@ async def ask_until(bus: NatsBus, *, hints: bool, within_s: float = 15.0) -> Pla
 def cached(placement: Placement) -> dict[str, int]:
     """Return what the scheduler knew to be held by each prefill worker. Which one it took depends on what it placed
     before, and what is only expected there as well."""
-    return {each.prefill: each.cached_tokens - each.coming_tokens for each in placement.candidates}
+    return {each.prefill: each.cached_tokens - each.speculative_tokens for each in placement.candidates}
 
 
 KNOWN = {"p1": 0, "p2": 256, "p3": 0}

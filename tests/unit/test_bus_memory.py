@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from baton.bus import BusLimits, Delivery, Faults, MemoryBus, MemoryNetwork
+from baton.bus import BusFaults, BusLimits, Delivery, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.errors import BusUnavailable, DeadlineExceeded
 from baton.messages.workers import GatewayBeat
 
 
-async def _run(seed: int, faults: Faults, messages: int = 200) -> list[tuple[int, float]]:
+async def _run(seed: int, faults: BusFaults, messages: int = 200) -> list[tuple[int, float]]:
     """Send numbered messages at once; return number and time of each as it arrived."""
     clock = ManualClock()
     network = MemoryNetwork(clock=clock, seed=seed, faults=faults)
@@ -32,29 +32,29 @@ async def _run(seed: int, faults: Faults, messages: int = 200) -> list[tuple[int
 
 
 async def test_without_faults_all_arrive_at_once() -> None:
-    assert await _run(1, Faults()) == [(number, 0.0) for number in range(200)]
+    assert await _run(1, BusFaults()) == [(number, 0.0) for number in range(200)]
 
 
 async def test_messages_are_dropped_and_duplicated() -> None:
-    dropped = [number for number, _ in await _run(1, Faults(drop=0.3))]
+    dropped = [number for number, _ in await _run(1, BusFaults(drop=0.3))]
     assert 100 < len(dropped) < 180
     assert dropped == sorted(set(dropped))
-    doubled = [number for number, _ in await _run(1, Faults(duplicate=0.3))]
+    doubled = [number for number, _ in await _run(1, BusFaults(duplicate=0.3))]
     assert set(doubled) == set(range(200))
     assert 230 < len(doubled) < 290
 
 
 async def test_delays_keep_order_unless_reordered() -> None:
-    delayed = await _run(1, Faults(delay_s_max=1.0))
+    delayed = await _run(1, BusFaults(delay_s_max=1.0))
     assert [number for number, _ in delayed] == list(range(200))
     assert 0.0 <= delayed[0][1] < delayed[-1][1] <= 1.0
-    reordered = [number for number, _ in await _run(1, Faults(delay_s_max=1.0, reorder=0.5))]
+    reordered = [number for number, _ in await _run(1, BusFaults(delay_s_max=1.0, reorder=0.5))]
     assert sorted(reordered) == list(range(200))
     assert reordered != sorted(reordered)
 
 
 async def test_the_same_seed_is_the_same_run() -> None:
-    faults = Faults(drop=0.1, duplicate=0.1, delay_s_max=1.0, reorder=0.2)
+    faults = BusFaults(drop=0.1, duplicate=0.1, delay_s_max=1.0, reorder=0.2)
     first = await _run(7, faults)
     assert await _run(7, faults) == first
     assert await _run(8, faults) != first
@@ -62,7 +62,7 @@ async def test_the_same_seed_is_the_same_run() -> None:
 
 async def test_answers_suffer_faults_as_well() -> None:
     clock = ManualClock()
-    network = MemoryNetwork(clock=clock, faults=Faults(drop=1.0))
+    network = MemoryNetwork(clock=clock, faults=BusFaults(drop=1.0))
     bus = MemoryBus(network)
 
     async def echo(delivery: Delivery) -> None:

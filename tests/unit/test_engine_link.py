@@ -11,7 +11,7 @@ import pytest
 
 from baton.connectors.handoff import PullOutcome, TransferReport
 from baton.connectors.link import ADDRESS_VARIABLE, EndLease, HostEnd, SchedulerEnd, SetFaults, Setup, StepReport
-from baton.transfer import AgentOptions, AgentStats, Cause, Faults, LayerGroup
+from baton.transfer import AgentOptions, AgentStats, Cause, LayerGroup, TransferFaults
 
 SETUP = Setup(agent=AgentOptions(secret="s", rails=("127.0.0.1:1",)), model_digest="d")
 
@@ -29,7 +29,7 @@ def test_both_ends_understand_each_other(monkeypatch: pytest.MonkeyPatch) -> Non
     host = HostEnd()
     scheduler = joined(host, monkeypatch)
     assert scheduler.setup() == SETUP
-    orders = [EndLease(key=b"k" * 16), SetFaults(faults=Faults(delay_s=0.5))]
+    orders = [EndLease(key=b"k" * 16), SetFaults(faults=TransferFaults(delay_s=0.5))]
     for order in orders:
         host.tell(order)
     assert scheduler.orders() == orders

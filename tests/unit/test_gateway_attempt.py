@@ -31,7 +31,7 @@ from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, frame
 def test_an_undisturbed_attempt() -> None:
     bench = AttemptHarness()
     assert bench.fresh == [ev.SendPlace(0, (), ())]
-    assert bench.step(ev.Placed(0, placement("d1", "p1"))) == [ev.SendTasks(0, placement("d1", "p1"))]
+    assert bench.step(ev.PlaceGranted(0, placement("d1", "p1"))) == [ev.SendTasks(0, placement("d1", "p1"))]
     assert bench.step(ev.TaskAccepted(0, "d1")) == []
     assert bench.step(ev.TaskAccepted(0, "p1")) == [ev.LeaveQueue(accepted=True)]
     bench.step(ev.PromptComputed(0, 96))
@@ -115,9 +115,9 @@ def test_the_waits_before_a_worker_share_one_bound() -> None:
 def test_a_late_placement_counts() -> None:
     bench = AttemptHarness()
     bench.wait(0.6)
-    bench.step(ev.Placed(0, placement()))
+    bench.step(ev.PlaceGranted(0, placement()))
     assert bench.did(ev.SendTasks)
-    assert bench.step(ev.Placed(0, placement("d2"))) == [], "the second answer is one too many"
+    assert bench.step(ev.PlaceGranted(0, placement("d2"))) == [], "the second answer is one too many"
 
 
 def test_a_refusal_that_concerns_the_request_is_final() -> None:
@@ -129,7 +129,7 @@ def test_a_refusal_that_concerns_the_request_is_final() -> None:
 @pytest.mark.parametrize("silent", [("d1",), ("p1",), ("d1", "p1")])
 def test_silence_after_dispatch_cancels_both_and_excludes(silent: tuple[str, ...]) -> None:
     bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1", "p1")))
+    bench.step(ev.PlaceGranted(0, placement("d1", "p1")))
     for worker in {"d1", "p1"} - set(silent):
         bench.step(ev.TaskAccepted(0, worker))
     bench.wait(0.1)
@@ -145,7 +145,7 @@ UNREACHED = [NoResponders("worker d1 does not listen"), BusUnavailable("gone")]
 @pytest.mark.parametrize("error", UNREACHED)
 def test_a_worker_that_the_bus_does_not_reach_is_excluded_for_that_try_only(error: BatonError) -> None:
     bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.PlaceGranted(0, placement("d1")))
     bench.step(ev.TaskFailed(0, "d1", error))
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())], "at once"
     bench.run_on("d2")
@@ -159,7 +159,7 @@ def test_the_only_worker_is_tried_until_the_bus_reaches_it(error: BatonError) ->
     bench = AttemptHarness()
     while bench.now_s < 9.0:
         attempt = bench.machine.attempt
-        bench.step(ev.Placed(attempt, placement("d1")))
+        bench.step(ev.PlaceGranted(attempt, placement("d1")))
         bench.step(ev.TaskFailed(attempt, "d1", error))
         bench.step(ev.PlaceRefused(attempt + 1, NoWorkers("all excluded")))
         assert bench.fresh == [], "not at once"
@@ -180,7 +180,7 @@ def test_a_worker_that_stays_unreached_ends_the_request_in_time() -> None:
     bench = AttemptHarness()
     while not bench.machine.ended:
         attempt = bench.machine.attempt
-        bench.step(ev.Placed(attempt, placement("d1")))
+        bench.step(ev.PlaceGranted(attempt, placement("d1")))
         bench.step(ev.TaskFailed(attempt, "d1", NoResponders("worker d1 does not listen")))
         if not bench.machine.ended:
             bench.step(ev.PlaceRefused(attempt + 1, NoWorkers("all excluded")))
@@ -191,7 +191,7 @@ def test_a_worker_that_stays_unreached_ends_the_request_in_time() -> None:
 
 def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:
     bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.PlaceGranted(0, placement("d1")))
     bench.wait(0.1)
     bench.step(ev.PlaceRefused(1, NoWorkers("all excluded")))
     assert not bench.machine.ended
@@ -201,7 +201,7 @@ def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:
 def test_attempts_are_bounded() -> None:
     bench = AttemptHarness()
     for attempt in range(4):
-        bench.step(ev.Placed(attempt, placement(f"d{attempt}")))
+        bench.step(ev.PlaceGranted(attempt, placement(f"d{attempt}")))
         bench.step(ev.TaskFailed(attempt, f"d{attempt}", WorkerLost("gone")))
     assert isinstance(bench.error, WorkerLost)
     assert "4 attempts" in str(bench.error)
@@ -213,7 +213,7 @@ def test_attempts_are_bounded() -> None:
 def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
     bench = AttemptHarness()
     for attempt in range(3):
-        bench.step(ev.Placed(attempt, placement(f"d{attempt}")))
+        bench.step(ev.PlaceGranted(attempt, placement(f"d{attempt}")))
         bench.step(ev.TaskBusy(attempt, f"d{attempt}", "full"))
     assert bench.did(ev.JoinQueue)
     assert bench.machine.phase is Phase.QUEUED
@@ -223,7 +223,7 @@ def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
 
 def test_busy_then_nobody_left_waits() -> None:
     bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1", "p1")))
+    bench.step(ev.PlaceGranted(0, placement("d1", "p1")))
     bench.step(ev.TaskBusy(0, "p1", "leases"))
     assert bench.did(ev.SendCancel) == [ev.SendCancel("d1", 0, "busy"), ev.SendCancel("p1", 0, "busy")]
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",), ())]
@@ -321,18 +321,18 @@ def test_frames_of_an_old_attempt_are_fenced() -> None:
 def test_slow_workers_have_more_time_to_accept_each_further_attempt() -> None:
     bench = AttemptHarness()
     for attempt, accept_s in enumerate([0.1, 0.3, 0.9]):
-        bench.step(ev.Placed(attempt, placement("d1")))
+        bench.step(ev.PlaceGranted(attempt, placement("d1")))
         assert bench.wait(accept_s - 0.01) == []
         bench.wait(0.02)
         assert bench.did(ev.SendPlace)
-    bench.step(ev.Placed(3, placement("d1")))
+    bench.step(ev.PlaceGranted(3, placement("d1")))
     bench.wait(2.6)
     assert bench.step(ev.TaskAccepted(3, "d1")) == [ev.LeaveQueue(accepted=True)]
 
 
 def test_a_frame_implies_acceptance() -> None:
     bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.PlaceGranted(0, placement("d1")))
     bench.frame(0, [10])
     bench.wait(0.2)
     assert bench.machine.phase is Phase.STREAMING
@@ -518,7 +518,7 @@ def test_the_deadline_until_the_first_token_and_a_client_that_leaves_end_every_p
         if stage == "queued":
             bench.step(ev.PlaceRefused(0, Overloaded("full")))
         elif stage == "dispatched":
-            bench.step(ev.Placed(0, placement("d1", "p1")))
+            bench.step(ev.PlaceGranted(0, placement("d1", "p1")))
         elif stage in ("waiting", "streaming"):
             bench.run_on("d1", "p1")
             if stage == "streaming":

@@ -81,7 +81,7 @@ class Network:
 
     def place(self, attempt: int) -> None:
         worker = f"d{attempt}"
-        self.bench.step(ev.Placed(attempt, placement(worker)))
+        self.bench.step(ev.PlaceGranted(attempt, placement(worker)))
         if self.bench.did(ev.SendTasks):
             self.start, self.emitted = len(self.bench.machine.delivered), 0
             self.bench.step(ev.TaskAccepted(attempt, worker))
@@ -194,7 +194,7 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
         happens += [ev.TurnCame()] * 5 + [ev.QueueFull()]
     elif machine.phase is Phase.PLACING:
         places = [placement("d1"), placement("d2"), placement("d1", "p1")]
-        happens += [ev.Placed(attempt, place) for place in places] * 3
+        happens += [ev.PlaceGranted(attempt, place) for place in places] * 3
         happens += [ev.PlaceRefused(attempt, error) for error in REFUSALS]
     else:
         assert machine.placement is not None
@@ -210,7 +210,7 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
             happens.append(ev.WorkerGone(worker, 1, "died"))
         broken = frame(attempt, end - start, [], FinishReason.ERROR, error=EngineFailed("bug"))
         happens += [ev.FrameArrived(decode, 1, broken), ev.DigestArrived(decode, 1, None)]
-        happens += [ev.WorkerLeaving(decode, 1, 0.0, 10.0), ev.Placed(attempt + 1, placement("d3"))]
+        happens += [ev.WorkerLeaving(decode, 1, 0.0, 10.0), ev.PlaceGranted(attempt + 1, placement("d3"))]
     waits = [partial(bench.wait, duration_s) for duration_s in (0.05, 0.3, 3.0, 40.0)]
     return [*(partial(bench.step, event) for event in happens), bench.show, *waits]
 
@@ -243,7 +243,7 @@ def test_a_search_ends_in_time_whatever_it_meets(choices: list[int]) -> None:
     for choice in cycle(choices):
         attempt = bench.machine.attempt
         events: list[ev.Event] = [ev.PlaceRefused(attempt, error) for error in REFUSALS[:4]]
-        events.append(ev.Placed(attempt, placement("d1")))
+        events.append(ev.PlaceGranted(attempt, placement("d1")))
         if bench.machine.phase is Phase.QUEUED:
             events = [ev.TurnCame()]
         elif bench.machine.phase is Phase.DISPATCHED:

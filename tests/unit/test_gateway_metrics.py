@@ -114,9 +114,9 @@ def test_each_attempt_ends_once_by_its_cause(stage: Stage) -> None:
     bench = stage.begin()
     bench.run_on()
     bench.step(ev.WorkerGone("d1", 1, "died"))
-    bench.step(ev.Placed(1, placement("d2")))
+    bench.step(ev.PlaceGranted(1, placement("d2")))
     bench.step(ev.TaskBusy(1, "d2", "full"))
-    bench.step(ev.Placed(2, placement("d3")))
+    bench.step(ev.PlaceGranted(2, placement("d3")))
     bench.step(ev.TaskAccepted(2, "d3"))
     bench.frame(0, [1], FinishReason.LENGTH)
     stage.whole(1)
@@ -157,7 +157,7 @@ def test_an_answer_that_fails_counts_with_its_attempt(stage: Stage, error: Baton
 
 def test_an_attempt_that_found_no_successor_counts_once(stage: Stage) -> None:
     bench = stage.begin()
-    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.PlaceGranted(0, placement("d1")))
     bench.step(ev.TaskBusy(0, "d1", "full"))
     stage.answer.end(None, NoWorkers("none"))
     assert stage.figures.attempts == {"busy": 1}

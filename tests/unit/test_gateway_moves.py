@@ -31,7 +31,7 @@ def test_an_answer_that_would_outlast_its_worker_is_placed_while_it_runs_on_and_
     assert bench.step(leaving()) == [ev.SendPlace(1, ("d1",), ())]
     bench.frame(2, [12])
     assert bench.did(ev.Deliver), "it runs on"
-    assert bench.step(ev.Placed(1, placement("d2", "p1"))) == [
+    assert bench.step(ev.PlaceGranted(1, placement("d2", "p1"))) == [
         ev.SendCancel("d1", 0, "moved"),
         ev.SendCancel("p1", 0, "moved"),
         ev.SendTasks(1, placement("d2", "p1")),
@@ -75,10 +75,10 @@ def test_what_cannot_go_on_exactly_stays_but_before_something_is_shown_it_moves(
     late = streaming(sampling)
     assert late.step(leaving()) == [ev.SendPlace(1, ("d1",), ())]
     late.step(ev.Shown())
-    assert late.step(ev.Placed(1, placement("d2"))) == [], "it was shown before the place came"
+    assert late.step(ev.PlaceGranted(1, placement("d2"))) == [], "it was shown before the place came"
     moved = streaming(sampling)
     moved.step(leaving())
-    moved.step(ev.Placed(1, placement("d2")))
+    moved.step(ev.PlaceGranted(1, placement("d2")))
     assert moved.did(ev.StartOver)
     moved.step(ev.TaskAccepted(1, "d2"))
     moved.frame(0, [20])
@@ -96,13 +96,13 @@ def test_a_placement_that_comes_after_the_worker_has_left_is_taken() -> None:
     bench.step(leaving())
     bench.step(ev.WorkerGone("d1", 1, "left"))
     assert (bench.machine.phase, bench.machine.attempt) == (Phase.PLACING, 1)
-    assert bench.step(ev.Placed(1, placement("d2"))) == [ev.SendTasks(1, placement("d2"))]
+    assert bench.step(ev.PlaceGranted(1, placement("d2"))) == [ev.SendTasks(1, placement("d2"))]
 
 
 def test_a_move_is_no_failure_and_a_busy_target_is_placed_anew() -> None:
     bench = streaming()
     bench.step(leaving())
-    bench.step(ev.Placed(1, placement("d2")))
+    bench.step(ev.PlaceGranted(1, placement("d2")))
     bench.step(ev.TaskBusy(1, "d2", "full"))
     assert bench.did(ev.SendPlace) == [ev.SendPlace(2, ("d2",), ())]
     bench.run_on("d3")

@@ -20,7 +20,7 @@ def refuse(bench: AttemptHarness, decode: str, *, prefill: str = "", late: bool 
         bench.run_on(decode, prefill)
         bench.frame(0, [], FinishReason.ERROR, error=REFUSAL)
     else:
-        bench.step(ev.Placed(attempt, placement(decode, prefill)))
+        bench.step(ev.PlaceGranted(attempt, placement(decode, prefill)))
         bench.step(ev.TaskFailed(attempt, decode, REFUSAL))
 
 
@@ -76,7 +76,7 @@ def test_what_an_engine_fails_at_is_no_word_on_the_request() -> None:
 
 def test_a_request_that_is_too_long_for_the_bus_is_too_long_for_every_worker() -> None:
     bench = AttemptHarness()
-    bench.step(ev.Placed(0, placement("d1")))
+    bench.step(ev.PlaceGranted(0, placement("d1")))
     bench.step(ev.TaskFailed(0, "d1", PayloadTooLarge("too long")))
     assert isinstance(bench.error, PayloadTooLarge)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.identity import KvIdentity, describe_rope, describe_scales, unlike
+from baton.identity import KvIdentity, describe_rope, describe_scales, differing_words
 
 QWEN = KvIdentity(
     model="qwen3",
@@ -43,7 +43,7 @@ def test_it_is_one_line_of_words() -> None:
 )
 def test_every_difference_is_named_on_both_sides(change: dict[str, Any]) -> None:
     ((name, value),) = change.items()
-    ours, theirs = unlike(str(QWEN), str(replace(QWEN, **change)))
+    ours, theirs = differing_words(str(QWEN), str(replace(QWEN, **change)))
     assert (ours, theirs) == (f"{name}={getattr(QWEN, name)}", f"{name}={value}")
 
 

@@ -227,7 +227,7 @@ async def test_equal_prompts_in_a_row_go_to_the_same_worker_whoever_places_them(
     for number in range(1, 4):
         again = await place(bus, f"r{number}", prompt)
         assert again.prefill == first.prefill
-        assert again.predicted.cached_tokens == again.predicted.coming_tokens == 32 * len(prompt)
+        assert again.predicted.cached_tokens == again.predicted.speculative_tokens == 32 * len(prompt)
     other = await place(bus, "other", prompt.upper())
     assert other.prefill != first.prefill, "the other worker is free"
     await asyncio.sleep(0.3)

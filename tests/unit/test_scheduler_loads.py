@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement, unlike_pairs
+from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement, incompatible_pairs
 
 from baton.errors import MalformedMessage
 from baton.messages.base import WorkerAddress
@@ -78,7 +78,7 @@ def test_pairs_that_cannot_hand_over_are_counted_by_model(loads: Loads) -> None:
     loads.take(heartbeat("alike", kv_identity=alike), 0.0)
     loads.take(heartbeat("unlike", kv_identity="digest=digest dtype=bfloat16"), 0.0)
     loads.take(heartbeat("other", model="other"), 0.0)
-    assert unlike_pairs(loads.live(0.0)) == {"tiny": 4}
+    assert incompatible_pairs(loads.live(0.0)) == {"tiny": 4}
 
 
 def test_a_soft_placement_counts_until_the_attempt_is_listed(loads: Loads) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from baton_scheduler.loads import WorkerLoad
-from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose
+from baton_scheduler.placement import Demand, PlacementOptions, PrefixMatch, choose
 
 from baton.errors import InvalidRequest, NoWorkers
 from baton.messages.placement import Disaggregation
@@ -27,7 +27,9 @@ def places(*decodes: WorkerLoad, prefills: tuple[WorkerLoad, ...] = (PREFILL,), 
     """Return the decode workers that chance and load may choose."""
     demand = dataclasses.replace(PLAIN, **{name: frozenset(value) for name, value in asked.items()})
     workers = [*prefills, *decodes]
-    return {choose(demand, workers, Hints(), PlacementOptions(), Random(seed)).decode.worker for seed in range(20)}
+    return {
+        choose(demand, workers, PrefixMatch(), PlacementOptions(), Random(seed)).decode.worker for seed in range(20)
+    }
 
 
 def test_decode_goes_where_all_parameters_are_taken_and_prefill_anywhere() -> None:
@@ -65,6 +67,6 @@ def test_where_all_prefill_workers_refuse_a_whole_placement_remains() -> None:
     demand = dataclasses.replace(PLAIN, refused=frozenset({"p1"}))
     workers = [PREFILL, decode("d1")]
     with pytest.raises(InvalidRequest, match="prefill"):
-        choose(demand, workers, Hints(), PlacementOptions(), Random(1))
+        choose(demand, workers, PrefixMatch(), PlacementOptions(), Random(1))
     either = dataclasses.replace(demand, disaggregation=Disaggregation.AUTO)
-    assert choose(either, workers, Hints(), PlacementOptions(), Random(1)).prefill is None
+    assert choose(either, workers, PrefixMatch(), PlacementOptions(), Random(1)).prefill is None

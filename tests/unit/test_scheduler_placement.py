@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from baton_scheduler.loads import WorkerLoad
-from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose, soft_placements
+from baton_scheduler.placement import Demand, PlacementOptions, PrefixMatch, choose, soft_placements
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -60,7 +60,7 @@ def demand(mode: Disaggregation = AUTO, **changes: Any) -> Demand:
 
 
 def place(asked: Demand, *workers: WorkerLoad, held: dict[str, int] | None = None, seed: int = 0) -> Placement:
-    return choose(asked, workers, Hints(held or {}), OPTIONS, Random(seed))
+    return choose(asked, workers, PrefixMatch(held or {}), OPTIONS, Random(seed))
 
 
 def names(placement: Placement) -> tuple[str, str]:
@@ -71,11 +71,11 @@ def names(placement: Placement) -> tuple[str, str]:
 
 
 def test_what_is_coming_counts_as_cached_and_is_told_apart() -> None:
-    hints = Hints(held={"p1": 10}, coming={"p1": 12, "p2": 20})
+    hints = PrefixMatch(held={"p1": 10}, speculative={"p1": 12, "p2": 20})
     placement = choose(demand(ALWAYS), [prefill("p1"), prefill("p2"), decode()], hints, OPTIONS, Random(0))
     assert names(placement) == ("p2", "d1")
-    coming = {each.prefill: (each.cached_tokens, each.coming_tokens) for each in placement.candidates}
-    assert coming == {"p1": (384, 64), "p2": (640, 640)}
+    speculative = {each.prefill: (each.cached_tokens, each.speculative_tokens) for each in placement.candidates}
+    assert speculative == {"p1": (384, 64), "p2": (640, 640)}
 
 
 def test_a_pair_costs_queue_compute_transfer_and_entry() -> None:
@@ -368,7 +368,7 @@ REFUSALS = (ModelNotFound, NoWorkers, Overloaded, ContextLengthExceeded)
 @given(asked=demands, pool=pools(), held=held_blocks, seed=st.integers(0, 9))
 def test_every_placement_is_allowed(asked: Demand, pool: list[WorkerLoad], held: dict[str, int], seed: int) -> None:
     try:
-        placement = choose(asked, pool, Hints(held), OPTIONS, Random(seed))
+        placement = choose(asked, pool, PrefixMatch(held), OPTIONS, Random(seed))
     except REFUSALS as error:
         assert str(error)
         return
@@ -396,7 +396,7 @@ def test_a_seed_decides_whatever_the_order(
 ) -> None:
     def outcome() -> Placement | str:
         try:
-            return choose(asked, pool, Hints(held), OPTIONS, Random(seed))
+            return choose(asked, pool, PrefixMatch(held), OPTIONS, Random(seed))
         except REFUSALS as error:
             return str(error)
 
@@ -413,7 +413,7 @@ def test_more_cached_tokens_never_make_a_prediction_worse(
 
     def candidates(holding: dict[str, int]) -> dict[tuple[str, str], Candidate]:
         try:
-            placement = choose(asked, pool, Hints(holding), everything, Random(0))
+            placement = choose(asked, pool, PrefixMatch(holding), everything, Random(0))
         except REFUSALS:
             return {}
         return {(each.prefill, each.decode): each for each in placement.candidates}
@@ -438,7 +438,7 @@ def test_the_shortlist_keeps_the_best_prediction(asked: Demand, pool: list[Worke
     for shortlist in (1, 1000):
         try:
             options = dataclasses.replace(OPTIONS, shortlist=shortlist, tie_share=0.0, tie_s=0.0)
-            bests.append(choose(asked, even, Hints(held), options, Random(0)).candidates[0].predicted_ttft_s)
+            bests.append(choose(asked, even, PrefixMatch(held), options, Random(0)).candidates[0].predicted_ttft_s)
         except REFUSALS:
             bests.append(None)
     assert bests[0] == bests[1]

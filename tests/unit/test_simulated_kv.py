@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
+from baton.engines.simulated.kv import ContextReader, KvChunk, KvPool, read_contexts
 from baton.transfer.layout import Layout
 
 LAYERS = 3
@@ -32,7 +32,7 @@ def digest(pool: KvPool, table: list[int], tokens: int) -> int:
 
 
 def write(pool: KvPool, table: list[int], tokens: list[int], start: int = 0, layers: slice = ALL) -> None:
-    pool.write([TokenChunk(table, tokens, start)], layers)
+    pool.write([KvChunk(table, tokens, start)], layers)
 
 
 def written(tokens: list[int], seed: int = 0) -> tuple[KvPool, list[int]]:
@@ -124,8 +124,8 @@ def test_many_contexts_are_read_and_written_as_if_alone() -> None:
     pool = make_pool()
     tables = [[3 * number + index for index in range(3)] for number in range(len(lengths))]
     prompts = [TOKENS[number : number + length] for number, length in enumerate(lengths)]
-    pool.write([TokenChunk(table, prompt, 0) for table, prompt in zip(tables, prompts, strict=True)], ALL)
-    pool.write([TokenChunk(table, [7], length) for table, length in zip(tables, lengths, strict=True)], ALL)
+    pool.write([KvChunk(table, prompt, 0) for table, prompt in zip(tables, prompts, strict=True)], ALL)
+    pool.write([KvChunk(table, [7], length) for table, length in zip(tables, lengths, strict=True)], ALL)
     contexts = [(ContextReader(pool), table, length + 1) for table, length in zip(tables, lengths, strict=True)]
     together = read_contexts(pool, contexts)
     for prompt, found in zip(prompts, together, strict=True):

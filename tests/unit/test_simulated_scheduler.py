@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from baton.engines.engine import EngineBlocksRemoved, EngineBlocksStored, Leg
 from baton.engines.simulated.blocks import BlockCache
-from baton.engines.simulated.scheduler import Attempt, Phase, Scheduler, Step
+from baton.engines.simulated.scheduler import Scheduler, SimulatedAttempt, SimulatedPhase, Step
 
 BLOCK = 4
 
@@ -22,19 +22,19 @@ class Harness:
         self.cache = BlockCache(blocks=blocks, block_tokens=BLOCK, nonce=b"n")
         self.scheduler = Scheduler(self.cache, running_max=running_max, step_tokens_max=step_tokens_max)
         self.running_max, self.step_tokens_max = running_max, step_tokens_max
-        self.live: list[Attempt] = []
+        self.live: list[SimulatedAttempt] = []
         self.known: Counter[bytes] = Counter()
         """The cache's content, as its events tell it."""
         self._numbers = 0
 
-    def submit(self, tokens: list[int], leg: Leg = Leg.WHOLE) -> Attempt:
+    def submit(self, tokens: list[int], leg: Leg = Leg.WHOLE) -> SimulatedAttempt:
         self._numbers += 1
-        attempt = Attempt(key=(f"r{self._numbers}", 0), leg=leg, tokens=tokens, prompt_tokens=len(tokens))
+        attempt = SimulatedAttempt(key=(f"r{self._numbers}", 0), leg=leg, tokens=tokens, prompt_tokens=len(tokens))
         self.scheduler.submit(attempt)
         self.live.append(attempt)
         return attempt
 
-    def end(self, attempt: Attempt) -> None:
+    def end(self, attempt: SimulatedAttempt) -> None:
         self.scheduler.end(attempt)
         self.check()
 
@@ -43,7 +43,7 @@ class Harness:
         self.check_step(step)
         self.scheduler.complete_step(step)
         for chunk in step.chunks:
-            if chunk.samples and chunk.attempt.phase is Phase.RUNNING:
+            if chunk.samples and chunk.attempt.phase is SimulatedPhase.RUNNING:
                 chunk.attempt.tokens.append(output)
         self.check()
         return step
@@ -53,7 +53,7 @@ class Harness:
         holders = Counter(block for attempt in self.live for block in attempt.blocks)
         for chunk in step.chunks:
             attempt = chunk.attempt
-            assert attempt.phase is Phase.RUNNING
+            assert attempt.phase is SimulatedPhase.RUNNING
             assert chunk.start == attempt.computed < chunk.end <= len(attempt.tokens)
             written = attempt.blocks[chunk.start // BLOCK : -(-chunk.end // BLOCK)]
             assert len(attempt.blocks) * BLOCK >= chunk.end
@@ -61,11 +61,11 @@ class Harness:
         for pull in step.pulls:
             assert all(holders[block] == 1 for block in pull.blocks), "a pull fills blocks of its own"
         for attempt in step.preempted:
-            assert attempt.phase is Phase.WAITING
+            assert attempt.phase is SimulatedPhase.WAITING
             assert attempt.blocks == []
 
     def check(self) -> None:
-        self.live = [attempt for attempt in self.live if attempt.phase is not Phase.ENDED]
+        self.live = [attempt for attempt in self.live if attempt.phase is not SimulatedPhase.ENDED]
         held = {block for attempt in self.live for block in attempt.blocks}
         assert self.cache.used_blocks == len(held)
         assert self.scheduler.running <= self.running_max
@@ -99,10 +99,14 @@ def test_no_more_than_running_max_run() -> None:
     harness = Harness(running_max=2)
     attempts = [harness.submit([number]) for number in range(3)]
     harness.step()
-    assert [attempt.phase for attempt in attempts] == [Phase.RUNNING, Phase.RUNNING, Phase.WAITING]
+    assert [attempt.phase for attempt in attempts] == [
+        SimulatedPhase.RUNNING,
+        SimulatedPhase.RUNNING,
+        SimulatedPhase.WAITING,
+    ]
     harness.end(attempts[0])
     harness.step()
-    assert attempts[2].phase is Phase.RUNNING
+    assert attempts[2].phase is SimulatedPhase.RUNNING
 
 
 def test_decode_pulls_what_it_lacks_and_computes_the_last_token() -> None:
@@ -148,10 +152,10 @@ def test_an_aborted_pull_keeps_its_blocks_until_it_is_over() -> None:
         decode = harness.submit(list(range(20)), Leg.DECODE)
         harness.step()
         harness.end(decode)
-        assert decode.phase is Phase.FENCING
+        assert decode.phase is SimulatedPhase.FENCING
         assert harness.cache.used_blocks == 5
         getattr(harness.scheduler, ending)(decode)
-        assert decode.phase is Phase.ENDED
+        assert decode.phase is SimulatedPhase.ENDED
         assert harness.cache.used_blocks == 0
         assert harness.cache.drain_events() == (), "nobody knows what a cancelled pull left in the blocks"
 
@@ -160,11 +164,11 @@ def test_a_finished_prefill_holds_its_blocks_but_no_run_slot() -> None:
     harness = Harness(running_max=1)
     prefill = harness.submit(list(range(10)), Leg.PREFILL)
     harness.step()
-    assert prefill.phase is Phase.HELD
+    assert prefill.phase is SimulatedPhase.HELD
     assert harness.scheduler.leased == [prefill]
     other = harness.submit([1, 2])
     harness.step()
-    assert other.phase is Phase.RUNNING
+    assert other.phase is SimulatedPhase.RUNNING
     assert harness.cache.used_blocks == 4
     harness.end(prefill)
     assert harness.cache.used_blocks == 1
@@ -174,11 +178,11 @@ def test_when_blocks_run_out_the_last_to_come_gives_way_and_comes_back() -> None
     harness = Harness(blocks=5)
     first = harness.submit(list(range(7)))
     second = harness.submit(list(range(50, 57)))
-    preempted: list[Attempt] = []
+    preempted: list[SimulatedAttempt] = []
     for _ in range(10):
         preempted += harness.step().preempted
     assert preempted == [second]
-    assert second.phase is Phase.WAITING
+    assert second.phase is SimulatedPhase.WAITING
     generated = len(second.tokens) - 7
     harness.end(first)
     (chunk,) = harness.step().chunks
@@ -210,7 +214,9 @@ def test_whatever_happens_no_block_is_lost_or_shared_by_writers(
     harness = Harness(blocks=blocks, running_max=running, step_tokens_max=budget)
     length_max = blocks * BLOCK
     for _ in range(250):
-        pulling = [attempt for attempt in harness.live if attempt.phase in (Phase.PULLING, Phase.FENCING)]
+        pulling = [
+            attempt for attempt in harness.live if attempt.phase in (SimulatedPhase.PULLING, SimulatedPhase.FENCING)
+        ]
         choice = chance.random()
         if choice < 0.2 and len(harness.live) < 12:
             # Few different tokens, so that prompts share prefixes.
@@ -229,7 +235,7 @@ def test_whatever_happens_no_block_is_lost_or_shared_by_writers(
                 harness.end(attempt)
     for attempt in list(harness.live):
         harness.end(attempt)
-        if attempt.phase is Phase.FENCING:
+        if attempt.phase is SimulatedPhase.FENCING:
             harness.scheduler.pull_failed(attempt)
     assert harness.cache.used_blocks == 0
     assert harness.step().is_empty

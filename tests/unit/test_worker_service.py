@@ -25,9 +25,9 @@ from baton.messages.attempts import (
     FinishReason,
     Frame,
     Frames,
-    Hint,
     KvSource,
     Prefilled,
+    PrefillFailed,
     PrefillTask,
     Resend,
     Sampling,
@@ -271,7 +271,7 @@ async def test_prefills_failure_is_a_hint(prefill: World) -> None:
     await prefill.ask(prefill_task())
     prefill.engine.step(("r", 0), EngineFailed("no"))
     await prefill.clock.settle()
-    [hint] = [message for message in prefill.heard if isinstance(message, Hint)]
+    [hint] = [message for message in prefill.heard if isinstance(message, PrefillFailed)]
     assert (hint.worker, hint.error.code) == ("w0", "engine_failed")
     assert await prefill.state() is None
 

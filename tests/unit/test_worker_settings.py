@@ -12,7 +12,7 @@ from baton_prefill.config import PrefillSettings
 from baton import config
 from baton.errors import ConfigurationError
 from baton.messages.workers import Role
-from baton.transfer import AgentOptions, Faults
+from baton.transfer import AgentOptions, TransferFaults
 from baton.worker.settings import WorkerSettings, create_engine
 
 BOTH = pytest.mark.parametrize(("service", "kind"), [("prefill", PrefillSettings), ("decode", DecodeSettings)])
@@ -51,7 +51,7 @@ def test_a_full_command_line() -> None:
     assert (settings.worker_id(Role.DECODE), settings.public_model_name()) == ("d7", "Some-Model")
     options = settings.agent_options()
     assert (options.secret, options.backends, options.lease_ttl_s) == ("hush", ("tcp",), 2.0)
-    assert options.faults == Faults(delay_s=0.2, corrupt_every=3)
+    assert options.faults == TransferFaults(delay_s=0.2, corrupt_every=3)
 
 
 def test_the_agent_of_a_container_listens_where_its_name_leads() -> None:

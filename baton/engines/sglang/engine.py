@@ -21,7 +21,7 @@ from baton.connectors.link import (
     Stats,
     StepReport,
 )
-from baton.engines.attempts import Attempt, Attempts, handoff_of, pull_error, within_budget
+from baton.engines.attempts import Attempts, EngineAttempt, handoff_of, pull_error, within_budget
 from baton.engines.engine import (
     EngineDelta,
     EngineEventBatch,
@@ -39,7 +39,7 @@ from baton.engines.sglang.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.workers import Role
-from baton.transfer import AgentOptions, Faults
+from baton.transfer import AgentOptions, TransferFaults
 
 EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
 STATS_TIMEOUT_S: Final = 10.0
@@ -150,7 +150,7 @@ class SglangEngine:
             await self._host.stop()
             self._host = None
 
-    async def set_faults(self, faults: Faults) -> None:
+    async def set_faults(self, faults: TransferFaults) -> None:
         """Inject faults at this engine's agent, for tests and benchmarks."""
         self._alive()[0].tell(SetFaults(faults=faults))
 
@@ -198,7 +198,7 @@ class SglangEngine:
             died.cancel()
             await asyncio.gather(step, died, return_exceptions=True)
 
-    def _fields(self, attempt: Attempt, opened: Opened) -> dict[str, object]:
+    def _fields(self, attempt: EngineAttempt, opened: Opened) -> dict[str, object]:
         from baton.engines.sglang.sampling import prefill_params, sampling_params
 
         request, sampling = attempt.request, attempt.request.sampling
@@ -224,7 +224,7 @@ class SglangEngine:
             "cache_salt": request.cache_salt or None,
         }
 
-    def _delta(self, attempt: Attempt, step: dict[str, Any]) -> EngineDelta:
+    def _delta(self, attempt: EngineAttempt, step: dict[str, Any]) -> EngineDelta:
         from baton.engines.sglang.sampling import refusal_of, token_logprobs
 
         request, meta = attempt.request, step["meta_info"]

@@ -29,11 +29,11 @@ from baton.engines.engine import (
     TransferFigures,
 )
 from baton.engines.simulated.blocks import HASH_BYTES, BlockCache
-from baton.engines.simulated.handoff import Handoff
-from baton.engines.simulated.kv import ContextReader, KvPool, TokenChunk, read_contexts
+from baton.engines.simulated.handoff import SimulatedHandoff
+from baton.engines.simulated.kv import ContextReader, KvChunk, KvPool, read_contexts
 from baton.engines.simulated.options import SimulatedOptions, parse_options
 from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model, stop_tokens
-from baton.engines.simulated.scheduler import Attempt, Chunk, Phase, Scheduler, Step
+from baton.engines.simulated.scheduler import Chunk, Scheduler, SimulatedAttempt, SimulatedPhase, Step
 from baton.engines.simulated.stream import Stream, check_request
 from baton.errors import (
     AttemptFailed,
@@ -90,7 +90,7 @@ class SimulatedEngine:
         self._pool: KvPool
         self._cache: BlockCache
         self._scheduler: Scheduler
-        self._handoff: Handoff
+        self._handoff: SimulatedHandoff
 
     # ------------------------------------------------------------ life
 
@@ -116,7 +116,7 @@ class SimulatedEngine:
         agent = self._make_agent(self._agent_options)
         identity = self._pool.identity(ENGINE, digest)
         agent.set_pool(self._pool.describe(identity))
-        self._handoff = Handoff(agent, self._pull_over, self._lease_over, self._agent_broke)
+        self._handoff = SimulatedHandoff(agent, self._pull_over, self._lease_over, self._agent_broke)
         self._handoff.watch(asyncio.get_running_loop())
         self._failure = None
         self._step_end_s = self._clock.now_s()
@@ -251,7 +251,7 @@ class SimulatedEngine:
         """Free what an attempt holds, wherever it stands; blocks that a pull writes follow when it has ended."""
         if self._streams.get(stream.attempt.key) is not stream:
             return
-        if stream.attempt.phase is Phase.PULLING:
+        if stream.attempt.phase is SimulatedPhase.PULLING:
             self._handoff.cancel_pull(stream.lease)
         # Before the blocks are free: nobody may read what the next owner writes.
         self._handoff.revoke(stream.lease, final=True)
@@ -259,7 +259,7 @@ class SimulatedEngine:
         self._forget_ended(stream)
 
     def _forget_ended(self, stream: Stream) -> None:
-        if stream.attempt.phase is Phase.ENDED:
+        if stream.attempt.phase is SimulatedPhase.ENDED:
             del self._streams[stream.attempt.key], self._leases[stream.lease.key]
         self._work.set()
 
@@ -272,7 +272,7 @@ class SimulatedEngine:
         if error is None:
             self._scheduler.pull_done(stream.attempt)
         else:
-            if stream.attempt.phase is Phase.PULLING:
+            if stream.attempt.phase is SimulatedPhase.PULLING:
                 stream.error = error
                 stream.changed.set()
             self._scheduler.pull_failed(stream.attempt)
@@ -289,7 +289,7 @@ class SimulatedEngine:
             return
         self._handoff.give_up(stream.lease)
         # A prefill that still computes goes on: its blocks are worth caching, and it frees them when done.
-        if stream.attempt.phase is Phase.HELD:
+        if stream.attempt.phase is SimulatedPhase.HELD:
             self._scheduler.end(stream.attempt)
             self._forget_ended(stream)
 
@@ -349,7 +349,7 @@ class SimulatedEngine:
         )
         for number, span in enumerate(spans, start=1):
             chunks = [
-                TokenChunk(chunk.attempt.blocks, chunk.attempt.tokens[chunk.start : chunk.end], chunk.start)
+                KvChunk(chunk.attempt.blocks, chunk.attempt.tokens[chunk.start : chunk.end], chunk.start)
                 for chunk in _alive(step.chunks)
             ]
             self._pool.write(chunks, span)
@@ -365,7 +365,7 @@ class SimulatedEngine:
     def _hold(self, step: Step) -> None:
         """Answer the prefills that this step completed. Their blocks stay, unless decode is done with them already."""
         for chunk in step.chunks:
-            if chunk.attempt.phase is not Phase.HELD:
+            if chunk.attempt.phase is not SimulatedPhase.HELD:
                 continue
             stream = self._stream(chunk.attempt)
             stream.finish = FinishReason.LENGTH
@@ -417,13 +417,13 @@ class SimulatedEngine:
             self._batches.append(EngineEventBatch(sequence=self._batches_made, events=events))
             self._batches_changed.set()
 
-    def _stream(self, attempt: Attempt) -> Stream:
+    def _stream(self, attempt: SimulatedAttempt) -> Stream:
         return self._streams[attempt.key]
 
 
 def _alive(chunks: list[Chunk] | tuple[Chunk, ...]) -> list[Chunk]:
     """Return the chunks whose attempt was not ended while the step ran."""
-    return [chunk for chunk in chunks if chunk.attempt.phase is Phase.RUNNING]
+    return [chunk for chunk in chunks if chunk.attempt.phase is SimulatedPhase.RUNNING]
 
 
 def _model_folder(model: str) -> Path | None:

@@ -13,7 +13,7 @@ from baton.transfer import Cause, EventKind, PullTally, PullWatch, TransferAgent
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class SimulatedLease:
     """What the agent knows of one attempt: the lease it gives out, or the pull it makes."""
 
     key: bytes
@@ -28,7 +28,7 @@ class Lease:
     """Of the pull, from its start."""
 
 
-class Handoff:
+class SimulatedHandoff:
     """Tells the agent what the scheduler decided, and the engine what the agent reports.
 
     `pull_over(key, error)` is called once per pull, when nothing writes its blocks any more; `lease_over(key)`
@@ -46,7 +46,7 @@ class Handoff:
         self._pull_over = pull_over
         self._lease_over = lease_over
         self._broke = broke
-        self._pulls: dict[bytes, Lease] = {}
+        self._pulls: dict[bytes, SimulatedLease] = {}
         self.bytes_pulled = 0
         self.pulls_failed = 0
         self.tally = PullTally()
@@ -65,7 +65,7 @@ class Handoff:
 
     # Source.
 
-    def lease_blocks(self, lease: Lease, blocks: Sequence[int], *, ready: int) -> None:
+    def lease_blocks(self, lease: SimulatedLease, blocks: Sequence[int], *, ready: int) -> None:
         """Promise all of `blocks`; their first `ready` tokens are computed, which counts for a new lease."""
         if lease.is_over:
             return
@@ -79,19 +79,19 @@ class Handoff:
         if opened and ready:
             self._agent.post_ready(lease.key, lease.generation, -1, ready)
 
-    def post(self, lease: Lease, layer: int, tokens: int) -> None:
+    def post(self, lease: SimulatedLease, layer: int, tokens: int) -> None:
         if lease.generation and not lease.is_over:
             self._agent.post_ready(lease.key, lease.generation, layer, tokens)
 
-    def give_up(self, lease: Lease) -> None:
+    def give_up(self, lease: SimulatedLease) -> None:
         """The agent says that the lease is over. It may have been opened anew before that was known here."""
         lease.is_over = True
         self.revoke(lease, final=True)
 
-    def complete(self, lease: Lease, tokens: int) -> None:
+    def complete(self, lease: SimulatedLease, tokens: int) -> None:
         self._agent.complete_lease(lease.key, lease.generation, tokens)
 
-    def revoke(self, lease: Lease, *, final: bool) -> None:
+    def revoke(self, lease: SimulatedLease, *, final: bool) -> None:
         """Make sure that nobody takes what the lease's blocks hold from now on."""
         if lease.generation:
             self._agent.revoke_lease(lease.key, final=final)
@@ -99,7 +99,7 @@ class Handoff:
 
     # Sink.
 
-    def pull(self, lease: Lease, endpoint: str, pull: Pull, now_s: float, budget_s: float) -> None:
+    def pull(self, lease: SimulatedLease, endpoint: str, pull: Pull, now_s: float, budget_s: float) -> None:
         """Fill the blocks of a pull, or tell the source that there are none to fill."""
         try:
             if not pull.blocks:
@@ -123,7 +123,7 @@ class Handoff:
             lease.watch = PullWatch(now_s, endpoint)
             self._pulls[lease.key] = lease
 
-    def cancel_pull(self, lease: Lease) -> None:
+    def cancel_pull(self, lease: SimulatedLease) -> None:
         self._agent.cancel_pull(lease.key)
 
     # Events.

@@ -63,7 +63,7 @@ def mix_word(word: int) -> int:
     return word ^ (word >> 31)
 
 
-class TokenChunk(NamedTuple):
+class KvChunk(NamedTuple):
     """Tokens to compute: `tokens` stand at `start` of a context whose blocks `table` lists."""
 
     table: Sequence[int]
@@ -136,7 +136,7 @@ class KvPool:
         positions = np.arange(start, end, dtype=np.int64)
         return blocks[positions // self.block_tokens - first] * self.block_tokens + positions % self.block_tokens
 
-    def write(self, chunks: Sequence[TokenChunk], layers: slice) -> None:
+    def write(self, chunks: Sequence[KvChunk], layers: slice) -> None:
         """Compute the KV of all `chunks` in some of the layers."""
         singles = [chunk for chunk in chunks if len(chunk.tokens) == 1 and chunk.start]
         if singles:
@@ -155,7 +155,7 @@ class KvPool:
             if len(chunk.tokens) > 1 or not chunk.start:
                 self._write_run(chunk, layers)
 
-    def _write_run(self, chunk: TokenChunk, layers: slice) -> None:
+    def _write_run(self, chunk: KvChunk, layers: slice) -> None:
         end = chunk.start + len(chunk.tokens)
         states = self._own_states(chunk.tokens, np.arange(chunk.start, end, dtype=np.int64), layers)
         if chunk.start:

@@ -21,7 +21,7 @@ from baton.engines.engine import Leg
 from baton.engines.simulated.blocks import BlockCache
 
 
-class Phase(Enum):
+class SimulatedPhase(Enum):
     WAITING = auto()
     PULLING = auto()
     FENCING = auto()
@@ -31,7 +31,7 @@ class Phase(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class SimulatedAttempt:
     """One attempt as the scheduler sees it. `tokens` are prompt and output, of which `computed` have their KV."""
 
     key: tuple[str, int]
@@ -39,7 +39,7 @@ class Attempt:
     tokens: list[int]
     prompt_tokens: int
     cache_salt: str = ""
-    phase: Phase = Phase.WAITING
+    phase: SimulatedPhase = SimulatedPhase.WAITING
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
@@ -55,7 +55,7 @@ class Attempt:
 class Chunk:
     """Tokens of one attempt to compute in a step; where `samples`, the next token follows from them."""
 
-    attempt: Attempt
+    attempt: SimulatedAttempt
     start: int
     end: int
     samples: bool
@@ -65,7 +65,7 @@ class Chunk:
 class Pull:
     """Blocks to fill with the KV of tokens [first_token, tokens) from elsewhere; none: all is cached here."""
 
-    attempt: Attempt
+    attempt: SimulatedAttempt
     first_token: int
     tokens: int
     blocks: tuple[int, ...]
@@ -77,7 +77,7 @@ class Step:
 
     chunks: tuple[Chunk, ...]
     pulls: tuple[Pull, ...]
-    preempted: tuple[Attempt, ...]
+    preempted: tuple[SimulatedAttempt, ...]
 
     @property
     def is_empty(self) -> bool:
@@ -89,11 +89,11 @@ class Scheduler:
         self._cache = cache
         self._running_max = running_max
         self._step_tokens_max = step_tokens_max
-        self._waiting: deque[Attempt] = deque()
-        self._running: list[Attempt] = []
-        self._pulling: set[Attempt] = set()
+        self._waiting: deque[SimulatedAttempt] = deque()
+        self._running: list[SimulatedAttempt] = []
+        self._pulling: set[SimulatedAttempt] = set()
         """PULLING and FENCING."""
-        self._held: set[Attempt] = set()
+        self._held: set[SimulatedAttempt] = set()
         self.preemptions = 0
         self.prompt_tokens_computed = 0
         self.prompt_tokens_cached = 0
@@ -109,47 +109,47 @@ class Scheduler:
         return len(self._waiting) + len(self._pulling)
 
     @property
-    def leased(self) -> list[Attempt]:
+    def leased(self) -> list[SimulatedAttempt]:
         """Prefills whose blocks are promised to decode, whether they still compute or hold them."""
         return [*self._held, *(attempt for attempt in self._running if attempt.leg is Leg.PREFILL)]
 
     # What happens between steps.
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: SimulatedAttempt) -> None:
         self._waiting.append(attempt)
 
-    def end(self, attempt: Attempt) -> None:
+    def end(self, attempt: SimulatedAttempt) -> None:
         """Free what an attempt holds. One that pulls keeps its blocks until the pull is over."""
         match attempt.phase:
-            case Phase.WAITING:
+            case SimulatedPhase.WAITING:
                 self._waiting.remove(attempt)
-            case Phase.RUNNING:
+            case SimulatedPhase.RUNNING:
                 self._running.remove(attempt)
-            case Phase.HELD:
+            case SimulatedPhase.HELD:
                 self._held.remove(attempt)
-            case Phase.PULLING:
-                attempt.phase = Phase.FENCING
+            case SimulatedPhase.PULLING:
+                attempt.phase = SimulatedPhase.FENCING
                 return
-            case Phase.FENCING | Phase.ENDED:
+            case SimulatedPhase.FENCING | SimulatedPhase.ENDED:
                 return
-        self._free(attempt, Phase.ENDED)
+        self._free(attempt, SimulatedPhase.ENDED)
 
-    def pull_done(self, attempt: Attempt) -> None:
+    def pull_done(self, attempt: SimulatedAttempt) -> None:
         """The pull that `plan_step` asked for filled its blocks."""
         self._pulling.remove(attempt)
-        if attempt.phase is Phase.FENCING:
-            self._free(attempt, Phase.ENDED)
+        if attempt.phase is SimulatedPhase.FENCING:
+            self._free(attempt, SimulatedPhase.ENDED)
             return
         attempt.pulled_tokens = attempt.prompt_tokens - 1 - attempt.computed
         self.prompt_tokens_pulled += attempt.pulled_tokens
         self._advance(attempt, attempt.prompt_tokens - 1)
-        attempt.phase = Phase.RUNNING
+        attempt.phase = SimulatedPhase.RUNNING
         self._running.append(attempt)
 
-    def pull_failed(self, attempt: Attempt) -> None:
+    def pull_failed(self, attempt: SimulatedAttempt) -> None:
         """Nothing writes the blocks of the pull any more, and what they hold is worthless."""
         self._pulling.remove(attempt)
-        self._free(attempt, Phase.ENDED)
+        self._free(attempt, SimulatedPhase.ENDED)
 
     # Steps.
 
@@ -157,7 +157,7 @@ class Scheduler:
         """Decide what to compute next and take the blocks for it."""
         budget = self._step_tokens_max
         chunks: list[Chunk] = []
-        preempted: list[Attempt] = []
+        preempted: list[SimulatedAttempt] = []
         index = 0
         while index < len(self._running) and budget:
             attempt = self._running[index]
@@ -176,7 +176,7 @@ class Scheduler:
             if admitted is None:
                 break
             self._waiting.popleft()
-            if admitted.phase is Phase.RUNNING:
+            if admitted.phase is SimulatedPhase.RUNNING:
                 end = min(len(admitted.tokens), admitted.computed + budget)
                 chunks.append(Chunk(admitted, admitted.computed, end, _samples(admitted, end)))
                 budget -= end - admitted.computed
@@ -186,21 +186,21 @@ class Scheduler:
         """The step's KV lies in the pool. A prefill whose prompt is done is HELD from now on."""
         for chunk in step.chunks:
             attempt = chunk.attempt
-            if attempt.phase is not Phase.RUNNING:
+            if attempt.phase is not SimulatedPhase.RUNNING:
                 continue
             self.prompt_tokens_computed += max(0, min(chunk.end, attempt.prompt_tokens) - chunk.start)
             self._advance(attempt, chunk.end)
             if attempt.leg is Leg.PREFILL and attempt.computed == attempt.prompt_tokens:
                 self._running.remove(attempt)
                 self._held.add(attempt)
-                attempt.phase = Phase.HELD
+                attempt.phase = SimulatedPhase.HELD
 
-    def _make_room(self, attempt: Attempt, end: int, preempted: list[Attempt]) -> bool:
+    def _make_room(self, attempt: SimulatedAttempt, end: int, preempted: list[SimulatedAttempt]) -> bool:
         """Take the blocks for tokens up to `end`, from those who came last if need be. False: `attempt` itself lost."""
         fresh = self._blocks(end) - len(attempt.blocks)
         while fresh > self._cache.free_blocks:
             victim = self._running.pop()
-            self._free(victim, Phase.WAITING)
+            self._free(victim, SimulatedPhase.WAITING)
             victim.computed = 0
             self._waiting.appendleft(victim)
             preempted.append(victim)
@@ -210,7 +210,7 @@ class Scheduler:
         attempt.blocks += self._cache.take_fresh(max(0, fresh))
         return True
 
-    def _admit(self, attempt: Attempt, budget: int, pulls: list[Pull]) -> Attempt | None:
+    def _admit(self, attempt: SimulatedAttempt, budget: int, pulls: list[Pull]) -> SimulatedAttempt | None:
         """Give a waiting attempt its first blocks; None: there are too few."""
         length = len(attempt.tokens)
         self._cache.extend_hashes(attempt.hashes, attempt.tokens, attempt.cache_salt)
@@ -233,14 +233,14 @@ class Scheduler:
             lacking = tuple(attempt.blocks[len(cached) : self._blocks(length - 1)])
             pulls.append(Pull(attempt, cached_tokens, length - 1, lacking))
             if lacking:
-                attempt.phase = Phase.PULLING
+                attempt.phase = SimulatedPhase.PULLING
                 self._pulling.add(attempt)
                 return attempt
-        attempt.phase = Phase.RUNNING
+        attempt.phase = SimulatedPhase.RUNNING
         self._running.append(attempt)
         return attempt
 
-    def _advance(self, attempt: Attempt, computed: int) -> None:
+    def _advance(self, attempt: SimulatedAttempt, computed: int) -> None:
         first = attempt.computed // self._cache.block_tokens
         attempt.computed = computed
         full = computed // self._cache.block_tokens
@@ -248,7 +248,7 @@ class Scheduler:
             self._cache.extend_hashes(attempt.hashes, attempt.tokens, attempt.cache_salt)
             self._cache.register(attempt.blocks, attempt.hashes[:full], attempt.tokens, first, attempt.cache_salt)
 
-    def _free(self, attempt: Attempt, phase: Phase) -> None:
+    def _free(self, attempt: SimulatedAttempt, phase: SimulatedPhase) -> None:
         self._cache.give_back(attempt.blocks)
         attempt.blocks = []
         attempt.phase = phase
@@ -257,5 +257,5 @@ class Scheduler:
         return -(-tokens // self._cache.block_tokens)
 
 
-def _samples(attempt: Attempt, end: int) -> bool:
+def _samples(attempt: SimulatedAttempt, end: int) -> bool:
     return end == len(attempt.tokens) and attempt.leg is not Leg.PREFILL

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
-from baton.engines.simulated.handoff import Lease
+from baton.engines.simulated.handoff import SimulatedLease
 from baton.engines.simulated.kv import ContextReader
-from baton.engines.simulated.scheduler import Attempt
+from baton.engines.simulated.scheduler import SimulatedAttempt
 from baton.engines.stages import prompt_stages
 from baton.errors import AttemptFailed, BatonError, ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import FinishReason, TokenLogprob
@@ -20,8 +20,8 @@ class Stream:
     """One attempt, and what its reader has not taken yet (bounded by the tokens it may generate)."""
 
     request: EngineRequest
-    attempt: Attempt
-    lease: Lease
+    attempt: SimulatedAttempt
+    lease: SimulatedLease
     reader: ContextReader
     stops: frozenset[int]
     entered_s: float
@@ -37,14 +37,14 @@ class Stream:
 
     @classmethod
     def of(cls, request: EngineRequest, reader: ContextReader, stops: frozenset[int], now_s: float) -> Stream:
-        attempt = Attempt(
+        attempt = SimulatedAttempt(
             key=(request.request, request.attempt),
             leg=request.leg,
             tokens=list(request.tokens),
             prompt_tokens=len(request.tokens),
             cache_salt=request.cache_salt,
         )
-        lease = Lease(lease_key(request.request, request.attempt, request.tokens))
+        lease = SimulatedLease(lease_key(request.request, request.attempt, request.tokens))
         return cls(request, attempt, lease, reader, stops, now_s)
 
     @property

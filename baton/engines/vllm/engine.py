@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import msgspec
 
-from baton.engines.attempts import Attempt, Attempts, handoff_of, pull_error, within_budget
+from baton.engines.attempts import Attempts, EngineAttempt, handoff_of, pull_error, within_budget
 from baton.engines.engine import (
     EngineDelta,
     EngineEventBatch,
@@ -28,7 +28,7 @@ from baton.engines.vllm.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.workers import Role
-from baton.transfer import AgentOptions, Faults
+from baton.transfer import AgentOptions, TransferFaults
 
 if TYPE_CHECKING:
     from vllm import RequestOutput, SamplingParams
@@ -167,7 +167,7 @@ class VllmEngine:
         # vLLM's objects form a cycle, and complain if the interpreter's end is the first to break it.
         gc.collect()
 
-    async def set_faults(self, faults: Faults) -> None:
+    async def set_faults(self, faults: TransferFaults) -> None:
         """Inject faults at this engine's agents, for tests and benchmarks."""
         await self._ask_ranks("baton_set_faults", asdict(faults))
 
@@ -207,7 +207,7 @@ class VllmEngine:
         except Exception as error:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
-    def _params(self, attempt: Attempt) -> SamplingParams:
+    def _params(self, attempt: EngineAttempt) -> SamplingParams:
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)
@@ -218,7 +218,7 @@ class VllmEngine:
             return prefill_params(transfer)
         return sampling_params(attempt.request.sampling, transfer)
 
-    async def _delta(self, attempt: Attempt, output: RequestOutput) -> EngineDelta:
+    async def _delta(self, attempt: EngineAttempt, output: RequestOutput) -> EngineDelta:
         from baton.engines.vllm.sampling import token_logprobs
 
         assert self._host is not None

@@ -187,7 +187,7 @@ MUTATIONS = [
         "transfer/one_sided.cpp",
         "  return std::any_of(reading_.begin(), reading_.end(), [&](const Read& read) { return read.chunk.pull == pull; });",
         "  return pull == 0 && !reading_.empty();",
-        "shells",
+        "agents_",
     ),
     Mutation(
         "stopped reads that wait are begun",

@@ -104,7 +104,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
     return Guard(
         app,
         ApiKeys(gateway.settings.api_keys),
-        door=lambda: gateway.door,
+        drain_state=lambda: gateway.drain_state,
         on_response=gateway.figures.responded,
         new_id=gateway.ports.new_id,
     )
@@ -123,7 +123,7 @@ class GenerationResponse(Response):
         gateway, request = self._gateway, Request(scope, receive)
         with (
             gateway.figures.measured_request() as measured,
-            traced_request(gateway.tracing, gateway.outbox, gateway.clock, self._operation, request) as trace,
+            traced_request(gateway.tracing, gateway.publisher, gateway.clock, self._operation, request) as trace,
         ):
             measured.trace = trace
             facts = _facts_of(gateway, request, self._operation, trace)

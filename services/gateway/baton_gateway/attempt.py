@@ -202,10 +202,10 @@ class AttemptMachine:
                     self._place(now_s)
             case ev.QueueFull():
                 self._fail(Overloaded("too many requests are waiting for a worker", retry_after_s=1.0))
-            case ev.Placed() | ev.PlaceRefused():
+            case ev.PlaceGranted() | ev.PlaceRefused():
                 if event.attempt == self.attempt and self.phase is Phase.PLACING:
                     self._on_place_answer(now_s, event)
-                elif event.attempt == self.attempt + 1 and isinstance(event, ev.Placed):
+                elif event.attempt == self.attempt + 1 and isinstance(event, ev.PlaceGranted):
                     self._move(now_s, event.placement)
             case ev.TaskAccepted() | ev.TaskBusy() | ev.TaskFailed():
                 if event.attempt == self.attempt and event.worker in self._awaited:
@@ -260,8 +260,8 @@ class AttemptMachine:
         self._phase_until_s = now_s + self._timers.retry_pause_s * 2**doublings
         self._pauses += 1
 
-    def _on_place_answer(self, now_s: float, event: ev.Placed | ev.PlaceRefused) -> None:
-        if isinstance(event, ev.Placed):
+    def _on_place_answer(self, now_s: float, event: ev.PlaceGranted | ev.PlaceRefused) -> None:
+        if isinstance(event, ev.PlaceGranted):
             self._dispatch(now_s, event.placement)
             return
         error = event.error

@@ -26,7 +26,7 @@ class AttemptTimers:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class PlaceGranted:
     attempt: int
     placement: Placement
 
@@ -141,7 +141,7 @@ class Tick:
 
 
 Event = (
-    Placed
+    PlaceGranted
     | PlaceRefused
     | TaskAccepted
     | TaskBusy

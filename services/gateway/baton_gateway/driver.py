@@ -46,7 +46,7 @@ from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
-from baton_gateway.outbox import Outbox
+from baton_gateway.publisher import Publisher
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
 from baton_gateway.tracing import AnswerTrace
@@ -80,7 +80,7 @@ class Links:
     clock: Clock
     tracing: Tracing
     figures: GatewayMetrics
-    outbox: Outbox
+    publisher: Publisher
     admission: AdmissionQueue
     timers: AttemptTimers
     routes: Routes[AnswerDriver]
@@ -99,7 +99,7 @@ class AnswerDriver:
             order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
         )
         self._spans = AnswerTrace(
-            links.tracing, links.outbox, links.clock, self.machine, request=order.request, root=order.trace
+            links.tracing, links.publisher, links.clock, self.machine, request=order.request, root=order.trace
         )
         self._figures = AnswerMetrics(links.figures, self.machine, order)
         self._ticket = Ticket(order.model.name, lambda: self.post(ev.TurnCame()))
@@ -234,7 +234,7 @@ class AnswerDriver:
         if placement is None or attempt != self.machine.attempt:
             return
         address, predicted = placement.prefill or placement.decode, placement.predicted
-        predicted_tokens = predicted.cached_tokens - predicted.coming_tokens
+        predicted_tokens = predicted.cached_tokens - predicted.speculative_tokens
         if address.worker != worker or predicted_tokens <= 0:
             return
         audited = Audited(
@@ -243,10 +243,10 @@ class AnswerDriver:
             predicted_tokens=predicted_tokens,
             cached_tokens=cached_tokens,
         )
-        self._links.outbox.post(subjects.AUDITS, audited)
+        self._links.publisher.post(subjects.AUDITS, audited)
 
     def _tell(self, worker: str, message: Cancel | Acknowledge | Resend) -> None:
-        self._links.outbox.post(subjects.task(worker), message)
+        self._links.publisher.post(subjects.task(worker), message)
 
     def _context(self, attempt: int, trace: str | None = None) -> Context:
         return Context(
@@ -305,7 +305,7 @@ class AnswerDriver:
             return
         match answer:
             case Placement():
-                self.post(ev.Placed(action.attempt, answer))
+                self.post(ev.PlaceGranted(action.attempt, answer))
             case Refused(error=report):
                 self.post(ev.PlaceRefused(action.attempt, report.to_error()))
             case _:

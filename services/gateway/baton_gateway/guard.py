@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
-from baton_gateway.door import Door
+from baton_gateway.drain_state import DrainState
 
 log = logging.getLogger(__name__)
 
@@ -50,13 +50,13 @@ class Guard:
         app: ASGIApp,
         keys: ApiKeys,
         *,
-        door: Callable[[], Door],
+        drain_state: Callable[[], DrainState],
         on_response: Callable[[str, int], None],
         new_id: Callable[[], str],
     ) -> None:
         """`on_response` hears of each response that begins: the request's path, and the status."""
         self._new_id = new_id
-        self._door = door
+        self._drain_state = drain_state
         self._app = app
         self._keys = keys
         self._on_response = on_response
@@ -80,7 +80,7 @@ class Guard:
                 started = True
                 self._on_response(scope["path"], message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
-                if self._door() is not Door.OPEN:
+                if self._drain_state() is not DrainState.OPEN:
                     # The client's next request must not come on this connection.
                     MutableHeaders(scope=message)["connection"] = "close"
             finished = message["type"] == "http.response.body" and not message.get("more_body", False)
@@ -88,7 +88,7 @@ class Guard:
 
         try:
             if scope["path"] not in OPEN_PATHS:
-                self._door().check_takes()
+                self._drain_state().check_takes()
                 self._keys.check(headers.get("authorization", ""))
             await self._app(scope, receive, send_with_id)
         except BatonError as error:

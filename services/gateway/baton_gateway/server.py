@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from baton.errors import InvalidRequest, Unavailable
 from baton_gateway.answers import error_body, to_json
 from baton_gateway.config import Settings
-from baton_gateway.door import Door
+from baton_gateway.drain_state import DrainState
 from baton_gateway.respond import ABORT_EXTENSION
 from baton_gateway.service import Gateway
 
@@ -132,10 +132,10 @@ class Server(uvicorn.Server):
     async def drain(self) -> None:
         """Turn not ready, close the listener, let what runs finish, and end the rest."""
         gateway, settings = self._gateway, self._gateway.settings
-        gateway.door = Door.CLOSING
+        gateway.drain_state = DrainState.CLOSING
         log.info("draining: not ready any more; the listener closes in %g s", settings.drain_delay_s)
         await gateway.clock.sleep(settings.drain_delay_s)
-        gateway.door = Door.CLOSED
+        gateway.drain_state = DrainState.CLOSED
         log.info("draining: %d answers, %g s at most", len(gateway.routes), settings.drain_s)
         self.should_exit = True
         try:

@@ -11,7 +11,16 @@ from typing import Final
 from baton import subjects
 from baton.bus import Delivery
 from baton.errors import BatonError, NoWorkers, Overloaded, Unavailable
-from baton.messages.attempts import Acknowledge, AttemptState, Cancel, Digest, DigestEntry, Frames, Hint, Prefilled
+from baton.messages.attempts import (
+    Acknowledge,
+    AttemptState,
+    Cancel,
+    Digest,
+    DigestEntry,
+    Frames,
+    Prefilled,
+    PrefillFailed,
+)
 from baton.messages.base import Context, Refused
 from baton.messages.placement import Place, Placement
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
@@ -22,11 +31,11 @@ from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
 from baton_gateway.config import Settings
-from baton_gateway.door import Door
+from baton_gateway.drain_state import DrainState
 from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.models import Models
-from baton_gateway.outbox import Outbox
+from baton_gateway.publisher import Publisher
 from baton_gateway.routes import Routes
 from baton_gateway.workers import WorkerTable, has_room
 
@@ -57,7 +66,7 @@ class Gateway:
         self.models = models
         self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes[AnswerDriver]()
-        self.outbox = Outbox(self.bus)
+        self.publisher = Publisher(self.bus)
         self.admission = AdmissionQueue(
             waiting_max=settings.admission_queue_max, clock=self.clock, random=self.ports.random
         )
@@ -70,12 +79,12 @@ class Gateway:
             clock=self.clock,
             tracing=self.tracing,
             figures=self.figures,
-            outbox=self.outbox,
+            publisher=self.publisher,
             admission=self.admission,
             timers=settings.attempt_timers(),
             routes=self.routes,
         )
-        self.door = Door.OPEN
+        self.drain_state = DrainState.OPEN
         self._ready_until_s = 0.0
         self._probe = asyncio.Lock()
 
@@ -101,14 +110,14 @@ class Gateway:
                 tasks = [
                     group.create_task(self._beat()),
                     group.create_task(self._expire()),
-                    group.create_task(self.outbox.run()),
+                    group.create_task(self.publisher.run()),
                     group.create_task(self.admission.run()),
                 ]
                 try:
                     yield
                 finally:
                     self.end_requests()
-                    await self.outbox.drain(self.clock, FAREWELL_S)
+                    await self.publisher.drain(self.clock, FAREWELL_S)
                     for task in tasks:
                         task.cancel()
 
@@ -123,7 +132,7 @@ class Gateway:
         The schedulers are asked themselves, as only they know what the deployment needs; a yes holds for a
         second, so that probes do not become load.
         """
-        self.door.check_ready()
+        self.drain_state.check_ready()
         async with self._probe:
             if self.clock.now_s() < self._ready_until_s:
                 return
@@ -184,7 +193,7 @@ class Gateway:
                 if driver is not None:
                     driver.post(ev.PromptComputed(context.attempt, usage.cached_tokens))
                     driver.audit(context.attempt, message.worker, usage.cached_tokens)
-            case Hint(context=context, worker=worker, error=error):
+            case PrefillFailed(context=context, worker=worker, error=error):
                 log.info("prefill %s on %s failed: %s", context.request, worker, error.detail)
             case _:
                 log.warning("unexpected %s on %s", type(message).__name__, delivery.subject)
@@ -207,7 +216,7 @@ class Gateway:
             if entry.state is AttemptState.RETAINED
             else Cancel(context=context, reason="not wanted any more")
         )
-        self.outbox.post(subjects.task(worker), gone)
+        self.publisher.post(subjects.task(worker), gone)
 
     def _note(self, events: list[Event]) -> None:
         """Tell the answers whose worker is gone."""
@@ -235,7 +244,7 @@ class Gateway:
 
     async def _beat(self) -> None:
         while True:
-            self.outbox.post(subjects.GATEWAY_BEAT, GatewayBeat(gateway=self.links.gateway))
+            self.publisher.post(subjects.GATEWAY_BEAT, GatewayBeat(gateway=self.links.gateway))
             await self.clock.sleep(BEAT_S)
 
     async def _expire(self) -> None:

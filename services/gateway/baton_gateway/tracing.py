@@ -29,7 +29,7 @@ from baton.messages.traces import AttributeValue, TraceWanted
 from baton.telemetry import Span, Tracing
 from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.intake import Plan
-from baton_gateway.outbox import Outbox
+from baton_gateway.publisher import Publisher
 
 FAILED_STATUS: Final = 500
 """Errors from here on are the server's; those below, the client's, are no reason to export a trace."""
@@ -98,7 +98,7 @@ class RequestTrace:
 
 @contextmanager
 def traced_request(
-    tracing: Tracing, outbox: Outbox, clock: Clock, operation: str, request: Request
+    tracing: Tracing, publisher: Publisher, clock: Clock, operation: str, request: Request
 ) -> Generator[RequestTrace]:
     """Trace the body as one request. A failed one's trace is exported, sampled or not."""
     span = tracing.start(
@@ -123,17 +123,17 @@ def traced_request(
     finally:
         trace.end()
         if trace.failed:
-            want(outbox, trace.trace)
+            want(publisher, trace.trace)
 
 
 class AnswerTrace:
     """Follows the machine of one answer. `observe` is called after its every step, and costs nothing between phases."""
 
     def __init__(
-        self, tracing: Tracing, outbox: Outbox, clock: Clock, machine: AttemptMachine, *, request: str, root: str
+        self, tracing: Tracing, publisher: Publisher, clock: Clock, machine: AttemptMachine, *, request: str, root: str
     ) -> None:
         self._tracing = tracing
-        self._outbox = outbox
+        self._publisher = publisher
         self._clock = clock
         self._machine = machine
         self._request = request
@@ -184,7 +184,7 @@ class AnswerTrace:
     def _begin_attempt(self, machine: AttemptMachine) -> None:
         before = self._attempt.trace if self._attempt is not None else ""
         if self._close(machine.setback):
-            want(self._outbox, self._root)
+            want(self._publisher, self._root)
         self._number = machine.attempt
         self._attempt = self._tracing.start(
             "attempt",
@@ -221,11 +221,11 @@ def _note(span: Span, error: Exception) -> bool:
     return True
 
 
-def want(outbox: Outbox, trace: str) -> None:
+def want(publisher: Publisher, trace: str) -> None:
     """Have every service export a trace that was not sampled."""
     parts = trace.split("-")
     if parts[-1:] == ["00"]:
-        outbox.post(subjects.TRACES, TraceWanted(trace=parts[1]))
+        publisher.post(subjects.TRACES, TraceWanted(trace=parts[1]))
 
 
 def _described(placement: Placement) -> dict[str, AttributeValue]:

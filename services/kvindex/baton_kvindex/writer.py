@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.messages.index import WriterLease
 from baton.node.ports import Ports
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.lease import Lease
+from baton_kvindex.election import Election
 from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.spill import Spill
 from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
@@ -39,7 +39,7 @@ class Writer:
         self._spill = spill
         self._settings = settings
         self._holder = ports.new_id()
-        self._lease = Lease(self._holder, settings.writer_ttl_s)
+        self._lease = Election(self._holder, settings.writer_ttl_s)
         # Indexes that write to different places do not wait for each other.
         self._key = re.sub(r"[^A-Za-z0-9_-]", "-", settings.redis_prefix)
         self._claimed = 0

@@ -152,7 +152,7 @@ class Loads:
         )
 
 
-def unlike_pairs(loads: Sequence[WorkerLoad]) -> Counter[str]:
+def incompatible_pairs(loads: Sequence[WorkerLoad]) -> Counter[str]:
     """Return, by model, the pairs of a prefill and a decode worker that cannot hand over to each other."""
     prefills, decodes = (
         Counter((load.heartbeat.model, load.kv_identity) for load in loads if load.role is role)

@@ -1,4 +1,4 @@
-"""Where an attempt runs: a function of loads, hints, options and a seeded generator.
+"""Where an attempt runs: a function of loads, match, options and a seeded generator.
 
 A candidate is a decode worker that computes the prompt itself, or a pair: a prefill worker that computes it
 and a decode worker that pulls the KV. Its cost is the predicted time to first token in seconds:
@@ -24,7 +24,7 @@ from itertools import product
 from typing import Final
 
 from baton.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound, NoWorkers, Overloaded
-from baton.identity import unlike
+from baton.identity import differing_words
 from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
 from baton.messages.workers import Role
 from baton.node.ports import Randomness
@@ -58,13 +58,12 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Hints:
+class PrefixMatch:
     """What the index says: worker → leading blocks of the prompt, where there are any."""
 
     held: Mapping[str, int] = field(default_factory=dict[str, int])
-    coming: Mapping[str, int] = field(default_factory=dict[str, int])
-    """That it will hold once what was placed on it before is computed. The time for that is in its queue, at once:
-    schedulers tell each other what they place."""
+    speculative: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,7 @@ class PlacementOptions:
 def choose(
     demand: Demand,
     workers: Sequence[WorkerLoad],
-    hints: Hints,
+    match: PrefixMatch,
     options: PlacementOptions,
     random: Randomness,
 ) -> Placement:
@@ -103,7 +102,7 @@ def choose(
     serving = sorted((load for load in workers if load.heartbeat.model == demand.model), key=lambda load: load.worker)
     if not serving:
         raise ModelNotFound(f"no live worker serves the model {demand.model}")
-    predict = _Prediction(demand, hints, options, random)
+    predict = _Prediction(demand, match, options, random)
     decodes = _admit(Role.DECODE, serving, demand, options)
     wholes = [] if demand.disaggregation is Disaggregation.ALWAYS else predict.wholes(decodes)
     prefills: list[WorkerLoad] = []
@@ -234,12 +233,15 @@ def _interval_s(load: WorkerLoad) -> float:
 class _Prediction:
     """The costs of one demand on any worker."""
 
-    def __init__(self, demand: Demand, hints: Hints, options: PlacementOptions, random: Randomness) -> None:
+    def __init__(self, demand: Demand, match: PrefixMatch, options: PlacementOptions, random: Randomness) -> None:
         self._demand = demand
-        self._hints = hints
+        self._hints = match
         self._options = options
         self._random = random
-        self._blocks = {**hints.held, **{w: max(blocks, hints.held.get(w, 0)) for w, blocks in hints.coming.items()}}
+        self._blocks = {
+            **match.held,
+            **{w: max(blocks, match.held.get(w, 0)) for w, blocks in match.speculative.items()},
+        }
 
     def wholes(self, decodes: Sequence[WorkerLoad]) -> list[Candidate]:
         """Return the candidates that compute the prompt where they decode."""
@@ -262,7 +264,7 @@ class _Prediction:
             decode=decode.worker,
             cached_tokens=cached_tokens,
             decode_cached_tokens=cached_tokens,
-            coming_tokens=self._coming_tokens(decode),
+            speculative_tokens=self._speculative_tokens(decode),
             predicted_ttft_s=self._prefill_s(decode) + self._entry_s(decode),
             predicted_token_interval_s=self._whole_interval_s(decode),
         )
@@ -298,7 +300,7 @@ class _Prediction:
             prefill=prefill.worker,
             cached_tokens=self._cached_tokens(prefill),
             decode_cached_tokens=self._cached_tokens(decode),
-            coming_tokens=self._coming_tokens(prefill),
+            speculative_tokens=self._speculative_tokens(prefill),
             predicted_ttft_s=self._prefill_s(prefill) + self._pull_s(decode, bandwidth) + self._entry_s(decode),
             predicted_token_interval_s=_interval_s(decode),
         )
@@ -329,7 +331,7 @@ class _Prediction:
         """Return the prompt tokens held there, or soon to be."""
         return self._tokens(load, self._blocks.get(load.worker, 0))
 
-    def _coming_tokens(self, load: WorkerLoad) -> int:
+    def _speculative_tokens(self, load: WorkerLoad) -> int:
         return self._cached_tokens(load) - self._tokens(load, self._hints.held.get(load.worker, 0))
 
     def _tokens(self, load: WorkerLoad, blocks: int) -> int:
@@ -396,7 +398,7 @@ def _misfit(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> st
     sources, sinks = ({load.kv_identity: load.worker for load in loads} for loads in (prefills, decodes))
     for source, sink in product(sources, sinks):
         if source != sink:
-            ours, theirs = unlike(source, sink)
+            ours, theirs = differing_words(source, sink)
             return f"{sources[source]} has {ours}, {sinks[sink]} has {theirs}"
     return ""
 

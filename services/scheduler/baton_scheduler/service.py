@@ -33,8 +33,8 @@ from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node
 from baton.telemetry import Reading, catalogue
 from baton_scheduler.config import SchedulerSettings
-from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad, unlike_pairs
-from baton_scheduler.placement import Demand, Hints, PlacementOptions, choose, soft_placements
+from baton_scheduler.loads import Loads, LoadsOptions, WorkerLoad, incompatible_pairs
+from baton_scheduler.placement import Demand, PlacementOptions, PrefixMatch, choose, soft_placements
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +111,8 @@ class SchedulerService:
         live = self._loads.live(self._clock.now_s())
         for (role, model), count in Counter((load.role, load.heartbeat.model) for load in live).items():
             yield Reading(catalogue.WORKERS, count, (role, model))
-        for model, pairs in unlike_pairs(live).items():
-            yield Reading(catalogue.UNLIKE_PAIRS, pairs, (model,))
+        for model, pairs in incompatible_pairs(live).items():
+            yield Reading(catalogue.INCOMPATIBLE_PAIRS, pairs, (model,))
         for role in Role:
             soft = sum(load.soft_slots for load in live if load.role is role)
             yield Reading(catalogue.SOFT_PLACEMENTS, soft, (role,))
@@ -185,7 +185,7 @@ class SchedulerService:
     async def _place(self, place: Place, trace: str) -> Placement:
         started_s = self._clock.now_s()
         _check(place)
-        hints = await self._ask_index(place, trace, self._serving(place.model, started_s))
+        match = await self._ask_index(place, trace, self._serving(place.model, started_s))
         now_s = self._clock.now_s()
         if now_s - started_s >= place.context.budget_s:
             raise DeadlineExceeded("the request's deadline passed while it was being placed")
@@ -201,7 +201,7 @@ class SchedulerService:
         )
         # Asked again, since workers may have been lost while the index was asked.
         serving = self._serving(place.model, now_s)
-        placement = choose(demand, serving, hints or Hints(), self._options, self._random)
+        placement = choose(demand, serving, match or PrefixMatch(), self._options, self._random)
         placed = self._placed(place, placement, serving, now_s - started_s)
         self._count(placed)
         try:
@@ -209,7 +209,7 @@ class SchedulerService:
             await self._bus.publish(subjects.PLACED, placed)
         except BatonError as error:
             logger.debug("nobody hears of the placement of %s: %s", place.context.request, error)
-        if hints is None:
+        if match is None:
             self._without_index += 1
             placement = _without_hints(placement)
         logger.debug("%s/%d: %s", place.context.request, place.context.attempt, placement.reason)
@@ -224,14 +224,14 @@ class SchedulerService:
             raise ModelNotFound(f"no worker serves the model {model}")
         return serving
 
-    async def _ask_index(self, place: Place, trace: str, serving: list[WorkerLoad]) -> Hints | None:
+    async def _ask_index(self, place: Place, trace: str, serving: list[WorkerLoad]) -> PrefixMatch | None:
         """Return how many leading blocks each worker holds; None when the index does not say in time."""
         if not place.blocks:
-            return Hints()
+            return PrefixMatch()
         timeout_s = min(self._settings.index_timeout_s, place.context.budget_s)
         context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
         held: dict[str, int] = {}
-        coming: dict[str, int] = {}
+        speculative: dict[str, int] = {}
         try:
             async with self._clock.timeout(timeout_s):
                 # One, but for the minutes in which a model is being replaced by a new version of the same name.
@@ -243,11 +243,11 @@ class SchedulerService:
                     if not isinstance(answer, Matched):
                         raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
                     held |= answer.held
-                    coming |= answer.speculative
+                    speculative |= answer.speculative
         except (BatonError, TimeoutError) as error:
             logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
             return None
-        return Hints(held, coming)
+        return PrefixMatch(held, speculative)
 
     async def _match(self, match: Match, timeout_s: float) -> AnyMessage:
         """Ask one index, and all of them where that one is late.

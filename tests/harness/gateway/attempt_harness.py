@@ -74,7 +74,7 @@ class AttemptHarness:
 
     def run_on(self, decode: str = "d1", prefill: str = "") -> None:
         """Bring the present attempt onto workers."""
-        self.step(ev.Placed(self.machine.attempt, placement(decode, prefill)))
+        self.step(ev.PlaceGranted(self.machine.attempt, placement(decode, prefill)))
         for worker in filter(None, (decode, prefill)):
             self.step(ev.TaskAccepted(self.machine.attempt, worker))
         assert self.machine.phase is Phase.WAITING

@@ -18,7 +18,7 @@ MESSAGES_MAX: Final = 65536
 """Beyond this the oldest are dropped; the protocol's timers and digests make up for lost messages."""
 
 
-class Outbox:
+class Publisher:
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
         self._messages: deque[tuple[str, AnyMessage]] = deque(maxlen=MESSAGES_MAX)

@@ -18,7 +18,7 @@ from baton.bus import Entry
 from baton.messages.index import WriterLease
 
 
-class Lease:
+class Election:
     def __init__(self, holder: str, ttl_s: float) -> None:
         self._holder = holder
         self._ttl_s = ttl_s

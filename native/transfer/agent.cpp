@@ -1,4 +1,4 @@
-#include "transfer/shell.h"
+#include "transfer/agent.h"
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>

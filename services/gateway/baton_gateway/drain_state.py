@@ -7,7 +7,7 @@ from enum import IntEnum
 from baton.errors import Unavailable
 
 
-class Door(IntEnum):
+class DrainState(IntEnum):
     OPEN = 0
     CLOSING = 1
     """`/ready` says no, for proxies to see; requests are still taken, and connections end with their answer."""
@@ -16,10 +16,10 @@ class Door(IntEnum):
 
     def check_ready(self) -> None:
         """Raise Unavailable unless a proxy should send requests here."""
-        if self is not Door.OPEN:
+        if self is not DrainState.OPEN:
             raise Unavailable("this gateway is being stopped")
 
     def check_takes(self) -> None:
         """Raise Unavailable where a request came too late; another gateway takes it."""
-        if self is Door.CLOSED:
+        if self is DrainState.CLOSED:
             raise Unavailable("this gateway is being stopped, others serve", retry_after_s=1.0)

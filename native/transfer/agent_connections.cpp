@@ -8,7 +8,7 @@
 #include <cstring>
 #include <system_error>
 
-#include "transfer/shell.h"
+#include "transfer/agent.h"
 #include "transfer/sockets.h"
 
 namespace baton::transfer {

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 import pytest
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerState
-from baton_kvindex.lease import Lease
+from baton_kvindex.election import Election
 from baton_kvindex.radix import RadixIndex
 from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.spill import Spill
@@ -30,9 +30,9 @@ def entry(holder: str, revision: int) -> Entry:
     return Entry(WriterLease(holder=holder), revision)
 
 
-def holding(revision: int = 5) -> Lease:
+def holding(revision: int = 5) -> Election:
     """Return a lease that was taken at 0 s."""
-    lease = Lease("me", 1.0)
+    lease = Election("me", 1.0)
     lease.saw(None, 0.0)
     assert lease.revision_to_put(0.0) == 0
     lease.stored(revision, 0.0)
@@ -48,7 +48,7 @@ def test_a_free_lease_is_taken_and_its_first_revision_is_the_fence() -> None:
 
 
 def test_anothers_lease_is_taken_when_it_stood_still() -> None:
-    lease = Lease("me", 1.0)
+    lease = Election("me", 1.0)
     for now_s, revision in ((0.0, 3), (0.5, 4), (1.4, 4)):
         assert lease.must_read
         lease.saw(entry("other", revision), now_s)
