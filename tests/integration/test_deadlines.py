@@ -27,7 +27,7 @@ STEADY = {"speed": 1.0, "step_fixed_s": 0.06, "eos_probability": 0.0, "seed": 1}
 
 @pytest.fixture
 async def stage() -> AsyncIterator[Stage]:
-    async with open_stage(Settings(port=0, progress_s=PROGRESS_S, worker_dead_s=0.8)) as opened:
+    async with open_stage(Settings(port=0, progress_s=PROGRESS_S, lost_after_s=0.8)) as opened:
         opened.say("the quick brown fox jumps over the lazy dog. " * 9)
         yield opened
 
