@@ -32,7 +32,7 @@ WORKERS = 4
 PROMPT = "a prompt that somebody holds " * 2
 PLACED_PER_S = 100
 STEADY_S, AWAY_S, STOPPED_S, AFTER_S = 10.0, 1.0, 3.0, 3.0
-ANSWERS, WRITES = "the index answers", "this index writes"
+WRITES = "this index writes"
 NO_LONGER, REFUSED = "no longer the index", "a late write was refused"
 
 
@@ -122,8 +122,8 @@ async def blind_placements(folder: Path) -> list[Phase]:
         for child in (*indexes, scheduler):
             stack.callback(child.kill)
         for index in indexes:
-            await started(index, ANSWERS)
-        await started(scheduler, "the scheduler answers")
+            await started(index)
+        await started(scheduler)
         load = Load(bus, workers, [Phase("before")])
         tasks = [asyncio.create_task(load.run()), *(asyncio.create_task(load.store(worker)) for worker in workers)]
         try:
@@ -159,7 +159,7 @@ async def _again(how: signal.Signals, index: Child) -> None:
     _signal(index, how)
     await asyncio.sleep(AWAY_S)
     await index.stop()
-    await started(index, ANSWERS)
+    await started(index)
     await asyncio.sleep(AFTER_S)
 
 

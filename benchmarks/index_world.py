@@ -15,8 +15,9 @@ from baton_kvindex.index import link
 
 from baton import subjects
 from baton.bus import Bus, Delivery
+from baton.cli.probes import http_probe
 from baton.cli.processes import Child, Program
-from baton.cli.servers import nats_server, redis_server, wait_until_serving
+from baton.cli.servers import LOOPBACK, free_port, nats_server, redis_server
 from baton.errors import BusUnavailable
 from baton.messages.base import WorkerAddress
 from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
@@ -130,10 +131,10 @@ async def servers(folder: Path) -> AsyncGenerator[tuple[str, str]]:
     (folder / "logs").mkdir(exist_ok=True)
     children = [Child(server.program) for server in started]
     try:
-        for server, child in zip(started, children, strict=True):
+        for child in children:
             child.start()
             async with asyncio.timeout(START_TIMEOUT_S):
-                await wait_until_serving(server)
+                await _ready(child)
         nats, redis = started
         yield nats.url, redis.url
     finally:
@@ -144,19 +145,28 @@ async def servers(folder: Path) -> AsyncGenerator[tuple[str, str]]:
 def service(name: str, module: str, folder: Path, **settings: str) -> Child:
     """Return a service to start: its settings travel as environment variables."""
     variables = {f"{module.upper()}_{key.upper()}": value for key, value in settings.items()}
+    status_port = free_port()
     return Child(
         Program(
             name=name,
-            command=(sys.executable, "-m", module, "--status-port", "0"),
+            command=(sys.executable, "-m", module, "--status-port", str(status_port)),
             environ={**os.environ, **variables},
             log_path=folder / f"{name}.log",
+            ready=http_probe(LOOPBACK, status_port, "/ready"),
+            alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=START_TIMEOUT_S,
         )
     )
 
 
-async def started(child: Child, saying: str) -> None:
-    """Start a service with an empty log, and wait until it says that it serves."""
+async def started(child: Child) -> None:
+    """Start a service with an empty log, and wait until it is ready."""
     child.program.log_path.write_text("")
     child.start()
-    await until(lambda: saying in child.program.log_path.read_text())
+    async with asyncio.timeout(START_TIMEOUT_S):
+        await _ready(child)
+
+
+async def _ready(child: Child) -> None:
+    while not await child.program.ready():  # noqa: ASYNC110 - another process.
+        await asyncio.sleep(0.02)

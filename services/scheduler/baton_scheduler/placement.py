@@ -235,7 +235,7 @@ class _Prediction:
 
     def __init__(self, demand: Demand, match: PrefixMatch, options: PlacementOptions, random: Randomness) -> None:
         self._demand = demand
-        self._hints = match
+        self._match = match
         self._options = options
         self._random = random
         self._blocks = {
@@ -332,7 +332,7 @@ class _Prediction:
         return self._tokens(load, self._blocks.get(load.worker, 0))
 
     def _speculative_tokens(self, load: WorkerLoad) -> int:
-        return self._cached_tokens(load) - self._tokens(load, self._hints.held.get(load.worker, 0))
+        return self._cached_tokens(load) - self._tokens(load, self._match.held.get(load.worker, 0))
 
     def _tokens(self, load: WorkerLoad, blocks: int) -> int:
         """Return what so many blocks save. The last token is computed in any case, to sample from it."""
