@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_settings import EngineName, engine_environ, engine_python
 
 from baton.messages import PARAMETER_CHARACTERS_MAX, PARAMETERS_MAX
+from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_python
 
 CHECKS = Path(__file__).with_name("parameter_checks.py")
 EXAMPLES: dict[EngineName, tuple[dict[str, Any], dict[str, Any]]] = {
