@@ -6,8 +6,8 @@
 
 #include "bindings/casters.h"
 #include "bindings/names.h"
-#include "transfer/region.h"
 #include "transfer/agent.h"
+#include "transfer/region.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;

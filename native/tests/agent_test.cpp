@@ -12,8 +12,8 @@
 #include "gpu/device.h"
 #include "tests/check.h"
 #include "tests/fake_adapters.h"
-#include "transfer/region.h"
 #include "transfer/agent.h"
+#include "transfer/region.h"
 #include "transfer/sockets.h"
 
 using namespace baton::transfer;

@@ -68,11 +68,11 @@ async def test_paths_and_methods(client: httpx.AsyncClient) -> None:
 async def test_a_gateway_that_is_being_stopped_sends_requests_elsewhere(
     stage: Stage, client: httpx.AsyncClient
 ) -> None:
-    stage.gateway.door = DrainState.CLOSING
+    stage.gateway.drain_state = DrainState.CLOSING
     served = await client.post(CHAT, json=HI)
     assert (served.status_code, served.headers["connection"]) == (200, "close")
     error_of(await client.get("/ready"), 503, "unavailable")
-    stage.gateway.door = DrainState.CLOSED
+    stage.gateway.drain_state = DrainState.CLOSED
     refused = await client.post(CHAT, json=HI)
     error_of(refused, 503, "unavailable")
     assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")

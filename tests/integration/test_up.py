@@ -20,8 +20,8 @@ from baton.cli.tiny_model import make_tiny_model
 from tests.harness.launcher import Launcher, launched, up_command
 
 END_TIMEOUT_S = 20.0
-PROCESSES = 7
-"""NATS, Redis, index, scheduler, gateway, one prefill and one decode worker."""
+PROCESSES = 8
+"""NATS, Redis, index, scheduler, gateway and its process that reads bodies, one prefill and one decode worker."""
 
 pytestmark = pytest.mark.timeout(120)
 
