@@ -24,10 +24,6 @@ class Delivery:
     stream_sequence: int
     _respond: Callable[[AnyMessage], Awaitable[None]] | None
 
-    @property
-    def wants_reply(self) -> bool:
-        return self._respond is not None
-
     async def respond(self, message: AnyMessage) -> None:
         """Answer a `request`; does nothing where no answer is wanted."""
         if self._respond is not None:

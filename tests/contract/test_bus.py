@@ -30,7 +30,6 @@ async def test_messages_arrive_in_order_and_whole(world: World, name: str) -> No
     assert await inbox.wait(2000) == [str(number) for number in range(2000)]
     assert inbox.deliveries[0].subject == f"{name}.a"
     assert inbox.deliveries[0].stream_sequence == 0
-    assert not inbox.deliveries[0].wants_reply
     await inbox.deliveries[0].respond(message("nobody asked"))
 
 

@@ -25,7 +25,6 @@ async def test_a_stream_numbers_messages_and_stores_each_id_once(world: World, n
     assert await inbox.wait(4) == ["1", "2", "3", "4"]
     assert [delivery.stream_sequence for delivery in inbox.deliveries] == [1, 2, 3, 4]
     assert [delivery.subject[-1] for delivery in inbox.deliveries] == ["a", "b", "a", "a"]
-    assert not any(delivery.wants_reply for delivery in inbox.deliveries)
 
 
 async def test_a_follower_starts_after_a_sequence_and_goes_on_with_what_is_new(world: World, name: str) -> None:

@@ -471,7 +471,6 @@ def test_what_cannot_be_resumed_exactly_starts_over_while_nothing_was_shown(samp
         Sampling(max_tokens=8, temperature=1.0),
         Sampling(max_tokens=8, temperature=0.0, seed=1),
         Sampling(max_tokens=8, logit_bias={1: 2.0}, top_p=0.5, top_k=3, min_p=0.1, stop_token_ids=(7,)),
-        Sampling(max_tokens=8, extensions={"priority": 1}),
     ],
 )
 def test_plain_sampling_is_resumed(sampling: Sampling) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 import msgspec
 
@@ -18,10 +17,6 @@ class Moved(BatonError):
     http_status = 409
 
 
-_PURE_EXTENSIONS: Final = frozenset({"priority", "skip_special_tokens", "spaces_between_special_tokens"})
-"""Engine parameters that do not make the next token depend on where the prompt ends."""
-
-
 def obstacle(sampling: Sampling) -> str:
     """Return what makes a continuation from prompt + delivered tokens differ, or "" where it is exact.
 
@@ -34,8 +29,7 @@ def obstacle(sampling: Sampling) -> str:
         return "a penalty on repeated output"
     if sampling.repetition_penalty != 1:
         return "a repetition penalty"
-    foreign = sorted(sampling.extensions.keys() - _PURE_EXTENSIONS)
-    return f"the parameter `{foreign[0]}`" if foreign else ""
+    return f"the parameter `{min(sampling.extensions)}`" if sampling.extensions else ""
 
 
 def resumed(sampling: Sampling, delivered_tokens: int) -> Sampling:
