@@ -136,7 +136,8 @@ endef
 # together with sanitizers.
 define cpp-tests
   ucx=$$(echo $(CURDIR)/.venv-ucx/lib/python*/site-packages/libucx/lib/libucp.so.0); \
-  if test -e $$ucx; then export BATON_UCX_LIBRARY=$$ucx UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none; \
+  if test -e $$ucx; then export BATON_UCX_LIBRARY=$$ucx UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none \
+    LSAN_OPTIONS=suppressions=native/tests/ucx_leaks.txt:print_suppressions=0; \
   else mkdir -p .cache; echo 'C++ tests: 3 skipped: UCX is not installed here: `make environment-ucx`' | tee -a $(NOT_RUN); fi; \
   native/build/$(1)/baton_tests >native/build/$(1)/tests.log 2>&1 || { grep -v '^ok' native/build/$(1)/tests.log; exit 1; }
 endef
