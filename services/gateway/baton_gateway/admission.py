@@ -86,7 +86,7 @@ class AdmissionQueue:
         return True
 
     def leave(self, ticket: Ticket, *, accepted: bool = False) -> None:
-        """Give up the ticket's place, if it has one. `accepted`: workers took the request, so there may be more room."""
+        """Give up the ticket's place, if it has one. `accepted`: workers took it, so there may be more room."""
         queue = self._queues.get(ticket.model)
         if queue is None:
             return

@@ -10,7 +10,7 @@ from baton.errors import Unavailable
 class DrainState(IntEnum):
     OPEN = 0
     CLOSING = 1
-    """State in which `/ready` fails, for proxies to see; requests are still taken, and each answer ends its connection."""
+    """State in which `/ready` fails, for proxies to see; requests are still taken, each answer ends its connection."""
     CLOSED = 2
     """State in which the gateway only finishes running answers."""
 

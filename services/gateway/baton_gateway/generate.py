@@ -110,7 +110,7 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
 
 
 def _accept(gateway: Gateway, parsed: Parsed) -> Model:
-    """Return the model of a body. Raises if the request exceeds this gateway's limits, or the model's."""
+    """Return a body's model. Raises if no worker takes the parameters, or the gateway's limits are exceeded."""
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max

@@ -83,7 +83,7 @@ class _Measured:
 
 
 class AnswerMetrics:
-    """Metrics of one answer. `observe` is called after every step of its machine; it is cheap unless the phase changes."""
+    """Metrics of one answer. `observe` is called after every step of its machine; it costs nothing between phases."""
 
     def __init__(self, figures: GatewayMetrics, machine: AttemptMachine, order: Order) -> None:
         self._figures = figures

@@ -73,7 +73,7 @@ class AnswerResponse(Response):
 
     async def _send_whole(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
         choices = [WholeChoice() for _ in self._job.orders]
-        # Until then the pieces stay in the outlet, where a choice that starts over can take them back.
+        # Until all choices have ended, pieces stay in the outlet, where a choice that starts over takes them back.
         for choice, item in await outlet.take_whole(len(choices)):
             if isinstance(item, Ending):
                 try:
