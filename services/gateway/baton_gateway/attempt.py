@@ -342,7 +342,7 @@ class AttemptMachine:
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._token_s
         self._busy_rounds = 0
-        # Should this attempt fail, the search for workers begins anew.
+        # If this attempt fails, a new search for workers begins.
         self._worker_by_s = inf
         self._has_turn = False
         self._unreached.clear()
@@ -396,7 +396,7 @@ class AttemptMachine:
             self._acknowledge_both()
             self._complete(finish.reason)
             return
-        error = finish.error.to_error() if finish.error else WorkerLost("the worker gave the request up")
+        error = finish.error.to_error() if finish.error else WorkerLost("the worker gave up the request")
         decode, prefill = self.placement.decode.worker, self.placement.prefill
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
             # Neither worker is at fault: each may serve with another peer.
@@ -414,7 +414,7 @@ class AttemptMachine:
         if event.entry is None:
             self._absences += 1
             if self._absences >= 2:
-                self._retry(now_s, WorkerLost(f"worker {event.worker} knows nothing of the request"), event.worker)
+                self._retry(now_s, WorkerLost(f"worker {event.worker} does not know the request"), event.worker)
             return
         self._absences = 0
         if event.entry.emitted > len(self.delivered) - self._attempt_start or event.entry.state == "retained":

@@ -85,7 +85,7 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
         if not (is_loopback(self.host) or self.api_keys or self.allow_open):
             raise ValueError(
                 f"other machines reach the host {self.host}, so give a key with api_keys (--api-keys, "
-                "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that lets nobody else in"
+                "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that controls access"
             )
 
     def attempt_timers(self) -> AttemptTimers:
