@@ -1,1 +1,1 @@
-"""The decode worker's deployable: `baton.worker` in the role of decode."""
+"""The decode worker: `baton.worker` in the decode role."""

@@ -10,5 +10,5 @@ from baton.worker.settings import Seconds, WorkerSettings
 
 
 class DecodeSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # Answers stream for a while; ending them early makes the gateways place them anew.
-    drain_s: Annotated[Seconds, Meta(description="Time at the end for answers that still stream.")] = 60.0
+    # Answers stream for a while; if they end early, the gateways must place them again.
+    drain_s: Annotated[Seconds, Meta(description="Time while draining for answers that still stream.")] = 60.0

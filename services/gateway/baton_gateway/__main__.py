@@ -16,9 +16,9 @@ from baton_gateway.tokenise import ModelTokenizer
 
 
 def load_to_stay(path: str) -> ModelTokenizer:
-    """Load a tokenizer, and take it and all that came with it, 100,000 objects, out of the garbage collector's sight.
+    """Load a tokenizer and freeze its 100,000 objects, so that the garbage collector skips them.
 
-    A full collection that looked at them stopped every stream for 60 ms.
+    A full collection that visits them stops every stream for 60 ms.
     """
     tokenizer = ModelTokenizer(path)
     gc.collect()
@@ -28,7 +28,7 @@ def load_to_stay(path: str) -> ModelTokenizer:
 
 async def main(settings: Settings, process: Process) -> None:
     gateway_id = f"gw-{process.new_id()[:12]}"
-    # The listener first, so that a port in use is found at once.
+    # The listener comes first, so that a port in use is found at once.
     with listen(settings) as listener:
         async with process.join(gateway_id) as node:
             intake = ProcessPool(

@@ -1,9 +1,9 @@
-"""Requests that look for a worker: one bounded first-in-first-out queue per model.
+"""Admission queue: requests that look for a worker, first in, first out, one bounded queue per model.
 
-The first `tries` of a queue try for a placement at the same time, the others wait. More at once would only wait for
-each other elsewhere, and be asked for again there. Once one finds all workers full, a single one tries again and
-again: after a short time, jittered so that several gateways do not ask in step, or when a heartbeat shows room. Each
-one that workers accept lets one more try than before, so the queue drains as fast as placements succeed.
+The first `tries` requests of a queue try for a placement concurrently; the others wait. More concurrent tries would
+only queue at the schedulers and be resent there. When a request finds all workers full, `tries` drops to one: the head
+of the queue retries after a short back-off, jittered so that several gateways do not ask in step, or when a heartbeat
+shows room. Each accepted request raises `tries` by one, so the queue drains as fast as placements succeed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from baton.node.ports import Randomness
 RETRY_MIN_S: Final = 0.02
 RETRY_MAX_S: Final = 0.06
 TRIES_MAX: Final = 32
-"""Enough for thousands of placements per second, as one takes a few milliseconds."""
+"""Concurrent tries: enough for thousands of placements per second, as one takes a few milliseconds."""
 
 
 class Ticket:
-    """A place in the queue. `give_turn` is called when its owner may try."""
+    """A place in the queue. The queue calls `give_turn` when the owner may try."""
 
     __slots__ = ("give_turn", "model", "trying", "waits")
 
@@ -34,7 +34,7 @@ class Ticket:
         self.give_turn = give_turn
         self.trying = False
         self.waits = False
-        """It could not try at once, or tried in vain."""
+        """Whether the owner could not try at once, or tried without success."""
 
 
 class _Queue:
@@ -58,7 +58,7 @@ class AdmissionQueue:
         self._changed = asyncio.Event()
 
     def waiting(self) -> dict[str, int]:
-        """Return how many wait for each model, those that try in their turn included."""
+        """Return the number of waiting requests per model, including those that are trying in their turn."""
         return {model: queue.waiting for model, queue in self._queues.items()}
 
     def enter(self, ticket: Ticket) -> bool:
@@ -70,7 +70,7 @@ class AdmissionQueue:
         return ticket.trying
 
     def join(self, ticket: Ticket) -> bool:
-        """Wait for a turn; after a try in vain, at the same place. Returns False where the queue is full."""
+        """Wait for a turn; a ticket whose try failed keeps its place. Return False if the queue is full."""
         queue = self._queues.setdefault(ticket.model, _Queue())
         if not ticket.waits:
             if queue.waiting >= self._waiting_max:
@@ -86,7 +86,7 @@ class AdmissionQueue:
         return True
 
     def leave(self, ticket: Ticket, *, accepted: bool = False) -> None:
-        """Give the place up, if the ticket has one. `accepted`: workers took it, so there may be room for more."""
+        """Give up the ticket's place, if it has one. `accepted`: workers took it, so there may be more room."""
         queue = self._queues.get(ticket.model)
         if queue is None:
             return
@@ -102,7 +102,7 @@ class AdmissionQueue:
         self._changed.set()
 
     def note_room(self, model: str) -> None:
-        """A worker of this model has a free place: let the head try now."""
+        """Let the head of the queue try now: a worker of this model has a free slot."""
         queue = self._queues.get(model)
         if queue is not None:
             queue.due_at_s = self._clock.now_s()
@@ -121,7 +121,7 @@ class AdmissionQueue:
                 continue
 
     def _give_turns(self) -> float | None:
-        """Let all that are due try; return when the next ones are due."""
+        """Give a turn to every ticket that is due; return when the next ones are due."""
         now_s = self._clock.now_s()
         next_at_s: float | None = None
         for queue in list(self._queues.values()):

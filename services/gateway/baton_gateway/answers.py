@@ -13,7 +13,7 @@ from baton.errors import BatonError
 from baton_gateway.choice import Candidate, LogprobEntry, Piece
 
 LOGPROB_MIN: Final = -9999.0
-"""Stands for minus infinity, which JSON does not know; the same figure as vLLM's."""
+"""Replacement for minus infinity, which JSON cannot express; the same value as vLLM's."""
 
 SSE_DONE: Final = b"data: [DONE]\n\n"
 
@@ -44,18 +44,18 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What all chunks of one answer have in common."""
+    """Fields that all chunks of one answer share."""
 
     request: str
     model: str
     created_s: int
     with_usage: bool = False
-    """Streams end with a chunk of usage, and all others say that they carry none."""
+    """Whether a stream ends with a usage chunk; all other chunks then have a null `usage`."""
     with_logprobs: bool = False
 
 
 class Format(Protocol):
-    """How one of the two endpoints writes its answers."""
+    """Answer format of one of the two endpoints."""
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         """Return the chunk that goes before a choice's text."""
@@ -72,7 +72,7 @@ class Format(Protocol):
 
 @dataclass(slots=True)
 class WholeChoice:
-    """A choice that is collected rather than streamed."""
+    """A choice that is collected instead of streamed."""
 
     texts: list[str] = field(default_factory=list[str])
     logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
@@ -196,7 +196,7 @@ class CompletionFormat:
 
 
 class TextOffset:
-    """The number of characters that the tokens so far have made whole."""
+    """Counts the complete characters of the tokens so far."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -215,7 +215,7 @@ def _chat_token(candidate: Candidate) -> dict[str, Any]:
 
 
 def _spell(candidate: Candidate) -> str:
-    """Return the token's text, or `bytes:\\xNN…`, as OpenAI's, where its bytes are only a part of a character."""
+    """Return the token's text; for a partial character, `bytes:\\xNN…`, as OpenAI does."""
     try:
         return candidate.bytes.decode()
     except UnicodeDecodeError:
@@ -223,7 +223,7 @@ def _spell(candidate: Candidate) -> str:
 
 
 def _by_spelling(candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Return the log-probabilities by text. Of tokens that read the same, all but the first go by their id."""
+    """Return the log-probabilities by text. Where tokens have the same text, all but the first are keyed by id."""
     shown: dict[str, float] = {}
     for candidate in candidates:
         text = _spell(candidate)

@@ -1,4 +1,4 @@
-"""The HTTP surface: OpenAI's endpoints, health and readiness."""
+"""HTTP API: OpenAI's endpoints, health and readiness."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class GenerationResponse(Response):
 
 
 async def _while_connected(receive: Receive, work: Coroutine[object, object, Job]) -> Job:
-    """Return what `work` gives. Raises ClientGone where the client leaves before, and cancels the work."""
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
 
     async def leaving() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -167,7 +167,7 @@ async def _while_connected(receive: Receive, work: Coroutine[object, object, Job
 
 
 def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: RequestTrace) -> RequestFacts:
-    """Return what the headers say. Raises InvalidRequest that names the header."""
+    """Return the facts in the headers. Raises InvalidRequest that names the header."""
     deadline_s = gateway.settings.deadline_s
     if (asked := request.headers.get(DEADLINE_HEADER)) is not None:
         try:
@@ -198,7 +198,7 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
 
 
 async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: float) -> bytearray:
-    """Return the request's body. Raises PayloadTooLarge as soon as that is certain, ClientGone, InvalidRequest."""
+    """Return the request's body. Raises ClientGone, InvalidRequest, and PayloadTooLarge as soon as it is certain."""
     if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
         raise InvalidRequest(f"the body is sent as {encoding[:40]!r}; this server takes it unencoded only")
     too_large = PayloadTooLarge(f"the body is longer than the {bytes_max} bytes that this server takes")
@@ -225,7 +225,7 @@ def _describe(model: Model, created_s: int) -> dict[str, Any]:
         "object": "model",
         "created": created_s,
         "owned_by": "baton",
-        # Clients of vLLM's server look for this one and take it for the model's id.
+        # Clients of vLLM's server read this field as the model's id.
         "root": model.name,
         "max_model_len": model.context_tokens_max,
     }
@@ -241,7 +241,7 @@ def _body_reference(kind: type[GenerationBody]) -> dict[str, Any]:
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Put the bodies into the API's document: they are parsed by hand, so FastAPI does not know them."""
+    """Add the bodies to the OpenAPI document: they are parsed by hand, so FastAPI does not know them."""
     document = app.openapi()
     _, described = models_json_schema(
         [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template=SCHEMAS + "{model}"

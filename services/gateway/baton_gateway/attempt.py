@@ -1,4 +1,4 @@
-"""The life of one answer as a state machine: events in, actions out, no clock, no I/O.
+"""The attempts of one answer as a state machine: events in, actions out, no clock, no I/O.
 
     QUEUED ◀──── Overloaded, all busy ────┐
       │ turn                              │
@@ -7,14 +7,14 @@
       ▲                        │ Busy, silence              │ lost, error       │
       └──── cancel both, attempt + 1, exclude ──────────────┴───────────────────┘   else FAILED, CANCELLED
 
-An answer that would outlast a decode worker that leaves is moved: it is placed while it runs on, and changes over to
-DISPATCHED once there is a place for it; where there is none, or it cannot go on exactly, it stays to the end.
+An answer that would outlast its draining decode worker is moved: the machine asks for a placement while the attempt
+runs on, and enters DISPATCHED once it has one. Without one, or if the answer cannot continue exactly, it stays.
 
-One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt);
-a gap in their indexes is asked for again, duplicates are dropped, so every token is delivered once. An answer that
-cannot go on exactly elsewhere starts over, as long as its client has seen nothing of it.
-The request's deadline limits the time to the first token, from then on the progress limit that to the next one.
-The shell calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
+One machine owns one answer over all its attempts. Frames are fenced by (worker, generation, attempt). The machine
+requests missing frames again and drops duplicates, so every token is delivered once. An answer that cannot continue
+exactly on another worker starts over, as long as its client has received no part of it.
+The request's deadline limits the time to the first token; after that, the progress limit bounds each next token.
+The driver calls `step` with each event, and with `Tick` at `wake_at_s`; every state has a deadline.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
 
 ACCEPT_GROWTH = 3
-"""A worker that is alive but slow, as on a busy machine, is reached by the last of four attempts in 2.7 s."""
+"""Growth of `accept_s` per failure: the last of four attempts gives a slow worker on a busy machine 2.7 s."""
 BUSY_ROUNDS_MAX = 3
-"""Placements in a row that met a busy worker, before the request waits in the queue."""
+"""Consecutive placements on a busy worker before the request waits in the queue."""
 PAUSE_DOUBLINGS_MAX = 3
-"""Of the pause before workers that failed are tried again."""
+"""Bound on the back-off before failed workers are tried again."""
 RESEND_DOUBLINGS_MAX = 2
-"""Of the time between two questions to schedulers while none of them can place the request."""
+"""Bound on the back-off between two questions to schedulers while none can place the request."""
 MOVE_S = 1.0
-"""An answer must end this long before its worker leaves, or it is moved."""
+"""Margin before a worker leaves: an answer that would end later than this is moved."""
 TOKENS_PER_S_MIN = 0.1
-"""Of a worker that has not measured itself yet."""
+"""Decode rate assumed for a worker that has not measured its own yet."""
 
 
 class Phase(StrEnum):
@@ -80,7 +80,10 @@ ON_WORKERS = frozenset({Phase.DISPATCHED, Phase.WAITING, Phase.STREAMING})
 
 
 class AttemptMachine:
-    """See the module's text. `delivered` holds the output so far, over all attempts since it last started over."""
+    """State machine of one answer (see the module docstring).
+
+    `delivered` holds the output so far, over all attempts since the answer last started over.
+    """
 
     def __init__(
         self,
@@ -95,18 +98,18 @@ class AttemptMachine:
         self.delivered: list[int] = []
         self.placement: Placement | None = None
         self.setback: BatonError | None = None
-        """Why the attempt before this one ended."""
+        """Error that ended the previous attempt."""
         self._shown = False
         self._sampling = sampling
         self._timers = timers
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
-        """For the first token; met for good once that is here."""
+        """Deadline of the first token; infinite once that token has arrived."""
         self._phase_until_s = inf
         self._resend_at_s = inf
         self._move_again_at_s = -inf
         self._worker_by_s = inf
-        """When the present search for workers is given up, waits for the bus, schedulers and free workers included."""
+        """End of the present search for workers, including waits for the bus, schedulers and free workers."""
         self._attempt_start = 0
         self._awaited: set[str] = set()
         self._absences = 0
@@ -115,15 +118,15 @@ class AttemptMachine:
         self._failures = 0
         self._busy_rounds = 0
         self._has_turn = True
-        """Whether it is one of those in the queue that try."""
+        """Whether the admission queue lets this request try."""
         self._busy: dict[str, None] = {}
         self._failed: dict[str, None] = {}
         self._unreached: dict[str, None] = {}
-        """Workers that the bus found nobody listening for, in the present search."""
+        """Workers without a responder on the bus, in the present search."""
         self._pauses = 0
         self._cut_pairs: dict[tuple[str, str], None] = {}
         self._refused: dict[str, InvalidRequest] = {}
-        """What workers said who take no such request: as an answer it counts once all kinds of engines have refused."""
+        """Refusals by worker. One becomes the answer once all kinds of engines have refused."""
         self._cached_tokens = 0
         self._actions: list[ev.Action] = []
 
@@ -133,26 +136,26 @@ class AttemptMachine:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that the present attempt's workers held before it, as far as they have told."""
+        """Prompt tokens that the present attempt's workers had cached, as far as reported."""
         return self._cached_tokens
 
     @property
     def accept_s(self) -> float:
-        """How long this attempt's workers have to accept it: short at first, longer once that was too short."""
+        """Time for this attempt's workers to accept it; grows with each failure."""
         return self._timers.accept_s * ACCEPT_GROWTH**self._failures
 
     @property
     def wake_at_s(self) -> float:
-        """When the shell must call `step` with a Tick, if nothing else happens before."""
+        """Time at which the driver must call `step` with a Tick if no event comes earlier."""
         return min(self._deadline_at_s, self._phase_until_s, self._resend_at_s)
 
     def budget_s(self, now_s: float) -> float:
-        """Return the time that workers have for the first token, or the next one."""
+        """Return the time that workers have for the first token; once it has come, for the next one."""
         return self._token_s if self._deadline_at_s == inf else max(0.0, self._deadline_at_s - now_s)
 
     @property
     def _token_s(self) -> float:
-        """How long an accepted attempt may take for its first token: less, where it continues an answer."""
+        """Time for the first token of an accepted attempt; the progress limit if it continues an answer."""
         return self._timers.progress_s if self.delivered else self._timers.first_token_s
 
     def runs_on(self, worker: str) -> bool:
@@ -163,7 +166,7 @@ class AttemptMachine:
         return worker == self.placement.decode.worker or (prefill is not None and worker == prefill.worker)
 
     def start(self, now_s: float, *, queued: bool) -> list[ev.Action]:
-        """Return the first actions. `queued`: enough others look for a worker already, so stand behind them."""
+        """Return the first actions. `queued`: enough other requests look for a worker, so join the queue."""
         if queued:
             self._join_queue(now_s, Overloaded("other requests are waiting for a worker"))
         else:
@@ -171,7 +174,7 @@ class AttemptMachine:
         return self._take_actions()
 
     def step(self, now_s: float, event: ev.Event) -> list[ev.Action]:
-        """Return what to do about `event`. An event that is late or foreign changes nothing."""
+        """Return the actions for `event`. Events that are late or belong to another attempt change nothing."""
         if self.ended:
             return []
         match event:
@@ -221,7 +224,7 @@ class AttemptMachine:
     # ------------------------------------------------------------ placing
 
     def _place(self, now_s: float) -> None:
-        """Begin to look for a placement: the first of several tries."""
+        """Start a search for a placement, with the first of several tries."""
         self.phase = Phase.PLACING
         self.placement = None
         self._limit_search(now_s)
@@ -231,13 +234,14 @@ class AttemptMachine:
         self._send_place(now_s)
 
     def _limit_search(self, now_s: float) -> None:
-        """Let the search for workers end in time. An answer that has begun is worth a longer one than a new request."""
+        """Bound the search for workers. An answer that has begun gets a longer search than a new request."""
         patience_s = self._timers.progress_s if self.delivered else self._timers.admission_wait_s
         self._worker_by_s = min(self._worker_by_s, now_s + patience_s)
 
     def _send_place(self, now_s: float) -> None:
         self._places_sent += 1
-        # The first tries find another scheduler; those after them wait for one, or for workers, with many others.
+        # The first tries look for another scheduler. Later ones wait, with many other requests, for a scheduler or for
+        # workers to return, so they back off.
         doublings = max(0, self._places_sent - self._timers.place_resends_max)
         self._phase_until_s = now_s + self._timers.place_resend_s * 2 ** min(doublings, RESEND_DOUBLINGS_MAX)
         self._actions.append(self._place_request(self.attempt))
@@ -247,9 +251,9 @@ class AttemptMachine:
         return ev.SendPlace(attempt, exclude, tuple(self._cut_pairs), tuple(self._refused))
 
     def _place_after_pause(self, now_s: float) -> None:
-        """Place anew, but not at once: the workers left to try are those that have just failed.
+        """Place again after a back-off: all remaining workers have just failed.
 
-        An exclusion is a preference: rather a worker that failed once than no answer at all.
+        Exclusions are preferences: a worker that failed once is better than no answer.
         """
         self._failed.clear()
         self._unreached.clear()
@@ -270,11 +274,11 @@ class AttemptMachine:
         elif isinstance(error, NoWorkers) and (self._failed or self._unreached or self._cut_pairs):
             self._place_after_pause(now_s)
         elif isinstance(error, Unavailable | ModelNotFound):
-            # The gateway knows the model, so its workers, the bus or the scheduler were just restarted: they are
-            # waited for, as a restart should cost no request.
+            # The gateway knows the model, so its workers, the bus or the scheduler have just restarted. The request
+            # waits for them: a restart should cost no request.
             self._refusal = NoWorkers(error.detail, retry_after_s=1.0) if isinstance(error, ModelNotFound) else error
         else:
-            # All have refused: a worker's own words say more than the scheduler's.
+            # All have refused: a worker's error says more than the scheduler's.
             self._fail(next(iter(self._refused.values()), error) if isinstance(error, InvalidRequest) else error)
 
     def _join_queue(self, now_s: float, error: BatonError) -> None:
@@ -327,7 +331,7 @@ class AttemptMachine:
                 else:
                     self._place(now_s)
             case ev.TaskFailed(_, worker, (NoResponders() | BusUnavailable()) as error) if now_s < self._worker_by_s:
-                # It has nothing against the worker, which may be restarting.
+                # No failure of the worker: it may be restarting.
                 self._give_up_attempt(error)
                 self._unreached[worker] = None
                 self._place(now_s)
@@ -338,7 +342,7 @@ class AttemptMachine:
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._token_s
         self._busy_rounds = 0
-        # Should this attempt fail, the search for workers begins anew.
+        # If this attempt fails, a new search for workers begins.
         self._worker_by_s = inf
         self._has_turn = False
         self._unreached.clear()
@@ -352,7 +356,7 @@ class AttemptMachine:
         if frame.attempt != self.attempt or not self._is_decode(event.worker, event.generation):
             return
         if self.phase is Phase.DISPATCHED:
-            # Frames travel on another subject than the acceptance and may be first; they imply it.
+            # Frames use another subject than the acceptance, so they may come first; they imply it.
             self._awaited.clear()
             self._wait_for_tokens(now_s)
         expected = len(self.delivered) - self._attempt_start
@@ -392,14 +396,14 @@ class AttemptMachine:
             self._acknowledge_both()
             self._complete(finish.reason)
             return
-        error = finish.error.to_error() if finish.error else WorkerLost("the worker gave the request up")
+        error = finish.error.to_error() if finish.error else WorkerLost("the worker gave up the request")
         decode, prefill = self.placement.decode.worker, self.placement.prefill
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
-            # Neither is to blame: each may well serve with another.
+            # Neither worker is at fault: each may serve with another peer.
             self._cut_pairs[prefill.worker, decode] = None
             self._retry(now_s, error, "")
         elif isinstance(error, TransferFailed) and prefill is not None:
-            # Decode lives, it has just said so: what failed is most likely the other end.
+            # The decode worker has just reported this, so it is alive: most likely the prefill worker failed.
             self._retry(now_s, error, prefill.worker)
         else:
             self._retry(now_s, error, decode)
@@ -410,7 +414,7 @@ class AttemptMachine:
         if event.entry is None:
             self._absences += 1
             if self._absences >= 2:
-                self._retry(now_s, WorkerLost(f"worker {event.worker} knows nothing of the request"), event.worker)
+                self._retry(now_s, WorkerLost(f"worker {event.worker} does not know the request"), event.worker)
             return
         self._absences = 0
         if event.entry.emitted > len(self.delivered) - self._attempt_start or event.entry.state == "retained":
@@ -420,14 +424,14 @@ class AttemptMachine:
         if self.phase not in ON_WORKERS or self.placement is None:
             return
         prefill = self.placement.prefill
-        # Once tokens arrive, decode holds the whole KV and prefill's end does not matter.
+        # Once tokens arrive, decode holds the whole KV, so the loss of the prefill worker does not matter.
         prefill_needed = len(self.delivered) == self._attempt_start
         prefill_gone = prefill is not None and (prefill.worker, prefill.generation) == (event.worker, event.generation)
         if self._is_decode(event.worker, event.generation) or (prefill_gone and prefill_needed):
             self._retry(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
 
     def _on_worker_leaving(self, now_s: float, event: ev.WorkerLeaving) -> None:
-        """Ask for another place while the attempt runs on. Heartbeats bring this up again until there is one."""
+        """Ask for another placement while the attempt runs on. Heartbeats repeat the event until there is one."""
         if not self._may_move() or not self._is_decode(event.worker, event.generation) or now_s < self._move_again_at_s:
             return
         left_s = (self._sampling.max_tokens - len(self.delivered)) / max(event.tokens_per_s, TOKENS_PER_S_MIN)
@@ -436,7 +440,7 @@ class AttemptMachine:
             self._actions.append(self._place_request(self.attempt + 1, event.worker))
 
     def _move(self, now_s: float, placement: Placement) -> None:
-        """Go on from what was delivered by now, at the place that was asked for."""
+        """Continue on the new placement from the tokens delivered so far."""
         if not self._may_move():
             return
         self._give_up_attempt(Moved("its worker is leaving"))
@@ -454,7 +458,7 @@ class AttemptMachine:
         return decode.worker == worker and decode.generation == generation
 
     def _ask_again(self, now_s: float) -> None:
-        """Ask for the missing tokens; not again before the answer had time to come."""
+        """Ask for the missing tokens, at most once per `resend_s`."""
         assert self.placement is not None
         if self._resend_at_s != inf and now_s < self._resend_at_s:
             return
@@ -474,7 +478,7 @@ class AttemptMachine:
         if now_s < self._phase_until_s:
             return
         if self._has_turn:
-            # What it waits for is away or slow. Others in the queue may want something else.
+            # The bus, the scheduler or the workers are away or slow. Other requests in the queue may need others.
             self._has_turn = False
             self._actions.append(ev.LeaveQueue(accepted=False))
         if self.phase is Phase.QUEUED:
@@ -502,7 +506,7 @@ class AttemptMachine:
     # ------------------------------------------------------------ ends
 
     def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
-        """Give this attempt up and begin the next one, where that is allowed and exact."""
+        """Give up this attempt and begin the next one, if that is allowed and exact."""
         is_refusal = isinstance(error, InvalidRequest)
         if is_refusal:
             self._refused.update(dict.fromkeys(failed, error))
@@ -530,12 +534,12 @@ class AttemptMachine:
             self._fail(end)
 
     def _rest(self, cause: BatonError) -> FinishReason | NotResumable | None:
-        """Return what becomes of the answer if its attempt ends here: its end, or None where the next one goes on."""
+        """Return how the answer ends if its attempt ends here, or None if the next attempt continues it."""
         rest = rest_of(self._sampling, self.delivered, self._eos_tokens, cause)
         return rest if self._shown or not isinstance(rest, NotResumable) else None
 
     def _give_up_attempt(self, setback: BatonError, reason: str = "") -> None:
-        """End the present attempt; what comes is for the next one, which goes on exactly or starts over."""
+        """End the present attempt; the next one continues exactly or starts over."""
         self._cancel_both(reason or setback.code)
         if self.delivered and obstacle(self._sampling):
             self.delivered.clear()

@@ -1,4 +1,4 @@
-"""What goes into the attempt machine (events, timers) and what comes out (actions). See `attempt.py`."""
+"""Inputs of the attempt machine (events, timers) and its outputs (actions). See `attempt.py`."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class TaskBusy:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """The task did not get to the worker (NoResponders, BusUnavailable), or it refused with `error`.
+    """The task did not reach the worker (NoResponders, BusUnavailable), or the worker refused it with `error`.
 
-    InvalidRequest: its engine does not take what the request asks.
+    InvalidRequest: the worker's engine does not take the request's parameters.
     """
 
     attempt: int
@@ -73,7 +73,7 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed:
-    """Prefill is done; it held `cached_tokens` of the prompt before."""
+    """Prefill is done; its worker had `cached_tokens` of the prompt in its cache."""
 
     attempt: int
     cached_tokens: int
@@ -81,7 +81,7 @@ class PromptComputed:
 
 @dataclass(frozen=True, slots=True)
 class DigestArrived:
-    """A digest of `worker`; `entry` is None where it does not list this attempt."""
+    """A digest of `worker`; `entry` is None if it does not list this attempt."""
 
     worker: str
     generation: int
@@ -90,7 +90,7 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerGone:
-    """That life of the worker ended: no heartbeat for too long, a newer generation, or a goodbye."""
+    """This generation of the worker has ended: no heartbeat for too long, a newer generation, or a goodbye."""
 
     worker: str
     generation: int
@@ -99,13 +99,13 @@ class WorkerGone:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLeaving:
-    """That life of the worker ends in a while; until then it goes on with what it has."""
+    """This generation of the worker is draining; until it leaves, it goes on with what it has."""
 
     worker: str
     generation: int
     leaves_in_s: float
     tokens_per_s: float
-    """Of one answer there."""
+    """Decode rate of one answer on this worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,17 @@ class QueueFull:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The client gets the first part of the answer: from now on it cannot start over."""
+    """The client receives the first part of the answer, which from now on cannot start over."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextStopped:
-    """A stop string was found in the text: nothing that comes after is wanted."""
+    """A stop string was found in the text; the rest of the output is not needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted:
-    """Nobody wants the answer any more."""
+    """The answer is no longer needed; `error` says why."""
 
     error: BatonError
 
@@ -202,12 +202,12 @@ class SendResend:
 
 @dataclass(frozen=True, slots=True)
 class JoinQueue:
-    """Wait for a turn; a request that waits already keeps its place."""
+    """Wait for a turn; a request that already waits keeps its place."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveQueue:
-    """Let the next one try: workers have `accepted` this request, or it goes on with its own timers."""
+    """Let the next request try: workers have `accepted` this one, or it goes on with its own timers."""
 
     accepted: bool
 
@@ -223,7 +223,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class StartOver:
-    """Forget what was delivered, of which the client has seen nothing: the answer starts again with its first token."""
+    """Drop the delivered tokens, none of which the client has received: the answer restarts at its first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Complete:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """There will be no (further) answer. The machine does nothing after this."""
+    """The answer has failed. The machine does nothing after this."""
 
     error: BatonError
 

@@ -1,4 +1,4 @@
-"""The bodies of OpenAI's requests, validated, and what they ask for in Baton's terms."""
+"""Validated bodies of OpenAI's requests, and their translation into Baton's terms."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from baton.messages.attempts import Sampling
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
 EXTENSION_DEPTH_MAX: Final = 65
-"""A schema nested 64 deep, in the object that carries it (`{"json": …}`)."""
+"""Depth of a schema nested 64 deep, within the object that carries it (`{"json": …}`)."""
 EXTENSIONS_BYTES_MAX: Final = (256 + 16) << 10
-"""Length, as JSON, of all fields together that this server does not know: a schema of 256 KiB, and what stands by."""
+"""Total length, as JSON, of all fields that this server does not know: a schema of 256 KiB plus smaller fields."""
 FIELDS_MAX: Final = 128
 EXTENSIONS_MAX: Final = 32
 NAME_CHARS_MAX: Final = 256
@@ -35,7 +35,7 @@ _DROPPED: Final = frozenset(
         "safety_identifier", "service_tier", "store", "user",
     }
 )  # fmt: skip
-"""Fields that describe a request to its operator and change no token."""
+"""Fields that describe a request to the server's operator and change no token."""
 _TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 Text = Annotated[str, Field(max_length=16 << 20)]
@@ -53,7 +53,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What chat and completions have in common. Fields that are not named are engine parameters."""
+    """Fields that chat and completions share. Fields not named here are engine parameters."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
@@ -67,7 +67,7 @@ class GenerationBody(BaseModel):
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     max_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=TOKENS_MAX)] | None = None
-    # Lists fail fast: pydantic would otherwise keep a kilobyte for each element that is wrong.
+    # Lists fail fast: otherwise pydantic would keep a kilobyte for each wrong element.
     stop: StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -84,18 +84,18 @@ class GenerationBody(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00]*$")] | None = None
 
     def alternatives(self) -> int | None:
-        """Return how many alternatives are reported beside each token; None: no log-probabilities."""
+        """Return the number of alternatives reported per token; None: no log-probabilities."""
         raise NotImplementedError
 
     def prompt_count(self) -> int:
         raise NotImplementedError
 
     def explicit_tokens_max(self) -> int | None:
-        """Return the bound of the output that the request names."""
+        """Return the bound on the output that the request names."""
         return self.max_tokens
 
     def tokens_max(self) -> int | None:
-        """Return the bound of the output, with the endpoint's default."""
+        """Return the bound on the output, with the endpoint's default."""
         return self.explicit_tokens_max()
 
 
@@ -172,7 +172,7 @@ class CompletionBody(GenerationBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingDefaults:
-    """Values for the parameters that a request leaves out, under their names in the requests."""
+    """Values for parameters that a request leaves out, under their names in requests."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -189,7 +189,7 @@ NEUTRAL: Final = SamplingDefaults()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputOptions:
-    """How tokens become text; the engine knows nothing of it."""
+    """Options for turning tokens into text; the engine does not see them."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
@@ -202,7 +202,7 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 
 def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
-    """Return the body in `payload`. Raises InvalidRequest that names the field and what is wrong with it."""
+    """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
     try:
         raw = msgspec.json.decode(payload)
     except RecursionError as error:
@@ -223,9 +223,9 @@ def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
 
 
 def sampling_of(body: GenerationBody, defaults: SamplingDefaults = NEUTRAL) -> Sampling:
-    """Return what the engine is told. Raises InvalidRequest for parameters that contradict each other.
+    """Return the engine's sampling parameters. Raises InvalidRequest for parameters that contradict each other.
 
-    `max_tokens` is what was asked for; `limit_output` replaces it by what the context has room for.
+    `max_tokens` is the request's bound; `limit_output` lowers it to the room in the context.
     """
     sampling = Sampling(
         max_tokens=TOKENS_MAX - 1,
@@ -248,7 +248,7 @@ def sampling_of(body: GenerationBody, defaults: SamplingDefaults = NEUTRAL) -> S
 
 
 def limit_output(sampling: Sampling, max_tokens: int) -> Sampling:
-    """Return `sampling` with this bound. Raises InvalidRequest where it contradicts the least output asked for."""
+    """Return `sampling` with this bound. Raises InvalidRequest if `min_tokens` is above it."""
     if sampling.min_tokens > max_tokens:
         said = f"`min_tokens` is {sampling.min_tokens}, above `max_tokens` of {max_tokens}"
         raise InvalidRequest(said, param="min_tokens")
@@ -256,7 +256,7 @@ def limit_output(sampling: Sampling, max_tokens: int) -> Sampling:
 
 
 def asked_of(body: GenerationBody) -> dict[str, int | float]:
-    """Return what a request says of its answer, under the names of OpenTelemetry's `gen_ai.request`."""
+    """Return the request's parameters for traces, under the names of OpenTelemetry's `gen_ai.request`."""
     asked: dict[str, int | float | None] = {name: getattr(body, name) for name in _TRACED}
     asked["max_tokens"] = body.tokens_max()
     asked["choice.count"] = None if body.n == 1 else body.n
@@ -275,7 +275,7 @@ def output_of(body: GenerationBody) -> OutputOptions:
 
 
 def pack_bounded(values: Mapping[str, object]) -> dict[str, msgspec.Raw]:
-    """Return each value in msgpack. Raises InvalidRequest where they are together too long, or one too deep."""
+    """Return each value in msgpack. Raises InvalidRequest if all together are too long, or one is nested too deeply."""
     packed: dict[str, msgspec.Raw] = {}
     room_bytes = EXTENSIONS_BYTES_MAX
     for name, value in values.items():
@@ -294,7 +294,7 @@ def pack_bounded(values: Mapping[str, object]) -> dict[str, msgspec.Raw]:
 
 
 def _is_within_depth(value: object, depth_max: int) -> bool:
-    """Return whether `value` has at most `depth_max` containers in each other."""
+    """Return whether `value` has at most `depth_max` levels of nested containers."""
     if isinstance(value, dict):
         value = list(cast("dict[str, object]", value).values())
     if not isinstance(value, list):
@@ -332,13 +332,13 @@ def extensions_of(body: GenerationBody) -> dict[str, object]:
 
 
 def _check_counts(fields: Mapping[str, object]) -> None:
-    """Raise InvalidRequest where there is more of something than is worth looking at."""
+    """Raise InvalidRequest if the body has too many fields, prompts, messages or biases to validate."""
     if len(fields) > FIELDS_MAX:
         raise InvalidRequest(f"the body has {len(fields)} fields; this server takes at most {FIELDS_MAX}")
     prompt, messages, bias = fields.get("prompt"), fields.get("messages"), fields.get("logit_bias")
     if isinstance(prompt, list):
         several = cast("Sequence[object]", prompt)
-        # One prompt of token ids may be as long as the body; of prompts there are few.
+        # One prompt of token ids may be as long as the body; only the number of prompts is bounded.
         if several and isinstance(several[0], (str, list)):
             _check_count(several, "prompt", PROMPTS_MAX)
     if isinstance(messages, list):
@@ -353,7 +353,7 @@ def _check_count(values: Sequence[object] | Mapping[str, object], param: str, mo
 
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Raise InvalidRequest for what OpenAI offers and Baton does not; take out what asks for nothing."""
+    """Raise InvalidRequest for OpenAI features that Baton lacks; remove such fields where they request nothing."""
     allowed: dict[str, tuple[object, ...]] = {
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
@@ -382,7 +382,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
-    """Return the number of content parts."""
+    """Return the number of content parts. Raises InvalidRequest for tools and for parts other than text."""
     if message.get("role") in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
         raise InvalidRequest(f"`{where}` uses tools, which are not supported by this server", param=where)
     content = message.get("content")
@@ -399,10 +399,10 @@ def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
 
 
 def _explain(error: ValidationError) -> InvalidRequest:
-    """Return the most telling of pydantic's complaints; of a union it reports one per member."""
+    """Return the most specific of pydantic's errors; for a union, pydantic reports one per member."""
     complaints = error.errors(include_url=False, include_context=False, include_input=False)
     deepest = max(len(complaint["loc"]) for complaint in complaints)
-    # The member that is of the right type says what else is wrong.
+    # The error of the union member with the right type is the useful one.
     first = min(complaints, key=lambda e: (deepest - len(e["loc"]), e["type"].endswith("_type")))
     param = ""
     for part in first["loc"]:

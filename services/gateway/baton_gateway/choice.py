@@ -1,4 +1,4 @@
-"""The text of one choice, from its tokens: detokenised, cut at stop strings, counted, with log-probabilities."""
+"""Text of one choice: its tokens detokenised, cut at stop strings, counted, with log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton_gateway.stop_strings import StopScanner
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A token that could stand in one place, and its log-probability."""
+    """A candidate token at one position, and its log-probability."""
 
     id: int
     bytes: bytes
@@ -22,7 +22,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class LogprobEntry:
-    """The token that was chosen, and the most likely ones in its place."""
+    """The chosen token, and the most likely candidates at its position."""
 
     chosen: Candidate
     top: tuple[Candidate, ...]
@@ -30,20 +30,23 @@ class LogprobEntry:
 
 @dataclass(slots=True)
 class Piece:
-    """What some tokens added to a choice."""
+    """The part of a choice that some tokens add."""
 
     text: str = ""
     tokens: int = 0
     logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
     stopped: bool = False
-    """A stop string was found; what comes after is not wanted."""
+    """Whether a stop string was found; later tokens are not needed."""
 
 
 class ChoiceText:
-    """Feeds on tokens in order. The concatenated pieces depend on the tokens alone, not on how they came."""
+    """Turns tokens, fed in order, into pieces of text.
+
+    The concatenated pieces depend on the tokens alone, not on how frames grouped them.
+    """
 
     def __init__(self, vocabulary: Vocabulary, options: OutputOptions, prompt: Sequence[int] = ()) -> None:
-        """`prompt`: what the output continues, or its end."""
+        """Start a choice. `prompt`: the tokens that the output continues, or the last of them."""
         self._vocabulary = vocabulary
         self._options = options
         self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt)
@@ -52,7 +55,7 @@ class ChoiceText:
         self.tokens = 0
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
-        """Return what `tokens` add. `ends`: the last of them ended the output and is not shown."""
+        """Return the piece that `tokens` add. `ends`: the last of them ended the output and is not shown."""
         piece = Piece()
         shown: list[str] = []
         for at, token in enumerate(tokens):
@@ -72,7 +75,7 @@ class ChoiceText:
         return piece
 
     def finish(self) -> Piece:
-        """Return what was held back; the output has ended. A stop string may become whole even here."""
+        """Return the text held back, as the output has ended. A stop string may still become complete here."""
         if self._stopped:
             return Piece(stopped=True)
         text = self._detokeniser.flush()
@@ -80,7 +83,7 @@ class ChoiceText:
         return Piece(text=text, stopped=self._stopped)
 
     def _scan(self, text: str) -> str:
-        # Text of the first `min_tokens` tokens ends nothing, as in vLLM.
+        # As in vLLM, stop strings do not count within the first `min_tokens` tokens.
         if self.tokens <= self._options.min_tokens and self._options.min_tokens:
             return text
         text, stop = self._scanner.feed(text)

@@ -1,4 +1,4 @@
-"""The gateway's settings."""
+"""Settings of the gateway."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes any free one.")] = 8000
     api_keys: Annotated[
         tuple[str, ...],
-        Meta(description="Keys, one of which clients present as a bearer token; none: open to all."),
+        Meta(description="API keys; clients send one as a bearer token. Empty: open to all."),
     ] = ()
     allow_open: Annotated[
-        bool, Meta(description="Listen without keys where other machines get through, as behind a proxy that asks.")
+        bool, Meta(description="Listen without keys on an address that other machines reach, as behind a proxy.")
     ] = False
 
     deadline_s: Annotated[
-        float, Meta(gt=0, description="Time to an answer's first token; the header x-baton-deadline-s may lower it.")
+        float, Meta(gt=0, description="Limit of the time to first token; the header x-baton-deadline-s may lower it.")
     ] = 300.0
-    attempts_max: Annotated[int, Meta(ge=1, le=16, description="Attempts of one answer before it fails.")] = 4
-    place_resend_s: Annotated[Seconds, Meta(description="Ask another scheduler after this.")] = 0.25
-    place_resends_max: Annotated[int, Meta(ge=0, le=100, description="How often to ask another one.")] = 3
+    attempts_max: Annotated[int, Meta(ge=1, le=16, description="Failed attempts after which an answer fails.")] = 4
+    place_resend_s: Annotated[Seconds, Meta(description="Time before another scheduler is asked.")] = 0.25
+    place_resends_max: Annotated[int, Meta(ge=0, le=100, description="How often another scheduler is asked.")] = 3
     accept_s: Annotated[
         Seconds, Meta(description="Time for the workers to accept a first attempt; retries get more.")
     ] = 0.1
@@ -35,13 +35,13 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     progress_s: Annotated[
         Seconds,
         Meta(
-            description="Time without a further token after which an attempt is stuck; so long, too, an answer that "
+            description="Time without a further token after which an attempt is stuck; also how long an answer that "
             "has begun waits for another worker."
         ),
     ] = 30.0
-    resend_s: Annotated[Seconds, Meta(description="Time for missing frames to come before asking again.")] = 0.25
+    resend_s: Annotated[Seconds, Meta(description="Time to wait for missing frames before asking again.")] = 0.25
     learn_s: Annotated[
-        float, Meta(ge=0, description="How long to hear which workers there are before the first request is answered.")
+        float, Meta(ge=0, description="Time to learn of the workers before the first request is answered.")
     ] = 0.6
 
     admission_wait_s: Annotated[
@@ -52,40 +52,40 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
             "worker of its model to return (503).",
         ),
     ] = 10.0
-    admission_queue_max: Annotated[int, Meta(ge=0, description="Requests that may wait, per model.")] = 4096
-    requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond it the answer is 429.")] = 4096
+    admission_queue_max: Annotated[int, Meta(ge=0, description="Requests per model that may wait.")] = 4096
+    requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond this, 429.")] = 4096
 
-    goal_ttft_s: Annotated[Seconds, Meta(description="Time to the first token of a good answer, in metrics.")] = 1.0
-    goal_tpot_s: Annotated[Seconds, Meta(description="Time per token after it, of a good answer.")] = 0.1
+    goal_ttft_s: Annotated[Seconds, Meta(description="TTFT limit of a good answer, in metrics.")] = 1.0
+    goal_tpot_s: Annotated[Seconds, Meta(description="TPOT limit of a good answer, in metrics.")] = 0.1
 
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128
     unread_tokens_max: Annotated[
         int,
-        Meta(ge=16, description="Tokens kept for a client that reads too slowly; with more it is cut off."),
+        Meta(ge=16, description="Unread tokens kept for a slow client; with more it is cut off."),
     ] = 8192
     send_timeout_s: Annotated[
         Seconds, Meta(description="A client that takes nothing for this long, while data waits for it, is cut off.")
     ] = 60.0
     model_defaults: Annotated[
-        bool, Meta(description="Sampling parameters that a request leaves out are those of generation_config.json.")
+        bool, Meta(description="Take sampling parameters that a request leaves out from generation_config.json.")
     ] = True
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
     intake_waiting_bytes_max: Annotated[
-        int, Meta(ge=0, description="Length of all bodies that wait for those together; beyond it the answer is 429.")
+        int, Meta(ge=0, description="Total length of bodies that wait for these processes; beyond this, 429.")
     ] = 64 << 20
     keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
     drain_delay_s: Annotated[
-        float, Meta(ge=0, description="How long SIGTERM only turns /ready to 503, for a proxy to see, before the rest.")
+        float, Meta(ge=0, description="Time after SIGTERM in which only /ready turns to 503, for a proxy to see.")
     ] = 0.0
-    drain_s: Annotated[float, Meta(ge=0, description="Time for streams to finish after that.")] = 30.0
+    drain_s: Annotated[float, Meta(ge=0, description="Time for streams to finish after drain_delay_s.")] = 30.0
 
     def __post_init__(self) -> None:
         if not (is_loopback(self.host) or self.api_keys or self.allow_open):
             raise ValueError(
                 f"other machines reach the host {self.host}, so give a key with api_keys (--api-keys, "
-                "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that lets nobody else in"
+                "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that controls access"
             )
 
     def attempt_timers(self) -> AttemptTimers:

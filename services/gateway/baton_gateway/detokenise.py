@@ -1,10 +1,10 @@
-"""From token ids to text, as they arrive, never cutting a character in two.
+"""Incremental detokenisation: token ids to text as they arrive, never splitting a character.
 
-A character may span several tokens, so text is held until its last byte came. Where the tokenizer
-maps each token to bytes (byte-level BPE: GPT-2, Llama 3, Qwen), an incremental UTF-8 decoder does it
-exactly and in constant time per token. Any other tokenizer's decoder is asked for the text of a short window of
-tokens, before and after the new one, and the difference is the news. The window begins with the end of the prompt:
-decoders of SentencePiece's kind strip the space before the first word of a text, and an output begins in the middle.
+A character may span several tokens, so text is held back until its last byte has come. Where the tokenizer
+maps each token to bytes (byte-level BPE: GPT-2, Llama 3, Qwen), an incremental UTF-8 decoder is exact and takes
+constant time per token. For any other tokenizer, its decoder decodes a short window of tokens without and with the
+new one, and the difference is the new text. The window begins with the end of the prompt: decoders such as
+SentencePiece's strip the space before the first word of a text, and an output does not begin a text.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from tokenizers import Tokenizer
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 HELD_TOKENS_MAX: Final = 8
-"""A character has at most four bytes: longer than this, the bytes are no character and are shown as they are."""
+"""Bound on tokens held back: a character has at most four bytes, so more tokens are no character and are shown."""
 CONTEXT_TOKENS: Final = 8
-"""Tokens of the prompt that a window begins with."""
+"""Prompt tokens at the beginning of a window."""
 PROMPT_TOKENS: Final = 64
-"""Tokens at the end of a prompt in which those are looked for: special ones do not count."""
+"""Tokens at the end of a prompt from which the context is taken; special tokens are skipped."""
 SILENT_TOKENS_MAX: Final = 64
-"""Tokens without text that a window keeps, so that what follows is not taken for the beginning."""
+"""Tokens without text that a window keeps, so that the next token is not decoded as the beginning of a text."""
 
 
 class Detokeniser(Protocol):
     def feed(self, token: int) -> str:
-        """Return the text that became certain with this token; may be empty."""
+        """Return the text that this token completes; may be empty."""
         ...
 
     def flush(self) -> str:
-        """Return what is left at the end of the output: a replacement for an unfinished character."""
+        """Return the rest at the end of the output: a replacement for an unfinished character."""
         ...
 
 
@@ -51,12 +51,12 @@ def _byte_of_character() -> dict[str, int]:
 
 
 class Spellings(msgspec.Struct, frozen=True, kw_only=True):
-    """A tokenizer's way from ids to text as plain data, small and quick to load: the tokenizer itself takes seconds."""
+    """A tokenizer's mapping from ids to text as plain data: quick to load, where the tokenizer itself takes seconds."""
 
     pieces: bytes
     """All pieces in UTF-8, one after the other, by token id."""
     ends: bytes
-    """Where each piece ends: uint32 in the machine's order. An id that is not used has an empty piece."""
+    """End offset of each piece: uint32 in the machine's byte order. An unused id has an empty piece."""
     special: frozenset[int]
     decoder: str
     """The tokenizer's decoder, as JSON."""
@@ -95,7 +95,7 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
 
     def detokeniser(self, *, skip_special: bool = True, prompt: Sequence[int] = ()) -> Detokeniser:
-        """Return a detokeniser of what follows `prompt`, of which the last `PROMPT_TOKENS` are enough."""
+        """Return a detokeniser for the output after `prompt`, of which the last `PROMPT_TOKENS` are enough."""
         special = self._special if skip_special else frozenset[int]()
         if self._is_byte_level:
             return ByteDetokeniser(self.token_bytes, special)
@@ -131,7 +131,7 @@ class Vocabulary:
             return piece.encode()
         if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
-        # Decoders strip the space before a first word: behind another token it is kept.
+        # Decoders strip the space before a first word; after another token they keep it.
         alone, twice = self._decode([token]), self._decode([token, token])
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
 
@@ -147,7 +147,7 @@ def _decoder(description: str) -> Callable[[list[str]], str]:
 
 
 def _continues(spelled: bytes) -> bool:
-    """Return whether these bytes begin inside a character of UTF-8."""
+    """Return whether these bytes begin inside a UTF-8 character."""
     return bool(spelled) and 0x80 <= spelled[0] < 0xC0
 
 
@@ -175,7 +175,7 @@ class WindowDetokeniser:
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], special: frozenset[int], context: Sequence[int]) -> None:
-        """`context`: tokens that were shown before."""
+        """Start a window. `context`: tokens whose text is already shown."""
         self._decode = decode
         self._special = special
         self._window = list(context)
@@ -197,7 +197,7 @@ class WindowDetokeniser:
 
     def _show(self, text: str) -> str:
         news = text[len(self._shown_text) :]
-        # What was pending becomes the context of what comes; older tokens no longer matter, unless that has no text.
+        # Pending tokens become the context of the next ones; older tokens matter only while the pending have no text.
         recent = self._window[self._shown :]
         recent_text = self._decode(recent)
         if recent_text or len(self._window) > SILENT_TOKENS_MAX:

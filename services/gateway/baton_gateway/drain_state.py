@@ -1,4 +1,4 @@
-"""Whether the gateway takes requests, as seen from outside. Only the one way round: open, closing, closed."""
+"""Drain state: whether the gateway takes requests. Transitions only move forward: open, closing, closed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from baton.errors import Unavailable
 class DrainState(IntEnum):
     OPEN = 0
     CLOSING = 1
-    """`/ready` says no, for proxies to see; requests are still taken, and connections end with their answer."""
+    """State in which `/ready` fails, for proxies to see; requests are still taken, each answer ends its connection."""
     CLOSED = 2
-    """Only what runs is finished."""
+    """State in which the gateway only finishes running answers."""
 
     def check_ready(self) -> None:
         """Raise Unavailable unless a proxy should send requests here."""
@@ -20,6 +20,6 @@ class DrainState(IntEnum):
             raise Unavailable("this gateway is being stopped")
 
     def check_takes(self) -> None:
-        """Raise Unavailable where a request came too late; another gateway takes it."""
+        """Raise Unavailable if a request comes too late; another gateway can take it."""
         if self is DrainState.CLOSED:
             raise Unavailable("this gateway is being stopped, others serve", retry_after_s=1.0)

@@ -1,4 +1,4 @@
-"""The shell around one attempt machine: does what it decides, tells it what happens and when time is up."""
+"""Driver of one attempt machine: performs its actions and feeds it events and ticks."""
 
 from __future__ import annotations
 
@@ -52,28 +52,28 @@ from baton_gateway.routes import Routes
 from baton_gateway.tracing import AnswerTrace
 
 ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generation", "role"})
-"""Reasons of `Busy` that say nothing against the worker: another one, or a later moment, will do."""
+"""Reasons of `Busy` that are no failure of the worker: try another one, or the same one later."""
 HEADROOM_BYTES: Final = 64
-"""What the length fields of a message may grow by once tokens are in it."""
+"""Bytes by which the length fields of a message may grow once it holds tokens."""
 TOKENS_SHARE_MIN: Final = 0.25
-"""Of a message's room. Parameters that leave less would have a long prompt sent in thousands of messages."""
+"""Minimum share of a message for tokens: with less, a long prompt would take thousands of messages."""
 
 
 class Sink(Protocol):
-    """Where the pieces of one answer go."""
+    """Destination of one answer's pieces."""
 
     def put(self, piece: Piece, /) -> bool:
-        """Take a piece. False: the client reads too slowly, nothing more is wanted."""
+        """Take a piece. Return False if the client reads too slowly; no further piece is needed then."""
         ...
 
     def take_back(self) -> None:
-        """Drop all pieces: the answer starts over, and its client has seen none of them."""
+        """Drop all pieces: the answer starts over, and its client has received none of them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What all drivers of a gateway share."""
+    """Dependencies that all drivers of a gateway share."""
 
     gateway: str
     bus: Bus
@@ -87,7 +87,7 @@ class Links:
 
 
 class AnswerDriver:
-    """Steps its machine in `post`, at once and without a task switch; `run` only adds the passing of time."""
+    """Produces one answer. `post` steps the machine at once, without a task switch; `run` only adds ticks."""
 
     def __init__(self, order: Order, new_text: Callable[[], ChoiceText], sink: Sink, links: Links) -> None:
         self._order = order
@@ -117,7 +117,7 @@ class AnswerDriver:
         return self.machine.attempt
 
     def post(self, event: ev.Event) -> None:
-        """Tell the machine what happened and do what it decides. Never waits, never raises."""
+        """Step the machine with an event and perform its actions. Never waits, never raises."""
         self._events.append(event)
         self._pump()
 
@@ -154,7 +154,7 @@ class AnswerDriver:
         finally:
             links.routes.leave(order.request)
             links.admission.leave(self._ticket)
-            # On the way out by cancellation or a bug the workers must not go on for nobody.
+            # After a cancellation or a bug, the workers must not go on with an answer that has no reader.
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
             self._spans.end(self._error)
             self._figures.end(self._outcome, self._error)
@@ -166,7 +166,7 @@ class AnswerDriver:
         return self.machine.ended or self._error is not None
 
     async def _sleep(self) -> None:
-        """Wait for the machine's next deadline, or until that comes nearer."""
+        """Wait until the machine's next deadline, or until that deadline moves earlier."""
         self._sleeps_until_s = self.machine.wake_at_s
         try:
             async with self._links.clock.timeout(max(0.0, self._sleeps_until_s - self._links.clock.now_s())):
@@ -229,7 +229,7 @@ class AnswerDriver:
         self._outcome = Outcome(reason, self._text.tokens, min(cached_tokens, self._order.prompt_tokens))
 
     def audit(self, attempt: int, worker: str, cached_tokens: int) -> None:
-        """Let the indexes compare what the worker that computed the prompt held with what was predicted of it."""
+        """Publish predicted and actual cached tokens of the worker that computed the prompt, for the indexes."""
         placement = self.machine.placement
         if placement is None or attempt != self.machine.attempt:
             return
@@ -265,7 +265,7 @@ class AnswerDriver:
     # ------------------------------------------------------------ placing and dispatching
 
     def _prompt(self) -> tuple[bytes, int]:
-        """Return prompt plus delivered tokens, packed, and their number."""
+        """Return prompt plus delivered tokens, packed, and their count."""
         delivered = self.machine.delivered
         if not delivered:
             return self._order.tokens, self._order.prompt_tokens
@@ -295,7 +295,7 @@ class AnswerDriver:
             refused=action.refused,
         )
         try:
-            # An answer that is late, but comes before the resends are over, is as good as theirs.
+            # A late answer is as good as one to a resend, so wait until the resends are over.
             timeout_s = timers.place_resend_s * (timers.place_resends_max + 1)
             answer = await links.bus.request(subjects.PLACE, message, timeout_s=timeout_s)
         except (DeadlineExceeded, NoResponders):
@@ -309,7 +309,7 @@ class AnswerDriver:
             case Refused(error=report):
                 self.post(ev.PlaceRefused(action.attempt, report.to_error()))
             case _:
-                return  # Not an answer to `Place`: as good as none, the machine asks again.
+                return  # This is no answer to `Place`, so the machine asks again.
 
     def _dispatch(self, attempt: int, placement: Placement) -> None:
         order, links = self._order, self._links
@@ -373,7 +373,7 @@ class AnswerDriver:
                 answer = await links.bus.request(subject, make(context, tail), timeout_s=self.machine.accept_s)
             except DeadlineExceeded as error:
                 span.fail(error)
-                return  # The machine's own timer says what silence means.
+                return  # The machine's own timer handles silence.
             except NoResponders as error:
                 span.fail(error)
                 self.post(ev.TaskFailed(attempt, worker, NoResponders(f"worker {worker} does not listen")))

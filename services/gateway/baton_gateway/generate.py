@@ -1,4 +1,4 @@
-"""One request of a client: from a validated body to orders, one driver each, and their common outlet."""
+"""One client request: from a body to orders, one driver per order, and their common outlet."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from baton_gateway.service import Gateway
 from baton_gateway.workers import Model
 
 HERE_BYTES_MAX: Final = 2048
-"""Longer bodies are read in another process."""
+"""Longest body read in this process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFacts:
-    """What a request says outside its body."""
+    """Facts of a request outside its body."""
 
     request: str
-    """Made here and unique; a client's own `x-request-id` need not be."""
+    """Unique id made by the gateway; a client's own `x-request-id` need not be unique."""
     received_at_s: float
     deadline_at_s: float
     disaggregation: Disaggregation | None
@@ -52,7 +52,7 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A request, ready to run: its choices in order, all of the first prompt before those of the second."""
+    """A request, ready to run. Its choices are ordered by prompt: those of the first prompt come first."""
 
     request: str
     model: str
@@ -70,9 +70,9 @@ class Job:
 
 
 def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Job | None:
-    """Return the job of a short body, at once: that takes less than the way to another process and back.
+    """Return the job of a short body at once, which is faster than a round trip to another process.
 
-    None: the body is long, or the model's tokenizer is not here. Raises as `prepare`.
+    None: the body is long, or the model's tokenizer is not in this process. Raises as `prepare`.
     """
     if len(payload) > HERE_BYTES_MAX:
         return None
@@ -100,7 +100,7 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
                     if models.prepare(model.path, model.digest).done():
                         await models.get(model.path, model.digest)  # Raises where the model does not load.
                     plan = await worker.plan(model, model_defaults=gateway.settings.model_defaults)
-                # Not before: that a model is loaded may need the very process that was lent.
+                # Not earlier: loading a model may need the very process that was lent.
                 known = await models.get(model.path, model.digest)
                 return _job(facts, model, known, plan)
     except TimeoutError as error:
@@ -110,7 +110,7 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
 
 
 def _accept(gateway: Gateway, parsed: Parsed) -> Model:
-    """Return the model that a body is for, unless it asks for more than this gateway gives."""
+    """Return a body's model. Raises if no worker takes the parameters, or the gateway's limits are exceeded."""
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
@@ -157,7 +157,7 @@ def _sampling(plan: Plan, prompt: Prompt, choice: int) -> Sampling:
         plan.sampling,
         extensions=dict(plan.extensions),
         max_tokens=prompt.max_tokens,
-        # As in vLLM, choices of one seed differ from each other and are the same every time.
+        # As in vLLM, choices of one seed differ from each other, and each is the same every time.
         seed=None if seed is None else seed + choice,
     )
 
@@ -168,10 +168,10 @@ def _text_of(job: Job, order: Order) -> ChoiceText:
 
 
 class Production:
-    """The drivers of a job at work. Leaving the context ends them, and tells their workers."""
+    """The running drivers of a job. Leaving the context ends them and tells their workers."""
 
     def __init__(self, gateway: Gateway, job: Job, outlet: Outlet, on_ended: Callable[[], None]) -> None:
-        """`on_ended` is called as each choice has ended."""
+        """Make one driver per choice. `on_ended` is called whenever a choice has ended."""
         self._outlet = outlet
         self._on_ended = on_ended
         self._drivers = [
@@ -194,11 +194,11 @@ class Production:
             self._on_ended()
 
     def note_shown(self, choice: int) -> None:
-        """The client gets the first part of a choice."""
+        """Note that the client receives the first part of a choice."""
         self._drivers[choice].post(ev.Shown())
 
     def abort(self, error: BatonError) -> None:
-        """Nobody wants the answer any more. The drivers end on their own, at once."""
+        """Abort all choices with this error. The drivers end at once, on their own."""
         for driver in self._drivers:
             driver.post(ev.Aborted(error))
 

@@ -1,4 +1,4 @@
-"""What every request passes, as plain ASGI: its id, its key, and the one place where unexpected errors end."""
+"""ASGI middleware around every request: its id, its key, and the boundary for unexpected errors."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
-"""Probes carry no key."""
+"""Paths that need no key, as probes carry none."""
 
 
 class ApiKeys:
-    """Compares in a time that says nothing about the keys. Only digests are kept."""
+    """Checks API keys in constant time. Only their digests are kept."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     def check(self, authorization: str) -> None:
-        """Raise Unauthenticated unless no key is needed or the header carries one."""
+        """Raise Unauthenticated if keys are set and the header carries none of them."""
         if not self._digests:
             return
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthenticated("this server asks for an API key: send it as `Authorization: Bearer KEY`")
         presented = hashlib.sha256(token.strip().encode()).digest()
-        # All of them are compared, so that the time does not depend on which one matches.
+        # All keys are compared, so that the time does not depend on which one matches.
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if not any(matches):
             raise Unauthenticated("the API key is not known to this server")
@@ -54,7 +54,7 @@ class Guard:
         on_response: Callable[[str, int], None],
         new_id: Callable[[], str],
     ) -> None:
-        """`on_response` hears of each response that begins: the request's path, and the status."""
+        """Wrap `app`. `on_response` is called with the path and the status of each response that begins."""
         self._new_id = new_id
         self._drain_state = drain_state
         self._app = app
@@ -65,7 +65,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # HEAD is GET whose body the server leaves out. No path of ours, and no model's name, ends with a slash.
+        # HEAD is a GET whose body the server leaves out. None of our paths ends with a slash, nor does a model's name.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
@@ -81,7 +81,7 @@ class Guard:
                 self._on_response(scope["path"], message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 if self._drain_state() is not DrainState.OPEN:
-                    # The client's next request must not come on this connection.
+                    # The client must send its next request on another connection.
                     MutableHeaders(scope=message)["connection"] = "close"
             finished = message["type"] == "http.response.body" and not message.get("more_body", False)
             await send(message)
@@ -93,16 +93,16 @@ class Guard:
             await self._app(scope, receive, send_with_id)
         except BatonError as error:
             await error_response(error)(scope, receive, send_with_id)
-        except Exception:  # The boundary of every request: what was not expected is a bug, and is logged as one.
+        except Exception:  # The boundary of every request: an unexpected error is a bug, and is logged as one.
             log.exception("request %s failed unexpectedly", request_id)
             if not started:
                 await unexpected_response()(scope, receive, send_with_id)
             elif not finished:
-                raise  # Half an answer is out: uvicorn cuts the connection, so that the client notices.
+                raise  # Part of the answer is sent: uvicorn cuts the connection, so that the client notices.
 
 
 def unexpected_response() -> Response:
-    """Return the answer to a request that met a bug; the details are for the log alone."""
+    """Return the answer to a request that met a bug; only the log has the details."""
     return error_response(BatonError("the server failed unexpectedly; its log has the details under the request id"))
 
 

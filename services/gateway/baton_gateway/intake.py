@@ -1,4 +1,4 @@
-"""The way from a request's body to what is placed: parsed, checked, rendered, tokenised, cut into blocks. Pure."""
+"""Intake: turns a request's body into a plan. Parses, checks, renders, tokenises, cuts into blocks. Pure."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
 Operation = Literal["chat", "text_completion"]
-"""Which of the two endpoints, in the words of OpenTelemetry's conventions."""
+"""One of the two endpoints, named as in OpenTelemetry's conventions."""
 
 CARRIED_BYTES_MAX: Final = 2 << 20
-"""Length of the parameters that only engines know, once for each answer: each is a message of its own."""
+"""Bound on a request's engine parameters, counted once per answer: each answer has messages of its own."""
 
 _BODIES: Final[dict[Operation, type[ChatBody] | type[CompletionBody]]] = {
     "chat": ChatBody,
@@ -38,32 +38,32 @@ _BODIES: Final[dict[Operation, type[ChatBody] | type[CompletionBody]]] = {
 
 
 class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What must be known of a valid body before it is worth more work."""
+    """Facts of a valid body that decide whether to plan it."""
 
     model: str
     prompts: int
     choices_per_prompt: int
     parameters: tuple[str, ...]
-    """Names of those for the engine alone to judge."""
+    """Names of the parameters that only engines know."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     tokens: bytes
-    """Packed."""
+    """Token ids, packed."""
     blocks: bytes
-    """Ids of its full blocks."""
+    """Ids of the prompt's full blocks."""
     max_tokens: int
-    """Bound of the output."""
+    """Bound on the output."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All that is needed to produce and write the answer; the body itself is not."""
+    """Everything needed to produce and write the answer, without the body itself."""
 
     prompts: tuple[Prompt, ...]
     choices_per_prompt: int
     sampling: Sampling
     extensions: dict[str, msgspec.Raw]
-    """The part of `sampling` that nobody reads here: as it goes into messages."""
+    """Engine parameters, the part of `sampling` that the gateway does not read, packed as in messages."""
     output: OutputOptions
     root: bytes
     """Key of the prompts' block ids."""
@@ -71,17 +71,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     stream: bool
     with_usage: bool
     asked: dict[str, int | float]
-    """For traces: what the body says, under the names of OpenTelemetry's `gen_ai.request`."""
+    """The request's parameters for traces, under the names of OpenTelemetry's `gen_ai.request`."""
 
 
 class Intake:
-    """One body at a time: `parse` it, then make its `plan`."""
+    """Takes in one body at a time: `parse`, then `plan`."""
 
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
 
     def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
-        """Raise InvalidRequest where `payload` is no valid body."""
+        """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
         body = self._body = parse(_BODIES[operation], payload)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
@@ -95,11 +95,11 @@ class Intake:
     def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
 
-        `model_defaults`: parameters that the body leaves out are the model's own, not the neutral ones.
+        `model_defaults`: parameters that the body leaves out take the model's defaults, not neutral values.
         """
         body, self._body = self._body, None
         assert body is not None, "no body was parsed"
-        # What needs no tokens is checked before the work of tokenising.
+        # Checks that need no tokens come before the work of tokenising.
         sampling = sampling_of(body, tokenizer.defaults if model_defaults else NEUTRAL)
         extensions = cast("dict[str, msgspec.Raw]", sampling.extensions)
         choices_per_prompt = body.n or 1
@@ -144,7 +144,7 @@ def _tokenise(body: ChatBody | CompletionBody, tokenizer: ModelTokenizer, contex
     if isinstance(body, ChatBody):
         text = tokenizer.render(body)
         tokenizer.check_length(text, context_tokens_max, "messages")
-        # Templates write the special tokens themselves.
+        # Chat templates write the special tokens themselves.
         return [tokenizer.encode(text, add_special=bool(body.add_special_tokens))]
     tokenised: list[list[int]] = []
     for prompt in body.prompts():
@@ -159,7 +159,7 @@ def _tokenise(body: ChatBody | CompletionBody, tokenizer: ModelTokenizer, contex
 
 
 def room_of(prompt_tokens: int, context_tokens_max: int, param: str) -> int:
-    """Return how many tokens the output may have. Raises ContextLengthExceeded, with the figures, where none."""
+    """Return the number of tokens left for the output. Raises ContextLengthExceeded, with the figures, if none is."""
     if prompt_tokens < context_tokens_max:
         return context_tokens_max - prompt_tokens
     raise ContextLengthExceeded(

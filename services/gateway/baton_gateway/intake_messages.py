@@ -1,4 +1,4 @@
-"""What the gateway and its intake processes say to each other, over pipes: frames of a length and that many bytes.
+"""Messages between the gateway and its intake processes, over pipes: frames of a length and that many bytes.
 
 gateway                                  intake process
   LoadModel ─────────────────────────────▶ ModelFacts | Failed

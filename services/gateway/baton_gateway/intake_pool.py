@@ -1,6 +1,6 @@
-"""Where bodies are taken in: processes beside the gateway's own, so that no body holds up its event loop.
+"""Pool of intake processes, which read bodies outside the gateway so that no body holds up its event loop.
 
-Threads would not do: decoding, rendering and validating hold the interpreter's lock.
+Threads would not help: decoding, rendering and validating hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 from baton_gateway.workers import Model
 
 LARGE_BYTES: Final = 256 << 10
-"""Bodies from here on may occupy all processes but one."""
+"""Length from which a body is large: large bodies leave one process to the others."""
 WRITE_BYTES: Final = 256 << 10
-"""Part of a body that is copied at a time."""
+"""Bytes of a body copied at a time."""
 READ_BYTES: Final = 1 << 20
 
 Awaited = TypeVar("Awaited", bound=Reply)
 
 
 class IntakeWorker(Protocol):
-    """Takes in one body: first `parse`, then `plan`, as `Intake`."""
+    """Takes in one body, as `Intake` does: first `parse`, then `plan`."""
 
     async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed: ...
 
@@ -53,13 +53,13 @@ class IntakeWorker(Protocol):
 
 class IntakePool(Protocol):
     async def load(self, path: str, digest: str) -> ModelFacts:
-        """Have a worker load a model, and return what it is like. Raises ConfigurationError."""
+        """Have a worker load a model, and return its facts. Raises ConfigurationError."""
         ...
 
     def lend(self, size_bytes: int, until_s: float | None) -> AbstractAsyncContextManager[IntakeWorker]:
         """Lend a worker for a body of this size. Raises Overloaded.
 
-        What a borrower leaves unfinished goes on until the clock says `until_s`, and is ended then.
+        Work that a borrower leaves unfinished may run until the clock reaches `until_s`; then it is ended.
         """
         ...
 
@@ -67,7 +67,7 @@ class IntakePool(Protocol):
 
 
 class LocalPool:
-    """Takes in bodies where it stands, and holds up everything else meanwhile."""
+    """Takes in bodies in the caller's process, and blocks its event loop meanwhile."""
 
     def __init__(self, load: Callable[[str], ModelTokenizer]) -> None:
         self._load = load
@@ -98,7 +98,7 @@ class LocalWorker:
 
 
 class ProcessPool:
-    """Processes that start when they are first needed, and again after they died. A bounded queue waits for them."""
+    """Pool of intake processes, started on first need and replaced when they die, with a bounded queue before it."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class ProcessPool:
         try:
             yield process
         finally:
-            if process.is_busy:  # Whoever wanted the result is gone. The process is lent again once it is done.
+            if process.is_busy:  # The borrower is gone. The process is lent again once it is done.
                 task = asyncio.create_task(self._recover(process, until_s, large=large))
                 self._recovering.add(task)
                 task.add_done_callback(self._recovering.discard)
@@ -157,7 +157,7 @@ class ProcessPool:
             self.waiting_bytes -= size_bytes
 
     async def _recover(self, process: IntakeProcess, until_s: float | None, *, large: bool) -> None:
-        """Wait until a process is done with what nobody wants any more; kill it where that takes too long."""
+        """Wait until a process has finished abandoned work; kill it if that takes too long."""
         try:
             async with self._clock.timeout(None if until_s is None else max(0.0, until_s - self._clock.now_s())):
                 await process.settle()
@@ -183,7 +183,7 @@ class ProcessPool:
 
 
 class IntakeProcess:
-    """One process. Starts with the first request; after an error of its pipes it is dead."""
+    """One intake process. It starts with the first request; after an error of its pipes it counts as dead."""
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._command = command
@@ -216,7 +216,7 @@ class IntakeProcess:
 
     async def _ask(self, kind: type[Awaited], request: Request, body: bytes | bytearray | None = None) -> Awaited:
         self._exchange = asyncio.create_task(self._converse(request, body))
-        # An exchange goes on to its end even if nobody waits for it, so that the next one finds empty pipes.
+        # An exchange runs to its end even if its caller is gone, so that the next one finds empty pipes.
         reply = await asyncio.shield(self._exchange)
         if isinstance(reply, Failed):
             raise reply.error.to_error()
@@ -264,7 +264,7 @@ class IntakeProcess:
         return await pipe.readexactly(frame_length(await pipe.readexactly(LENGTH_BYTES)))
 
     async def settle(self) -> None:
-        """Wait for the end of the exchange, whatever comes of it."""
+        """Wait for the end of the exchange, whether it succeeds or fails."""
         if self._exchange is not None:
             await asyncio.wait({self._exchange})
             with contextlib.suppress(asyncio.CancelledError):
@@ -276,7 +276,7 @@ class IntakeProcess:
                 self._process.kill()
 
     async def kill(self) -> None:
-        """End the process, and with it what waits for its reply."""
+        """End the process, and with it the exchange that waits for its reply."""
         if self._exchange is not None:
             self._exchange.cancel()
             await self.settle()

@@ -1,6 +1,6 @@
-"""A process that takes in bodies for the gateway, one at a time: `python -m baton_gateway.intake_process`.
+"""Intake process: takes in bodies for the gateway, one at a time (`python -m baton_gateway.intake_process`).
 
-It ends with the pipe that it reads from, and so with its gateway, however that one ends.
+It ends when the pipe that it reads from closes, and so with its gateway, however the gateway ends.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from baton_gateway.tokenise import ModelTokenizer
 log = logging.getLogger(__name__)
 
 MODELS_MAX: Final = 8
-"""Models whose tokenizers are kept."""
+"""Number of models whose tokenizers are kept."""
 
 Receive = Callable[[], bytes]
 
@@ -72,7 +72,7 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
             reply = answer(request)
         except BatonError as error:
             reply = Failed(ErrorReport.of(error))
-        except Exception:  # The boundary of every request: what was not expected is a bug, and is logged as one.
+        except Exception:  # The boundary of every request: an unexpected error is a bug, and is logged as one.
             log.exception("a request's body could not be taken in")
             reply = Failed(ErrorReport.of(BatonError("the server failed unexpectedly; its log has the details")))
         if isinstance(reply, Plan):
@@ -81,20 +81,20 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
                 send(encode(prompt))
         else:
             send(encode(reply))
-        # Collected between requests only: the collector would visit each of the many objects of a long body again
-        # and again while that is decoded.
+        # Garbage is collected between requests only: while a long body is decoded, the collector would visit its many
+        # objects again and again.
         gc.collect()
 
 
 def main(load: Callable[[str], ModelTokenizer]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        # They are meant for the gateway, which still finishes what it has begun.
+        # These signals are meant for the gateway, which still finishes what it has begun.
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     gc.disable()
-    # Where processors are short, the streams of all come before the prompt of one.
+    # Where processors are short, the gateway's streams come before the intake of a prompt.
     os.nice(5)
-    # What libraries print must not come between the frames.
+    # Output that libraries print must not mix with the frames.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     frames: SimpleQueue[bytes] = SimpleQueue()
@@ -109,7 +109,7 @@ def main(load: Callable[[str], ModelTokenizer]) -> None:
 
 
 def _read(pipe: BinaryIO, frames: SimpleQueue[bytes]) -> None:
-    """Queue the frames that come; end the process when the gateway is gone, whatever it is at."""
+    """Queue incoming frames; end the process at once when the gateway is gone."""
     while len(head := pipe.read(LENGTH_BYTES)) == LENGTH_BYTES:
         frames.put(pipe.read(frame_length(head)))
     os._exit(0)

@@ -1,6 +1,6 @@
-"""The gateway's figures: what became of requests, answers and attempts, and how long it took.
+"""The gateway's metrics: outcomes and durations of requests, answers and attempts.
 
-Everything is noted where a phase changes or an end is known, nothing per token.
+They are recorded at phase changes and at ends, never per token.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goals:
-    """What a good answer keeps to."""
+    """TTFT and TPOT limits of a good answer."""
 
     ttft_s: float
     tpot_s: float
 
 
 class GatewayMetrics:
-    """What one gateway counts."""
+    """Metrics of one gateway."""
 
     def __init__(self, metrics: Metrics, clock: Clock, goals: Goals) -> None:
         self.observe = metrics.observe
@@ -47,7 +47,7 @@ class GatewayMetrics:
         metrics.read(self._readings)
 
     def responded(self, path: str, status: int) -> None:
-        """A response begins. Paths are the client's, so only our own become labels."""
+        """Count a response that begins. Clients choose paths, so only the gateway's own become labels."""
         self._responses[path if path in ROUTES else "other", str(status)] += 1
 
     @contextmanager
@@ -83,7 +83,7 @@ class _Measured:
 
 
 class AnswerMetrics:
-    """Follows the machine of one answer. `observe` is called after its every step, and costs nothing between phases."""
+    """Metrics of one answer. `observe` is called after every step of its machine; it costs nothing between phases."""
 
     def __init__(self, figures: GatewayMetrics, machine: AttemptMachine, order: Order) -> None:
         self._figures = figures
@@ -123,7 +123,7 @@ class AnswerMetrics:
                 pass
 
     def end(self, outcome: Outcome | None, error: Exception | None) -> None:
-        """The answer has ended: whole, with an `outcome`, or by an error."""
+        """Record the end of the answer: complete, with an `outcome`, or by an error."""
         self._leave_queue(self._figures.clock.now_s())
         if outcome is None:
             error = error or ClientGone("the gateway gave up")
@@ -149,7 +149,7 @@ class AnswerMetrics:
             self._figures.observe(catalogue.TTFT_PREDICTION, ratio, trace=self._order.trace)
 
     def _end_attempt(self, error: Exception | None) -> None:
-        """An attempt is over; one that never got to its workers does not count."""
+        """Record the end of an attempt; one that never reached its workers does not count."""
         if self._dispatched_s is None:
             return
         self._dispatched_s = None

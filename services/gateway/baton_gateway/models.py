@@ -1,4 +1,4 @@
-"""The models that this gateway has heard of, each with what is needed to read prompts for it and write its answers."""
+"""Models known to this gateway, with the tokenizers and vocabularies that read prompts and write answers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class KnownModel:
     vocabulary: Vocabulary
     eos_tokens: frozenset[int]
     tokenizer: ModelTokenizer | None
-    """For short prompts, at once. None: only the intake's processes have this model's."""
+    """Tokenizer for short prompts, read in this process. None: only the intake processes have it."""
 
 
 class Models:
     """Loads each model's tokenizer once.
 
-    Loading holds the interpreter for a second and more. So only the first model is loaded here: while there is no
-    other, there is no stream that it could hold up. Models that come later are loaded in the intake's processes, and
-    all that is taken over from there is how tokens are spelled.
+    Loading holds the interpreter for a second and more. So only the first model is loaded in this process: there is no
+    stream yet that it could hold up. Later models are loaded in the intake processes, and only their tokens'
+    spellings come back.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Models:
         self._failed_at_s: dict[tuple[str, str], float] = {}
 
     def prepare(self, path: str, digest: str) -> asyncio.Future[KnownModel]:
-        """Begin to load, unless that was done; a failed load is tried again after a while."""
+        """Begin to load the model unless that was done; a failed load is retried after a while."""
         key = (path, digest)
         known = self._loaded.get(key)
         if known is not None:
@@ -66,7 +66,7 @@ class Models:
             return KnownModel(Vocabulary(facts.spellings), facts.eos_tokens, None)
         try:
             here = self._ports.threads.run(self._load, path)
-            # At the same time, so that the first long prompt finds a process that is ready for it.
+            # An intake process loads it, too, so that it is ready for the first long prompt.
             tokenizer, _ = await asyncio.gather(here, self.intake.load(path, digest))
         except BaseException:
             self._first = None
@@ -84,7 +84,7 @@ class Models:
         return future.result() if future.done() and future.exception() is None else None
 
     async def get(self, path: str, digest: str) -> KnownModel:
-        """Return the model, waiting while it loads. Raises Unavailable where it does not load."""
+        """Return the model, waiting while it loads. Raises Unavailable if it does not load."""
         try:
             return await asyncio.shield(self.prepare(path, digest))
         except ConfigurationError as error:

@@ -1,4 +1,4 @@
-"""One answer as it is asked for, and what became of it."""
+"""Order and outcome of one answer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Order:
     received_at_s: float
     deadline_at_s: float
     operation: str
-    """In the words of OpenTelemetry's conventions: `chat` or `text_completion`."""
+    """Endpoint, named as in OpenTelemetry's conventions: `chat` or `text_completion`."""
     trace: str
 
 

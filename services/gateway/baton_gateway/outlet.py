@@ -1,4 +1,4 @@
-"""From the drivers of one request to its client: a bounded buffer between those who produce and who reads."""
+"""Bounded buffer between the drivers of one request and its client."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from baton_gateway.order import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The last word on a choice: how it ended, or the error that ended it."""
+    """The end of a choice: its outcome, or the error that ended it."""
 
     result: Outcome | Exception
 
 
 class Outlet:
-    """`put` never waits. A reader that falls `unread_tokens_max` behind is given up: `on_overflow` is called once."""
+    """Buffer of one request. `put` never waits.
+
+    A reader with more than `unread_tokens_max` tokens unread is given up: `on_overflow` is called once.
+    """
 
     def __init__(self, unread_tokens_max: int | None, on_overflow: Callable[[], None] = lambda: None) -> None:
         self._unread_tokens_max = unread_tokens_max
@@ -31,7 +34,7 @@ class Outlet:
         self._filled = asyncio.Event()
 
     def put(self, choice: int, item: Piece | Ending) -> bool:
-        """Add what happened to a choice. Returns False where the reader was given up."""
+        """Add a choice's piece or ending. Return False if the reader was given up."""
         if isinstance(item, Piece):
             self._unread_tokens += item.tokens
             if self._unread_tokens_max is not None and self._unread_tokens > self._unread_tokens_max:
@@ -47,19 +50,19 @@ class Outlet:
         return True
 
     async def take(self) -> list[tuple[int, Piece | Ending]]:
-        """Wait for news and return all of it."""
+        """Wait for items and return all that have gathered."""
         await self._filled.wait()
         return self._take()
 
     async def take_whole(self, choices: int) -> list[tuple[int, Piece | Ending]]:
-        """Wait until so many choices have ended, or one has failed, and return everything."""
+        """Wait until `choices` choices have ended, or one has failed, and return all items."""
         while self._endings < choices and not self._failed:
             await self._filled.wait()
             self._filled.clear()
         return self._take()
 
     def take_back(self, choice: int) -> None:
-        """Drop what a choice has put and nobody has taken."""
+        """Drop a choice's items that have not been taken yet."""
         kept = [(number, item) for number, item in self._items if number != choice]
         self._items = kept
         self._unread_tokens = sum(item.tokens for _, item in kept if isinstance(item, Piece))
@@ -73,7 +76,7 @@ class Outlet:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceOutlet:
-    """One choice's way into the outlet of its request."""
+    """One choice's end of its request's outlet."""
 
     outlet: Outlet
     choice: int

@@ -1,4 +1,4 @@
-"""Messages that need no answer, sent by a task of its own: posting never waits and never fails."""
+"""Publisher of messages that need no answer, with a task of its own: posting never waits and never fails."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.messages.codec import AnyMessage
 log = logging.getLogger(__name__)
 
 MESSAGES_MAX: Final = 65536
-"""Beyond this the oldest are dropped; the protocol's timers and digests make up for lost messages."""
+"""Bound on queued messages. Beyond it the oldest are dropped; timers and digests make up for lost messages."""
 
 
 class Publisher:
@@ -32,7 +32,7 @@ class Publisher:
         self._posted.set()
 
     async def run(self) -> None:
-        """Send for ever, in order."""
+        """Send posted messages in order, for ever."""
         while True:
             await self._posted.wait()
             while self._messages:
@@ -45,7 +45,7 @@ class Publisher:
             self._empty.set()
 
     async def drain(self, clock: Clock, timeout_s: float) -> None:
-        """Wait until everything posted was sent, but not longer than `timeout_s`."""
+        """Wait until all posted messages are sent, for at most `timeout_s`."""
         try:
             async with clock.timeout(timeout_s):
                 await self._empty.wait()

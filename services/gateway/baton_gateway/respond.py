@@ -1,4 +1,4 @@
-"""The answer to one generation request, streamed or whole, and the watch for a client that leaves."""
+"""Response to one generation request, streamed or whole, with a watch for a client that disconnects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from baton_gateway.tracing import RequestTrace
 SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Proxies such as nginx would collect the stream otherwise.
+    # Otherwise proxies such as nginx would buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
 ABORT_EXTENSION = "baton.abort"
@@ -30,7 +30,7 @@ ABORT_EXTENSION = "baton.abort"
 
 
 class AnswerResponse(Response):
-    """Runs a job while it answers. Until the first token came, an error is a plain HTTP error."""
+    """Runs a job and sends its answer. An error before the first token is a plain HTTP error."""
 
     def __init__(
         self, gateway: Gateway, job: Job, shape: Format, trace: RequestTrace, *, stream: bool, with_usage: bool
@@ -73,13 +73,13 @@ class AnswerResponse(Response):
 
     async def _send_whole(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
         choices = [WholeChoice() for _ in self._job.orders]
-        # Until then it stays in the outlet, from where a choice that starts over takes it back.
+        # Until all choices have ended, pieces stay in the outlet, where a choice that starts over takes them back.
         for choice, item in await outlet.take_whole(len(choices)):
             if isinstance(item, Ending):
                 try:
                     choices[choice].finish_reason = self._note_ending(choice, item)
                 except ClientGone:
-                    return  # Nobody is there to read it.
+                    return  # The client is gone.
                 except BatonError as error:
                     await error_response(error)(scope, receive, send)
                     return
@@ -110,7 +110,7 @@ class AnswerResponse(Response):
                 if not started:
                     await error_response(error)(scope, receive, send)
                     return
-                # The status line is gone; OpenAI's clients raise on an event with an `error`.
+                # The status line is already sent; OpenAI's clients raise on an event with an `error`.
                 events.append(sse_event(error_body(error)))
                 await _send_body(send, b"".join(events), more=False)
                 return
@@ -119,7 +119,7 @@ class AnswerResponse(Response):
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
                 started = True
-            # One write for all that came since the last one.
+            # One write carries all events since the previous one.
             await _send_body(send, b"".join(events), more=True)
         tail = sse_event(self._format.usage_chunk(self._usage())) if self._with_usage else b""
         await _send_body(send, tail + SSE_DONE, more=False)
@@ -144,7 +144,7 @@ class AnswerResponse(Response):
                 events.append(sse_event(opening))
 
     def _note_ending(self, choice: int, ending: Ending) -> str:
-        """Return the finish reason. Raises what ended the choice, if it failed."""
+        """Return the finish reason. Raises the error that ended the choice, if it failed."""
         if isinstance(ending.result, Exception):
             self._trace.fail(ending.result)
             raise ending.result
@@ -153,7 +153,7 @@ class AnswerResponse(Response):
 
     def _usage(self) -> dict[str, Any]:
         outcomes = [self._outcomes[choice] for choice in range(len(self._job.orders))]
-        # Choices of one prompt find each other's blocks cached; what was cached before is the least of them.
+        # Choices of one prompt find each other's blocks cached, so the minimum is what was cached before the request.
         per_prompt = self._job.choices_per_prompt
         groups = [outcomes[start : start + per_prompt] for start in range(0, len(outcomes), per_prompt)]
         cached = sum(min(outcome.cached_tokens for outcome in group) for group in groups)
@@ -161,7 +161,7 @@ class AnswerResponse(Response):
 
 
 async def _watch(receive: Receive, production: Production) -> None:
-    """Abort once the client is gone."""
+    """Abort the production once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
     production.abort(ClientGone("the client disconnected"))

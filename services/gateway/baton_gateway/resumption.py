@@ -1,4 +1,4 @@
-"""When and how an answer continues on another worker: exactly, or not at all."""
+"""Rules for continuing an answer on another worker: exactly, or not at all."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from baton.messages.attempts import FinishReason, Sampling
 
 
 class Moved(BatonError):
-    """An attempt was ended because it goes on elsewhere: nothing has failed."""
+    """End of an attempt whose answer moves to another worker; no failure."""
 
     code = "moved"
     http_status = 409
 
 
 def obstacle(sampling: Sampling) -> str:
-    """Return what makes a continuation from prompt + delivered tokens differ, or "" where it is exact.
+    """Return what makes a continuation from prompt + delivered tokens inexact, or "" if it is exact.
 
-    An engine that gets delivered tokens as prompt counts none of them as output, and starts its random
-    numbers anew. So whatever reads the output so far, or a seed that must give the same draw, is in the way.
+    An engine that gets delivered tokens as prompt counts none of them as output, and restarts its random
+    numbers. So parameters that read the output so far, and seeds that must repeat a draw, are obstacles.
     """
     if sampling.seed is not None and sampling.temperature > 0:
         return "a seed"
@@ -33,7 +33,7 @@ def obstacle(sampling: Sampling) -> str:
 
 
 def resumed(sampling: Sampling, delivered_tokens: int) -> Sampling:
-    """Return `sampling` for the rest of an output of which `delivered_tokens`, fewer than `max_tokens`, exist."""
+    """Return `sampling` for the rest of an output after `delivered_tokens`, which is less than `max_tokens`."""
     if not delivered_tokens:
         return sampling
     return msgspec.structs.replace(
@@ -44,7 +44,7 @@ def resumed(sampling: Sampling, delivered_tokens: int) -> Sampling:
 
 
 def is_ended(sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset[int]) -> bool:
-    """Return whether the last delivered token ended the output by itself, its final frame being lost."""
+    """Return whether the last delivered token ended the output, although the final frame was lost."""
     if not delivered or len(delivered) <= sampling.min_tokens:
         return False
     last = delivered[-1]
@@ -54,7 +54,7 @@ def is_ended(sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset
 def rest_of(
     sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset[int], cause: BatonError
 ) -> FinishReason | NotResumable | None:
-    """Return what becomes of an output whose attempt failed: it was whole, or cannot go on, or (None) goes on."""
+    """Return how an output ends after its attempt failed: complete, not resumable, or None if it continues."""
     if not delivered:
         return None
     if len(delivered) >= sampling.max_tokens:

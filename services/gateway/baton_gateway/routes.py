@@ -1,4 +1,4 @@
-"""The answers under way, by request and by worker: where frames and digests go."""
+"""Routes of frames and digests: the running answers, by request and by worker."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Driver = TypeVar("Driver", bound=HasMachine)
 
 
 class Routes(Generic[Driver]):
-    """A digest comes from each worker each second: it must not cost a look at every answer."""
+    """Running answers, indexed so that each worker's digest, once a second, need not look at every answer."""
 
     def __init__(self) -> None:
         self._drivers: dict[str, Driver] = {}
         self._workers: dict[str, set[str]] = {}
-        """By request: every worker that was given a part of it."""
+        """All workers that were given a part of a request, by request."""
         self._requests: dict[str, dict[str, None]] = {}
-        """The other way round, in the order in which they came: the first to be placed anew should be the first."""
+        """Requests by worker, in order of arrival, so that they are placed again in that order."""
 
     def __len__(self) -> int:
         return len(self._drivers)
@@ -50,6 +50,6 @@ class Routes(Generic[Driver]):
         return list(self._drivers.values())
 
     def running_on(self, worker: str) -> list[tuple[str, Driver]]:
-        """Return the answers whose present attempt was given to `worker`, by request."""
+        """Return the answers whose present attempt was given to `worker`, each with its request."""
         given = ((request, self._drivers[request]) for request in self._requests.get(worker, ()))
         return [(request, driver) for request, driver in given if driver.machine.runs_on(worker)]

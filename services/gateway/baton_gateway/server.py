@@ -1,4 +1,4 @@
-"""uvicorn, set up for streams: our socket, our signals, OpenAI's error shape down to malformed HTTP."""
+"""uvicorn, set up for streams: our own socket and signals, and OpenAI's error format even for malformed HTTP."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ log = logging.getLogger(__name__)
 LAST_WORDS_S: Final = 2
 UPGRADE_FIELD: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 HEAD_BYTES_MAX: Final = 64 << 10
-"""Of a request's line and headers: twice what proxies let through."""
+"""Longest request line and headers together: twice what proxies let through."""
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, with bounds on a request's head, and an extension by which a response cuts it off."""
+    """uvicorn's HTTP protocol, with bounds on a request's head and an extension that lets a response cut it off."""
 
     head_read_s = 30.0
     _head_timer: asyncio.TimerHandle | None = None
-    """Set from a connection's or request's first sign to the end of the request's head."""
+    """Timer that runs from the start of a connection or request to the end of the request's head."""
     _head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -49,7 +49,8 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None or not self._is_reading_body():
-            # An offer that we decline, as HTTP/2's by Java's client: the parser would take the body for what follows.
+            # Decline offers to upgrade, such as HTTP/2's by Java's client: the parser would take the body for what
+            # follows the upgrade.
             data = UPGRADE_FIELD.sub(b"\r\nignored:", data)
         self._head_bytes += len(data)
         super().data_received(data)
@@ -69,7 +70,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._head_bytes = 0  # What else came with the end of this request begins the next one.
+        self._head_bytes = 0  # Bytes after the end of this request begin the next one.
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
@@ -86,7 +87,7 @@ class Protocol(HttpToolsProtocol):
 
     def _give_up_head(self) -> None:
         if self._is_answering():
-            # The head is of a request behind the one that is being answered; that one is not to suffer.
+            # The late head belongs to the next request; the one being answered must not suffer.
             self._await_head(self.head_read_s, self._give_up_head)
         else:
             self._refuse("408 Request Timeout", f"the request's head did not arrive within {self.head_read_s:g} s")
@@ -99,7 +100,7 @@ class Protocol(HttpToolsProtocol):
         return self._is_answering() and self.cycle.more_body
 
     def _refuse(self, status: str, detail: str) -> None:
-        """Answer what is no request, unless that would stand in the middle of an answer; end the connection."""
+        """Answer input that is no valid request, unless another answer is being sent; end the connection."""
         if not self._is_answering():
             body = to_json(error_body(InvalidRequest(detail)))
             head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\nconnection: close\r\n"
@@ -108,7 +109,7 @@ class Protocol(HttpToolsProtocol):
 
 
 class Server(uvicorn.Server):
-    """The gateway's life: on the bus first, then uvicorn on the listener; it drains in steps."""
+    """Runs the gateway: joins the bus first, then serves the listener with uvicorn; drains in steps."""
 
     def __init__(self, config: uvicorn.Config, gateway: Gateway, listener: socket.socket) -> None:
         super().__init__(config)
@@ -123,14 +124,14 @@ class Server(uvicorn.Server):
         async with gateway.running():
             where = self._listener.getsockname()
             log.info("gateway %s listens on %s port %d", gateway.links.gateway, where[0], where[1])
-            # Connections wait meanwhile: a gateway that knows no worker yet would say that there is no such model.
+            # Connections wait meanwhile: a gateway that knows no worker yet would answer that the model does not exist.
             await gateway.clock.sleep(gateway.settings.learn_s)
             async with asyncio.TaskGroup() as tasks:
                 self._answering = tasks.create_task(self.serve(sockets=[self._listener]))
                 yield
 
     async def drain(self) -> None:
-        """Turn not ready, close the listener, let what runs finish, and end the rest."""
+        """Turn not ready, close the listener, let running answers finish, and end the rest."""
         gateway, settings = self._gateway, self._gateway.settings
         gateway.drain_state = DrainState.CLOSING
         log.info("draining: not ready any more; the listener closes in %g s", settings.drain_delay_s)
@@ -146,17 +147,17 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leave signals alone: `Stop` has them."""
+        """Leave signals alone: `Stop` handles them."""
         yield
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return the listening socket. Raises Unavailable, one sentence that names the flag."""
+    """Return the listening socket. Raises Unavailable with one sentence that names the flag."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it a small answer takes 40 ms.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # Connections inherit it. The kernel alone knows whether a client takes what waits in its buffers.
+    # Connections inherit this option. Only the kernel knows whether a client takes the data in its buffers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.send_timeout_s * 1000))
     try:
         listener.bind((settings.host, settings.port))

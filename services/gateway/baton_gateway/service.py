@@ -1,4 +1,4 @@
-"""The gateway as a member of the system: its subscriptions, its beat, and where messages go."""
+"""The gateway as a member of the system: its subscriptions, its heartbeat, and the dispatch of messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FAREWELL_S: Final = 1.0
 
 
 class Gateway:
-    """Everything of the gateway that is not HTTP. Lives inside `running`."""
+    """The gateway without HTTP. Its tasks run inside `running`."""
 
     def __init__(
         self,
@@ -122,15 +122,15 @@ class Gateway:
                         task.cancel()
 
     def end_requests(self) -> None:
-        """End every answer that is not whole yet; its client gets an error, its workers are told."""
+        """End every unfinished answer; its client gets an error, and its workers are told."""
         for driver in self.routes.all():
             driver.post(ev.Aborted(Unavailable("the server is being stopped", retry_after_s=1.0)))
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless a request could be placed now.
 
-        The schedulers are asked themselves, as only they know what the deployment needs; a yes holds for a
-        second, so that probes do not become load.
+        The schedulers decide, as only they know what the deployment needs. A positive answer holds for a second, so
+        that probes do not become load.
         """
         self.drain_state.check_ready()
         async with self._probe:
@@ -145,7 +145,7 @@ class Gateway:
             self._ready_until_s = self.clock.now_s() + READY_KEPT_S
 
     async def _probe_model(self, name: str) -> BatonError | None:
-        """Return why a tiny request to this model could not be placed."""
+        """Return why a tiny request to this model could not be placed, or None if it could."""
         model = self.workers.model(name)
         tokenizer = self.models.prepare(model.path, model.digest)
         if not tokenizer.done():
@@ -209,7 +209,7 @@ class Gateway:
                 self._disown(digest.worker, entry)
 
     def _disown(self, worker: str, entry: DigestEntry) -> None:
-        """Tell a worker that nobody waits for this attempt: an earlier message to that effect was lost."""
+        """Tell a worker again that this attempt is over: the earlier message was lost."""
         context = Context(request=entry.request, attempt=entry.attempt, budget_s=BEAT_S)
         gone = (
             Acknowledge(context=context)
@@ -219,7 +219,7 @@ class Gateway:
         self.publisher.post(subjects.task(worker), gone)
 
     def _note(self, events: list[Event]) -> None:
-        """Tell the answers whose worker is gone."""
+        """Tell running answers that their worker is gone."""
         for event in events:
             match event:
                 case Restarted(member, _, generation):

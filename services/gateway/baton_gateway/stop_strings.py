@@ -1,4 +1,4 @@
-"""Finding stop strings in text that arrives in pieces."""
+"""Search for stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Passes text on, except what may be the start of a stop string; ends at the first stop string whole.
+    """Passes text on, but holds back a possible start of a stop string; ends at the first complete stop string.
 
-    "First" is the one that is complete first, and the longest of those that are complete at once, so the
+    "First" is the one completed first, and the longest of those completed by the same character, so the
     result depends on the text alone and never on how it was cut into pieces.
     """
 
@@ -18,7 +18,7 @@ class StopScanner:
         self._held: str = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """Return the text that can be shown now, and the stop string once it was found."""
+        """Return the text that can be shown now, and the stop string if one was found."""
         if not self._stops:
             return text, None
         text = self._held + text
@@ -32,12 +32,12 @@ class StopScanner:
         return text[: len(text) - kept], None
 
     def flush(self) -> str:
-        """Return what was held back: the output has ended, no stop string will become whole."""
+        """Return the text held back: the output has ended, so no stop string can be completed."""
         held, self._held = self._held, ""
         return held
 
     def _kept_chars(self, text: str) -> int:
-        """Return the length of the longest end of `text` that begins a stop string."""
+        """Return the length of the longest suffix of `text` that begins a stop string."""
         longest = min(len(text), max(map(len, self._stops)) - 1)
         for chars in range(longest, 0, -1):
             tail = text[-chars:]

@@ -1,4 +1,4 @@
-"""How many characters one token can stand for: a text with more than the context can hold need not be tokenised."""
+"""Bound on the characters of one token: a text with more than fit into the context need not be tokenised."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 NFC_CHARS_MAX: Final = 4
-"""Characters that NFC makes one of, at most."""
+"""Most characters that NFC composes into one."""
 _KEEPING_PRE_TOKENIZERS: Final = frozenset({"ByteLevel", "Digits", "Metaspace", "Punctuation", "Split"})
 
 
 def chars_per_token_max(tokenizer: Tokenizer) -> int | None:
-    """Return the bound; None where there is none: the tokenizer drops text, or makes one token of any unknown text."""
+    """Return the bound; None if the tokenizer drops text, or makes one token of unknown text of any length."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = cast("dict[int, Any]", tokenizer.get_added_tokens_decoder()).values()
     contraction = _contraction(_state(tokenizer.normalizer))
@@ -23,7 +23,7 @@ def chars_per_token_max(tokenizer: Tokenizer) -> int | None:
     keeps_all = all(
         part["type"] in _KEEPING_PRE_TOKENIZERS and part.get("behavior") != "Removed" for part in pre_tokenizers
     )
-    # These swallow whitespace of any length.
+    # Such tokens swallow whitespace of any length.
     strips = any(token.lstrip or token.rstrip for token in added)
     if contraction is None or strips or not keeps_all or not _covers_all(tokenizer.model, vocabulary, pre_tokenizers):
         return None
@@ -31,7 +31,7 @@ def chars_per_token_max(tokenizer: Tokenizer) -> int | None:
 
 
 def _covers_all(model: object, vocabulary: dict[str, int], pre_tokenizers: list[dict[str, Any]]) -> bool:
-    """Return whether no text is unknown: there is a token for every byte."""
+    """Return whether there is a token for every byte, so that no text is unknown."""
     if not isinstance(model, BPE):
         return False
     if any(part["type"] == "ByteLevel" for part in pre_tokenizers):
@@ -40,7 +40,7 @@ def _covers_all(model: object, vocabulary: dict[str, int], pre_tokenizers: list[
 
 
 def _contraction(normalizer: dict[str, Any] | None) -> int | None:
-    """Return how many characters a normalizer makes one of, at most; None where there is no bound."""
+    """Return the most characters that a normalizer makes into one; None if there is no bound."""
     factor = 1
     for part in _parts(normalizer, "normalizers"):
         pattern = part.get("pattern", {}).get("String", "")

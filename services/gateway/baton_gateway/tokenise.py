@@ -1,4 +1,4 @@
-"""Text to token ids: one model's tokenizer, chat template and sampling defaults."""
+"""Tokenisation: one model's tokenizer, chat template and sampling defaults."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from baton_gateway.detokenise import Spellings
 from baton_gateway.text_bound import chars_per_token_max
 
 TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError)
-"""What a template raises on messages that it was not written for."""
+"""Errors that a template raises on messages that it was not written for."""
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What is needed of a model's tokenizer to turn its output into text."""
+    """The part of a model's tokenizer that turns output into text."""
 
     spellings: Spellings
     eos_tokens: frozenset[int]
 
 
 class ModelTokenizer:
-    """One model's tokenizer, chat template and sampling defaults. Nothing changes after the start."""
+    """One model's tokenizer, chat template and sampling defaults. Immutable once loaded."""
 
     def __init__(self, path: str) -> None:
         """Load from a folder or a hub id; slow. Raises ConfigurationError with a sentence that names `path`."""
@@ -53,7 +53,7 @@ class ModelTokenizer:
         self.defaults = _sampling_defaults(path, generation)
 
     def check_length(self, text: str, context_tokens_max: int, param: str) -> None:
-        """Raise ContextLengthExceeded where a text is too long to fit, however it is tokenised: that takes long."""
+        """Raise ContextLengthExceeded if a text cannot fit, however it is tokenised, before that slow work begins."""
         chars_max = self._chars_per_token_max and self._chars_per_token_max * context_tokens_max
         if chars_max and len(text) > chars_max:
             raise ContextLengthExceeded(
@@ -63,11 +63,11 @@ class ModelTokenizer:
             )
 
     def encode(self, text: str, *, add_special: bool) -> list[int]:
-        # The batch call is the one that lets go of the GIL and computes no offsets.
+        # Only the batch call releases the GIL and computes no offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
 
     def render(self, body: ChatBody) -> str:
-        """Return the prompt's text. Raises InvalidRequest where the template refuses the messages."""
+        """Return the prompt's text. Raises InvalidRequest if the template refuses the messages."""
         if not self._tokenizer.chat_template:
             raise InvalidRequest(f"the model `{body.model}` has no chat template; use /v1/completions", param="model")
         variables = self._template_variables(body)
@@ -90,7 +90,7 @@ class ModelTokenizer:
             raise InvalidRequest(detail, param="messages") from error
 
     def _plain(self, message: ChatMessage) -> dict[str, Any]:
-        """Return the message as templates expect it: a dictionary with plain text, and a role that they know."""
+        """Return the message as templates expect it: a dictionary with plain text and a known role."""
         role = "system" if message.role == "developer" and not self._knows_developer else message.role
         plain: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text()}
         if message.name is not None:
@@ -98,9 +98,9 @@ class ModelTokenizer:
         return plain
 
     def _probe_developer(self) -> bool:
-        """Return whether the template has a place for `developer` messages: it names the role and shows the text.
+        """Return whether the template supports `developer` messages: it names the role and shows the text.
 
-        Templates that name no role render any, as a role that the model was not trained on.
+        Templates that name no role render any role, even one that the model was not trained on.
         """
         if "developer" not in str(self._tokenizer.chat_template):
             return False
@@ -120,19 +120,19 @@ class ModelTokenizer:
         return variables
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Raise InvalidRequest where a token id is none of this model's."""
+        """Raise InvalidRequest if a token id is outside this model's vocabulary."""
         if tokens and max(tokens) >= self.tokens_known:
             raise InvalidRequest(f"token id {max(tokens)} is not below the model's {self.tokens_known}", param=param)
 
 
 def _load(path: str) -> Any:
-    # Imported here, since it takes seconds and the gateway answers meanwhile.
+    # Imported here because the import takes seconds, and the gateway answers meanwhile.
     import transformers
 
     library = cast("Any", transformers)
     expected = (OSError, ValueError, KeyError, TypeError, ImportError)
     try:
-        # `tokenizer.json` says everything; AutoTokenizer would import the model's family, and torch with it.
+        # `tokenizer.json` is enough; AutoTokenizer would import the model's family, and torch with it.
         return library.PreTrainedTokenizerFast.from_pretrained(path)
     except expected:
         try:
@@ -143,7 +143,7 @@ def _load(path: str) -> Any:
 
 
 def _read_json(path: str, name: str) -> Mapping[str, object]:
-    """Return a JSON file of the model, or nothing where it has none."""
+    """Return a JSON file of the model, or an empty mapping if there is none."""
     from transformers.utils import hub
 
     find = cast("Callable[..., str | None]", cast("Any", hub).cached_file)
@@ -155,7 +155,7 @@ def _read_json(path: str, name: str) -> Mapping[str, object]:
 
 
 def _sampling_defaults(path: str, generation: Mapping[str, object]) -> SamplingDefaults:
-    """Return the defaults in a model's generation_config.json: those that vLLM takes from it."""
+    """Return the defaults in a model's generation_config.json that vLLM uses, too."""
     named = {"max_tokens": generation.get("max_new_tokens"), **generation}
     given = {name: value for name in SamplingDefaults.__slots__ if (value := named.get(name)) is not None}
     try:

@@ -1,11 +1,11 @@
-"""The gateway's spans: one for each request, in it one for each attempt, and in those what they waited for.
+"""The gateway's spans: one per request, within it one per attempt, and within that one per wait.
 
 chat MODEL                    the request, from its first byte to its answer's last
   read, tokenise
   attempt                     one for each try; a later one is linked to the one that it makes up for
     queue                     for a worker to become free
     place                     for a scheduler (whose span is below it), pauses between tries included
-    dispatch                  for one worker's word; the worker's own span is below it
+    dispatch                  for one worker's acceptance; the worker's own span is below it
     first token
     stream                    until the attempt's last token, once
   send                        for the client to take the rest
@@ -32,7 +32,7 @@ from baton_gateway.intake import Plan
 from baton_gateway.publisher import Publisher
 
 FAILED_STATUS: Final = 500
-"""Errors from here on are the server's; those below, the client's, are no reason to export a trace."""
+"""Lowest status of a server error. Client errors, which are below it, are no reason to export a trace."""
 PROVIDER: Final = "baton"
 
 _WAITS: Final = {
@@ -44,7 +44,7 @@ _WAITS: Final = {
 
 
 class RequestTrace:
-    """The span of one request. `trace` is the parent of everything that is done for it."""
+    """The span of one request. `trace` is the parent of all work for it."""
 
     def __init__(self, tracing: Tracing, clock: Clock, span: Span, operation: str) -> None:
         self._tracing = tracing
@@ -55,11 +55,11 @@ class RequestTrace:
         self.trace = span.trace
         self.operation = operation
         self.model = ""
-        """As the workers name it; empty until the request is understood."""
+        """Model name, as the workers give it; empty until the request is accepted."""
         self.error_type = ""
 
     def accept(self, model: str, plan: Plan, *, request: str, response: str, prompt_tokens: int) -> None:
-        """The request is understood. `request` is our own name for it, `response` the one that its client sees."""
+        """Note the accepted request. `request` is the gateway's id for it, `response` the id that its client sees."""
         said: dict[str, AttributeValue] = {
             "baton.request": request,
             "gen_ai.request.model": model,
@@ -73,11 +73,11 @@ class RequestTrace:
         self._span.set({**said, **{f"gen_ai.request.{name}": value for name, value in plan.asked.items()}})
 
     def note_produced(self) -> None:
-        """A choice has ended; once all have, what is left is to send them."""
+        """Note that a choice has ended; once all have, only sending is left."""
         self._produced_s = self._clock.now_s()
 
     def finish(self, reasons: list[FinishReason], *, output_tokens: int, cached_tokens: int) -> None:
-        """The answer was sent, whole."""
+        """Note that the complete answer was sent."""
         self._span.set(
             {
                 "gen_ai.usage.output_tokens": output_tokens,
@@ -100,7 +100,7 @@ class RequestTrace:
 def traced_request(
     tracing: Tracing, publisher: Publisher, clock: Clock, operation: str, request: Request
 ) -> Generator[RequestTrace]:
-    """Trace the body as one request. A failed one's trace is exported, sampled or not."""
+    """Trace the body as one request. The trace of a failed request is exported, sampled or not."""
     span = tracing.start(
         operation,
         {
@@ -110,7 +110,7 @@ def traced_request(
             "http.route": request.url.path,
             "baton.request_id": str(request.state.request_id),
         },
-        # A header of any length is the client's; a valid one has 55 characters.
+        # Clients may send a header of any length; a valid one has 55 characters.
         parent=request.headers.get("traceparent", "")[:256],
         kind=SpanKind.SERVER,
     )
@@ -127,7 +127,7 @@ def traced_request(
 
 
 class AnswerTrace:
-    """Follows the machine of one answer. `observe` is called after its every step, and costs nothing between phases."""
+    """Spans of one answer. `observe` is called after every step of its machine; it costs nothing between phases."""
 
     def __init__(
         self, tracing: Tracing, publisher: Publisher, clock: Clock, machine: AttemptMachine, *, request: str, root: str
@@ -151,7 +151,7 @@ class AnswerTrace:
 
     @property
     def place(self) -> str:
-        """Trace context of the question for a place. An answer that moves asks while its attempt runs on."""
+        """Trace context of the placement request. An answer that moves sends it while its attempt runs on."""
         if self._phase is Phase.PLACING and self._wait is not None:
             return self._wait.trace
         return self.attempt
@@ -178,7 +178,7 @@ class AnswerTrace:
             self._wait = self._tracing.start(name, parent=self._attempt.trace, kind=kind)
 
     def end(self, error: Exception | None) -> None:
-        """The answer has ended, by `error` or whole."""
+        """End the spans: the answer failed with `error`, or is complete."""
         self._close(error)
 
     def _begin_attempt(self, machine: AttemptMachine) -> None:
@@ -210,9 +210,9 @@ class AnswerTrace:
 
 
 def _note(span: Span, error: Exception) -> bool:
-    """Note on a span what ended its work, and return whether that was a failure of ours.
+    """Note on a span the error that ended its work, and return whether it was a failure of the server.
 
-    What the client did is none, nor is a worker that is busy.
+    Errors of the client are no failures, nor are busy workers.
     """
     if isinstance(error, BatonError) and error.http_status < FAILED_STATUS:
         span.set({"error.type": error.code, "baton.end": str(error)})
@@ -222,7 +222,7 @@ def _note(span: Span, error: Exception) -> bool:
 
 
 def want(publisher: Publisher, trace: str) -> None:
-    """Have every service export a trace that was not sampled."""
+    """Ask every service to export a trace that was not sampled."""
     parts = trace.split("-")
     if parts[-1:] == ["00"]:
         publisher.post(subjects.TRACES, TraceWanted(trace=parts[1]))

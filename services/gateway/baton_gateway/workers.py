@@ -1,4 +1,4 @@
-"""The models that the gateway serves, as the workers on the bus tell of them."""
+"""Models that the gateway serves, as reported by the workers on the bus."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.node.membership import Workers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What the gateway must know to prepare a prompt."""
+    """Facts of a model that the gateway needs to prepare a prompt."""
 
     name: str
     path: str
@@ -24,13 +24,13 @@ class Model:
 
 
 class WorkerTable:
-    """The workers on the bus, and the models that they serve. Pure."""
+    """Workers on the bus, and the models that they serve. Pure."""
 
     def __init__(self, lost_after_s: float) -> None:
         self.members = Workers(lost_after_s=lost_after_s)
 
     def counts(self) -> Counter[tuple[str, str]]:
-        """Return how many workers are live, by role and model."""
+        """Return the number of live workers by role and model."""
         return Counter((heartbeat.role, heartbeat.model) for heartbeat in self.members.beats())
 
     def models(self) -> list[Model]:
@@ -39,17 +39,16 @@ class WorkerTable:
         return [self.model(name) for name in names]
 
     def model(self, name: str) -> Model:
-        """Return the model of this name. Raises ModelNotFound where no worker had it within the last minute.
+        """Return the model of this name. Raises ModelNotFound if no worker had it within the last minute.
 
-        Where all its workers have departed or are leaving, it is as the last of them had it: a request for it waits
-        until one is back.
+        If all its workers have left or are leaving, the last one's facts hold: requests wait until a worker is back.
         """
         serving = [heartbeat for heartbeat in self._serving() if heartbeat.model == name]
         if not serving and (last := self.members.newest(name)) is not None:
             serving = [last]
         if not serving:
             raise ModelNotFound(f"the model `{name}` does not exist", param="model")
-        # Workers of one name should agree; while a model is being replaced, the newest life decides.
+        # Workers of one model should agree; while the model is being replaced, the newest generation decides.
         newest = max(serving, key=lambda heartbeat: (heartbeat.address.generation, heartbeat.address.worker))
         agreeing = [heartbeat for heartbeat in serving if heartbeat.model_digest == newest.model_digest]
         return Model(
@@ -61,9 +60,9 @@ class WorkerTable:
         )
 
     def check_parameters(self, model: str, names: Iterable[str]) -> None:
-        """Raise InvalidRequest, naming one of them, where no live decode worker of the model takes all of these.
+        """Raise InvalidRequest, naming one parameter, if no live decode worker of the model takes all of these.
 
-        Where none is live at the moment, the request waits for one, which then judges.
+        If none is live at the moment, the request waits for one, which then decides.
         """
         wanted = set(names)
         decodes = (beat for beat in self.members.beats() if beat.role is Role.DECODE and beat.model == model)
@@ -77,5 +76,5 @@ class WorkerTable:
 
 
 def has_room(heartbeat: Heartbeat) -> bool:
-    """Return whether this worker could take a further request."""
+    """Return whether this worker could take another request."""
     return not heartbeat.draining and heartbeat.running + heartbeat.waiting < heartbeat.running_max

@@ -1,1 +1,1 @@
-"""The prefill worker's deployable: `baton.worker` in the role of prefill."""
+"""The prefill worker: `baton.worker` in the prefill role."""

@@ -10,7 +10,5 @@ from baton.worker.settings import Seconds, WorkerSettings
 
 
 class PrefillSettings(WorkerSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    # A prefill worker generates nothing for long: what runs is done, or pulled, within a lease's time.
-    drain_s: Annotated[Seconds, Meta(description="Time at the end for prompts that run and leases that are held.")] = (
-        10.0
-    )
+    # A prefill worker's work is short: a prompt is computed, and its KV pulled, within a lease's TTL.
+    drain_s: Annotated[Seconds, Meta(description="Time while draining for running prompts and held leases.")] = 10.0
