@@ -1,4 +1,4 @@
-"""Every message as bytes and back."""
+"""Encoding and decoding of every message."""
 
 from __future__ import annotations
 
