@@ -170,14 +170,14 @@ def check_subject(subject: str, *, wildcards: bool = False) -> None:
     is_clean = subject.isascii() and subject.isprintable() and " " not in subject and ">" not in subject
     has_wildcards = any("*" in part for part in parts)
     if not is_clean or not all(parts) or (has_wildcards and not wildcards) or any("*" in p and p != "*" for p in parts):
-        raise InvalidRequest(f"{subject!r} is no subject of the message bus")
+        raise InvalidRequest(f"{subject!r} is not a subject of the message bus")
 
 
 def check_name(name: str) -> None:
     """Raise InvalidRequest unless this can name a bucket or a key: one part of a subject."""
     check_subject(name)
     if "." in name:
-        raise InvalidRequest(f"{name!r} is no name of a bucket or of a key in one")
+        raise InvalidRequest(f"{name!r} is not a name of a bucket or of a key in one")
 
 
 def check_payload(payload: bytes, bytes_max: int) -> None:

@@ -207,7 +207,7 @@ class MemoryBus:
         try:
             async with self.network.clock.timeout(timeout_s):
                 if self.publish_payload(subject, payload, reply_to=reply) == 0:
-                    raise NoResponders(f"nobody listens on {subject}")
+                    raise NoResponders(f"the subject {subject} has no subscriber")
                 return await reply.payload
         except TimeoutError:
             raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None

@@ -158,7 +158,7 @@ class NatsBus:
             if self._client.is_connected:
                 await self._requests.round_trip(self._limits.reply_timeout_s)
         except BusUnavailable as error:
-            log.warning("closing without the server's word: %s", error)
+            log.warning("closing without the server's confirmation: %s", error)
         finally:
             await _end(self._client)
 
@@ -175,7 +175,7 @@ class NatsBus:
         self._check_open()
         check_payload(payload, self._client.max_payload)
         if self._client.pending_data_size > self._limits.pending_bytes_max:
-            raise BusUnavailable(f"the message bus at {_public(self._url)} takes nothing more")
+            raise BusUnavailable(f"the message bus at {_public(self._url)} accepts no more messages")
 
     async def _send(self, subject: str, payload: bytes) -> None:
         try:

@@ -46,7 +46,7 @@ class Buckets:
             stored = await self._last(bucket, key)
             expected = stored.seq if stored and _DELETED in stored.hdrs else 0
         if expected < 0:
-            raise Conflict(f"the bucket {bucket} was made anew")
+            raise Conflict(f"the bucket {bucket} was recreated")
         headers = {"Nats-Expected-Last-Subject-Sequence": str(expected)}
         if deletes:
             headers |= {"KV-Operation": "DEL"}

@@ -41,7 +41,7 @@ class Requests:
         except TimeoutError:
             raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None
         if message.headers is not None and message.headers.get(Header.STATUS.value) == _NO_RESPONDERS:
-            raise NoResponders(f"nobody listens on {subject}")
+            raise NoResponders(f"the subject {subject} has no subscriber")
         return message
 
     async def round_trip(self, timeout_s: float) -> None:

@@ -99,7 +99,7 @@ async def ask_jetstream(
     try:
         return msgspec.json.decode(reply.data, type=ApiAnswer)
     except msgspec.DecodeError as error:
-        raise BusUnavailable(f"what answers in JetStream's place is something else: {error}") from error
+        raise BusUnavailable(f"the answer is not JetStream's: {error}") from error
 
 
 async def append_to_stream(
@@ -118,12 +118,12 @@ async def append_to_stream(
     except DeadlineExceeded as error:
         raise BusUnavailable(f"the stream {stream} did not acknowledge: {error}") from None
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"somebody else than the stream {stream} answers on {subject}") from error
+        raise ConfigurationError(f"another service than the stream {stream} answers on {subject}") from error
     failure = acknowledgement.error
     if failure is not None and failure.err_code == _WRONG_STREAM:
         raise ConfigurationError(f"{subject} belongs to another stream than {stream}")
     if failure is not None:
-        raise BusUnavailable(f"the stream {stream} takes nothing: {failure.description}")
+        raise BusUnavailable(f"the stream {stream} refuses messages: {failure.description}")
     return acknowledgement.seq
 
 

@@ -147,7 +147,7 @@ class Bus(Protocol):
         """Call `handler` for each message of a stream, in order, from the one after sequence `after` on.
 
         Nothing is dropped: the server waits for a slow handler. Survives reconnects without loss or
-        duplicates. A stream that was made anew, so that `after` lies beyond its end, is read from its start.
+        duplicates. A stream that was recreated, so that `after` lies beyond its end, is read from its start.
         """
         ...
 

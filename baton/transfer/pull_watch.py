@@ -62,7 +62,7 @@ class PullWatch:
                     began_s=at_s,
                     ended_s=ended_s,
                     waiting_s=mark.waiting_s - waiting_s,
-                    # A pull that began again counts its bytes anew.
+                    # A pull that restarted counts its bytes from 0 again.
                     moved_bytes=max(0, mark.bytes - moved_bytes),
                     backend=mark.backend,
                     rail=_rails(mark, carried) or self._rail,

@@ -108,7 +108,7 @@ class EventPublisher:
                     break
                 except BatonError as error:
                     if attempt == 0:
-                        _log.warning("KV events wait, the stream cannot store them: %s", error)
+                        _log.warning("KV events wait because the stream cannot store them: %s", error)
                     await self._clock.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
             self.published_sequence = message.sequence
 

@@ -66,7 +66,7 @@ class Runner:
             await self._fail(attempt, error)
         except Exception:  # noqa: BLE001 - the one boundary of an attempt: a bug ends it, not the worker
             _log.exception("attempt %s/%d failed", request.request, request.attempt)
-            await self._fail(attempt, EngineFailed("the worker failed on this attempt, its log says why"))
+            await self._fail(attempt, EngineFailed("the worker failed on this attempt; its log has the reason"))
         else:
             await self._succeed(attempt, reason)
 
@@ -87,7 +87,7 @@ class Runner:
                     raise EngineFailed(f"the engine ended the attempt by itself: {delta.finish}")
         finally:
             meter.close()
-        raise EngineFailed("the engine ended the attempt without a word")
+        raise EngineFailed("the engine ended the attempt without a finish reason")
 
     def _pass_on(self, attempt: Attempt, delta: EngineDelta) -> None:
         index = self._ledger.advance(attempt.key, delta, self._clock.now_s())
@@ -148,7 +148,7 @@ class Runner:
             await self._bus.publish(subjects.gateway(attempt.gateway), message)
         except BatonError as error:
             # Only a hint: without it, the gateway learns the same from its timers and the digests.
-            _log.warning("gateway %s was not told of attempt %s/%d: %s", attempt.gateway, *attempt.key, error)
+            _log.warning("gateway %s could not be told of attempt %s/%d: %s", attempt.gateway, *attempt.key, error)
 
 
 class _Meter:

@@ -347,7 +347,7 @@ class WorkerService:
             self._bus_down = False
         except BatonError as error:
             if not self._bus_down:
-                _log.warning("the bus takes no messages: %s", error)
+                _log.warning("the bus accepts no messages: %s", error)
             self._bus_down = True
 
     async def _watch_engine(self) -> None:
