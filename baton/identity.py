@@ -30,7 +30,7 @@ class KvIdentity:
     model: str
     """Kind of model, as its configuration names it."""
     digest: str
-    """See `baton.blocks.model_digest`: configuration, tokenizer and weights."""
+    """Digest of configuration, tokenizer and weights, see `baton.blocks.model_digest`."""
     layers: int
     kv_heads: int
     """KV heads of the whole model; 1 where all heads share one latent row."""

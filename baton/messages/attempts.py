@@ -10,7 +10,7 @@ from baton.messages.base import Context, ErrorReport, Message, Part, WorkerAddre
 
 
 class Sampling(Part, frozen=True, kw_only=True):
-    """How to choose tokens. `extensions` holds engine parameters that Baton passes through unread."""
+    """Sampling parameters. `extensions` holds engine parameters that Baton passes through unread."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -158,7 +158,7 @@ class Frame(Part, frozen=True, kw_only=True):
     index: int
     tokens: bytes = b""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """As many as tokens, or none."""
+    """One for each token, or none."""
     finish: Finish | None = None
     usage: Usage | None = None
     """Usage as known so far; set in an attempt's first frame with tokens, because an answer that the gateway

@@ -141,7 +141,7 @@ class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
     """Number of workers for which the message had no room."""
     held: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """Same as in `Matched`, like `held`, for the prompt in the query."""
+    """`held` and `speculative` are those of `Matched`, for the prompt in the query."""
 
 
 class WriterLease(Message, tag="writer_lease", frozen=True, kw_only=True):

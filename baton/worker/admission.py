@@ -28,7 +28,7 @@ class Identity:
     model_path: str
     block_tokens: int
     engine_kind: str = ""
-    """See `Heartbeat.engine_kind`."""
+    """Kind of the engine, see `Heartbeat.engine_kind`."""
 
 
 def key_of(task: PrefillTask | DecodeTask) -> Key:
@@ -78,7 +78,7 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
 
 
 def assemble(task: PrefillTask | DecodeTask, assembly: Assembly) -> list[int] | Refusal:
-    """Return the whole prompt: the chunks that came before the task, and its tail."""
+    """Return the whole prompt, the chunks that came before the task and its tail, or why it is not usable."""
     try:
         packed = assembly.complete(key_of(task), task.tokens, task.prompt_tokens)
         return Refusal("incomplete", "chunks of the prompt are missing") if packed is None else unpack_tokens(packed)

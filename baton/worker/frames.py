@@ -42,7 +42,7 @@ class _Pending:
 
 
 class FrameSender:
-    """One per worker; `run` is its task. A frame that cannot be sent is dropped: the gateway sees the gap."""
+    """Sends a worker's frames; `run` is its task. A frame that cannot be sent is dropped; the gateway sees the gap."""
 
     def __init__(self, bus: Bus, address: WorkerAddress) -> None:
         self._bus = bus
