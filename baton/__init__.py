@@ -1,1 +1,1 @@
-"""What every Baton service shares: messages, the bus, block identity, transfer, engines, workers."""
+"""Code shared by every Baton service: messages, the bus, block identity, transfer, engines, workers."""

@@ -6,7 +6,7 @@ A canonical block is `BLOCK_TOKENS_DEFAULT` tokens (configurable, 16 to 256). It
     id[0] = BLAKE3-keyed(root, 16 zero bytes || tokens[0:B]      as uint32 LE)[:16]
     id[i] = BLAKE3-keyed(root, id[i-1]       || tokens[iB:(i+1)B] as uint32 LE)[:16]
 
-so equal ids mean equal model, tenant and whole prefix, and nobody without the salt can guess one.
+so equal ids mean equal model, tenant and whole prefix, and an id cannot be guessed without the salt.
 Only full blocks have ids. Source: the BLAKE3 paper (O'Connor, Aumasson, Neves, Wilcox-O'Hearn, 2020).
 """
 

@@ -1,4 +1,4 @@
-"""Time, passed in: services never ask the machine for it."""
+"""Clocks, passed to services as a value: no service reads the machine's time itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class SystemClock:
 
 
 _SETTLE_ROUNDS: Final = 64
-"""Passes of the event loop after each timer: the longest chain of tasks that one timer may set going."""
+"""Passes of the event loop after each timer: the longest chain of tasks that one timer may start."""
 
 
 @dataclass(order=True, slots=True)
@@ -60,7 +60,7 @@ class _Timer:
 
 
 class ManualClock:
-    """A clock that stands still until `advance` moves it; timers fire in order of their due time, then of age."""
+    """A clock that stands still until `advance` moves it. Timers fire by due time, then by age."""
 
     def __init__(self, start_s: float = 0.0, *, wall_start_s: float = 1_700_000_000.0) -> None:
         self._now_s = start_s
@@ -89,9 +89,9 @@ class ManualClock:
         return _ManualTimeout(self._start, duration_s)
 
     async def advance(self, duration_s: float) -> None:
-        """Move time on. Each timer on the way fires at its own instant, and whom it woke runs before the next one.
+        """Move time on. Each timer on the way fires at its own instant; tasks it wakes run before the next timer.
 
-        Timers that those start are honoured too, where they fall due within `duration_s`.
+        Timers that these tasks start fire too, if they fall due within `duration_s`.
         """
         end_s = self._now_s + duration_s
         await self.settle()

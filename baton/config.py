@@ -1,4 +1,4 @@
-"""Settings of a service: flags over environment over a TOML file over defaults, and no key unknown.
+"""Settings of a service: flags over environment over a TOML file over defaults. Unknown keys stop the start.
 
 A service describes its settings as one frozen `msgspec.Struct` whose fields are
 `Annotated[T, msgspec.Meta(description=...)]`. The field `nats_url` of the service `gateway` is the flag
@@ -39,7 +39,7 @@ class _Field:
     type: object
     """The annotation, with its constraints."""
     bare: object
-    """Without `Annotated` and `| None`."""
+    """The type without `Annotated` and `| None`."""
     description: str
     default: str
     required: bool
@@ -200,7 +200,7 @@ def _unknown(shown: str, known: list[str], key: str = "") -> ConfigurationError:
 
 
 def _parse(text: str, field: _Field, source: str) -> object:
-    """Turn text into the field's type: containers take JSON, and tuples a list with commas as well."""
+    """Turn text into the field's type. Containers take JSON; tuples also take a comma-separated list."""
     origin = get_origin(field.bare) or field.bare
     is_sequence = origin in (tuple, list)
     if is_sequence and not text.lstrip().startswith("["):

@@ -8,12 +8,12 @@ BatonError
 ├── PermissionDenied            403
 ├── ModelNotFound               404
 ├── Overloaded                  429  every worker that could serve is full; carries retry_after_s
-├── ClientGone                  499  the client left; nobody reads the answer
+├── ClientGone                  499  the client closed the connection before the answer was complete
 ├── Unavailable                 503  nothing can serve this now
 │   ├── NoWorkers               503  no live worker of the role needed
-│   ├── NoResponders            503  nobody listens on a bus subject
+│   ├── NoResponders            503  a bus subject has no subscriber
 │   └── BusUnavailable          503  the message bus cannot be reached
-├── Conflict                    409  somebody else changed the entry first
+├── Conflict                    409  another writer changed the entry first
 ├── DeadlineExceeded            504  the request's budget is spent
 ├── AttemptFailed               502  one attempt ended without an answer; the gateway may retry
 │   ├── WorkerLost              502  a worker died, stalled or was restarted
@@ -23,7 +23,7 @@ BatonError
 │   │   └── ModelMismatch       502  two engines differ in model, weights, RoPE, or type or scales of their KV
 │   ├── EngineFailed            502  the engine ended the request with an error
 │   └── NotResumable            502  the client has part of the answer, and the rest cannot be continued exactly
-├── MalformedMessage            500  bytes from the bus or a peer that are no message of ours
+├── MalformedMessage            500  bytes from the bus or a peer that are not a valid message
 └── ConfigurationError          500  a setting is unknown or malformed; stops the start
 
 Expected failures are raised and sent as these; anything else is a bug. A failure crosses the bus as

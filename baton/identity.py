@@ -1,11 +1,11 @@
-"""What KV means, as a text: engines hand over to each other exactly if they say the same.
+"""Identity of an engine's KV, as text: engines hand over to each other exactly if their texts are equal.
 
     model=qwen3 digest=5e1f… layers=4 kv_heads=2 dim=64 dtype=float32 scales=none rope=after,default,rope_theta=10000.0
 
-How blocks look, and on how many ranks the heads lie, is no part of it: that is the layout's, and converted
-(docs/wire-layout.md). Each engine says it from what it has loaded, not from what it was asked to load. It travels in
-heartbeats, so that workers with different ones are not paired, and is the fingerprint of the transfer agents' pools,
-which compare it once more before bytes move.
+Block format and number of ranks are not part of it: they belong to the layout, which can be converted
+(docs/wire-layout.md). Each engine derives the text from what it has loaded, not from what it was asked to load.
+Heartbeats carry it, so that workers with different texts are not paired. It is also the fingerprint of the transfer
+agents' pools, which compare it once more before bytes move.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from typing import Final, cast
 NONE: Final = "none"
 DESCRIBED: Final = "described"
 VALUE_CHARACTERS_MAX: Final = 160
-"""Longer values are told by their digest: lists of factors, one scale for each layer."""
+"""Longer values (lists of factors, one scale for each layer) are replaced by their digest."""
 ROPE_KEYS: Final = ("rope_theta", "partial_rotary_factor")
-"""What counts without scaling. Whatever else a configuration says then, some libraries add and others leave out."""
+"""RoPE parameters that count without scaling. Some libraries add further ones then, others leave them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvIdentity:
-    """Its text has a word for each field, `name=value`; values have no spaces."""
+    """Identity of KV. Its text has a word for each field, `name=value`; values have no spaces."""
 
     model: str
     """Kind of model, as its configuration names it."""
     digest: str
-    """See `baton.blocks.model_digest`: configuration, tokenizer and weights."""
+    """Digest of configuration, tokenizer and weights, see `baton.blocks.model_digest`."""
     layers: int
     kv_heads: int
     """KV heads of the whole model; 1 where all heads share one latent row."""
     dim: int
     dtype: str
     scales: str = NONE
-    """By which KV of eight bits was divided, see `describe_scales`."""
+    """Scales by which 8-bit KV was divided, see `describe_scales`."""
     rope: str
-    """See `describe_rope`."""
+    """Positional encoding, see `describe_rope`."""
     blocks: str = DESCRIBED
-    """What a block looks like where no layout can describe it: then that must be equal, too."""
+    """Block format where no layout can describe it; it must then be equal, too."""
 
     def __str__(self) -> str:
         words = ((name, str(getattr(self, name))) for name in (field.name for field in fields(self)))
@@ -49,9 +49,9 @@ class KvIdentity:
 
 
 def describe_rope(config: Mapping[str, object]) -> str:
-    """Return how positions got into K, from a model's configuration as Hugging Face's library has it.
+    """Return how positions are encoded in K, from a model's configuration in the format of Hugging Face transformers.
 
-    Both of vLLM and SGLang store K after its rotation. Versions 4 and 5 of the library name the parameters differently.
+    vLLM and SGLang both store K after its rotation. Versions 4 and 5 of the library name the parameters differently.
     """
     plain = {key: config[key] for key in ROPE_KEYS if config.get(key) is not None}
     parameters = plain | _mapping(config.get("rope_parameters") or config.get("rope_scaling"))

@@ -1,4 +1,4 @@
-"""How a service's process ends: the first SIGTERM or SIGINT asks it to drain, the second one ends it at once."""
+"""Shutdown of a service's process: the first SIGTERM or SIGINT asks it to drain, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ EXIT_MISCONFIGURED: Final = 2
 
 
 class Stop:
+    """Request to stop, set by signals."""
+
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.serving = False
-        """Set by the service once there is something to drain; until then the first signal ends it at once."""
+        """Whether there is something to drain, set by the service; until then the first signal ends it at once."""
 
     async def watch(self, serve: Callable[[Stop], Awaitable[None]]) -> None:
-        """Run `serve`, which returns once it has drained, and cancel it where a signal says so."""
+        """Run `serve`, which returns once it has drained; cancel it when a signal ends it at once."""
         task = asyncio.current_task()
         assert task is not None
 

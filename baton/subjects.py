@@ -17,7 +17,7 @@ MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
 
 MATCH_ALL: Final = "baton.match_all"
-"""The same to all of them, where that one was late: the first answer counts."""
+"""Scheduler to all indexes, when the one asked first is late: `Match`. The first answer counts."""
 
 PLACED: Final = "baton.placed"
 """Scheduler to every index and every scheduler: `Placed`."""
@@ -26,10 +26,10 @@ AUDITS: Final = "baton.audits"
 """Gateway to every index: `Audited`."""
 
 TRACES: Final = "baton.traces"
-"""To every service: `TraceQuery`, `TraceWanted`."""
+"""Any client, or a gateway, to every service: `TraceQuery`, `TraceWanted`."""
 
 INDEX_QUERIES: Final = "baton.index"
-"""Anyone to every index: `IndexQuery`."""
+"""Any client to every index: `IndexQuery`."""
 
 SCHEDULERS: Final = "schedulers"
 INDEXES: Final = "indexes"
@@ -67,10 +67,10 @@ def kv_events(worker: str) -> str:
 
 
 def trace_answers(asker: str) -> str:
-    """Services to whoever asked for a trace: `TracePage`."""
+    """Services to the asker of a trace: `TracePage`."""
     return f"baton.trace_answers.{asker}"
 
 
 def index_answers(asker: str) -> str:
-    """Indexes to whoever asked what they know: `IndexReport`."""
+    """Indexes to the asker of an `IndexQuery`: `IndexReport`."""
     return f"baton.index_answers.{asker}"

@@ -1,4 +1,4 @@
-"""From a payload to a handler: what every bus does the same."""
+"""Delivery of payloads to handlers, shared by all bus implementations."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from baton.messages.codec import AnyMessage, decode
 log = logging.getLogger(__name__)
 
 _BURST_MESSAGES: Final = 256
-"""A handler that never waits gives way to other tasks after so many messages."""
+"""After this many messages a handler that never waits yields to other tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One payload as it came from the server, not yet decoded: dropping it costs nothing."""
+    """One payload from the server, not yet decoded: dropping it costs nothing."""
 
     subject: str
     payload: bytes
@@ -32,7 +32,7 @@ class Arrival:
 
 
 class HandlerRunner:
-    """Decodes arrivals and calls the handler, one at a time. Whatever the handler raises ends here."""
+    """Decodes arrivals and calls the handler, one at a time. Exceptions of the handler end here."""
 
     def __init__(self, handler: Handler) -> None:
         self.handled_messages = 0
@@ -40,7 +40,7 @@ class HandlerRunner:
         self._handler = handler
         self._running = False
         self._finished: asyncio.Future[None] | None = None
-        """Set by who waits for the running handler; this path runs for every message, so it makes none by itself."""
+        """Made by `finish` when it waits for the running handler; `handle` runs for every message and makes none."""
 
     async def handle(self, arrival: Arrival) -> None:
         self._running = True
@@ -49,7 +49,7 @@ class HandlerRunner:
             self.handled_messages += 1
             await self._handler(Delivery(arrival.subject, message, arrival.stream_sequence, arrival.respond))
         except Exception as error:  # noqa: BLE001
-            # The one boundary of all handlers: whatever goes wrong ends one message, not the service.
+            # The one boundary of all handlers: a failure ends one message, not the service.
             await self._refuse(arrival, error)
         finally:
             self._running = False
@@ -107,7 +107,7 @@ class Mailbox:
         return self._runner.malformed_messages
 
     def offer(self, arrival: Arrival) -> None:
-        """Queue for the handler, or drop and count: a slow handler never holds up others."""
+        """Queue for the handler, or drop and count: a slow handler never delays others."""
         if self._closed:
             return
         size_bytes = len(arrival.payload)
@@ -125,7 +125,7 @@ class Mailbox:
             log.warning("the handler of %s is too slow: %d messages dropped", self._subject, self.dropped_messages)
 
     async def close(self) -> None:
-        """Take nothing more, and wait until what came is handled, but not for the handler that calls this."""
+        """Take nothing more, and wait until queued messages are handled; does not wait when called by the handler."""
         self._closed = True
         self._filled.set()
         if asyncio.current_task() is self._task:
@@ -156,7 +156,7 @@ class Mailbox:
 
 
 def _is_power_of_two(count: int) -> bool:
-    """Tells which of many equal warnings to log: the first, second, fourth, eighth …"""
+    """Tell which of many equal warnings to log: the first, second, fourth, eighth …"""
     return count & (count - 1) == 0
 
 
@@ -165,19 +165,19 @@ def _is_power_of_two(count: int) -> bool:
 
 @lru_cache(maxsize=65536)
 def check_subject(subject: str, *, wildcards: bool = False) -> None:
-    """Raise InvalidRequest unless this is a subject, or where `wildcards` are allowed, a pattern of subjects."""
+    """Raise InvalidRequest unless this is a subject, or, with `wildcards`, a pattern of subjects."""
     parts = subject.split(".")
     is_clean = subject.isascii() and subject.isprintable() and " " not in subject and ">" not in subject
     has_wildcards = any("*" in part for part in parts)
     if not is_clean or not all(parts) or (has_wildcards and not wildcards) or any("*" in p and p != "*" for p in parts):
-        raise InvalidRequest(f"{subject!r} is no subject of the message bus")
+        raise InvalidRequest(f"{subject!r} is not a subject of the message bus")
 
 
 def check_name(name: str) -> None:
-    """Raise InvalidRequest unless this is one part of a subject, as a bucket's name is."""
+    """Raise InvalidRequest unless this can name a bucket or a key: one part of a subject."""
     check_subject(name)
     if "." in name:
-        raise InvalidRequest(f"{name!r} is no name of a bucket or of a key in one")
+        raise InvalidRequest(f"{name!r} is not a name of a bucket or of a key in one")
 
 
 def check_payload(payload: bytes, bytes_max: int) -> None:
@@ -186,7 +186,7 @@ def check_payload(payload: bytes, bytes_max: int) -> None:
 
 
 def parent_wildcard(subject: str) -> str:
-    """Return the subjects that a stream for `subject` holds: all its siblings."""
+    """Return the pattern that a stream for `subject` holds: the subject and all its siblings."""
     parent, dot, _ = subject.rpartition(".")
     return f"{parent}{dot}*"
 

@@ -1,7 +1,7 @@
 """The bus in memory: the semantics of NATS without a server, with faults on demand.
 
 A `MemoryNetwork` plays the server; each `MemoryBus` is one connection to it. With `BusFaults` the network
-drops, duplicates, delays and reorders core messages, decided by a seed: the same seed, the same run.
+drops, duplicates, delays and reorders core messages. A seed decides: the same seed gives the same run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from baton.messages.codec import AnyMessage, decode, encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusFaults:
-    """What the network does to core messages, replies included; shares are probabilities per message."""
+    """Faults of the network for core messages, replies included; shares are probabilities per message."""
 
     drop: float = 0.0
     duplicate: float = 0.0
@@ -54,7 +54,7 @@ class _InFlight:
 
 
 class MemoryNetwork:
-    """The server's part: who listens where, what is under way, and the streams."""
+    """The server: subscriptions, messages in flight, and the streams."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class MemoryNetwork:
         self.faults = faults or BusFaults()
         self.payload_bytes_max = payload_bytes_max
         self.reachable = True
-        """False: every bus raises BusUnavailable, as while a server is down."""
+        """False: every bus raises BusUnavailable, as if the server were down."""
         self.streams: dict[str, MemoryStream] = {}
         self.entries: dict[tuple[str, str], Entry] = {}
-        """By bucket and key."""
+        """Entries by bucket and key."""
         self.revision = 0
         self._random = random.Random(seed)
         self._interests: list[_Interest] = []
@@ -92,7 +92,7 @@ class MemoryNetwork:
             self._routes.clear()
 
     def publish(self, sender: object, arrival: Arrival) -> int:
-        """Send to everyone who listens, and to one member of each group; return to how many."""
+        """Send to all subscribers and to one member of each group; return the number of receivers."""
         if arrival.subject not in self._routes:
             self._routes[arrival.subject] = [i for i in self._interests if matches(i.pattern, arrival.subject)]
         groups: dict[str, list[_Interest]] = {}
@@ -108,7 +108,7 @@ class MemoryNetwork:
         return len(receivers)
 
     def send(self, sender: object, receiver: _Receiver, arrival: Arrival) -> None:
-        """Bring one message to one receiver, through the faults."""
+        """Deliver one message to one receiver, with the faults applied."""
         faults = self.faults
         if faults == BusFaults():
             receiver.offer(arrival)
@@ -128,7 +128,7 @@ class MemoryNetwork:
             self._carrier = asyncio.create_task(self._carry(), name="memory network")
 
     async def close(self) -> None:
-        """Lose what is under way."""
+        """Drop the messages in flight."""
         self._in_flight.clear()
         self._last_due_s.clear()
         if self._carrier is not None:
@@ -193,7 +193,7 @@ class MemoryBus:
         self.publish_payload(subject, encode(message))
 
     def publish_payload(self, subject: str, payload: bytes, *, reply_to: _Reply | None = None) -> int:
-        """Send bytes as they are, so that tests can send what is no message; return to how many they go."""
+        """Send bytes as they are, so that tests can send malformed ones; return the number of receivers."""
         check_subject(subject)
         self._check_open()
         check_payload(payload, self.payload_bytes_max)
@@ -207,7 +207,7 @@ class MemoryBus:
         try:
             async with self.network.clock.timeout(timeout_s):
                 if self.publish_payload(subject, payload, reply_to=reply) == 0:
-                    raise NoResponders(f"nobody listens on {subject}")
+                    raise NoResponders(f"the subject {subject} has no subscriber")
                 return await reply.payload
         except TimeoutError:
             raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None

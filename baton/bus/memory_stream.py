@@ -1,4 +1,4 @@
-"""Streams of the in-memory bus: a log with sequences, and those who follow it."""
+"""Streams of the in-memory bus: a log with sequences, and its followers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from baton.clock import Clock
 
 
 class MemoryStream:
-    """Keeps messages until they are too old or too many bytes; remembers message ids for the duplicate window."""
+    """Keeps messages up to a limit of age and bytes; remembers message ids for the duplicate window."""
 
     def __init__(self, subject: str, clock: Clock, limits: BusLimits) -> None:
         self.pattern = parent_wildcard(subject)
         self.last_sequence = 0
         self.appended = asyncio.Event()
-        """Set by the next append; who waits after that waits for a fresh one."""
+        """Set by the next append, which also replaces it for later waiters."""
         self._clock = clock
         self._limits = limits
         self._kept: OrderedDict[int, tuple[float, str, bytes]] = OrderedDict()
@@ -64,7 +64,7 @@ class MemoryStream:
 
 
 class Follower:
-    """Reads a stream from a sequence on; the stream waits for a slow handler, nothing is dropped."""
+    """Reads a stream from a sequence on. The stream waits for a slow handler; nothing is dropped."""
 
     def __init__(
         self,
@@ -116,5 +116,5 @@ class Follower:
             self._next = arrival.stream_sequence + 1
             if matches(self.subject, arrival.subject):
                 await self._runner.handle(arrival)
-            # A handler that never waits must not keep the loop to itself.
+            # A handler that never waits must not block the event loop.
             await asyncio.sleep(0)

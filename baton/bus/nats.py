@@ -34,12 +34,12 @@ _PINGS_OUTSTANDING_MAX: Final = 1
 _RETRY_S: Final = 0.2
 _CONNECT_ATTEMPT_S: Final = 2
 _SEND_BUFFER_BYTES: Final = 2 << 20
-"""Beyond this a publisher waits for the socket, which is what slows it down to the server's pace."""
+"""Beyond this a publisher waits for the socket, which slows it down to the server's pace."""
 _SEND_STALL_S: Final = 0.25
 
 
 class NatsBus:
-    """One connection to NATS, restored whenever it is lost. Made by `connect`."""
+    """A connection to NATS, restored whenever it is lost. Made by `connect`."""
 
     def __init__(self, url: str, name: str, limits: BusLimits) -> None:
         self._url = url
@@ -158,7 +158,7 @@ class NatsBus:
             if self._client.is_connected:
                 await self._requests.round_trip(self._limits.reply_timeout_s)
         except BusUnavailable as error:
-            log.warning("closing without the server's word: %s", error)
+            log.warning("closing without the server's confirmation: %s", error)
         finally:
             await _end(self._client)
 
@@ -175,7 +175,7 @@ class NatsBus:
         self._check_open()
         check_payload(payload, self._client.max_payload)
         if self._client.pending_data_size > self._limits.pending_bytes_max:
-            raise BusUnavailable(f"the message bus at {_public(self._url)} takes nothing more")
+            raise BusUnavailable(f"the message bus at {_public(self._url)} accepts no more messages")
 
     async def _send(self, subject: str, payload: bytes) -> None:
         try:
@@ -199,7 +199,7 @@ class NatsBus:
     async def _open(self) -> None:
         """Connect once and use that connection from now on.
 
-        Raises BusUnavailable, or ConfigurationError where trying again is no use.
+        Raises BusUnavailable, or ConfigurationError when a retry cannot help.
         """
         client = Client()
         requests = Requests(client)
@@ -207,7 +207,7 @@ class NatsBus:
 
         async def on_error(error: Exception) -> None:
             if not is_up:
-                # nats-py would go on for ever; raising here ends its first connect, and the caller decides.
+                # nats-py would retry for ever; raising here ends its first connect, and the caller decides.
                 raise error
             if isinstance(error, nats.errors.SlowConsumerError):
                 self._count_drop(error.sub)
@@ -228,7 +228,7 @@ class NatsBus:
                 follower.restart()
 
         async def on_closed() -> None:
-            # The server ended the connection for good (its rules changed, say), and nats-py gives up then.
+            # The server closed the connection for good (after a change of its rules, for example): nats-py gives up.
             if is_up and not self._closed:
                 self._replacing = asyncio.create_task(self._replace(), name="bus replace")
 
@@ -274,7 +274,7 @@ class NatsBus:
                 await _end(self._client)
                 continue
             except Exception:
-                # Nobody awaits this task: were it to end here, the bus would be away for good.
+                # This task is not awaited: if it ended here, the bus would stay disconnected.
                 log.exception("connecting to the message bus anew")
                 await _end(self._client)
                 continue
@@ -343,21 +343,21 @@ class _NatsSubscription:
                 await self._end_deliveries(self.attached, self._requests)
                 await self.attached.unsubscribe()
         except (nats.errors.Error, OSError, BusUnavailable) as error:
-            # Where the connection is gone, so is the subscription.
+            # The subscription is gone together with the connection.
             log.debug("unsubscribe from %s: %s", self.subject, error)
         finally:
             await self.mailbox.close()
 
     async def _end_deliveries(self, attached: ClientSubscription, requests: Requests) -> None:
-        """Have the server send no more, and return once what it sent before lies in the mailbox.
+        """Stop the server's deliveries, and return once all messages sent before are in the mailbox.
 
-        As nats-py's own drain does, but that one's PING overtakes its UNSUB, so it may miss the last messages.
+        nats-py's own drain does the same, but its PING overtakes its UNSUB, so it may miss the last messages.
         """
         if not requests.client.is_connected:
             return
         await requests.client._send_unsubscribe(attached._id)  # pyright: ignore[reportPrivateUsage]
         await requests.round_trip(self._limits.reply_timeout_s)
-        # One pass of the loop empties it, unless the connection has ended for good: then nothing ever does.
+        # One pass of the loop empties it, unless the connection is closed: then it is never emptied.
         while attached.pending_msgs and not requests.client.is_closed:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -366,22 +366,22 @@ async def _end(client: Client) -> None:
     try:
         await client.close()
     except asyncio.CancelledError:
-        # nats-py cancels a waiter of its own where the server had stalled; that is not meant for us.
+        # nats-py cancels a waiter of its own where the server had stalled; this cancellation is not for our task.
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
     except (nats.errors.Error, OSError) as error:
-        # A server that refuses us may reset the connection, and nats-py passes that on: it is closed either way.
+        # A server that refuses us may reset the connection, and nats-py raises that; it is closed either way.
         log.debug("while closing the connection to the message bus: %s", error)
-    # nats-py cancels its tasks without waiting for them: let them end before the loop may close.
+    # nats-py cancels its tasks without waiting for them; they must end before the loop closes.
     for _ in range(4):
         await asyncio.sleep(0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Address:
-    """Servers without credentials, and the credentials: nats-py would send what stands in a URL to that server only,
-    not to the others of its cluster."""
+    """Servers without credentials, and the credentials apart: nats-py would send credentials in a URL to that server
+    only, not to the others of its cluster."""
 
     servers: list[str]
     user: str | None = None

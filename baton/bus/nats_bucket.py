@@ -1,7 +1,7 @@
-"""Buckets: JetStream's key-value form, as the `nats kv` command shows it, changed by compare-and-set.
+"""Buckets: JetStream key-value stores, as the `nats kv` command shows them, changed by compare-and-set.
 
-The server numbers a bucket's revisions from 1, and anew where it lost its store. So that a revision can
-fence, ours begin with the instant at which the bucket was made: they grow in any case.
+The server numbers a bucket's revisions from 1, and starts again when it has lost its store. Our revisions begin
+with the instant at which the bucket was created, so they always grow and can serve as fencing tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from baton.messages.codec import decode
 
 _REVISION_BITS: Final = 40
 _NOT_FOUND: Final = frozenset({10037, 10059})
-"""No message of this subject, no stream of this name."""
+"""Error codes for: no message of this subject, no stream of this name."""
 _WRONG_REVISION: Final = frozenset({10071, 10164})
 _DELETED: Final = b"KV-Operation: DEL"
 
@@ -42,11 +42,11 @@ class Buckets:
         first = await self._find_or_make(bucket)
         expected = revision - first
         if not revision:
-            # What was deleted has left a marker, which counts as its last revision.
+            # A deleted key leaves a marker, which counts as its last revision.
             stored = await self._last(bucket, key)
             expected = stored.seq if stored and _DELETED in stored.hdrs else 0
         if expected < 0:
-            raise Conflict(f"the bucket {bucket} was made anew")
+            raise Conflict(f"the bucket {bucket} was recreated")
         headers = {"Nats-Expected-Last-Subject-Sequence": str(expected)}
         if deletes:
             headers |= {"KV-Operation": "DEL"}
@@ -64,7 +64,7 @@ class Buckets:
         return _checked(answer, bucket).message
 
     async def _find_or_make(self, bucket: str) -> int:
-        """Return what stands before the server's numbers in this bucket's revisions."""
+        """Return the number that is added to the server's revisions of this bucket."""
         check_name(bucket)
         answer = await call_api(self._requests, f"STREAM.INFO.KV_{bucket}", {}, self._limits)
         if answer.error is not None and answer.error.err_code in _NOT_FOUND:

@@ -1,6 +1,6 @@
-"""Requests over NATS: one inbox per connection, in which every answer finds its question.
+"""Requests over NATS: one inbox per connection, which matches each answer to its request.
 
-nats-py has this too, but there a question whose connection is lost waits for its whole timeout.
+nats-py has this too, but its requests wait for their whole timeout when the connection is lost.
 """
 
 # nats-py leaves some of its parameters without types.
@@ -21,7 +21,7 @@ _NO_RESPONDERS = "503"
 
 
 class Requests:
-    """The questions under way on one connection."""
+    """The open requests of one connection."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -33,7 +33,7 @@ class Requests:
         await self.client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
 
     async def ask(self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Msg:
-        """Return the first answer. Raises NoResponders or BusUnavailable at once, DeadlineExceeded in the end."""
+        """Return the first answer. Raises NoResponders or BusUnavailable at once, DeadlineExceeded at the timeout."""
         self._asked += 1
         answer_to = f"{self._inbox}.{self._asked}"
         try:
@@ -41,13 +41,13 @@ class Requests:
         except TimeoutError:
             raise DeadlineExceeded(f"no answer on {subject} within {timeout_s:.3f} s") from None
         if message.headers is not None and message.headers.get(Header.STATUS.value) == _NO_RESPONDERS:
-            raise NoResponders(f"nobody listens on {subject}")
+            raise NoResponders(f"the subject {subject} has no subscriber")
         return message
 
     async def round_trip(self, timeout_s: float) -> None:
         """Return once the server has taken everything sent before. Raises BusUnavailable.
 
-        A message to ourselves, since nats-py's own flush sends its PING ahead of what still waits to be written.
+        Sends a message to itself, because nats-py's flush sends its PING ahead of data that is not yet written.
         """
         self._asked += 1
         answer_to = f"{self._inbox}.{self._asked}"
@@ -59,7 +59,7 @@ class Requests:
     async def _answer(
         self, answer_to: str, timeout_s: float, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None
     ) -> Msg:
-        """Publish, and return what then arrives at `answer_to`."""
+        """Publish, and return the first message that arrives at `answer_to`."""
         answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
         self._waiting[answer_to] = answer
         try:
@@ -74,7 +74,7 @@ class Requests:
             del self._waiting[answer_to]
 
     def fail(self, reason: str) -> None:
-        """The connection is gone: no answer will come to what was asked on it."""
+        """Fail all open requests: the connection is lost, so no answer can come."""
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(BusUnavailable(reason))

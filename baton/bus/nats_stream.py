@@ -1,8 +1,8 @@
 """JetStream: storing with acknowledgement, and following a stream from a sequence on.
 
 A follower pulls: the server sends no more than was asked for, so a slow handler loses nothing. Its
-consumer lives in the server's memory and is made anew, from the last handled sequence on, whenever
-anything looks wrong: a gap, silence, a lost connection, a server that forgot it.
+consumer lives in the server's memory. The follower recreates it from the last handled sequence on after
+a gap, silence, a lost connection, or when the server no longer knows it.
 """
 
 # nats-py leaves some of its parameters without types.
@@ -42,12 +42,12 @@ _SUBJECTS_OVERLAP: Final = 10065
 _WRONG_STREAM: Final = 10060
 
 _PASSED_OVER: Final = frozenset({"100 Idle Heartbeat", "409 Batch Completed"})
-"""Newer servers add the second after a full batch, whose messages are counted here anyway."""
+"""Status messages to ignore. Newer servers send the second after a full batch; the follower counts the messages."""
 _PULL_ENDED: Final = frozenset({"404 No Messages", "408 Request Timeout", "409 Message Size Exceeds MaxBytes"})
 
 
 def _control_word(message: Msg) -> str | None:
-    """Return what the server says about the pull, or None where this is a message of the stream."""
+    """Return the server's status of the pull, or None if this is a message of the stream."""
     if message.headers is None or message.data or Header.STATUS.value not in message.headers:
         return None
     return f"{message.headers[Header.STATUS.value]} {message.headers.get(Header.DESCRIPTION.value, '')}"
@@ -63,7 +63,7 @@ class _StreamState(msgspec.Struct):
 
 
 class StoredMessage(msgspec.Struct):
-    """A message of a stream, asked for by itself."""
+    """A message of a stream, read by itself."""
 
     seq: int
     hdrs: bytes = b""
@@ -71,13 +71,13 @@ class StoredMessage(msgspec.Struct):
 
 
 class ApiAnswer(msgspec.Struct):
-    """What we read of JetStream's answers."""
+    """The fields of JetStream's answers that are used here."""
 
     error: _ApiError | None = None
     seq: int = 0
-    """Sequence that an acknowledgement names."""
+    """Sequence in an acknowledgement."""
     name: str = ""
-    """The consumer's name."""
+    """Name of the consumer."""
     created: str = ""
     state: _StreamState = msgspec.field(default_factory=_StreamState)
     message: StoredMessage | None = None
@@ -99,7 +99,7 @@ async def ask_jetstream(
     try:
         return msgspec.json.decode(reply.data, type=ApiAnswer)
     except msgspec.DecodeError as error:
-        raise BusUnavailable(f"what answers in JetStream's place is something else: {error}") from error
+        raise BusUnavailable(f"the answer is not JetStream's: {error}") from error
 
 
 async def append_to_stream(
@@ -118,19 +118,19 @@ async def append_to_stream(
     except DeadlineExceeded as error:
         raise BusUnavailable(f"the stream {stream} did not acknowledge: {error}") from None
     except msgspec.DecodeError as error:
-        raise ConfigurationError(f"somebody else than the stream {stream} answers on {subject}") from error
+        raise ConfigurationError(f"another service than the stream {stream} answers on {subject}") from error
     failure = acknowledgement.error
     if failure is not None and failure.err_code == _WRONG_STREAM:
         raise ConfigurationError(f"{subject} belongs to another stream than {stream}")
     if failure is not None:
-        raise BusUnavailable(f"the stream {stream} takes nothing: {failure.description}")
+        raise BusUnavailable(f"the stream {stream} refuses messages: {failure.description}")
     return acknowledgement.seq
 
 
 async def _find_or_make_stream(requests: Requests, stream: str, subject: str, limits: BusLimits) -> ApiAnswer:
-    """Return when the stream was created and its last sequence.
+    """Return the stream's creation time and last sequence, after creating it if it does not exist.
 
-    A stream that exists with other settings was made by its operator: ours are only defaults.
+    An existing stream keeps its operator's settings: ours are only defaults.
     """
     answer = await call_api(requests, f"STREAM.INFO.{stream}", {}, limits)
     if answer.error is None:
@@ -155,7 +155,7 @@ async def _find_or_make_stream(requests: Requests, stream: str, subject: str, li
 
 
 class _Interrupted(Exception):
-    """The present consumer is no use any more; a new one takes over."""
+    """The present consumer is unusable; a new one replaces it."""
 
 
 class NatsFollower:
@@ -177,7 +177,7 @@ class NatsFollower:
         self._limits = limits
         self._on_end = on_end
         self._runner = HandlerRunner(handler)
-        # Bounded by what one pull asks for, and the few words of the server around it.
+        # Bounded by the messages of one pull and the few status messages around them.
         self._arrived: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
@@ -195,12 +195,12 @@ class NatsFollower:
         return self._runner.malformed_messages
 
     async def start(self) -> None:
-        """Begin to follow. Raises BusUnavailable where the stream cannot be had now."""
+        """Start to follow. Raises BusUnavailable if the stream cannot be reached now."""
         await _find_or_make_stream(self._current(), self._stream, self.subject, self._limits)
         self._task = asyncio.create_task(self._follow(), name=f"follow {self._stream}")
 
     def restart(self) -> None:
-        """Called when the connection is new: what was asked for before is lost."""
+        """Create a new consumer, because the connection is new and open pulls are lost."""
         self._arrived.put_nowait(None)
 
     async def unsubscribe(self) -> None:
@@ -221,7 +221,7 @@ class NatsFollower:
             except (_Interrupted, BatonError, nats.errors.Error, OSError, TimeoutError) as error:
                 log.debug("following %s anew after %d: %s", self._stream, self._last_sequence, error)
             except Exception:
-                # Nobody awaits this task: were it to end here, its owner would be deaf and not know.
+                # This task is not awaited: if it ended here, its owner would receive nothing and not know.
                 log.exception("following %s anew after %d", self._stream, self._last_sequence)
             await asyncio.sleep(_RETRY_S)
 
@@ -239,7 +239,7 @@ class NatsFollower:
             while not self._closed:
                 delivered = await self._pull(client, consumer, inbox, delivered)
         finally:
-            # An error here must not hide the one under way, which may be this task's cancellation.
+            # An error here must not replace the one being raised, which may be this task's cancellation.
             with suppress(nats.errors.Error, OSError):
                 await subscription.unsubscribe()
 

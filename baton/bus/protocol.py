@@ -1,9 +1,9 @@
 """The message bus as services see it: one small protocol; NATS and an in-memory implementation stand beside it.
 
-Core subjects lose messages (a full subscription drops, nobody may be listening) and keep order per
-publisher and subject only; the protocols above detect that themselves. Streams (JetStream) keep
-messages, give each a sequence and drop duplicates by message id. Buckets (JetStream's key-value form)
-keep the newest value of a key, and change it only for who knows its revision.
+Core subjects lose messages (a full subscription drops them, a subject may have no subscriber) and keep
+order per publisher and subject only; the protocols above detect that themselves. Streams (JetStream) keep
+messages, give each a sequence and drop duplicates by message id. Buckets (JetStream key-value stores)
+keep the newest value of a key, and a writer must name its revision to change it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Delivery:
     _respond: Callable[[AnyMessage], Awaitable[None]] | None
 
     async def respond(self, message: AnyMessage) -> None:
-        """Answer a `request`; does nothing where no answer is wanted."""
+        """Answer a `request`; does nothing if no answer is wanted."""
         if self._respond is not None:
             await self._respond(message)
 
@@ -39,21 +39,21 @@ class Entry:
 
     message: AnyMessage
     revision: int
-    """Higher at each change of any key of the bucket, also where the server lost the bucket in between."""
+    """Revision, higher at each change of any key of the bucket, even if the server lost the bucket in between."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusLimits:
-    """Bounds of everything that a bus holds back or keeps."""
+    """Bounds of a bus's queues, streams and waits."""
 
     pending_messages_max: int = 8192
-    """Per subscription; what comes beyond is dropped and counted."""
+    """Queued messages per subscription; further ones are dropped and counted."""
     pending_bytes_max: int = 64 << 20
-    """Per subscription, and for what waits to be sent."""
+    """Queued bytes per subscription, and bytes that wait to be sent."""
     handler_grace_s: float = 10.0
     """How long `unsubscribe` waits for the handler before it cancels it."""
     reply_timeout_s: float = 5.0
-    """For the server's own answers: acknowledgements of `append`, creation of streams, round trips."""
+    """Timeout of the server's own answers: acknowledgements of `append`, creation of streams, round trips."""
     stream_age_s_max: float = 3600.0
     stream_bytes_max: int = 256 << 20
     duplicate_window_s: float = 120.0
@@ -65,7 +65,7 @@ class Subscription(Protocol):
 
     @property
     def handled_messages(self) -> int:
-        """Messages that the handler was called for, whatever came of it."""
+        """Messages that the handler was called for, failed calls included."""
         ...
 
     @property
@@ -75,11 +75,11 @@ class Subscription(Protocol):
 
     @property
     def malformed_messages(self) -> int:
-        """Payloads that were no message of ours: counted, and answered with `Refused` where a reply was wanted."""
+        """Payloads that were not valid messages; answered with `Refused` if a reply was wanted."""
         ...
 
     async def unsubscribe(self) -> None:
-        """Stop deliveries, and return once what had come until then is handled; a stream's next reader gets it.
+        """Stop deliveries, and return once queued messages are handled; those of a stream go to its next reader.
 
         A handler that unsubscribes itself is the last one to run.
         """
@@ -89,37 +89,37 @@ class Subscription(Protocol):
 class Bus(Protocol):
     """Messages between services. All methods raise BusUnavailable while the server cannot be reached.
 
-    A subject that is none (empty parts, spaces, a wildcard where one subject is meant) raises InvalidRequest.
+    A malformed subject (empty parts, spaces, a wildcard where one subject is meant) raises InvalidRequest.
     """
 
     @property
     def payload_bytes_max(self) -> int:
-        """The largest payload that the server accepts; longer prompts are cut into `TokenChunk`s."""
+        """The largest payload that the server accepts; longer prompts are split into `TokenChunk`s."""
         ...
 
     @property
     def connected(self) -> bool:
-        """Whether the server can be reached, as far as is known."""
+        """Whether the server can be reached, as far as this client knows."""
         ...
 
     @property
     def reconnects(self) -> int:
-        """How often the connection was lost and restored."""
+        """Number of times that the connection was lost and restored."""
         ...
 
     @property
     def subscriptions(self) -> Sequence[Subscription]:
-        """What this bus delivers at present, streams included."""
+        """Current subscriptions, followed streams included."""
         ...
 
     async def publish(self, subject: str, message: AnyMessage) -> None:
-        """Send without waiting for anyone. Raises PayloadTooLarge."""
+        """Send without waiting for receivers. Raises PayloadTooLarge."""
         ...
 
     async def request(self, subject: str, message: AnyMessage, *, timeout_s: float) -> AnyMessage:
         """Send and return the first reply. Raises NoResponders at once, DeadlineExceeded after `timeout_s`.
 
-        A `Refused` reply is returned, not raised; one comes as well when the handler failed.
+        A `Refused` reply is returned, not raised; a handler that fails sends one, too.
         """
         ...
 
@@ -143,25 +143,25 @@ class Bus(Protocol):
         """Call `handler` for each message of a stream, in order, from the one after sequence `after` on.
 
         Nothing is dropped: the server waits for a slow handler. Survives reconnects without loss or
-        duplicates. A stream that was made anew, so that `after` lies beyond its end, is read from its start.
+        duplicates. A stream that was recreated, so that `after` lies beyond its end, is read from its start.
         """
         ...
 
     async def get(self, bucket: str, key: str) -> Entry | None:
-        """Return what was put last, None where that is nothing or was deleted. The bucket is made on first use."""
+        """Return the value put last; None if there is none or it was deleted. The bucket is created on first use."""
         ...
 
     async def put(self, bucket: str, key: str, message: AnyMessage, *, revision: int) -> int:
         """Store and return the new revision. Raises Conflict unless `revision` is the present one; 0: there is none.
 
-        After a BusUnavailable nobody knows whether it was stored.
+        After a BusUnavailable the value may or may not be stored.
         """
         ...
 
     async def delete(self, bucket: str, key: str, *, revision: int) -> None:
-        """Forget the value. Raises Conflict unless `revision` is the present one."""
+        """Delete the value. Raises Conflict unless `revision` is the present one."""
         ...
 
     async def close(self) -> None:
-        """End all subscriptions, send what is left and disconnect."""
+        """End all subscriptions, send queued messages and disconnect."""
         ...

@@ -1,1 +1,1 @@
-"""Messages that cross the bus, by conversation; `codec` has them all."""
+"""Messages that cross the bus, one module per conversation; `codec` lists all of them."""

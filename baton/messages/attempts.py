@@ -1,4 +1,4 @@
-"""Attempts: the tasks of a request, and what workers answer (`docs/handoff.md`)."""
+"""Attempts: the tasks of a request, and the workers' answers (`docs/handoff.md`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.messages.base import Context, ErrorReport, Message, Part, WorkerAddre
 
 
 class Sampling(Part, frozen=True, kw_only=True):
-    """How to choose tokens. `extensions` holds engine parameters that Baton passes through unread."""
+    """Sampling parameters. `extensions` holds engine parameters that Baton passes through unread."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -32,7 +32,7 @@ class Sampling(Part, frozen=True, kw_only=True):
 
 
 class KvSource(Part, frozen=True, kw_only=True):
-    """Where a decode worker pulls the prompt's KV from. The lease's key is `lease_key(request, attempt, tokens)`."""
+    """Worker from which decode pulls the prompt's KV. The lease's key is `lease_key(request, attempt, tokens)`."""
 
     address: WorkerAddress
 
@@ -51,22 +51,22 @@ class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
     context: Context
     gateway: str
     generation: int
-    """Of the worker this is meant for; another life answers `Busy`."""
+    """Generation of the worker this is meant for; a worker of another generation answers `Busy`."""
     tokens: bytes
-    """The prompt's tail: what no `TokenChunk` carried."""
+    """Tail of the prompt, after the `TokenChunk`s."""
     prompt_tokens: int
     sampling: Sampling
     cache_salt: str = ""
     sink_ranks: int = 0
     """Tensor-parallel ranks of the decode worker, each of which pulls; 0: as many as this worker has."""
     cached_tokens: int = 0
-    """Of the prompt, what the placement takes this worker to hold: the rest is what its queue grows by."""
+    """Prompt tokens that the placement expects in this worker's cache; the rest adds to its queue."""
 
 
 class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
     """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here.
 
-    Answered as a `PrefillTask` is; `Refused` with InvalidRequest: the engine takes no such parameters.
+    Answered like a `PrefillTask`; `Refused` with InvalidRequest: the engine does not support these parameters.
     """
 
     context: Context
@@ -78,7 +78,7 @@ class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
     cache_salt: str = ""
     source: KvSource | None = None
     cached_tokens: int = 0
-    """As in `PrefillTask`; without a source."""
+    """Same as in `PrefillTask`; used without a source only."""
 
 
 class Accepted(Message, tag="accepted", frozen=True, kw_only=True):
@@ -98,20 +98,20 @@ class Busy(Message, tag="busy", frozen=True, kw_only=True):
 
 
 class Cancel(Message, tag="cancel", frozen=True, kw_only=True):
-    """Gateway to worker: end this attempt and keep a tombstone, the task may still come."""
+    """Gateway to worker: end this attempt and keep a tombstone, since the task may still arrive."""
 
     context: Context
     reason: str = ""
 
 
 class Acknowledge(Message, tag="acknowledge", frozen=True, kw_only=True):
-    """Gateway to worker: the final frame arrived, forget the attempt."""
+    """Gateway to worker: the final frame arrived; forget the attempt."""
 
     context: Context
 
 
 class Resend(Message, tag="resend", frozen=True, kw_only=True):
-    """Gateway to decode: frames are missing, send all tokens from `index` on."""
+    """Gateway to decode: frames are missing; send all tokens from `index` on."""
 
     context: Context
     index: int
@@ -121,7 +121,7 @@ class Usage(Part, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens whose KV the worker that computed the prompt held before."""
+    """Prompt tokens that were in the prefix cache of the worker that computed the prompt."""
     transferred_tokens: int = 0
     """Prompt tokens whose KV decode pulled."""
     transferred_bytes: int = 0
@@ -151,22 +151,22 @@ class TokenLogprob(Part, frozen=True, kw_only=True):
 
 
 class Frame(Part, frozen=True, kw_only=True):
-    """What one engine step added to one attempt. `index` counts output tokens before `tokens`."""
+    """Output of one engine step for one attempt. `index` counts output tokens before `tokens`."""
 
     request: str
     attempt: int
     index: int
     tokens: bytes = b""
     logprobs: tuple[TokenLogprob, ...] = ()
-    """As many as tokens, or none."""
+    """One for each token, or none."""
     finish: Finish | None = None
     usage: Usage | None = None
-    """In an attempt's first frame with tokens: what is known of the prompt by then, since an answer that the
-    gateway ends at a stop string never gets a `finish`."""
+    """Usage as known so far; set in an attempt's first frame with tokens, because an answer that the gateway
+    ends at a stop string never gets a `finish`."""
 
 
 class Frames(Message, tag="frames", frozen=True, kw_only=True):
-    """What one engine step added to the attempts of one gateway."""
+    """Output of one engine step for all attempts of one gateway."""
 
     worker: str
     generation: int
@@ -174,7 +174,7 @@ class Frames(Message, tag="frames", frozen=True, kw_only=True):
 
 
 class PrefillFailed(Message, tag="prefill_failed", frozen=True, kw_only=True):
-    """Prefill to gateway: my part of this attempt failed. Only decode's word or a timer ends an attempt."""
+    """Prefill to gateway: prefill of this attempt failed. Only decode's final frame or a timer ends an attempt."""
 
     context: Context
     worker: str
@@ -182,7 +182,8 @@ class PrefillFailed(Message, tag="prefill_failed", frozen=True, kw_only=True):
 
 
 class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
-    """Prefill to gateway: the prompt is computed and held. `usage` is prefill's; decode's word ends the attempt."""
+    """Prefill to gateway: the prompt is computed and held. `usage` is prefill's; decode's final frame ends the
+    attempt."""
 
     context: Context
     worker: str
@@ -190,7 +191,7 @@ class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
 
 
 class AttemptState(StrEnum):
-    """Where an attempt stands on a worker, see the protocol in `docs/handoff.md`."""
+    """State of an attempt on a worker, see the protocol in `docs/handoff.md`."""
 
     RESERVED = "reserved"
     QUEUED = "queued"
@@ -209,7 +210,7 @@ class DigestEntry(Part, frozen=True, kw_only=True):
 
 
 class Digest(Message, tag="digest", frozen=True, kw_only=True):
-    """Each second, worker to gateway: all that this worker holds for it. Absent twice means lost."""
+    """Worker to gateway, each second: all attempts that the worker holds for it. An attempt absent twice is lost."""
 
     worker: str
     generation: int

@@ -1,4 +1,4 @@
-"""What all messages of the bus have in common.
+"""Base of all messages on the bus, and the parts that many of them contain.
 
 Messages are frozen tagged structs in MessagePack maps. Fields may be added with defaults; the meaning of a field never
 changes. Token ids travel packed, as little-endian uint32 (`pack_tokens`).
@@ -24,26 +24,26 @@ ParameterName = Annotated[str, Meta(min_length=1, max_length=PARAMETER_CHARACTER
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):
-    """Base of everything that crosses the bus."""
+    """Base of all messages that cross the bus."""
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Base of what stands inside a message."""
+    """Base of the structs inside messages."""
 
 
 class Context(Part, frozen=True, kw_only=True):
-    """Which attempt a message belongs to, the time left for it to make progress, and its trace."""
+    """The attempt that a message belongs to, the time left for it to make progress, and its trace."""
 
     request: str
     attempt: int = 0
     budget_s: float
-    """Until the answer's first token: the rest of the request's deadline; after it: of the progress limit."""
+    """Time left: until the answer's first token, of the request's deadline; after it, of the progress limit."""
     trace: str = ""
     """W3C `traceparent` of the span that sent this message; empty when the request is not traced."""
 
 
 class ErrorReport(Part, frozen=True, kw_only=True):
-    """A failure on its way across the bus: `code` of the class in `baton.errors`, and its sentence."""
+    """A failure that crosses the bus: `code` of the class in `baton.errors`, and its sentence."""
 
     code: str
     detail: str
@@ -59,7 +59,7 @@ class ErrorReport(Part, frozen=True, kw_only=True):
 
 
 class WorkerAddress(Part, frozen=True, kw_only=True):
-    """One life of one worker. A message for an older `generation` is refused."""
+    """Address of one generation of a worker. A message for an older `generation` is refused."""
 
     worker: str
     generation: int
@@ -68,7 +68,7 @@ class WorkerAddress(Part, frozen=True, kw_only=True):
 
 
 class Refused(Message, tag="refused", frozen=True, kw_only=True):
-    """The one negative answer to any request on the bus."""
+    """Negative answer to any request on the bus."""
 
     error: ErrorReport
 

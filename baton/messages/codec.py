@@ -1,4 +1,4 @@
-"""Every message as bytes and back."""
+"""Encoding and decoding of every message."""
 
 from __future__ import annotations
 
@@ -71,4 +71,4 @@ def decode(payload: bytes) -> AnyMessage:
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedMessage(f"{len(payload)} bytes from the bus are no message of ours: {error}") from error
+        raise MalformedMessage(f"{len(payload)} bytes from the bus are not a valid message: {error}") from error

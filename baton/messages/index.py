@@ -1,4 +1,4 @@
-"""The index: events of KV blocks, matches, shadow maps and reports."""
+"""Messages of the index: events of KV blocks, matches, shadow maps and reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.messages.workers import Fingerprint
 
 
 class Match(Message, tag="match", frozen=True, kw_only=True):
-    """Scheduler to any kvindex: who holds how much of this prompt? Answered by `Matched`."""
+    """Scheduler to any kvindex: which workers hold how much of this prompt? Answered by `Matched`."""
 
     context: Context
     model_digest: str
@@ -18,9 +18,10 @@ class Match(Message, tag="match", frozen=True, kw_only=True):
 
 class Matched(Message, tag="matched", frozen=True, kw_only=True):
     held: dict[str, int]
-    """Worker → number of leading blocks it holds; workers that hold none are left out."""
+    """Worker → number of leading blocks it holds. Workers that hold none are left out."""
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """The same once what was placed there lately is computed; only where that is more than it holds."""
+    """Worker → number of leading blocks it will hold once recently placed prompts are computed: held and speculative
+    blocks. Workers without speculative blocks are left out."""
 
 
 class BlocksStored(Part, tag="stored", tag_field="t", frozen=True, kw_only=True):
@@ -37,7 +38,7 @@ class BlocksRemoved(Part, tag="removed", tag_field="t", frozen=True, kw_only=Tru
 
 
 class BlocksCleared(Part, tag="cleared", tag_field="t", frozen=True, kw_only=True):
-    """The worker dropped everything."""
+    """The worker dropped all its blocks."""
 
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -50,15 +51,15 @@ class KvEvents(Message, tag="kv_events", frozen=True, kw_only=True):
     generation: int
     model_digest: str
     sequence: int
-    """Counts messages from 1 within a generation; a gap makes the index resync this worker."""
+    """Number of the message, from 1 within a generation; a gap makes the index resync this worker."""
     events: tuple[BlockEvent, ...]
 
 
 class ShadowQuery(Message, tag="shadow_query", frozen=True, kw_only=True):
-    """Index to worker: page through everything you hold. Answered by `ShadowPage`."""
+    """Index to worker: send one page of your shadow map. Answered by `ShadowPage`."""
 
     cursor: int = 0
-    """0, or `next_cursor` of the page before."""
+    """0 for the first page, then `next_cursor` of the page before."""
 
 
 class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
@@ -74,21 +75,21 @@ class ShadowPage(Message, tag="shadow_page", frozen=True, kw_only=True):
 
 
 class IndexQuery(Message, tag="index_query", frozen=True, kw_only=True):
-    """Anyone to every kvindex, on `subjects.INDEX_QUERIES`: what do you know? Answered by an `IndexReport`."""
+    """Any client to every kvindex, on `subjects.INDEX_QUERIES`: report your state. Answered by an `IndexReport`."""
 
     asker: str
     """Answers go to `subjects.index_answers(asker)`."""
     prefixes_max: int = 10
     model_digest: str = ""
     blocks: bytes = b""
-    """Of a prompt of that model, to be looked for; empty: none."""
+    """Block ids of a prompt of that model to match; empty: none."""
 
 
 class IndexedPrefix(Part, frozen=True, kw_only=True):
-    """A prefix, as long as all these workers hold it."""
+    """The longest prefix that the same workers all hold."""
 
     last: bytes
-    """Id of its last block."""
+    """Id of the prefix's last block."""
     blocks: int
     workers: int
 
@@ -96,16 +97,16 @@ class IndexedPrefix(Part, frozen=True, kw_only=True):
 class IndexedModel(Part, frozen=True, kw_only=True):
     model_digest: str
     blocks: int
-    """In memory."""
+    """Blocks in memory."""
     cold_blocks: int = 0
-    """In Redis only."""
+    """Blocks in Redis only."""
     holdings: int
     bytes: int
     nodes: int
     depth: int
-    """Blocks of the longest prefix."""
+    """Length of the longest prefix, in blocks."""
     prefixes: tuple[IndexedPrefix, ...] = ()
-    """The ones that most workers hold; of these the longest."""
+    """Prefixes held by most workers, longest first among equals."""
 
 
 class WorkerReport(Part, frozen=True, kw_only=True):
@@ -113,21 +114,21 @@ class WorkerReport(Part, frozen=True, kw_only=True):
     generation: int
     model_digest: str
     sequence: int
-    """The newest event that was applied."""
+    """Sequence of the newest event that was applied."""
     held: Fingerprint
     agreed_sequence: int
-    """The newest event after which the worker held the same; -1: none yet, or not since they differed."""
+    """Sequence of the newest event after which worker and index agreed; -1: none yet, or none since they differed."""
     state: str
-    """`synced`, or of its resync: `needed` or `running`."""
+    """`synced`, or the state of a resync: `needed` or `running`."""
     resync_reason: str = ""
     drifts: int = 0
-    """Since both last held the same."""
+    """Differences found since worker and index last agreed."""
     predicted_tokens: int = 0
     cached_tokens: int = 0
 
 
 class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
-    """What one kvindex knows."""
+    """State of one kvindex."""
 
     instance: str
     writes: bool
@@ -137,13 +138,13 @@ class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
     models: tuple[IndexedModel, ...] = ()
     workers: tuple[WorkerReport, ...] = ()
     left_out: int = 0
-    """Workers for which the message had no room."""
+    """Number of workers for which the message had no room."""
     held: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """As in `Matched`, of the prompt that was asked for."""
+    """`held` and `speculative` are those of `Matched`, for the prompt in the query."""
 
 
 class WriterLease(Message, tag="writer_lease", frozen=True, kw_only=True):
-    """In a bucket: which of the indexes writes. It is held for as long as it is put anew."""
+    """Entry in a bucket that names the writing index. The holder renews it by putting it again."""
 
     holder: str

@@ -1,4 +1,4 @@
-"""Placement: gateways ask a scheduler, and schedulers tell the indexes and each other what they placed."""
+"""Placement: gateways ask a scheduler; schedulers tell the indexes and each other what they placed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Disaggregation(StrEnum):
 
 
 class Place(Message, tag="place", frozen=True, kw_only=True):
-    """Gateway to any scheduler: where shall this attempt run? Answered by `Placement` or `Refused`."""
+    """Gateway to any scheduler: choose workers for this attempt. Answered by `Placement` or `Refused`."""
 
     context: Context
     model: str
@@ -36,21 +36,22 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     exclude_pairs: tuple[tuple[str, str], ...] = ()
     """(prefill, decode) pairs whose agents cannot reach each other."""
     parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
-    """Keys of the request's `Sampling.extensions`: decode goes to a worker that takes all of them."""
+    """Keys of the request's `Sampling.extensions`. The decode worker must support all of them."""
     refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()
-    """Workers that refused what the request asks. Unlike `exclude` this holds, and for all workers of their kinds."""
+    """Workers that refused the request's parameters. Unlike `exclude`, a strict rule; it covers all workers of the
+    same `engine_kind`."""
 
 
 class Candidate(Part, frozen=True, kw_only=True):
-    """One possible placement and what the scheduler predicted of it."""
+    """One possible placement and the scheduler's prediction for it."""
 
     decode: str
     prefill: str = ""
     cached_tokens: int = 0
-    """On the worker that would prefill."""
+    """Cached prompt tokens on the worker that would prefill."""
     decode_cached_tokens: int = 0
     speculative_tokens: int = 0
-    """Of `cached_tokens`: those that an attempt placed there before has still to compute."""
+    """Part of `cached_tokens` that is still being prefilled."""
     predicted_ttft_s: float
     predicted_token_interval_s: float = 0.0
 
@@ -64,14 +65,14 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
 
 
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
-    """Scheduler to every kvindex and scheduler: these workers will soon run this attempt, and hold its prompt.
+    """Scheduler to every kvindex and scheduler: these workers will soon run this attempt and hold its prompt.
 
-    May be lost: it is a hint.
+    A hint: it may be lost.
     """
 
     context: Context
     scheduler: str = ""
-    """Who placed it."""
+    """Scheduler that placed it."""
     model_digest: str
     blocks: bytes
     workers: tuple[WorkerAddress, ...]
@@ -81,10 +82,10 @@ class Placed(Message, tag="placed", frozen=True, kw_only=True):
 
 
 class Audited(Message, tag="audited", frozen=True, kw_only=True):
-    """Gateway to every kvindex: what a placement took a worker to hold of a prompt, and what it held. May be lost."""
+    """Gateway to every kvindex: predicted and actual cached tokens of one placement. It may be lost."""
 
     context: Context
     address: WorkerAddress
     predicted_tokens: int
-    """What was still to come is not in it."""
+    """Predicted cached tokens, without speculative ones."""
     cached_tokens: int

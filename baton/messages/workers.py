@@ -1,4 +1,4 @@
-"""Membership: what workers and gateways tell of themselves."""
+"""Membership: heartbeats and goodbyes of workers and gateways."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class Role(StrEnum):
 
 
 class Fingerprint(Part, frozen=True, kw_only=True):
-    """What a set of block ids comes to, in whatever order: equal ones mean equal sets, but by a freak of chance."""
+    """Order-independent fingerprint of a set of block ids. Equal fingerprints mean equal sets; collisions are
+    negligibly rare."""
 
     blocks: int = 0
     ids: bytes = bytes(16)
-    """The sum of the ids as numbers, modulo 2 to the 128, all little-endian."""
+    """Sum of the ids as numbers, modulo 2 to the power of 128, all little-endian."""
 
     @classmethod
     def of(cls, ids_sum: int, blocks: int) -> Fingerprint:
@@ -31,23 +32,25 @@ class Fingerprint(Part, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
-    """What a worker says of itself, on `subjects.HEARTBEAT`, several times a second."""
+    """A worker's description and load, on `subjects.HEARTBEAT`, several times a second."""
 
     address: WorkerAddress
     role: Role
     model: str
-    """The name that clients use."""
+    """Model name that clients use."""
     model_path: str
-    """Where the gateway finds the tokenizer: a folder or a hub id."""
+    """Folder or hub id from which the gateway loads the tokenizer."""
     model_digest: str
     """Hex digest over configuration and weights: the root of block identity."""
     kv_identity: str = ""
-    """See `baton.identity`: KV is handed over between workers of which it is equal; empty: the digest stands for it."""
+    """Identity of the worker's KV, see `baton.identity`. KV moves between workers with equal identities; empty:
+    `model_digest` is compared instead."""
     engine: str
     engine_kind: Annotated[str, Meta(max_length=64)] = ""
-    """Digest over the engine's version and options: what one worker of a kind refuses, all do. Empty: unlike any."""
+    """Digest over the engine's version and options: what one worker of a kind refuses, all do. Empty: a kind of its
+    own."""
     parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
-    """Keys of `Sampling.extensions` that the engine takes."""
+    """Keys of `Sampling.extensions` that the engine supports."""
     block_tokens: int
     """Size of a canonical block (the index's unit), in tokens."""
     context_tokens_max: int
@@ -59,31 +62,32 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     engine_block_tokens: int
     """Size of the engine's own block, in tokens: the unit of `kv_blocks_*`."""
     prefill_tokens_queued: int = 0
-    """Prompt tokens accepted and still to be computed, without those that are taken to be cached."""
+    """Prompt tokens accepted and not yet computed, without those expected in the cache."""
     prefill_tokens_per_s: float
     decode_tokens_per_s: float
-    """Of one sequence at the present batch size: the inverse of the token interval."""
+    """Rate of one sequence at the present batch size: the inverse of the token interval."""
     transfer_bytes_per_s: float
     kv_bytes_per_token: int
     attempts: tuple[tuple[str, int], ...] = ()
-    """(request, attempt) of everything this worker holds."""
+    """(request, attempt) of each attempt that this worker holds."""
     events_sequence: int = 0
-    """Sequence of the newest `KvEvents` sent, so that the index sees a lost tail."""
+    """Sequence of the newest `KvEvents` sent, so that the index detects a lost tail."""
     held: Fingerprint | None = None
-    """Of all blocks that the worker holds after event `held_sequence`, which may not have been sent yet."""
+    """Fingerprint of all blocks held after event `held_sequence`, which may not have been sent yet."""
     held_sequence: int = 0
     draining: bool = False
     leaves_in_s: float = 0.0
-    """While draining: after this what still runs here is ended."""
+    """While draining: time after which attempts that still run are ended."""
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
-    """A worker leaves on purpose; what it held is gone."""
+    """A worker leaves on purpose; its blocks and attempts are gone."""
 
     address: WorkerAddress
 
 
 class GatewayBeat(Message, tag="gateway_beat", frozen=True, kw_only=True):
-    """Each second, on `subjects.GATEWAY_BEAT`. Workers abort what belongs to a gateway silent for 5 s."""
+    """A gateway's heartbeat, each second, on `subjects.GATEWAY_BEAT`. Workers abort the attempts of a gateway that
+    is silent for 5 s."""
 
     gateway: str

@@ -1,1 +1,1 @@
-"""How a process lives on the bus: who else is there, its ports to the world, its lifecycle."""
+"""A service's process on the bus: membership of other services, ports to the outside, lifecycle."""

@@ -1,6 +1,6 @@
-"""Membership: who is on the bus, learned from heartbeats and goodbyes. Pure and bounded; time is passed in.
+"""Membership: which members are on the bus, learned from heartbeats and goodbyes. Pure and bounded; time is passed in.
 
-A member has a name and, one after the other, lives, each with a higher generation:
+A member has a name. Each start of its process is one life of the member, with a higher generation than the last:
 
                 hear, meet                     hear(leaving)
     unknown ──────Joined──────▶ live ─────────────Leaving────────────▶ live, leaving
@@ -11,9 +11,9 @@ A member has a name and, one after the other, lives, each with a higher generati
                                  │
                                  └──`forget_after_s`──▶ unknown
 
-A goodbye ends its life for good: what still arrives of it, or of an earlier one, is ignored. A lost life may be
-heard again, since its process may only have been paused. Generations come from wall clocks; one that was set back
-hides a restarted member until its earlier life is forgotten, and no longer.
+A goodbye ends a life for good: later messages of it, or of an earlier one, are ignored. A lost life may be heard
+again, since its process may only have been paused. Generations come from wall clocks; a clock that was set back
+hides a restarted member only until its earlier life is forgotten.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 LOST_AFTER_S: Final = 1.5
 """Default silence after which a worker counts as lost: six heartbeats."""
 FORGET_AFTER_S: Final = 60.0
-"""A process that is restarted is back within this time."""
+"""Default time for which a departed member is remembered; a restarted process is back within it."""
 MEMBERS_MAX: Final = 4096
 
 
@@ -55,7 +55,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """A live member takes nothing new any more."""
+    """A live member takes no new work any more."""
 
     member: str
     generation: int
@@ -86,7 +86,7 @@ class Member(Generic[Beat]):
 
     generation: int
     heard_s: float
-    """Its last heartbeat; before the first one, when something first named this life."""
+    """Instant of its last heartbeat; before the first one, the instant at which this life was first named."""
     beat: Beat | None = None
     leaving: bool = False
 
@@ -127,7 +127,7 @@ class Membership(Generic[Beat]):
     # ------------------------------------------------------------ changing
 
     def hear(self, name: str, generation: int, beat: Beat, now_s: float, *, leaving: bool = False) -> list[Event]:
-        """Take a member's heartbeat and return what it changes; one of a life that is over changes nothing."""
+        """Take a member's heartbeat and return the events; the heartbeat of an ended life changes nothing."""
         events = self.meet(name, generation, now_s)
         if not self.is_live(name, generation):
             return events
@@ -139,7 +139,7 @@ class Membership(Generic[Beat]):
         return events
 
     def meet(self, name: str, generation: int, now_s: float) -> list[Event]:
-        """Learn of a life from something else than its heartbeat, which then has `lost_after_s` to come."""
+        """Learn of a life from another source than its heartbeat; the heartbeat must come within `lost_after_s`."""
         member = self._live.get(name)
         if member is None:
             if generation < self._departed.get(name, generation) or not self._has_room(name):
@@ -153,7 +153,7 @@ class Membership(Generic[Beat]):
         return [Restarted(name, generation, member.generation)]
 
     def goodbye(self, name: str, generation: int, now_s: float) -> list[Event]:
-        """End this life of a member and all before it; one that was never heard of is remembered as over."""
+        """End this life of a member and all before it; an unknown life is remembered as ended."""
         member = self._live.get(name)
         if member is not None and generation < member.generation:
             return []
@@ -170,7 +170,7 @@ class Membership(Generic[Beat]):
         self._departed.extend_deadlines(pause_s, now_s)
 
     def expire(self, now_s: float) -> list[Event]:
-        """End the lives that were silent for too long, and forget what departed long ago."""
+        """End the lives that were silent for too long, and forget members that departed long ago."""
         lost = [name for name, member in self._live.items() if now_s - member.heard_s > self._lost_after_s]
         events: list[Event] = []
         for name in lost:
@@ -189,7 +189,7 @@ class Membership(Generic[Beat]):
 
 
 class Workers(Membership[Heartbeat]):
-    """The workers on the bus, and the models that they served lately."""
+    """The workers on the bus, and the models that they served recently."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class Workers(Membership[Heartbeat]):
         """Model → the newest heartbeat of any of its workers."""
 
     def take(self, message: Heartbeat | Goodbye, now_s: float) -> list[Event]:
-        """Take a worker's message on `subjects.HEARTBEAT`, and return what it changes."""
+        """Take a worker's message on `subjects.HEARTBEAT`, and return the events."""
         address = message.address
         if isinstance(message, Goodbye):
             return self.goodbye(address.worker, address.generation, now_s)
@@ -226,13 +226,13 @@ class Workers(Membership[Heartbeat]):
 
 
 class Recent(Generic[Value]):
-    """Values of keys that were put lately: for `keep_s`, and at most `entries_max`; the oldest go first."""
+    """Values put recently: kept for `keep_s`, and at most `entries_max`; the oldest are dropped first."""
 
     def __init__(self, keep_s: float, entries_max: int) -> None:
         self._keep_s = keep_s
         self._entries_max = entries_max
         self._entries: OrderedDict[str, tuple[Value, float]] = OrderedDict()
-        """In the order in which they were put."""
+        """Entries in the order in which they were put."""
 
     def get(self, key: str, default: Value) -> Value:
         entry = self._entries.get(key)

@@ -1,8 +1,8 @@
-"""The ports of a service: all that it asks of the world outside its own memory, as one value.
+"""The ports of a service: all that it needs from outside its own memory, as one value.
 
-Services and workers never ask the machine for time, random numbers, ids or threads: they ask their ports
-(`make check` holds them to it). So the same code runs on a real machine and on ports that give the same answers
-at every run.
+Services and workers take time, random numbers, ids and threads from their ports, never from the machine
+(`make check` enforces it). So the same code runs on a real machine and on ports that give the same answers in
+every run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arguments = TypeVarTuple("Arguments")
 
 
 class Randomness(Protocol):
-    """What is used of `random.Random`."""
+    """The methods of `random.Random` that are used."""
 
     def random(self) -> float:
         """Return a number from 0 up to, but not including, 1."""
@@ -35,10 +35,10 @@ class Randomness(Protocol):
 
 
 class Threads(Protocol):
-    """Runs what would hold up the event loop."""
+    """Runs functions that would block the event loop."""
 
     async def run(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
-        """Call `function` off the event loop and return what it returns; to give up the wait does not end it."""
+        """Call `function` off the event loop and return its result; cancelling the wait does not end the call."""
         ...
 
 
@@ -48,7 +48,7 @@ class SystemThreads:
 
 
 class InlineThreads:
-    """Runs everything on the event loop, after a pass of it, so that the order is the same at every run."""
+    """Runs functions on the event loop, after one pass of it, so that the order is the same in every run."""
 
     async def run(self, function: Callable[[*Arguments], Result], *arguments: *Arguments) -> Result:
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ class Ports:
     clock: Clock
     random: Randomness
     new_id: Callable[[], str]
-    """Returns 32 hexadecimal digits, others at each call."""
+    """Returns 32 hexadecimal digits, different ones at each call."""
     threads: Threads
 
 
@@ -81,7 +81,7 @@ def system_ports(bus: Bus, *, seed: int | None = None) -> Ports:
 
 
 def deterministic_ports(bus: Bus, clock: Clock, *, seed: int) -> Ports:
-    """Return ports whose answers follow from what is given here: a `ManualClock`, a `MemoryBus` on it, and `seed`."""
+    """Return ports whose answers depend on the arguments only: a `ManualClock`, a `MemoryBus` on it, and `seed`."""
     ids = random.Random(f"ids {seed}")
     return Ports(
         bus=bus,

@@ -31,24 +31,24 @@ SettingsType = TypeVar("SettingsType", bound=NodeSettings)
 
 class Service(Protocol):
     def serving(self) -> AbstractAsyncContextManager[None]:
-        """Return a context: entering it starts the service, inside it serves, and leaving it ends all that it began.
+        """Return a context: entering it starts the service, inside it serves, and leaving it ends all that it started.
 
         A failure of the service inside ends the context with that failure.
         """
         ...
 
     async def check_ready(self) -> None:
-        """Raise Unavailable, a sentence, unless the service can do its work now; from before it starts on."""
+        """Raise Unavailable, with a sentence, unless the service can work now; callable before it has started."""
         ...
 
     async def drain(self) -> None:
-        """Take nothing new, and return once what runs is finished, handed over, or out of time."""
+        """Take no new work, and return once running work is finished, handed over, or out of time."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What a service stands on: its ports, and where it shows what it does."""
+    """Environment of a service: its ports, tracing and metrics."""
 
     ports: Ports
     tracing: Tracing
@@ -56,7 +56,7 @@ class Node:
 
 
 async def serve(service: Service, stop: Stop) -> None:
-    """Run a service through its life; `stop` ends it."""
+    """Run a service from start to drain; `stop` ends it."""
     async with service.serving():
         stop.serving = True
         await stop.asked.wait()
@@ -64,7 +64,7 @@ async def serve(service: Service, stop: Stop) -> None:
 
 
 class Process:
-    """What `run` hands to a service's `main`."""
+    """Access to the bus and the lifecycle, which `run` passes to a service's `main`."""
 
     def __init__(self, service: str, settings: NodeSettings, stop: Stop, metrics: Metrics, status: Status) -> None:
         self._service = service
@@ -76,7 +76,8 @@ class Process:
 
     @asynccontextmanager
     async def join(self, name: str, *, seed: int | None = None) -> AsyncGenerator[Node]:
-        """Be on the bus inside this context; `name` tells apart the processes of one service. See `system_ports`."""
+        """Join the bus for this context; `name` identifies the process within its service. `seed`: see
+        `system_ports`."""
         bus = await NatsBus.connect(self._settings.nats_url, name=name)
         tracing = Tracing(self._service, self._settings, instance=name)
         try:
@@ -88,7 +89,7 @@ class Process:
             tracing.close()
 
     async def serve(self, service: Service) -> None:
-        """Serve until a signal ends it, and show on the status port whether it is ready."""
+        """Serve until a signal, and report readiness on the status port."""
         self._status.check_ready = service.check_ready
         await serve(service, self._stop)
 

@@ -1,4 +1,4 @@
-"""Settings that every service has beside those of its telemetry: the bus, and when others count as lost."""
+"""Settings of every service beside telemetry: the bus, and the time after which others count as lost."""
 
 from __future__ import annotations
 

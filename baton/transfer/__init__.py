@@ -1,4 +1,4 @@
-"""Moving KV blocks between engines: the protocol, and its implementations in C++ and in memory."""
+"""Transfer of KV blocks between engines: the protocol, and its implementations in C++ and in memory."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """KV layouts and the conversions between them: the one module that knows `baton_native.layout`.
 
-What a layout, the wire form, a table and a chunk are is said in `docs/wire-layout.md` and in the native
-module's stub. Arguments that make no sense by themselves raise ValueError. What comes from a peer goes
-through `read_layout` and `agree`, which raise Baton's own errors.
+`docs/wire-layout.md` and the native module's stub define layout, wire form, table and chunk. Invalid
+arguments raise ValueError. Layouts from a peer go through `read_layout` and `agree`, which raise Baton's
+own errors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ __all__ = [
 
 
 def read_layout(text: str) -> Layout:
-    """Return the layout that a peer describes; MalformedMessage where it makes no sense."""
+    """Return the layout that a peer describes. Raises MalformedMessage if it is invalid."""
     try:
         return Layout.parse(text)
     except Invalid as failure:
@@ -61,9 +61,9 @@ def read_layout(text: str) -> Layout:
 
 
 def agree(source: Layout, sink: Layout) -> list[Share]:
-    """Return what the sink's rank asks of which of the source's ranks, every head once.
+    """Return the shares that the sink's rank pulls from each of the source's ranks, every head once.
 
-    Raises LayoutMismatch, naming both layouts in full, where one cannot be converted into the other.
+    Raises LayoutMismatch, naming both layouts in full, if one cannot be converted into the other.
     `source` may be any rank's.
     """
     try:
@@ -73,7 +73,7 @@ def agree(source: Layout, sink: Layout) -> list[Share]:
 
 
 def on_rank(layout: Layout, rank: int, ranks: int) -> Layout:
-    """Return the layout of such a cache on one of a number of ranks. Raises ValueError where heads do not divide so."""
+    """Return `layout` for rank `rank` of `ranks`. Raises ValueError if the heads cannot be divided that way."""
     return Layout(
         layers=layout.layers,
         kv_heads=layout.kv_heads,
@@ -89,9 +89,9 @@ def on_rank(layout: Layout, rank: int, ranks: int) -> Layout:
 
 
 def matches(source: Layout, sink: Layout) -> bool:
-    """Return whether blocks of these two ranks can be moved whole, or else are to be converted.
+    """Return whether blocks of these two ranks can be moved whole; if not, they must be converted.
 
-    Raises LayoutMismatch, naming both layouts in full, where neither can be, or the ranks have no heads in common.
+    Raises LayoutMismatch, naming both layouts in full, if neither is possible or the ranks share no heads.
     """
     try:
         common_heads(source, sink)

@@ -1,11 +1,11 @@
 """Transfer agents inside one process, without sockets: for tests and simulators.
 
-A `MemoryFabric` makes agents that reach each other. Each has a core, the state machine that native agents have, which
-decides everything about leases and pulls; the agent carries the core's actions out. Frames and chunks reach the other
-side through the fabric's queue, in the order in which they were sent; no time passes on the way.
+A `MemoryFabric` makes agents that reach each other. Each has a core, the same state machine as native agents, which
+decides everything about leases and pulls; the agent carries out the core's actions. Frames and chunks reach the other
+side through the fabric's queue, in the order in which they were sent, without delay.
 
-One thread per fabric works the queue off and wakes the cores in time; the owner of a fabric without a thread calls
-`step` instead. Time is what `now_s` says, and nothing is random: equal calls give equal events.
+One thread per fabric processes the queue and wakes the cores in time; the owner of a fabric without a thread calls
+`step` instead. Time comes from `now_s`, and nothing is random: equal calls give equal events.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ _INLINE: Final = -1
 
 
 class MemoryFabric:
-    """Makes agents, and tells each what the others did to it."""
+    """Makes agents, and delivers to each the events that others cause."""
 
     def __init__(self, *, now_s: Callable[[], float] = time.monotonic, threaded: bool = True) -> None:
         self.now_s = now_s
         self.changed: Final = threading.Condition(threading.RLock())
         """Held around every step of a core; notified when the thread has something to do."""
         self.numbers: Final = count(1)
-        """Numbers of agents, none of which is used twice."""
+        """Numbers of agents; none is used twice."""
         self._agents: dict[str, MemoryAgent] = {}
-        """The open ones, by address."""
+        """Open agents, by address."""
         self._queue: deque[tuple[MemoryAgent, core.Event]] = deque()
         self._cuts: set[frozenset[str]] = set()
         self._threaded = threaded
@@ -77,7 +77,7 @@ class MemoryFabric:
             self.changed.notify()
 
     def step(self) -> None:
-        """Tell agents what happened, and wake those whose time has come, until nothing is left to do."""
+        """Deliver queued events to agents, and wake those whose time has come, until nothing is left to do."""
         with self.changed:
             while True:
                 while self._queue:
@@ -89,7 +89,7 @@ class MemoryFabric:
                     return
                 late.take()
 
-    # What follows is for agents.
+    # For agents.
 
     def join(self, agent: MemoryAgent) -> None:
         with self.changed:
@@ -100,7 +100,7 @@ class MemoryFabric:
             self.changed.notify()
 
     def leave(self, agent: MemoryAgent) -> threading.Thread | None:
-        """Deliver what an agent said last, and that it is gone; return the thread to join after the last agent."""
+        """Deliver an agent's last messages and its end; return the thread to join after the last agent."""
         del self._agents[agent.address]
         for end in list(agent.ends.values()):
             self.hang_up(end, "the agent was closed")
@@ -147,15 +147,15 @@ class End:
     connection: int
     peer: End = field(init=False)
     arrived: deque[bytes] = field(default_factory=deque[bytes])
-    """Chunks of which the core was told, or is going to be."""
+    """Chunks that were announced to the core, or will be."""
     source_layout: Layout | None = None
-    """Set where the source's blocks have to be converted."""
+    """Layout of the source's blocks, if they must be converted."""
     staged: dict[int, bytes] = field(default_factory=dict[int, bytes])
-    """Chunks to be converted, by the number of their first staged block; the core uses the numbers again."""
+    """Chunks to be converted, by the number of their first staged block; the core reuses the numbers."""
 
 
 class MemoryAgent:
-    """See `TransferAgent` and `NativeAgent`; made by `MemoryFabric.agent`."""
+    """In-memory `TransferAgent` that behaves like `NativeAgent`; made by `MemoryFabric.agent`."""
 
     def __init__(self, fabric: MemoryFabric, options: AgentOptions) -> None:
         native = native_options(options)
@@ -165,15 +165,15 @@ class MemoryAgent:
         self.endpoint = f"{self.address}/{number:016x}"
         self.pool: Pool | None = None
         self.ends: dict[int, End] = {}
-        """By connection."""
+        """Ends by connection."""
         self.connections: Final = count(1, 2)
-        """Ids of the connections that others open; those that the core opens are even."""
+        """Ids of the connections that others open (odd); those that the core opens are even."""
         self._fabric = fabric
         self._core = core.Core(native)
         self._layout_pool: LayoutPool | None = None
         self._events: list[TransferEvent] = []
         self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        # It tells of events until the agent is gone, as closing brings some.
+        # It stays open until the agent is collected, because closing the agent produces events.
         weakref.finalize(self, os.close, self._eventfd)
         self._closed = False
         fabric.join(self)
@@ -253,15 +253,15 @@ class MemoryAgent:
             self.take(command)
             self._fabric.changed.notify()
 
-    # What follows is for the fabric, which holds its lock meanwhile.
+    # For the fabric, which holds its lock meanwhile.
 
     @property
     def wake_s(self) -> float:
-        """When the core wants to be stepped though nothing happens."""
+        """Instant at which the core must be stepped even without an event."""
         return self._core.wake_s
 
     def take(self, *events: core.Event) -> None:
-        """Step the core, and carry out what it decides."""
+        """Step the core, and carry out its actions."""
         for action in self._core.step(self._fabric.now_s(), events):
             self._carry_out(action)
 
@@ -274,10 +274,10 @@ class MemoryAgent:
             case core.Connect():
                 self._fabric.connect(self, action)
             case core.StopPlacing():
-                # A chunk that was to be placed is, and no other one is under way.
+                # Chunks are placed at once, so none is in progress.
                 self._fabric.tell(self, core.PlacingStopped(action.pull))
             case _:
-                # Where a connection is closed, the core is going to be told.
+                # The core will be told of a closed connection.
                 if (end := self.ends.get(action.connection)) is not None:
                     self._carry_out_on(end, action)
 

@@ -1,4 +1,4 @@
-"""The transfer agent of `native/transfer`, as it runs: with a thread and sockets of its own."""
+"""The transfer agent of `native/transfer`, with its own thread and sockets."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ SLOW_BACKEND = "tcp"
 class NativeAgent:
     """The transfer agent of `native/transfer`: a state machine in C++ with one thread of its own.
 
-    Beyond the protocol: a cancelled pull ends its source's lease as LEASE_ENDED with cause CANCELLED, a
-    pull that failed at the sink with the sink's cause; a pull that the source revoked starts again by
+    Beyond the protocol: a cancelled pull ends its source's lease as LEASE_ENDED with cause CANCELLED; a
+    pull that failed at the sink ends it with the sink's cause. A pull whose lease was revoked restarts by
     itself and reports no layer twice. A `final` revocation, a release or a cancel is remembered for a
-    minute, so it may come before the lease or the pull it is about. After `close`, and if its thread
-    ever fails, methods raise TransferFailed; bad arguments raise ValueError.
+    minute, so it may come before its lease or pull. After `close`, and if its thread ever fails, methods
+    raise TransferFailed; bad arguments raise ValueError.
     """
 
     def __init__(self, options: AgentOptions) -> None:
@@ -69,9 +69,9 @@ class NativeAgent:
         return events
 
     def _announce(self, event: TransferEvent) -> None:
-        """Say which way KV comes, once for each: the slow one is never taken silently, nor by UCX."""
+        """Log each backend on its first use. A fallback to TCP is a warning, also when UCX chose it."""
         self._announced.add(event.backend)
-        slow = event.backend == SLOW_BACKEND or f"{SLOW_BACKEND}/" in event.declined  # As UCX names what it takes.
+        slow = event.backend == SLOW_BACKEND or f"{SLOW_BACKEND}/" in event.declined  # In UCX's notation.
         level = logging.WARNING if slow and event.declined else logging.INFO
         _log.log(level, "KV comes over %s%s", event.backend, event.declined and f": {event.declined}")
 
@@ -102,9 +102,9 @@ class NativeAgent:
             self._agent.post_ready(checked_key(key), generation, layer, natural("tokens", tokens))
 
     def post_ready_after(self, key: bytes, generation: int, layer: int, tokens: int, *, stream: int) -> None:
-        """As `post_ready`, of a pool in CUDA memory, once what is in the CUDA stream now has ended; returns at once.
+        """`post_ready` for a pool in CUDA memory, after the work now in the CUDA stream has ended; returns at once.
 
-        Sinks may ask at once, too: their GPU waits, not their host. `stream` is a cudaStream_t, which must not be being
+        Sinks may pull at once, too: their GPU waits, not their host. `stream` is a cudaStream_t that is not being
         captured into a graph.
         """
         with _typed_failure():
@@ -149,7 +149,7 @@ class NativeAgent:
 
 
 def share_memory(size: int) -> SharedMemory:
-    """Reserve memory for a pool that peers on this host read directly. Raises ConfigurationError without memory."""
+    """Reserve memory for a pool that peers on this host read directly. Raises ConfigurationError if none is left."""
     try:
         return baton_native.Region(size)
     except RuntimeError as failure:

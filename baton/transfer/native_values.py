@@ -1,4 +1,4 @@
-"""Options, arguments, events and figures on their way to and from `baton_native`, for every agent around its core."""
+"""Conversion of options, arguments, events and figures to and from `baton_native`, for every agent around its core."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What a transfer agent is: leases on the source side, layer-wise pulls on the sink side.
+"""Protocol of transfer agents: leases on the source side, layer-wise pulls on the sink side.
 
-One agent per engine rank. On the **source** side (prefill) an agent opens a lease per attempt: an
-append-only list of blocks of its pool, and per layer the number of tokens that are ready. On the
+There is one agent per engine rank. On the **source** side (prefill) an agent opens a lease per attempt:
+an append-only list of blocks of its pool, and per layer the number of tokens that are ready. On the
 **sink** side (decode) an agent pulls a lease's blocks layer by layer, as they become ready, into
 blocks of its own pool; only these reads ever write the sink's blocks. Generation and checksum are
-checked after the bytes arrived. Agents talk to each other directly, not over the bus.
+checked after the bytes have arrived. Agents talk to each other directly, not over the bus.
 
 Threads: every method returns at once and may be called from any thread; the agent moves bytes on its
 own thread, without the GIL. Results come as events (`poll`), announced by `fileno`.
@@ -27,7 +27,7 @@ KEY_BYTES = 16
 def lease_key(request: str, attempt: int, tokens: Sequence[int] = ()) -> bytes:
     """Return the key under which prefill leases this attempt's KV and decode asks for it.
 
-    Both name all of the prompt: KV of another one, whoever mixed them up, is never found.
+    The key covers the whole prompt, so a mix-up anywhere never finds the KV of another prompt.
     """
     name = blake2b(f"{request}/{attempt}\0".encode(), digest_size=KEY_BYTES)
     name.update(array("q", tokens))
@@ -35,15 +35,15 @@ def lease_key(request: str, attempt: int, tokens: Sequence[int] = ()) -> bytes:
 
 
 def rank_key(key: bytes, source_rank: int, sink_rank: int) -> bytes:
-    """Return the key of one pair of ranks, where one side has more of them than the other.
+    """Return the key of one pair of ranks, used when one side has more ranks than the other.
 
-    A lease ends with the pull that it was for, so a source's rank opens one for each rank that reads it.
+    A lease ends with its pull, so a source's rank opens one lease for each rank that reads it.
     """
     return blake2b(f"{source_rank}/{sink_rank}".encode(), key=key, digest_size=KEY_BYTES).digest()
 
 
 class SharedMemory(Protocol):
-    """Memory for a pool that other processes of this host can map. It lives as long as this object, or its pool."""
+    """Memory of a pool that other processes of this host can map. It lives as long as this object or its pool."""
 
     @property
     def address(self) -> int: ...
@@ -62,30 +62,30 @@ class Pool:
     """
     blocks: int
     block_bytes: int
-    """Of one address: K and V of a layer, or one of them, all heads of this rank."""
+    """Bytes of one block at one address: K and V of a layer, or one of them, all heads of this rank."""
     block_stride_bytes: int
     block_tokens: int
     fingerprint: str
-    """What the KV means, beyond `layout`: the text of a `baton.identity.KvIdentity`.
+    """Meaning of the KV, beyond `layout`: the text of a `baton.identity.KvIdentity`.
 
-    Agents with different ones refuse each other under the cause MODEL, naming the words that differ.
+    Agents with different fingerprints refuse each other with cause MODEL, naming the words that differ.
     """
     device: int | None = None
-    """The CUDA device whose memory it is; None: the host's. Such a pool moves by cuda-ipc and cuda-put only. In one
-    process the memory must also outlive the agents that pull from this one."""
+    """CUDA device of the memory; None: host memory. A pool on a device moves by cuda-ipc and cuda-put only. Within one
+    process, its memory must also outlive the agents that pull from this one."""
     region: SharedMemory | None = None
-    """Of `share_memory`, where all layers lie in it: peers on this host then read it directly."""
+    """Region from `share_memory`, if all layers lie in it: peers on this host then read it directly."""
     layout: str = ""
-    """What is in a block: the text of a `baton.transfer.layout.Layout`. Two pools that differ in it exchange what can
-    be converted; the others are refused under the cause LAYOUT. Without it blocks of equal sizes are taken as equal."""
+    """Content of a block: the text of a `baton.transfer.layout.Layout`. Pools with different layouts exchange what can
+    be converted, and refuse the rest with cause LAYOUT. Without a layout, blocks of equal sizes are taken as equal."""
 
 
 class Corruption(StrEnum):
     FLIP = "flip"
-    """One bit is another."""
+    """One bit is flipped."""
     ZERO = "zero"
     SHIFT = "shift"
-    """All bytes move by 64, or where there are no more, by half of them; the first come last."""
+    """All bytes rotate by 64, or by half of them if there are no more than 64; the first come last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,11 +95,11 @@ class TransferFaults:
     delay_s: float = 0.0
     """Each pull's first bytes are held back at the source for this long."""
     corrupt_every: int = 0
-    """Every n-th data chunk arrives with other bytes than it was sent with. 0: none."""
+    """Every n-th data chunk arrives with other bytes than were sent. 0: none."""
     corruption: Corruption = Corruption.FLIP
     before_checksum: bool = False
-    """The source's checksum is of the wrong bytes, as if it had them in its pool: nobody notices. Only where the source
-    copies them (shm, tcp); elsewhere the checksum itself is what is falsified."""
+    """Corrupt before the source computes its checksum, as if its pool held the wrong bytes: undetectable. Only where
+    the source copies the bytes (shm, tcp); elsewhere the checksum itself is falsified."""
     silent: bool = False
     """The sink sends no keep-alives, so that its leases expire."""
 
@@ -110,39 +110,40 @@ class AgentOptions:
     port: int = 0
     """0: any free port."""
     rails: tuple[str, ...] = ()
-    """The addresses to listen on in place of `host` and `port`, each "host:port[@label][~distance]".
+    """Addresses to listen on instead of `host` and `port`, each "host:port[@label][~distance]".
 
     A pull is spread over the nearest rails (distance 0 to 255, default 0) that work; farther ones step in when those
     are lost. A rail with a label is reached from the sink's own rail of that label, if it has one.
     """
     streams: int = 1
-    """Connections to each rail of a source that large pulls are spread over; by tcp and verbs only."""
+    """Connections to each rail of a source over which large pulls are spread; tcp and verbs only."""
     lane_bytes: int = 4 << 20
-    """A pull gets one more connection, up to all, for each of these bytes."""
+    """A pull gets one connection more, up to all of them, for each further `lane_bytes`."""
     secret: str = ""
     """Shared key; a peer that cannot prove it can neither read nor write."""
     backends: tuple[str, ...] = ("direct", "shm", "cma", "verbs", "tcp")
-    """In order of preference; the handshake takes the first that works between both processes.
+    """Backends in order of preference; the handshake takes the first that works between both processes.
 
     direct: the sink maps the source's `Pool.region`; shm: a ring of shared memory; cma: the sink reads the source's
     memory through the kernel, which other processes of this user then may, too; verbs: RDMA adapters read; tcp.
     Pools in CUDA memory, on one host: cuda-ipc, the sink's GPU reads the source's blocks; cuda-put, the source's GPU
-    puts them into slots of the sink's. Only where it is named: ucx, by UCX, which has ways of its own and believes
-    every peer that reaches it.
+    writes them into slots of the sink's. Used only if named here: ucx, UCX with its own choice of transports; it
+    trusts every peer that reaches it.
     """
     verbs_library: str = "libibverbs.so.1"
-    """Loaded when the pool is set, as `ucx_library` is; without it that backend is declined."""
+    """Library loaded when the pool is set, like `ucx_library`; if it is missing, its backend is declined."""
     verbs_devices: str = ""
-    """Name, name:port or name:port:index of its GID, joined by commas, taken in turn; empty: all that are up."""
+    """RDMA devices: name, name:port or name:port:index of its GID, with commas, used in turn; empty: all that are
+    up."""
     ucx_library: str = "libucp.so.0"
-    """UCX is configured by its own variables, such as UCX_TLS."""
+    """Library of UCX, which is configured by its own variables, such as UCX_TLS."""
     gpu_library: str = ""
-    """The CUDA part of baton_native; empty: the one that its build made, where it found nvcc."""
+    """CUDA part of baton_native; empty: the one that its build made, if it found nvcc."""
     checksum: bool = True
     lease_ttl_s: float = 5.0
-    """A lease dies this long after the last keep-alive of a sink that wants it."""
+    """A lease expires this long after the last keep-alive of its sink."""
     unclaimed_ttl_s: float = 30.0
-    """A lease that nobody ever asked for dies after this."""
+    """A lease that no sink ever asked for expires after this."""
     wanted_timeout_s: float = 10.0
     """A pull fails when its source neither opens nor refuses the lease for this long."""
     connect_timeout_s: float = 1.0
@@ -154,25 +155,25 @@ class AgentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RailShare:
-    """What one rail of a source carried for a sink: in one pull, or since the agent's start."""
+    """Traffic of one rail of a source for a sink: in one pull, or since the agent's start."""
 
     rail: str
-    """Its label, or its address."""
+    """Label or address of the rail."""
     bytes: int
     chunks: int
     retired: int
     """Connections that were lost, or given up because they hung."""
     bytes_per_s: float
-    """As last measured on one connection; 0: not yet."""
+    """Rate last measured on one connection; 0: not yet measured."""
 
 
 class EventKind(StrEnum):
     PULL_PROGRESS = "pull_progress"
-    """Sink: layers 0 to `layers` - 1 have arrived and verified, whole. At most one per layer."""
+    """Sink: layers 0 to `layers` - 1 have arrived whole and are verified. At most one per layer."""
     PULL_DONE = "pull_done"
-    """Sink: everything arrived and verified. The lease was released at the source."""
+    """Sink: everything has arrived and is verified. The lease was released at the source."""
     PULL_FAILED = "pull_failed"
-    """Sink: nothing writes the destination blocks any more; `cause` and `detail` say why."""
+    """Sink: the pull failed and nothing writes the destination blocks any more; `cause` and `detail` say why."""
     LEASE_RELEASED = "lease_released"
     """Source: the sink is done, the blocks may be reused."""
     LEASE_ENDED = "lease_ended"
@@ -188,7 +189,7 @@ class Cause(StrEnum):
     REFUSED = "refused"
     """Secret or lengths do not match; `detail` names both sides."""
     REVOKED = "revoked"
-    """The source gave the lease up and did not open a new generation before the deadline."""
+    """The source revoked the lease and did not open a new generation before the deadline."""
     EXPIRED = "expired"
     CHECKSUM = "checksum"
     STALLED = "stalled"
@@ -225,25 +226,25 @@ class TransferEvent:
     moving_s: float = 0.0
     backend: str = ""
     declined: str = ""
-    """Which preferred backends do not work between the two, and why; and what `ucx` goes over, if it was taken."""
+    """Preferred backends that do not work between the two, and why; and the transports of `ucx`, if it was taken."""
     restarts: int = 0
-    """How often the pull began again because the source's generation rose."""
+    """Number of restarts of the pull because the source's generation rose."""
     rails: tuple[RailShare, ...] = ()
-    """What carried the pull's bytes, those of a given-up generation too."""
+    """Rails that carried the pull's bytes, including those of a revoked generation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentStats:
     leases: int
-    """Open now, at the source."""
+    """Source: open leases."""
     leased_blocks: int
     pulls: int
-    """Running now, at the sink."""
+    """Sink: running pulls."""
     parked: int
-    """Asked for, not opened yet, at the source."""
+    """Source: leases asked for and not opened yet."""
     pulled_bytes: int
     pulled_blocks: int
-    """Counted per layer: one block of a model with L layers counts L."""
+    """Pulled blocks, counted per layer: one block of a model with L layers counts L."""
     served_bytes: int
     pulls_done: int
     pulls_failed: int
@@ -251,16 +252,17 @@ class AgentStats:
     leases_revoked: int
     checksum_failures: int
     fallbacks: int = 0
-    """Pulls that came by another backend than the first of the list, since that one does not work between the two."""
+    """Pulls that did not use the first backend of the list, because it does not work between the two."""
     lanes_retired: int = 0
     """Connections to sources that were lost, or given up because they hung."""
 
 
 class TransferAgent(Protocol):
-    """See the module's text. Keys have `KEY_BYTES` bytes; unknown keys are ignored, as messages may cross."""
+    """Agent of one engine rank, see the module's docstring. Keys have `KEY_BYTES` bytes; unknown keys are ignored, as
+    messages may cross."""
 
     endpoint: str
-    """How other agents reach this one; opaque."""
+    """Endpoint for other agents; opaque."""
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` has something to return."""
@@ -271,7 +273,7 @@ class TransferAgent(Protocol):
         ...
 
     def set_pool(self, pool: Pool) -> None:
-        """Name the memory that leases and pulls speak of; once, before either."""
+        """Set the memory that leases and pulls refer to; once, before either."""
         ...
 
     # Source.
@@ -281,20 +283,20 @@ class TransferAgent(Protocol):
         ...
 
     def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None:
-        """Append blocks of the pool. Ignored for an older generation."""
+        """Append blocks of the pool to the lease. Ignored for an older generation."""
         ...
 
     def post_ready(self, key: bytes, generation: int, layer: int, tokens: int) -> None:
-        """Say that the first `tokens` tokens of `layer` lie in the lease's blocks; only ever grows. -1: all layers."""
+        """Report that the first `tokens` tokens of `layer` are in the lease's blocks; only grows. -1: all layers."""
         ...
 
     def complete_lease(self, key: bytes, generation: int, tokens: int) -> None:
-        """Say how many tokens the whole lease has; a sink that wants more is refused."""
+        """Set the number of tokens of the whole lease; a sink that wants more is refused."""
         ...
 
     def revoke_lease(self, key: bytes, *, final: bool) -> None:
-        """Give up the present generation, before its blocks are overwritten. Returns once no reader can
-        take bytes that change after this for good. `final`: no new generation will come; sinks fail at once."""
+        """Revoke the present generation, before its blocks are overwritten. Returns once no reader can
+        accept bytes that change after this. `final`: no new generation will come; sinks fail at once."""
         ...
 
     # Sink.
@@ -305,9 +307,9 @@ class TransferAgent(Protocol):
         """Fill `blocks` of the pool with the lease's KV for tokens [first_token, tokens).
 
         `first_token` is a multiple of this pool's block size, whatever the source's is; `blocks[0]` receives the
-        tokens from there on. Where both layouts are alike, whole blocks move, the rest of the last one too; else
-        exactly these tokens are written, of the heads that both ranks hold. Ends with exactly one PULL_DONE or
-        PULL_FAILED.
+        tokens from there on. If both layouts are alike, whole blocks move, including the rest of the last one;
+        otherwise exactly these tokens are written, for the heads that both ranks hold. Ends with exactly one
+        PULL_DONE or PULL_FAILED.
         """
         ...
 
@@ -316,7 +318,7 @@ class TransferAgent(Protocol):
         ...
 
     def release(self, key: bytes, endpoint: str) -> None:
-        """Tell a source that its lease is not needed (all of it was cached here)."""
+        """Tell a source that its lease is not needed (all of its tokens were cached here)."""
         ...
 
     def stats(self) -> AgentStats: ...
@@ -326,5 +328,5 @@ class TransferAgent(Protocol):
         ...
 
     def close(self) -> None:
-        """Stop the thread, close connections; open pulls fail, open leases end."""
+        """Stop the thread and close connections; open pulls fail, open leases end."""
         ...

@@ -1,4 +1,4 @@
-"""When the layers of a pull arrived, and what it waited for, from what its agent reports."""
+"""Timing of a pull, from its agent's events: when layers arrived, and how long nothing was ready."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import msgspec
 from baton.transfer.protocol import TransferEvent
 
 GROUPS_MAX: Final = 8
-"""Of one pull: layers that arrive one after another are told of together beyond that."""
+"""Most groups of one pull: with more layers, neighbouring ones are grouped."""
 
 
 class LayerGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Neighbouring layers of one pull, from the arrival of the ones before to their own. Instants are monotonic."""
+    """Neighbouring layers of one pull, from the previous group's arrival to their own. Instants are monotonic."""
 
     first_layer: int
     layers: int
     began_s: float
     ended_s: float
     waiting_s: float
-    """Of that time, how long nothing was ready to move: prefill was computing, or the peers were still meeting."""
+    """Part of that time in which nothing was ready to move: prefill was computing, or the peers were connecting."""
     moved_bytes: int
-    """What arrived in that time, of later layers too."""
+    """Bytes that arrived in that time, including those of later layers."""
     backend: str
     rail: str
-    """What carried them: a rail's name; of several, each with its bytes; the source's endpoint, where none is known."""
+    """Name of the rail that carried them; if several, each with its bytes; if unknown, the source's endpoint."""
 
 
 class PullWatch:
@@ -42,7 +42,7 @@ class PullWatch:
             self._marks.append(event)
 
     def ended_s(self, last: TransferEvent) -> float:
-        """Return when the pull's last event came about: its waiting and moving are all of its time."""
+        """Return the instant of the pull's last event: waiting and moving add up to the pull's whole time."""
         return self._began_s + last.waiting_s + last.moving_s
 
     def groups(self) -> tuple[LayerGroup, ...]:
@@ -62,7 +62,7 @@ class PullWatch:
                     began_s=at_s,
                     ended_s=ended_s,
                     waiting_s=mark.waiting_s - waiting_s,
-                    # A pull that began again counts its bytes anew.
+                    # A pull that restarted counts its bytes from 0 again.
                     moved_bytes=max(0, mark.bytes - moved_bytes),
                     backend=mark.backend,
                     rail=_rails(mark, carried) or self._rail,

@@ -1,4 +1,4 @@
-"""What all pulls of an engine came to, for its metrics."""
+"""Totals of all pulls of an engine, for its metrics."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PullTotals:
 @dataclass(frozen=True, slots=True)
 class PullTally:
     done: dict[str, PullTotals] = field(default_factory=dict[str, PullTotals])
-    """By backend."""
+    """Totals by backend."""
     failed: Counter[Cause] = field(default_factory=Counter[Cause])
 
     def add(self, backend: str, cause: Cause, *, moved_bytes: int, waiting_s: float, moving_s: float) -> None:

@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: ledger, frames, KV events, canary, service."""
+"""Code shared by prefill and decode workers: ledger, frames, KV events, canary, service."""

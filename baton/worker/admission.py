@@ -1,4 +1,4 @@
-"""From a task on the bus to what the ledger and the engine are asked, or to a refusal. Pure."""
+"""Admission: turns a task on the bus into requests to the ledger and the engine, or into a refusal. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GATEWAY = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What this life of the worker is to everyone else."""
+    """Identity of this generation of the worker, as others see it."""
 
     address: WorkerAddress
     role: Role
@@ -28,7 +28,7 @@ class Identity:
     model_path: str
     block_tokens: int
     engine_kind: str = ""
-    """See `Heartbeat.engine_kind`."""
+    """Kind of the engine, see `Heartbeat.engine_kind`."""
 
 
 def key_of(task: PrefillTask | DecodeTask) -> Key:
@@ -36,7 +36,7 @@ def key_of(task: PrefillTask | DecodeTask) -> Key:
 
 
 def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: EngineFacts) -> Ask | Refusal:
-    """Return what to ask of the ledger, or why this worker can never run this task."""
+    """Return the request to the ledger, or why this worker can never run this task."""
     wanted = Role.PREFILL if isinstance(task, PrefillTask) else Role.DECODE
     if wanted is not identity.role:
         return Refusal("role", f"this is a {identity.role} worker, not a {wanted} worker")
@@ -72,13 +72,13 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
         prompt_tokens=task.prompt_tokens,
         output_tokens_max=task.sampling.max_tokens,
         budget_s=task.context.budget_s,
-        # The last token is computed in any case, to sample from it.
+        # The last token is always computed, to sample from it.
         cached_tokens=max(0, min(task.cached_tokens, task.prompt_tokens - 1)),
     )
 
 
 def assemble(task: PrefillTask | DecodeTask, assembly: Assembly) -> list[int] | Refusal:
-    """Return the whole prompt: the chunks that came before the task, and its tail."""
+    """Return the whole prompt, the chunks that came before the task and its tail, or why it is not usable."""
     try:
         packed = assembly.complete(key_of(task), task.tokens, task.prompt_tokens)
         return Refusal("incomplete", "chunks of the prompt are missing") if packed is None else unpack_tokens(packed)

@@ -1,4 +1,4 @@
-"""Prompts too long for one message: their leading chunks, until the task brings the tail."""
+"""Assembly of prompts too long for one message: keeps leading chunks until the task brings the tail."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _Incomplete:
 
 
 class Assembly:
-    """Incomplete prompts, bounded in number, bytes and time; the oldest goes first. Pure."""
+    """Incomplete prompts, bounded in number, bytes and time; the oldest is dropped first. Pure."""
 
     def __init__(self, *, prompts_max: int = 256, bytes_max: int = 64 << 20, wait_s: float = 5.0) -> None:
         self._prompts_max = prompts_max
@@ -30,9 +30,9 @@ class Assembly:
         return len(self._prompts)
 
     def add(self, chunk: TokenChunk, now_s: float) -> None:
-        """Append a chunk; one that came before is ignored.
+        """Append a chunk; a repeated one is ignored.
 
-        One that does not follow on drops the prompt, and its task will be answered `incomplete`.
+        A chunk that leaves a gap drops the prompt, and its task will be answered `incomplete`.
         """
         key = (chunk.context.request, chunk.context.attempt)
         prompt = self._prompts.get(key)
@@ -60,7 +60,7 @@ class Assembly:
         return whole if len(whole) == prompt_tokens * TOKEN_BYTES else None
 
     def purge(self, now_s: float) -> None:
-        """Forget prompts whose task has not come. They stand in the order of their deadlines."""
+        """Drop prompts whose task has not come. They are kept in the order of their deadlines."""
         while self._prompts:
             key, prompt = next(iter(self._prompts.items()))
             if prompt.until_s > now_s:
@@ -68,6 +68,6 @@ class Assembly:
             self.drop(key)
 
     def drop(self, key: Key) -> None:
-        """Forget the chunks of an attempt, if there are any."""
+        """Drop the chunks of an attempt, if there are any."""
         prompt = self._prompts.pop(key, None)
         self._bytes -= len(prompt.packed) if prompt else 0

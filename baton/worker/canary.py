@@ -1,7 +1,7 @@
-"""A canary prompt at start-up: proves that the engine's block events become our block ids.
+"""Canary prompt at start-up: proves that the engine's block events map to our block ids.
 
-A wrong mapping would not break a single answer. It would only make every prefix hit a miss, for
-months. So a worker whose canary does not come out as expected refuses to start.
+A wrong mapping would not break any answer. It would turn every prefix hit into a miss, unnoticed for
+months. So a worker whose canary fails refuses to start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from baton.messages.base import pack_tokens
 from baton.worker.events import EventPublisher
 
 _SALTS: Final = ("", "baton-canary")
-"""One prompt of no tenant, and one of a tenant: both must be told apart."""
+"""One prompt without a tenant and one of a tenant: their blocks must differ."""
 _POLL_S: Final = 0.02
 
 
@@ -29,7 +29,7 @@ def canary_tokens(count: int) -> list[int]:
 async def prove_block_identity(
     engine: Engine, facts: EngineFacts, publisher: EventPublisher, clock: Clock, *, block_tokens: int, timeout_s: float
 ) -> None:
-    """Raise ConfigurationError unless a prompt through the engine shows as the canonical blocks it must be."""
+    """Raise ConfigurationError unless a prompt through the engine yields the expected canonical blocks."""
     # Engines store full blocks only, so the prompt is some whole blocks of both sizes, and a rest.
     unit_tokens = max(block_tokens, facts.block_tokens)
     units = 2 if 2 * unit_tokens + 4 <= facts.context_tokens_max else 1

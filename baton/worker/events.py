@@ -1,9 +1,9 @@
-"""From engine block events to `KvEvents`: shadow map, sequence numbers, JetStream, resync pages.
+"""Publishes engine block events as `KvEvents`: shadow map, sequence numbers, JetStream, resync pages.
 
     engine.events() ──▶ follow (shadow map, sequence) ──▶ bounded queue ──▶ publish (JetStream)
 
-When JetStream is slow or away the queue fills and `follow` stops reading; the engine then drops events
-of its own, which shows as a gap in its sequence and clears the shadow map. Nothing grows without bound.
+When JetStream is slow or unreachable, the queue fills and `follow` stops reading. The engine then drops
+events, which shows as a gap in its sequence and clears the shadow map. Nothing grows without bound.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("baton.worker")
 
 QUEUE_MESSAGES_MAX: Final = 1024
 MESSAGE_IDS_MAX: Final = 16_384
-"""Ids in one message or page: 256 KiB, a quarter of the smallest usual payload limit."""
+"""Block ids in one message or page: 256 KiB, a quarter of the smallest usual payload limit."""
 _THREAD_TOKENS_MIN: Final = 2048
 """A batch with more tokens is hashed on a thread, where it cannot delay token frames."""
 _RETRY_S: Final = (0.05, 0.1, 0.2, 0.5, 1.0)
@@ -40,7 +40,7 @@ _SNAPSHOTS_MAX: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """The shadow map as it was at one sequence, cut into pages; every page of a resync comes from one."""
+    """The shadow map at one sequence, split into pages; all pages of a resync come from one snapshot."""
 
     sequence: int
     pages: list[tuple[BlocksStored, ...]]
@@ -60,12 +60,12 @@ class EventPublisher:
         self._queue: asyncio.Queue[KvEvents] = asyncio.Queue(QUEUE_MESSAGES_MAX)
         self._snapshots: OrderedDict[int, _Snapshot] = OrderedDict()
         self._snapshot_numbers = count(1)
-        # The map is changed on a thread and read here: one at a time.
+        # The map is changed on a thread and read on the event loop: one at a time.
         self._map_free = asyncio.Lock()
         self.published_sequence = 0
-        """Of the newest message that the stream has stored."""
+        """Sequence of the newest message that the stream has stored."""
         self.held = Fingerprint()
-        """Of the shadow map after message `held_sequence`, stored or not."""
+        """Fingerprint of the shadow map after message `held_sequence`, stored or not."""
         self.held_sequence = 0
 
     @property
@@ -74,7 +74,7 @@ class EventPublisher:
         return self._queue.qsize()
 
     async def follow(self, batches: AsyncIterator[EngineEventBatch]) -> None:
-        """Apply every batch of the engine, in order, and queue what changed."""
+        """Apply every batch of the engine, in order, and queue the changes."""
         async for batch in batches:
             async with self._map_free:
                 if sum(len(e.tokens) for e in batch.events if isinstance(e, EngineBlocksStored)) >= _THREAD_TOKENS_MIN:
@@ -97,7 +97,7 @@ class EventPublisher:
         )
 
     async def publish(self) -> None:
-        """Store every queued message, in order, trying again for as long as the stream is away."""
+        """Store every queued message, in order; retry for as long as the stream is unreachable."""
         subject = subjects.kv_events(self._address.worker)
         while True:
             message = await self._queue.get()
@@ -108,17 +108,17 @@ class EventPublisher:
                     break
                 except BatonError as error:
                     if attempt == 0:
-                        _log.warning("KV events wait, the stream cannot store them: %s", error)
+                        _log.warning("KV events wait because the stream cannot store them: %s", error)
                     await self._clock.sleep(_RETRY_S[min(attempt, len(_RETRY_S) - 1)])
             self.published_sequence = message.sequence
 
     async def holds(self, blocks: Sequence[bytes]) -> list[bool]:
-        """Say which of the blocks the shadow map holds."""
+        """Return, for each of the blocks, whether the shadow map holds it."""
         async with self._map_free:
             return [block in self._shadow for block in blocks]
 
     def describe(self) -> str:
-        """Say in words what came of the engine's events so far."""
+        """Return a summary of the engine's events so far, in words."""
         shadow = self._shadow
         return (
             f"{len(shadow)} blocks held in {shadow.batches} batches, with {shadow.ignored_blocks} engine blocks ignored"
@@ -166,11 +166,11 @@ class EventPublisher:
 
 
 def split_events(events: Sequence[BlockEvent], ids_max: int) -> Iterator[tuple[BlockEvent, ...]]:
-    """Cut changes into messages of at most `ids_max` block ids, in order."""
+    """Split changes into messages of at most `ids_max` block ids, in order."""
     part: list[BlockEvent] = []
     ids = 0
     for event in (piece for whole in events for piece in _split_event(whole, ids_max)):
-        # An event weighs as much as a few ids even if it names none.
+        # An event costs as much room as a few ids even if it names none.
         weight = 4 + count_ids(event)
         if part and ids + weight > ids_max:
             yield tuple(part)

@@ -1,8 +1,8 @@
-"""Frames to gateways: what one engine step added, in one message per gateway.
+"""Frames to gateways: the output of one engine step, in one message per gateway.
 
-Attempts add their deltas as the engine yields them. The first one wakes the sender, which lets the
-loop turn once, so that all attempts of the step have added theirs, and then sends one message per
-gateway. Deltas that come while a message is on its way share the next one.
+Attempts add their deltas as the engine yields them. The first one wakes the sender, which yields to the
+event loop once, so that all attempts of the step can add theirs, and then sends one message per
+gateway. Deltas that come while a message is being sent share the next one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.worker.ledger import Key
 
 _log = logging.getLogger("baton.worker")
 
-# Upper bounds of what MessagePack makes of a frame: keys, integers and headers; per token its
+# Upper bounds of a frame's size in MessagePack: keys, integers and headers; per token its
 # log-probability; per alternative a pair. Request ids and error texts count by their length.
 _FRAME_BYTES = 512
 _LOGPROB_BYTES = 32
@@ -30,7 +30,7 @@ _ALTERNATIVE_BYTES = 16
 
 
 class _Pending:
-    """Deltas of one attempt that have not been sent, each following on the one before."""
+    """Consecutive deltas of one attempt that have not been sent."""
 
     __slots__ = ("index", "logprobs", "tokens", "usage")
 
@@ -42,7 +42,7 @@ class _Pending:
 
 
 class FrameSender:
-    """One per worker; `run` is its task. A frame that cannot be sent is dropped: the gateway sees the gap."""
+    """Sends a worker's frames; `run` is its task. A frame that cannot be sent is dropped; the gateway sees the gap."""
 
     def __init__(self, bus: Bus, address: WorkerAddress) -> None:
         self._bus = bus
@@ -61,7 +61,7 @@ class FrameSender:
         logprobs: Sequence[TokenLogprob],
         usage: Usage | None,
     ) -> None:
-        """Queue what an engine step added to one attempt; `usage` with an attempt's first tokens."""
+        """Queue the output of an engine step for one attempt; `usage` comes with an attempt's first tokens."""
         pending = self._pending.setdefault(gateway, {})
         delta = pending.get(key)
         if delta is None:
@@ -71,7 +71,7 @@ class FrameSender:
         self._wake.set()
 
     def add_whole(self, gateway: str, frame: Frame) -> None:
-        """Queue a frame that stands for itself: an end, or what the gateway asked to have again.
+        """Queue a complete frame: an end, or output that the gateway asked to resend.
 
         It is sent after the deltas that were added before it.
         """
@@ -86,7 +86,7 @@ class FrameSender:
             await self.flush()
 
     async def flush(self) -> None:
-        """Send what was added so far."""
+        """Send all frames added so far."""
         self._wake.clear()
         pending, self._pending = self._pending, {}
         whole, self._whole = self._whole, {}
@@ -128,7 +128,7 @@ def frame_bytes_max(frame: Frame) -> int:
 
 
 def split_frames(frames: Sequence[Frame], room_bytes: int) -> Iterator[tuple[Frame, ...]]:
-    """Cut frames into messages of at most `room_bytes`, in order, halving frames that are too long."""
+    """Split frames into messages of at most `room_bytes`, in order, halving frames that are too long."""
     part: list[Frame] = []
     part_bytes = 0
     for frame in (piece for whole in frames for piece in _halve(whole, room_bytes)):

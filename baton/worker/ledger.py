@@ -1,4 +1,4 @@
-"""The worker's own book: who may run here, what that reserves, and when it ends.
+"""The worker's ledger: admission of attempts, their reservations, and their ends.
 
 Pure: the clock's values are passed in. States, and what each holds (protocol: `docs/handoff.md`):
 
@@ -7,11 +7,11 @@ Pure: the clock's values are passed in. States, and what each holds (protocol: `
         └─────enter──▶ COMPUTING ──hold──▶ HELD ──settle──▶ gone                             prefill
             slot, blocks, lease        blocks, lease
 
-QUEUED is an aggregated attempt before its first token, PULLING a disaggregated one: engines tell no
-finer. `stop` ends an attempt wherever it stands; inside the engine it only marks it, and the attempt
-keeps its reservation until the engine has let go of it (`end`) or failed to for too long (`sweep`).
+QUEUED is an aggregated attempt before its first token, PULLING a disaggregated one: engines report
+nothing finer. `stop` ends an attempt in any state. Inside the engine it only marks the attempt, which
+keeps its reservation until the engine has released it (`end`) or failed to for too long (`sweep`).
 The deadline limits the time to the first token, the progress limit the time to each further one. Each
-key that ever lived leaves a tombstone that outlives both.
+key leaves a tombstone that outlives both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _ENTERED: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a worker can hold. `kv_blocks` are the engine's blocks, of `engine_block_tokens` each."""
+    """Limits of a worker. `kv_blocks` are the engine's blocks, of `engine_block_tokens` each."""
 
     slots: int
     kv_blocks: int
@@ -59,16 +59,16 @@ class Limits:
     retain_s: float = 30.0
     retained_tokens_max: int = 4_000_000
     lost_after_s: float = 5.0
-    """A gateway that is silent for this long is lost, and what belongs to it is aborted."""
+    """A gateway that is silent for this long is lost, and its attempts are aborted."""
     abort_timeout_s: float = 10.0
-    """An engine that has not let go of an aborted attempt for this long is overruled."""
+    """An aborted attempt that the engine has not released after this long is ended without it."""
     budget_s_max: float = 3600.0
     tombstones_max: int = 65_536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What a task asks of the ledger."""
+    """A task's request to the ledger."""
 
     key: Key
     gateway: str
@@ -77,12 +77,12 @@ class Ask:
     output_tokens_max: int
     budget_s: float
     cached_tokens: int = 0
-    """Of the prompt, what is taken to be cached here."""
+    """Prompt tokens expected in this worker's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why the ledger holds nothing for an ask: `reason` of `messages.Busy`, and a sentence."""
+    """Refusal of an ask: `reason` of `messages.Busy`, and a sentence."""
 
     reason: str
     detail: str
@@ -90,25 +90,25 @@ class Refusal:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Attempt:
-    """One attempt in the book; changed by the ledger alone."""
+    """One attempt in the ledger; changed by the ledger alone."""
 
     key: Key
     gateway: str
     leg: Leg
     prompt_tokens: int
     uncached_tokens: int
-    """Of the prompt, what will have to be computed, as far as is known beforehand."""
+    """Prompt tokens that must be computed, as estimated at admission."""
     blocks: int
     deadline_s: float
-    """Instant by which its first token must be here."""
+    """Instant by which its first token must arrive."""
     give_up_s: float
     """Instant at which it is given up: the deadline, and once tokens come, the progress limit after the last one."""
     state: AttemptState = AttemptState.RESERVED
     state_until_s: float = inf
-    """When a state with a time limit of its own ends: RESERVED, RETAINED, stopping."""
+    """Instant at which a state with its own time limit ends: RESERVED, RETAINED, stopping."""
     stopping: bool = False
     stop_error: BatonError | None = None
-    """What to report of a stopped attempt; None: nobody wants to hear of it."""
+    """Error to report for a stopped attempt; None: no report is wanted."""
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     cached_tokens: int = 0
@@ -128,7 +128,7 @@ class Attempt:
         )
 
     def frame(self, index: int) -> Frame:
-        """Return everything emitted from output token `index` on, the end included."""
+        """Return all output from token `index` on, the end included."""
         index = max(0, min(index, len(self.tokens)))
         request, attempt = self.key
         return Frame(
@@ -144,12 +144,12 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """An attempt that `sweep` stopped, and what the shell has to do about it."""
+    """An attempt that `sweep` stopped, and what the caller must do about it."""
 
     attempt: Attempt
     tell_engine: bool
     overdue: bool = False
-    """The engine never let go; its task must be cancelled."""
+    """The engine never released the attempt; its task must be cancelled."""
 
 
 class Ledger:
@@ -161,7 +161,7 @@ class Ledger:
         self.leased_blocks = 0
         self.output_tokens = 0
         self.ends = Counter[str]()
-        """How attempts ended: a finish reason, `held`, or the code of an error."""
+        """Ended attempts by finish reason, `held`, or the code of an error."""
         self._attempts: dict[Key, Attempt] = {}
         self._tombstones = Tombstones(limits.tombstones_max)
         self._retained_tokens = 0
@@ -180,12 +180,12 @@ class Ledger:
 
     @property
     def prefill_tokens_queued(self) -> int:
-        """Prompt tokens accepted to be computed here and not computed yet, but for those taken to be cached."""
+        """Prompt tokens accepted and not yet computed, without those expected in the cache."""
         uncomputed = (AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
         return sum(a.uncached_tokens for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
 
     def digests(self) -> dict[str, tuple[DigestEntry, ...]]:
-        """Return what is held for each gateway that is alive; an empty list is news, too."""
+        """Return the attempts held for each live gateway; an empty list is reported, too."""
         entries: dict[str, list[DigestEntry]] = {gateway: [] for gateway in self._gateways}
         for attempt in self:
             request, number = attempt.key
@@ -196,7 +196,7 @@ class Ledger:
     # ------------------------------------------------------------ admission
 
     def reserve(self, ask: Ask, now_s: float) -> Attempt | Refusal:
-        """Book an attempt, or say why not. A live key must be looked up with `get` before."""
+        """Reserve for an attempt, or say why not. The caller looks up live keys with `get` first."""
         assert ask.key not in self._attempts, "a live attempt is reserved twice"
         request, number = ask.key
         if not ask.budget_s > 0:
@@ -229,7 +229,7 @@ class Ledger:
         return attempt
 
     def _blocks_of(self, ask: Ask) -> int:
-        # Prefill's sampled token is discarded, so it never gets a place in the cache.
+        # Prefill's sampled token is discarded, so it never takes a place in the cache.
         output = 0 if ask.leg is Leg.PREFILL else min(ask.output_tokens_max, self.limits.output_headroom_tokens_max)
         return -(-(ask.prompt_tokens + output) // self.limits.engine_block_tokens)
 
@@ -249,7 +249,7 @@ class Ledger:
     # ------------------------------------------------------------ progress
 
     def enter(self, key: Key) -> bool:
-        """Note that the attempt is handed to the engine now; False when it may not be any more."""
+        """Record that the attempt is handed to the engine now; False if it must not be any more."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.state is not AttemptState.RESERVED:
             return False
@@ -258,7 +258,7 @@ class Ledger:
         return True
 
     def advance(self, key: Key, delta: EngineDelta, now_s: float) -> int | None:
-        """Note what an engine step added; return the index of its first token, None if nobody wants it any more."""
+        """Record an engine step; return the index of its first token, None if the attempt is no longer wanted."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.state not in IN_ENGINE or attempt.stopping:
             return None
@@ -277,7 +277,7 @@ class Ledger:
         return index
 
     def hold(self, key: Key) -> bool:
-        """Note that prefill computed the prompt. False: it was stopped meanwhile, the lease must go."""
+        """Record that prefill computed the prompt. False: the attempt was stopped meanwhile; end the lease."""
         attempt = self._attempts.get(key)
         if attempt is None or attempt.state is not AttemptState.COMPUTING:
             return False
@@ -289,16 +289,16 @@ class Ledger:
         return True
 
     def settle(self, leased: frozenset[Key]) -> list[Attempt]:
-        """Let go of leases that the engine no longer has; return their attempts."""
+        """Forget held attempts whose leases the engine no longer has; return them."""
         gone = [a for a in self if a.state is AttemptState.HELD and a.key not in leased]
         for attempt in gone:
             self._forget(attempt)
         return gone
 
     def end(self, key: Key, reason: FinishReason, error: BatonError | None, now_s: float) -> Attempt | None:
-        """Note that the engine has let go of an attempt; return it the first time, None ever after.
+        """Record that the engine has released an attempt; return it the first time, None after that.
 
-        What somebody may still ask for is RETAINED with its `finish`; the rest is gone at once.
+        An attempt whose gateway may still ask for it is RETAINED with its `finish`; others are forgotten at once.
         """
         attempt = self._attempts.get(key)
         if attempt is None or attempt.state not in WITH_SLOT:
@@ -318,10 +318,10 @@ class Ledger:
         self._bound_retained()
         return attempt
 
-    # ------------------------------------------------------------ endings from outside
+    # ------------------------------------------------------------ ends from outside
 
     def cancel(self, key: Key, budget_s: float, now_s: float) -> bool:
-        """End an attempt that the gateway gave up, known or not; True when the engine must be told."""
+        """End an attempt that the gateway gave up, known or not; True if the engine must be told."""
         request, number = key
         # Not `max(0, …)` alone: a budget that is no number compares false and must not outlive the limit.
         lasts_s = min(budget_s, self.limits.budget_s_max) if budget_s > 0 else 0.0
@@ -330,15 +330,15 @@ class Ledger:
         return attempt is not None and self.stop(attempt, None, now_s)
 
     def acknowledge(self, key: Key, now_s: float) -> bool:
-        """Forget an attempt whose end has arrived. Prefill's lease ends with it: True when the engine must be told."""
+        """Forget an attempt whose end has arrived. Prefill's lease ends with it: True if the engine must be told."""
         attempt = self._attempts.get(key)
         return attempt is not None and self.stop(attempt, None, now_s)
 
     def stop(self, attempt: Attempt, error: BatonError | None, now_s: float) -> bool:
-        """End an attempt wherever it stands; True when the engine must be told.
+        """End an attempt in any state; True if the engine must be told.
 
-        With an `error` its end is kept for the gateway (`attempt.finish`, at once if the engine never
-        had it), without one it is forgotten.
+        With an `error`, the end is kept for the gateway (`attempt.finish`, at once if the engine never
+        had the attempt); without one, the attempt is forgotten.
         """
         match attempt.state:
             case AttemptState.RESERVED:
@@ -361,15 +361,15 @@ class Ledger:
                 return first
 
     def hear_gateway(self, gateway: str, now_s: float) -> None:
-        """Note a gateway's beat. Gateways have one life: a restarted one has another name."""
+        """Record a gateway's beat. Gateways have one generation: a restarted one has another name."""
         self._gateways.hear(gateway, 0, None, now_s)
 
     def extend_deadlines(self, pause_s: float, now_s: float) -> None:
-        """Give gateways the time in which this process could hear nothing, see `PauseDetector`."""
+        """Extend the gateways' deadlines by a pause of this process, see `PauseDetector`."""
         self._gateways.extend_deadlines(pause_s, now_s)
 
     def sweep(self, now_s: float) -> list[Stopped]:
-        """Stop everything whose time is up; call it several times a second."""
+        """Stop all attempts whose time is up; call it several times a second."""
         self._tombstones.purge(now_s)
         self._gateways.expire(now_s)
         stopped: list[Stopped] = []
@@ -389,7 +389,7 @@ class Ledger:
                 stopped.append(Stopped(attempt, self.stop(attempt, stuck, now_s)))
         return stopped
 
-    # ------------------------------------------------------------ the book itself
+    # ------------------------------------------------------------ bookkeeping
 
     def _lateness(self, attempt: Attempt) -> BatonError:
         if attempt.tokens:
@@ -403,7 +403,7 @@ class Ledger:
         return Stopped(attempt, tell_engine=False, overdue=True)
 
     def _change(self, attempt: Attempt, state: AttemptState) -> None:
-        """Move to `state`, giving back what the new state does not hold."""
+        """Move to `state`, and release what the new state does not hold."""
         if attempt.state in WITH_SLOT and state not in WITH_SLOT:
             self.slots_used -= 1
         if attempt.state in WITH_BLOCKS and state not in WITH_BLOCKS:
@@ -428,7 +428,7 @@ class Ledger:
         self._tombstones.bury(request, number, deadline_s + self.limits.progress_s)
 
     def _bound_retained(self) -> None:
-        """Forget the oldest ends beyond the limit. The newest stays, however long: its gateway is waiting for it."""
+        """Forget the oldest ends beyond the limit. The newest stays, whatever its size: its gateway waits for it."""
         retained: Sequence[Attempt] = ()
         if self._retained_tokens > self.limits.retained_tokens_max:
             retained = sorted((a for a in self if a.state is AttemptState.RETAINED), key=lambda a: a.state_until_s)

@@ -1,4 +1,4 @@
-"""What a worker shows of itself: ledger, engine, transfers, KV events. Read at scrapes from what each of them keeps."""
+"""Metrics of a worker: ledger, engine, transfers, KV events. Each scrape reads them from their owners."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.worker.shadow import ShadowMap
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerReadings:
-    """The parts of one worker, as a source of readings."""
+    """Source of readings from the parts of one worker."""
 
     identity: Identity
     facts: EngineFacts
@@ -67,7 +67,7 @@ class WorkerReadings:
         try:
             load, transfers = self.engine.load(), self.engine.transfers()
         except BatonError:
-            return  # The engine is dead, and the worker about to end.
+            return  # The engine is dead, and the worker is about to end.
         in_use = round(load.kv_usage * self.facts.kv_blocks)
         leased = min(load.leased_blocks, in_use)
         for state, blocks in (("used", in_use - leased), ("leased", leased), ("free", self.facts.kv_blocks - in_use)):

@@ -27,20 +27,20 @@ CLOSE_TIMEOUT_S = 20.0
 
 
 def run_worker(role: Role, settings_type: type[WorkerSettings]) -> NoReturn:
-    """Run the process of one life of a worker."""
+    """Run the process of a worker."""
     run(role, settings_type, partial(_main, role))
 
 
 async def _main(role: Role, settings: WorkerSettings, process: Process) -> None:
     if not settings.model:
         raise ConfigurationError("there is no model: give the folder of one with --model", param="model")
-    # The bus before the engine: a wrong address shows at once, not after a minute of loading.
+    # The bus comes before the engine: a wrong address shows at once, not after a minute of loading.
     async with process.join(settings.worker_id(role)) as node:
         await process.serve(LoadingWorker(role, settings, node))
 
 
 class LoadingWorker:
-    """Loads an engine, then is a `WorkerService` around it.
+    """Service that loads an engine, then delegates to a `WorkerService` around it.
 
     Raises ConfigurationError when it cannot start, EngineFailed when its engine dies.
     """
@@ -50,8 +50,8 @@ class LoadingWorker:
         self._settings = settings
         self._node = node
         self._clock = node.ports.clock
-        # The time of day in milliseconds: higher at each start of a worker of this name, unless the machine's time
-        # was set back by more than the worker was away.
+        # Wall-clock time in milliseconds: higher at each start of a worker of this name, unless the clock was set
+        # back by more than the worker's downtime.
         self._generation = int(self._clock.wall_s() * 1000)
         self._service: WorkerService | None = None
 

@@ -1,4 +1,4 @@
-"""How fast this worker really is, learned from what it did. Pure: instants are passed in."""
+"""Measured speeds of this worker: prefill, decode, transfer. Pure: instants are passed in."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Final
 
 _NEWEST_SHARE_MIN: Final = 0.2
 _HICCUP: Final = 4.0
-"""A sample this many times off counts as that much: schedulers avoid a worker that seems slow, so it would measure
-nothing that shows that it only stood still for once. A change that stays is followed all the same."""
+"""Samples are clamped to within this factor of the average. Schedulers avoid a worker that seems slow, so after one
+hiccup it would get no work to correct its average. A lasting change is still followed."""
 _WINDOW_S: Final = 5.0
 _RELAXED_SHARE: Final = 0.05
 _PREFILL_SAMPLE_TOKENS_MIN: Final = 64
-"""Fewer computed tokens say more about a step's fixed cost than about the rate."""
+"""Fewer computed tokens measure a step's fixed cost more than the rate."""
 _TRANSFER_SAMPLE_BYTES_MIN: Final = 64 << 10
 
 
@@ -24,7 +24,7 @@ class Average:
     value: float
     samples: int = 0
     lowest: float = math.inf
-    """That it has been, since the first sample."""
+    """Lowest average since the first sample."""
 
     def add(self, sample: float) -> None:
         if self.samples:
@@ -35,16 +35,16 @@ class Average:
         self.lowest = min(self.lowest, self.value)
 
     def relax(self) -> None:
-        """Move on to the lowest that it has been: nothing was measured, since nothing runs."""
+        """Move towards the lowest average: nothing runs, so nothing is measured."""
         if self.samples:
             self.value += _RELAXED_SHARE * (self.lowest - self.value)
 
 
 @dataclass(slots=True)
 class Throughput:
-    """Amounts over the time that they took, of about the last `_WINDOW_S` of such time; a guess until there is some.
+    """Amounts over the time that they took, in about the last `_WINDOW_S` of such time; a guess until measured.
 
-    Not an average of rates: of what is done together one part ends just after the other, at any rate at all.
+    An average of rates would be wrong: work that runs together ends almost together, so the parts show any rate.
     """
 
     guess: float
@@ -65,7 +65,7 @@ class Throughput:
 
 @dataclass(slots=True)
 class BusyTime:
-    """How long at least one of several things was going on."""
+    """Time in which at least one of several activities was going on."""
 
     _running: int = 0
     _since_s: float = 0.0
@@ -91,13 +91,13 @@ class BusyTime:
 
 @dataclass(slots=True, kw_only=True)
 class Rates:
-    """The guesses are those of a mid-sized model on one GPU; they only matter until the first requests."""
+    """Rates of one worker. Initial guesses fit a mid-sized model on one GPU; they matter until the first requests."""
 
     prefill_tokens_per_s: Throughput = field(default_factory=lambda: Throughput(5_000.0))
     token_interval_s: Average = field(default_factory=lambda: Average(0.02))
     transfer_bytes_per_s: Average = field(default_factory=lambda: Average(1e9))
     busy: BusyTime = field(default_factory=BusyTime)
-    """Of the engine: an attempt that waits for its pull gives it nothing to compute."""
+    """Time in which the engine has work: an attempt that waits for its pull gives it nothing to compute."""
     _prefilling: int = 0
     _prefill_since_s: float = 0.0
     _prefilled_tokens: int = 0
@@ -106,17 +106,17 @@ class Rates:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Of one sequence."""
+        """Decode rate of one sequence."""
         return 1 / self.token_interval_s.value
 
     def prefill_began(self, now_s: float) -> None:
-        """Note that a prompt is being computed. Prompts run together: the time in which any runs is counted once."""
+        """Record that a prompt is being computed. Prompts run together: time in which any runs is counted once."""
         if self._prefilling == 0:
             self._prefill_since_s, self._prefilled_tokens = now_s, 0
         self._prefilling += 1
 
     def prefill_ended(self, computed_tokens: int, now_s: float) -> None:
-        """Note that one of the prompts is done, with 0 tokens if it was stopped."""
+        """Record that one of the prompts is done, with 0 tokens if it was stopped."""
         self._prefilling -= 1
         self._prefilled_tokens += computed_tokens
         if self._prefilled_tokens >= _PREFILL_SAMPLE_TOKENS_MIN:
@@ -124,7 +124,7 @@ class Rates:
             self._prefill_since_s, self._prefilled_tokens = now_s, 0
 
     def tokens_came(self, tokens: int, since_s: float) -> None:
-        """Note how long a sequence took for its latest tokens."""
+        """Record how long a sequence took for its latest tokens."""
         self._interval_tokens += tokens
         self._intervals_s += since_s
 
@@ -137,6 +137,6 @@ class Rates:
         if self._interval_tokens and self._intervals_s > 0:
             self.token_interval_s.add(self._intervals_s / self._interval_tokens)
         elif not self.busy.is_on:
-            # Else a worker that was crowded once, and is empty now, would be avoided for ever.
+            # Otherwise a worker that was crowded once and is empty now would be avoided for ever.
             self.token_interval_s.relax()
         self._interval_tokens, self._intervals_s = 0, 0.0

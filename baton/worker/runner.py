@@ -1,4 +1,4 @@
-"""Running one attempt through the engine, and telling its gateway what came of it."""
+"""Runs one attempt through the engine and reports its end to the gateway."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ABORT_TIMEOUT_S: Final = 10.0
 
 
 class Runner:
-    """`run` is the task of one attempt; `conclude` tells of an end, wherever it was decided."""
+    """Runs attempts. `run` is the task of one attempt; `conclude` reports an end, wherever it was decided."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Runner:
         self._on_engine_failed = on_engine_failed
 
     async def run(self, attempt: Attempt, request: EngineRequest, trace: str) -> None:
-        """Take an accepted attempt from RESERVED to its end. Never raises for what befalls one attempt."""
+        """Take an accepted attempt from RESERVED to its end. Never raises for a failure of one attempt."""
         if not self._ledger.enter(attempt.key):
             return
         try:
@@ -66,14 +66,14 @@ class Runner:
             await self._fail(attempt, error)
         except Exception:  # noqa: BLE001 - the one boundary of an attempt: a bug ends it, not the worker
             _log.exception("attempt %s/%d failed", request.request, request.attempt)
-            await self._fail(attempt, EngineFailed("the worker failed on this attempt, its log says why"))
+            await self._fail(attempt, EngineFailed("the worker failed on this attempt; its log has the reason"))
         else:
             await self._succeed(attempt, reason)
 
     async def _generate(self, attempt: Attempt, request: EngineRequest, leg: LegTrace) -> FinishReason:
         meter = _Meter(attempt, self._rates, self._metrics, self._clock, leg.trace)
         try:
-            # Every engine's `generate` is an async generator: closing it is how an attempt is abandoned.
+            # Every engine's `generate` is an async generator: closing it abandons the attempt.
             deltas = cast("AsyncGenerator[EngineDelta]", self._engine.generate(request))
             async with aclosing(deltas):
                 async for delta in deltas:
@@ -87,7 +87,7 @@ class Runner:
                     raise EngineFailed(f"the engine ended the attempt by itself: {delta.finish}")
         finally:
             meter.close()
-        raise EngineFailed("the engine ended the attempt without a word")
+        raise EngineFailed("the engine ended the attempt without a finish reason")
 
     def _pass_on(self, attempt: Attempt, delta: EngineDelta) -> None:
         index = self._ledger.advance(attempt.key, delta, self._clock.now_s())
@@ -105,11 +105,11 @@ class Runner:
             context = self._context(attempt)
             await self._tell(attempt, Prefilled(context=context, worker=self._address.worker, usage=attempt.usage()))
         else:
-            # Stopped in the very step that computed the prompt: the lease has come after the abort.
+            # Stopped in the step that computed the prompt: the lease was opened after the abort.
             await self.abort(attempt)
 
     async def abort(self, attempt: Attempt) -> None:
-        """Have the engine let go of an attempt. That it has is seen when the attempt's `run` ends. Never raises."""
+        """Ask the engine to abort an attempt; its `run` ends once the engine has. Never raises."""
         try:
             async with self._clock.timeout(ABORT_TIMEOUT_S):
                 await self._engine.abort(*attempt.key)
@@ -129,7 +129,7 @@ class Runner:
             self._on_engine_failed()
 
     async def conclude(self, attempt: Attempt) -> None:
-        """Tell the gateway of an attempt that has ended, if it may still want to know."""
+        """Report an attempt's end to its gateway, unless no report is wanted."""
         finish = attempt.finish
         if finish is None or (attempt.stopping and attempt.stop_error is None):
             return
@@ -147,8 +147,8 @@ class Runner:
         try:
             await self._bus.publish(subjects.gateway(attempt.gateway), message)
         except BatonError as error:
-            # Only a hint: the gateway's timers and the digests stand in for it.
-            _log.warning("gateway %s was not told of attempt %s/%d: %s", attempt.gateway, *attempt.key, error)
+            # Only a hint: without it, the gateway learns the same from its timers and the digests.
+            _log.warning("gateway %s could not be told of attempt %s/%d: %s", attempt.gateway, *attempt.key, error)
 
 
 class _Meter:

@@ -57,9 +57,9 @@ _log = logging.getLogger("baton.worker")
 HEALTH_TIMEOUT_S: Final = 10.0
 DRAIN_POLL_S: Final = 0.05
 LAST_WORDS_S: Final = 2.0
-"""For the ends of attempts that a drain cut short."""
+"""Time for attempts to end after the drain budget is spent."""
 LISTENS_ON_S: Final = 1.0
-"""How long a draining worker refuses at least what was placed before its heartbeat was heard."""
+"""Minimum time for which a draining worker answers tasks placed before its heartbeat was heard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class Timers:
 
 
 class WorkerService:
-    """One life of one worker, around an engine that has started: a `baton.node.service.Service`."""
+    """One generation of one worker, around an engine that has started: a `baton.node.service.Service`."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class WorkerService:
                     timeout_s=self._timers.canary_timeout_s,
                 )
                 async with self._subscribed():
-                    # Whoever hears the first heartbeat may send a task at once.
+                    # A gateway may send a task as soon as it hears the first heartbeat.
                     loops += [
                         tasks.create_task(self._every(self._timers.heartbeat_s, self._beat), name="heartbeat"),
                         tasks.create_task(self._every(self._timers.digest_s, self._send_digests), name="digests"),
@@ -173,7 +173,7 @@ class WorkerService:
             await self._say_goodbye()
 
     async def check_ready(self) -> None:
-        """Raise Unavailable unless a task that came now would be looked at."""
+        """Raise Unavailable unless the worker can take tasks now."""
         if self._ledger.draining:
             raise Unavailable("the worker is draining")
         if not self._bus.connected:
@@ -194,7 +194,7 @@ class WorkerService:
                 subscriptions.append(await self._bus.subscribe(subject, handler))
             yield
         finally:
-            # A task that came later would find nobody to run it.
+            # Tasks that came later could not be run any more.
             for subscription in subscriptions:
                 await subscription.unsubscribe()
 
@@ -228,7 +228,7 @@ class WorkerService:
                     self._tasks.create_task(self._runner.abort(attempt))
             case Resend(context=context, index=index):
                 attempt = self._ledger.get((context.request, context.attempt))
-                # What is not here is not answered: the next digest shows that it is gone.
+                # No answer for an unknown attempt: the next digest shows that it is gone.
                 if attempt is not None and (attempt.finish is not None or len(attempt.tokens) > index):
                     self._frames.add_whole(attempt.gateway, attempt.frame(index))
             case other:
@@ -236,7 +236,7 @@ class WorkerService:
                 await delivery.respond(Refused(error=ErrorReport.of(wrong)))
 
     def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
-        """Book an attempt and start it, or say why not. Raises InvalidRequest for what the engine does not take."""
+        """Reserve for an attempt and start it, or say why not. Raises InvalidRequest for unsupported parameters."""
         address = self._identity.address
         accepted = Accepted(worker=address.worker, generation=address.generation)
         known = self._ledger.get(key_of(task))
@@ -254,7 +254,7 @@ class WorkerService:
         if isinstance(ask, Refusal):
             return ask
         if isinstance(task, DecodeTask):
-            # Prefill computes the prompt, whatever is sampled after it.
+            # Decode only: sampling parameters do not matter to prefill.
             self._engine.check_sampling(task.sampling)
         tokens = assemble(task, self._assembly)
         if isinstance(tokens, Refusal):
@@ -273,7 +273,7 @@ class WorkerService:
         if isinstance(delivery.message, GatewayBeat):
             self._ledger.hear_gateway(delivery.message.gateway, self._clock.now_s())
 
-    # ------------------------------------------------------------ what happens by itself
+    # ------------------------------------------------------------ periodic work
 
     async def _every(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -317,7 +317,7 @@ class WorkerService:
             running=ledger.slots_used - waiting,
             waiting=waiting,
             running_max=ledger.limits.slots,
-            # What is promised counts as used: the ledger refuses by its own book.
+            # Reserved blocks count as used, because the ledger admits by its own reservations.
             kv_blocks_used=min(max(ledger.blocks_used, engine_blocks), facts.kv_blocks),
             kv_blocks_total=facts.kv_blocks,
             engine_block_tokens=facts.block_tokens,
@@ -341,17 +341,17 @@ class WorkerService:
             await self._publish(subjects.gateway(gateway), digest)
 
     async def _publish(self, subject: str, message: AnyMessage) -> None:
-        """Send what is repeated anyway: it may be lost, and an outage is logged once."""
+        """Publish a message that is repeated anyway: it may be lost, and an outage is logged once."""
         try:
             await self._bus.publish(subject, message)
             self._bus_down = False
         except BatonError as error:
             if not self._bus_down:
-                _log.warning("the bus takes no messages: %s", error)
+                _log.warning("the bus accepts no messages: %s", error)
             self._bus_down = True
 
     async def _watch_engine(self) -> None:
-        """Raise EngineFailed once the engine cannot serve any more; look at once after a failed attempt."""
+        """Raise EngineFailed once the engine cannot serve any more. A failed attempt triggers a check at once."""
         while True:
             try:
                 async with self._clock.timeout(HEALTH_TIMEOUT_S):
@@ -368,7 +368,8 @@ class WorkerService:
     # ------------------------------------------------------------ leaving
 
     async def drain(self) -> None:
-        """Take nothing more, and let what runs finish or be moved by its gateway; after the budget, end it as lost."""
+        """Refuse new tasks and let attempts finish or be moved by their gateways; after the budget, end them as
+        lost."""
         began_s = self._clock.now_s()
         self._leaves_at_s = began_s + self._timers.drain_s
         self._ledger.draining = True
@@ -383,7 +384,7 @@ class WorkerService:
                 self._tasks.create_task(self._runner.abort(attempt))
             await self._runner.conclude(attempt)
         await self._wait_empty(LAST_WORDS_S)
-        # A placement that is on its way gets an answer, and is no failure of its request.
+        # A task already on its way gets a `Busy`, so that its request does not fail.
         listens_until_s = began_s + min(LISTENS_ON_S, self._timers.drain_s)
         await self._clock.sleep(max(0.0, listens_until_s - self._clock.now_s()))
         for run in list(self._running.values()):
@@ -395,7 +396,7 @@ class WorkerService:
             await self._clock.sleep(DRAIN_POLL_S)
 
     async def _say_goodbye(self) -> None:
-        """Report what ended with this worker, so that nobody has to wait for a timer to learn it."""
+        """Report the attempts that end with this worker, so that gateways need not wait for a timer."""
         lost = WorkerLost(f"worker {self._identity.address.worker} has ended")
         for attempt in list(self._ledger):
             if attempt.finish is None:
@@ -407,7 +408,7 @@ class WorkerService:
 
 
 def _first_expected(group: BaseExceptionGroup[BaseException]) -> BatonError | None:
-    """Return the failure that we know among those that ended the worker's tasks."""
+    """Return the first expected failure among those that ended the worker's tasks, if there is one."""
     known = group.subgroup(BatonError)
     while known is not None:
         error = known.exceptions[0]

@@ -24,7 +24,7 @@ _AGENT: Final = AgentOptions()
 
 
 class InjectedFaults(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`baton.transfer.TransferFaults` as a setting."""
+    """Setting for `baton.transfer.TransferFaults`."""
 
     delay_s: Annotated[float, Meta(ge=0)] = 0.0
     corrupt_every: Annotated[int, Meta(ge=0)] = 0
@@ -60,9 +60,9 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
             ge=BLOCK_TOKENS_MIN, le=BLOCK_TOKENS_MAX, description="Canonical block; the same in the whole deployment."
         ),
     ] = BLOCK_TOKENS_DEFAULT
-    slots: Annotated[int, Meta(ge=0, description="Attempts that run at the same time; 0: what the engine can.")] = 0
+    slots: Annotated[int, Meta(ge=0, description="Attempts that run at the same time; 0: the engine's limit.")] = 0
     output_headroom_tokens: Annotated[
-        int, Meta(ge=1, description="Output for which an attempt reserves KV blocks beside its prompt, at most.")
+        int, Meta(ge=1, description="Most output tokens for which an attempt reserves KV blocks beside its prompt.")
     ] = 512
     leased_share: Annotated[
         float, Meta(gt=0, le=1, description="Share of the KV blocks that may be held for decode workers.")
@@ -71,7 +71,7 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
     heartbeat_s: Annotated[Seconds, Meta(description="Time between two heartbeats.")] = 0.25
     digest_s: Annotated[Seconds, Meta(description="Time between two digests to each gateway.")] = 1.0
     lost_after_s: Annotated[
-        Seconds, Meta(description="A gateway without a beat for this long is lost, and what belongs to it is aborted.")
+        Seconds, Meta(description="A gateway without a beat for this long is lost, and its attempts are aborted.")
     ] = 5.0
     enter_timeout_s: Annotated[Seconds, Meta(description="Time for an accepted attempt to enter the engine.")] = 2.0
     progress_s: Annotated[
@@ -80,38 +80,40 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
     retain_s: Annotated[
         Seconds, Meta(description="How long an answer is kept for a gateway that does not confirm it.")
     ] = 30.0
-    drain_s: Annotated[Seconds, Meta(description="Time at the end for what still runs.")] = 30.0
+    drain_s: Annotated[Seconds, Meta(description="Time for running attempts to finish while draining.")] = 30.0
     canary_timeout_s: Annotated[Seconds, Meta(description="Time for the prompt that proves the block mapping.")] = 15.0
 
     agent_host: Annotated[
-        str, Meta(description="Address on which the transfer agent listens; auto: the one that this host's name has.")
+        str, Meta(description="Address on which the transfer agent listens; auto: the address of this host's name.")
     ] = "127.0.0.1"
-    agent_port: Annotated[int, Meta(ge=0, le=65535, description="Its port; 0: any free one.")] = 0
+    agent_port: Annotated[int, Meta(ge=0, le=65535, description="Port of the transfer agent; 0: any free one.")] = 0
     agent_rails: Annotated[
         tuple[str, ...],
         Meta(
-            description="Addresses to listen on in place of the host and the port, host:port[@label][~distance]; "
-            "KV is pulled over all that are nearest."
+            description="Addresses to listen on instead of agent_host and agent_port, host:port[@label][~distance]; "
+            "KV is pulled over all of the nearest ones."
         ),
     ] = ()
     agent_streams: Annotated[
         int, Meta(ge=1, le=16, description="Connections to each address of a source that large pulls use.")
     ] = _AGENT.streams
-    agent_secret: Annotated[str, Meta(description="Shared by all agents; better given by environment or file.")] = ""
+    agent_secret: Annotated[
+        str, Meta(description="Secret shared by all agents; better given by environment or file.")
+    ] = ""
     agent_backends: Annotated[tuple[str, ...], Meta(description="Ways to move KV, in order of preference.")] = (
         _AGENT.backends
     )
     agent_verbs_devices: Annotated[
-        str, Meta(description="RDMA devices as name, name:port or name:port:gid, by commas; empty: all that are up.")
+        str, Meta(description="RDMA devices: name, name:port or name:port:gid, with commas; empty: all that are up.")
     ] = _AGENT.verbs_devices
-    lease_ttl_s: Annotated[Seconds, Meta(description="A lease ends this long after its decode worker's last sign.")] = (
+    lease_ttl_s: Annotated[Seconds, Meta(description="A lease ends this long after its sink's last keep-alive.")] = (
         _AGENT.lease_ttl_s
     )
-    unclaimed_ttl_s: Annotated[Seconds, Meta(description="A lease that nobody asked for ends after this.")] = (
+    unclaimed_ttl_s: Annotated[Seconds, Meta(description="A lease that no sink asked for ends after this.")] = (
         _AGENT.unclaimed_ttl_s
     )
     wanted_timeout_s: Annotated[
-        Seconds, Meta(description="A pull fails when its source says nothing for this long.")
+        Seconds, Meta(description="A pull fails when its source neither opens nor refuses the lease for this long.")
     ] = _AGENT.wanted_timeout_s
     stall_timeout_s: Annotated[Seconds, Meta(description="A pull fails when it makes no progress for this long.")] = (
         _AGENT.stall_timeout_s

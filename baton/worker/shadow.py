@@ -1,4 +1,4 @@
-"""The shadow map: which canonical blocks the engine's prefix cache holds, told by its block events.
+"""The shadow map: which canonical blocks the engine's prefix cache holds, according to its block events.
 
 Engines name their blocks by opaque hashes, and their block size may be a multiple or a divisor of the
 canonical one. A **cover** ties the two together: the canonical blocks that a set of engine blocks
@@ -10,7 +10,7 @@ stands for, held while all of its members are.
 
 Engines store and remove the same hash several times, one for each copy, so members are counted; two
 covers may stand for the same canonical block, so these are counted as well. An engine block keeps its
-**tail**, where the chain of ids stands after it, as long as a child may come.
+**tail**, the state of the chain of ids after it, as long as a child may come.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from baton.messages.workers import Fingerprint
 
 @dataclass(frozen=True, slots=True)
 class _Tail:
-    """Where the chain stands after an engine block."""
+    """State of the chain of ids after an engine block."""
 
     root: bytes
     parent: bytes
     """Id of the last canonical block that is full; empty at the root."""
     rest: bytes = b""
-    """Packed tokens after it, fewer than a canonical block."""
+    """Packed tokens after that block, fewer than a canonical block."""
     members: tuple[bytes, ...] = ()
-    """Hashes of the engine blocks that `rest` lies in."""
+    """Hashes of the engine blocks that contain `rest`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +62,7 @@ class _Held:
 
 
 class ShadowMap:
-    """Pure. Not safe for two threads at once."""
+    """Canonical blocks held by one engine. Pure. Not safe for two threads at once."""
 
     def __init__(self, *, model_digest: str, engine_block_tokens: int, block_tokens: int) -> None:
         longer, shorter = max(engine_block_tokens, block_tokens), min(engine_block_tokens, block_tokens)
@@ -74,7 +74,7 @@ class ShadowMap:
         self.block_tokens = block_tokens
         self.engine_block_tokens = engine_block_tokens
         self.ignored_blocks = 0
-        """Engine blocks that could not be named: their parent is unknown or their size is another."""
+        """Engine blocks without canonical ids: their parent is unknown or their size differs."""
         self.batches = 0
         self._model_digest = model_digest
         self._blocks: dict[bytes, _EngineBlock] = {}
@@ -87,18 +87,18 @@ class ShadowMap:
 
     @property
     def engine_blocks(self) -> int:
-        """Engine blocks that are held, or that a held one still belongs together with."""
+        """Number of engine blocks that are held, or that share a cover with a held one."""
         return len(self._blocks)
 
     def fingerprint(self) -> Fingerprint:
-        """Return what all that is held comes to."""
+        """Return the fingerprint of all held blocks."""
         return Fingerprint.of(self._ids_sum, len(self._held))
 
     def __contains__(self, block: bytes) -> bool:
         return block in self._held
 
     def apply(self, batch: EngineEventBatch) -> list[BlockEvent]:
-        """Follow the engine; return what changed, in order. After a lost batch everything is forgotten first."""
+        """Apply a batch of engine events; return the changes in order. A lost batch clears the map first."""
         out: list[BlockEvent] = []
         if batch.sequence != self._sequence + 1:
             self._clear(out)
@@ -165,8 +165,8 @@ class ShadowMap:
     def _cover(self, cover: _Cover, before: _Tail) -> None:
         """Tie a new cover to its members; `before` is the tail that its last member follows.
 
-        That member comes next, so it counts as missing. Earlier ones may have been removed and
-        forgotten; they are known again from now on, as missing.
+        That member comes next, so it counts as missing. Earlier members may have been removed and
+        forgotten; they are entered again, as missing.
         """
         for number, member in enumerate(cover.members, start=1):
             block = self._blocks.get(member)
@@ -198,7 +198,7 @@ class ShadowMap:
         gone: list[bytes] = []
         for engine_hash in hashes:
             block = self._blocks.get(engine_hash)
-            # Blocks that were ignored when they were stored are removed as well: nothing to do.
+            # Engines also remove blocks that were ignored when stored: nothing to do.
             if block is None or block.copies == 0:
                 continue
             block.copies -= 1
@@ -222,10 +222,10 @@ class ShadowMap:
                     gone.append(canonical)
 
     def _prune(self, engine_hash: bytes, block: _EngineBlock) -> None:
-        """Forget covers of which no member is left, and engine blocks that nothing names any more.
+        """Forget covers without a remaining member, and engine blocks that no cover names any more.
 
-        A block that is gone itself stays known while a cover with a member left names it, since the
-        engine may store it again without its neighbours.
+        A removed block stays known while a cover with a remaining member names it, since the engine
+        may store it again without its neighbours.
         """
         dead = [cover for cover in block.covers if cover.missing == len(cover.members)]
         for cover in dead:
@@ -240,11 +240,11 @@ class ShadowMap:
     # ------------------------------------------------------------ reading
 
     def runs(self, run_blocks_max: int) -> Iterator[BlocksStored]:
-        """Yield everything held as runs of at most `run_blocks_max`, parents before their children."""
+        """Yield all held blocks as runs of at most `run_blocks_max`, parents before their children."""
         children: dict[bytes, list[bytes]] = {}
         for canonical, held in self._held.items():
             children.setdefault(held.parent, []).append(canonical)
-        # A block whose parent was evicted starts a run like one at the root does.
+        # A block whose parent was evicted starts a run, like a block at the root.
         starts = [canonical for canonical, held in self._held.items() if held.parent not in self._held]
         while starts:
             run = [starts.pop()]
@@ -257,7 +257,7 @@ class ShadowMap:
 
 
 class _Runs:
-    """Newly held blocks, gathered into runs in which each is the child of the one before."""
+    """Newly held blocks, grouped into runs in which each block is the child of the one before."""
 
     def __init__(self) -> None:
         self._links: list[tuple[bytes, bytes]] = []

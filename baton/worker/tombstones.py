@@ -1,4 +1,4 @@
-"""Attempts that must not run here any more: cancelled, ended, or older than one already seen."""
+"""Tombstones of attempts that must not run here any more: cancelled, ended, or older than one already seen."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ class _Tombstone:
 
 
 class Tombstones:
-    """At most `entries_max`; beyond that the one whose deadline comes first goes."""
+    """At most `entries_max` tombstones; beyond that, the one with the earliest deadline is dropped."""
 
     def __init__(self, entries_max: int) -> None:
         self._entries_max = entries_max
         self._by_request: dict[str, _Tombstone] = {}
-        # Every deadline a tombstone ever had. Entries of outdated deadlines are skipped when they come up.
+        # Every deadline that a tombstone ever had. Outdated entries are skipped when they come up.
         self._deadlines: list[tuple[float, str]] = []
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Tombstones:
         return stone is not None and attempt <= stone.attempt
 
     def purge(self, now_s: float) -> None:
-        """Forget what has passed its deadline."""
+        """Drop the tombstones whose deadline has passed."""
         while self._deadlines and self._deadlines[0][0] <= now_s:
             self._remove_first()
 

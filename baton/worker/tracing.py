@@ -1,10 +1,10 @@
-"""The spans of one attempt on its worker: the leg it runs, and in it what the engine spent its time on.
+"""Spans of one attempt on its worker: the leg it runs, and the engine's stages within it.
 
     prefill                  queue, compute
     decode                   queue, transfer (with one span for each group of layers), first token, generate
     whole                    queue, compute, generate
 
-Nothing is done for each token: the spans below the leg are made afterwards, from a few instants.
+There is no work per token: the spans below the leg are made afterwards, from a few instants.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from baton.worker.ledger import Attempt
 
 
 class LegTrace:
-    """`note` is called with each delta, and looks closely at the first alone."""
+    """Trace of one leg. `note` is called with each delta and inspects only the first."""
 
     def __init__(self, tracing: Tracing, span: Span, leg: Leg, clock: Clock) -> None:
         self._tracing = tracing
