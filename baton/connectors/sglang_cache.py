@@ -36,7 +36,7 @@ class Keeper(Protocol):
     """Decides which KV of a request stays."""
 
     def checkpointed(self, req: Req, tokens: int) -> None:
-        """Note that the tree took the request's first `tokens`; if it had them, the request now uses the tree's slots."""
+        """Note that the tree took the request's first `tokens`; if it had them, the request moved to its slots."""
         ...
 
     def finished(self, req: Req) -> bool:

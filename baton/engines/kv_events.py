@@ -193,7 +193,7 @@ class KvEventListener:
         if batch.sequence < 1:
             return
         if len(self._batches) >= BATCHES_MAX:
-            _log.warning("dropped KV event batch %d: nobody takes them", batch.sequence)
+            _log.warning("dropped KV event batch %d: the consumer is too slow", batch.sequence)
             return
         self._batches.append(batch)
         # One wake-up for all batches that come until the loop runs.

@@ -172,5 +172,5 @@ def local_model(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"the model {model} is neither a folder here nor to be had from the hub: {reason}", param="model"
+            f"the model {model} is no folder here and cannot be downloaded from the hub: {reason}", param="model"
         ) from error
