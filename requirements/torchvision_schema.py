@@ -1,8 +1,8 @@
 """Lets SGLang import torchvision beside a build of torch without CUDA.
 
-The package index has torchvision for CUDA alone. Its operators then do not load, and its Python part, which SGLang
-imports always, stops at the first that it wants to describe. Their schemas are declared here when torchvision is
-first imported; nobody calls the operators. `environment.py` puts this file beside torchvision, with a line that
+The package index has torchvision for CUDA only. Its operators then do not load, and its Python part, which SGLang
+always imports, stops at the first that it describes. Their schemas are declared here when torchvision is first
+imported; the operators are never called. `environment.py` puts this file beside torchvision, with a line that
 Python runs at every start: engines start their processes with nothing of ours in them yet.
 """
 

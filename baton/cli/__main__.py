@@ -1,4 +1,4 @@
-"""`python -m baton.cli`: the `baton` command where it is not installed as a script."""
+"""`python -m baton.cli`: the `baton` command without an installed script."""
 
 import sys
 

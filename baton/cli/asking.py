@@ -1,4 +1,4 @@
-"""Asking every service over the bus, not knowing how many there are."""
+"""Asks every service over the bus, without knowing how many there are."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from baton.errors import InvalidRequest
 from baton.messages.codec import AnyMessage
 
 NATS_URL_FILE: Final = "nats-url"
-"""In the run folder of a `baton up`."""
+"""File with the bus's address in the run folder of a `baton up`."""
 CONNECT_TIMEOUT_S: Final = 3.0
 FIRST_ANSWER_S: Final = 1.0
 QUIET_S: Final = 0.25
-"""Services answer at once: after this long without a word, all have."""
+"""Silence after which all services have answered: they answer at once."""
 ANSWERS_S: Final = 3.0
 ANSWERS_MAX: Final = 2000
 
@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 def find_nats_url(given: str, environ: Mapping[str, str], run_folder: Path) -> str:
-    """Return the bus to ask: the one given, or that of the `baton up` which runs here. Raises InvalidRequest."""
+    """Return the bus to ask: `given`, or that of the `baton up` that runs here. Raises InvalidRequest."""
     if url := given or environ.get("NATS_URL", ""):
         return url
     try:
@@ -55,7 +55,7 @@ async def ask_all(bus: Bus, subject: str, query: AnyMessage, answer_to: str, kin
                     came.clear()
                     quiet.reschedule(asyncio.get_running_loop().time() + QUIET_S)
     except TimeoutError:
-        pass  # The usual end: whoever had something to say has said it.
+        pass  # The usual end: all services have answered.
     finally:
         await subscription.unsubscribe()
     return answers

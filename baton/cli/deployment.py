@@ -1,4 +1,4 @@
-"""What `baton up` starts: the user's wishes, checked, and one `Program` per process."""
+"""The deployment that `baton up` starts: the user's wishes, checked, and one `Program` per process."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ TINY_NAME: Final = "tiny"
 SERVICE_START_TIMEOUT_S: Final = 120.0
 SIMULATED_START_TIMEOUT_S: Final = 120.0
 ENGINE_START_TIMEOUT_S: Final = 600.0
-"""Real models load for minutes from slow disks."""
+"""Time for an engine to start: real models load for minutes from slow disks."""
 WORKERS_MAX: Final = 128
 DRAIN_S: Final = 2
-"""Ctrl-C means now: what still streams gets this long."""
+"""Time that running streams get to end after Ctrl-C."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the user asked for."""
+    """The user's choices."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -58,15 +58,15 @@ class Wishes:
     decode_engine: EngineName | None = None
     device: DeviceName = "auto"
     disaggregation: Disaggregation | None = None
-    """None: as the device allows."""
+    """None: `always` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
-    """For every engine; what stands under an engine's name, for that engine only."""
+    """Options for every engine; those under an engine's name are for that engine only."""
     nats_url: str = ""
     redis_url: str = ""
     pythons: Mapping[EngineName, Path]
-    """The Pythons whose environments have vLLM and SGLang: they pin their own torch, so each has an environment."""
+    """Python of each engine's environment: vLLM and SGLang pin their own torch, so each has its own."""
     folder: Path
-    """Logs, servers' data and the tiny model go under it."""
+    """Folder for logs, the servers' data and the tiny model."""
 
     @property
     def engines(self) -> Mapping[Role, EngineName]:
@@ -74,7 +74,7 @@ class Wishes:
 
     @property
     def started_engines(self) -> tuple[EngineName, ...]:
-        """Those of which there is a worker, each once."""
+        """Engines that have a worker, each once."""
         counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
         return tuple(dict.fromkeys(engine for role, engine in self.engines.items() if counts[role]))
 
@@ -84,7 +84,7 @@ class Wishes:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model: a hub id as it is, a folder by its last part."""
+        """Name of the model for clients: a hub id as it is, a folder's last part."""
         if self.tiny:
             return TINY_NAME
         path = Path(self.model).expanduser()
@@ -104,7 +104,7 @@ class Wishes:
 
     @property
     def local_host(self) -> str:
-        """Where this machine reaches the gateway."""
+        """Address at which this machine reaches the gateway."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
 
     @property
@@ -179,7 +179,7 @@ def _check_port(host: str, port: int) -> None:
 
 
 def model_folder(wishes: Wishes) -> Path:
-    """Return the folder of the model, which is made or loaded when it is not here yet. Raises ConfigurationError."""
+    """Return the folder of the model, which is made or downloaded if missing. Raises ConfigurationError."""
     if not wishes.tiny:
         return find_model(wishes.model)
     make_tiny_model(wishes.tiny_model_folder)
@@ -187,7 +187,7 @@ def model_folder(wishes: Wishes) -> Path:
 
 
 def find_model(model: str) -> Path:
-    """Return the folder of the user's model, loaded from the hub where it is an id. Raises ConfigurationError."""
+    """Return the folder of the user's model, downloaded if it is a hub id. Raises ConfigurationError."""
     folder = local_model(model)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ConfigurationError(f"the folder {folder} holds no weights (*.safetensors): is the model complete?")
@@ -243,7 +243,7 @@ class EngineSettings:
 
 
 def engine_settings(wishes: Wishes, model_path: Path, engine: EngineName) -> EngineSettings:
-    """Return what suits the model and the machine; what the user named wins."""
+    """Return settings that suit the model and the machine; the user's own win."""
     workers = wishes.prefill + wishes.decode
     options = engine_defaults(engine, device=wishes.device, tiny=wishes.tiny, workers_per_device=workers)
     if engine != "simulated" and not wishes.tiny:
@@ -271,7 +271,7 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
     threads = worker_threads(wishes.device, cores=os.cpu_count() or 1, workers=workers)
     status_ports = iter(free_ports(workers, but=wishes.port))
 
-    # Known to this deployment's transfer agents only: no other process can read or write their KV.
+    # Only this deployment's transfer agents know it: no other process can read or write their KV.
     agent_secret = secrets.token_urlsafe(24)
 
     def program(role: Role, number: int) -> Program:

@@ -1,4 +1,4 @@
-"""Engine options that suit a first run on this machine; whatever the user names wins."""
+"""Engine options that suit a first run on this machine; the user's own win."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ TINY_BLOCKS: Final = 1024
 TINY_BLOCK_TOKENS: Final = 32
 TINY_STEP_TOKENS_MAX: Final = 512
 CPU_CONTEXT_TOKENS_MAX: Final = 8192
-"""Long contexts of real models are slow on a CPU, and their KV takes memory that a laptop needs."""
+"""Context limit on a CPU: long contexts of real models are slow there, and their KV takes memory a laptop needs."""
 CUDA_MEMORY_SHARE: Final = 0.85
-"""Of one GPU, for all workers on it together."""
+"""Share of one GPU's memory for all workers on it together."""
 SIMULATED_SPEED: Final = 1.0
-"""As fast as the engine that it stands for: tokens are seen to come one by one."""
+"""Speed of the engine that it simulates, so that tokens visibly arrive one by one."""
 
 
-# What the two engines call the same things.
+# The two engines' names for the same options.
 _STEP_TOKENS_MAX: Final = {"vllm": "max_num_batched_tokens", "sglang": "chunked_prefill_size"}
 _RUNNING_MAX: Final = {"vllm": "max_num_seqs", "sglang": "max_running_requests"}
 _MEMORY_SHARE: Final = {"vllm": "gpu_memory_utilization", "sglang": "mem_fraction_static"}

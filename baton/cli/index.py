@@ -1,4 +1,4 @@
-"""`baton index`: what every index knows, asked over the bus."""
+"""`baton index`: the content of every index, asked over the bus."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from baton.messages.workers import Goodbye, Heartbeat
 from baton.node.membership import Workers
 
 FIRST_HEARTBEAT_S: Final = 3.0
-"""How long a busy machine may take to be heard at all."""
+"""Time for the first heartbeat to arrive from a busy machine."""
 HEARTBEATS_S: Final = 0.6
-"""Two of them: after this time every live worker is known."""
+"""Two heartbeats: after this time every live worker is known."""
 MODEL_CHARS: Final = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """`prompt` or `tokens`: who holds this; neither: only what there is."""
+    """A query: with `prompt` or `tokens`, which workers hold it; with neither, only the index's state."""
 
     prompt: str = ""
     tokens: Sequence[int] = ()
@@ -42,7 +42,7 @@ class Question:
 
 
 def index(question: Question, *, nats_url: str, as_json: bool) -> str:
-    """Return what all indexes know, for a reader or as JSON. Raises BatonError, one sentence."""
+    """Return all indexes' content, as text or as JSON. Raises BatonError with one sentence."""
     reports, blocks = asyncio.run(_index(question, nats_url))
     if not as_json:
         return "\n".join(line for report in reports for line in draw(report, blocks))
@@ -50,7 +50,7 @@ def index(question: Question, *, nats_url: str, as_json: bool) -> str:
 
 
 def parse_tokens(text: str) -> list[int]:
-    """Return token ids that are separated by commas. Raises InvalidRequest."""
+    """Return the token ids in a comma-separated list. Raises InvalidRequest."""
     try:
         return [int(part) for part in text.split(",")] if text else []
     except ValueError as error:
@@ -79,7 +79,7 @@ async def _index(question: Question, nats_url: str) -> tuple[list[IndexReport], 
 
 
 async def _find_model(bus: Bus, name: str) -> Heartbeat:
-    """Return the word of a worker that serves the model. Raises InvalidRequest."""
+    """Return a heartbeat of a worker that serves the model. Raises InvalidRequest."""
     workers, clock = Workers(), SystemClock()
     first = asyncio.Event()
 
@@ -95,14 +95,14 @@ async def _find_model(bus: Bus, name: str) -> Heartbeat:
     await subscription.unsubscribe()
     heard = {heartbeat.model: heartbeat for heartbeat in workers.beats()}
     if not heard:
-        raise Unavailable("no worker is heard, so nobody says how a prompt is cut into blocks")
+        raise Unavailable("no worker sends heartbeats, so the size of its blocks is unknown")
     if name in heard or (not name and len(heard) == 1):
         return heard[name or next(iter(heard))]
     raise InvalidRequest(f"name one of the models that are served with --model: {', '.join(sorted(heard))}")
 
 
 def _encode(model_path: str, prompt: str) -> list[int]:
-    """Return the prompt's token ids. Raises InvalidRequest where the tokenizer is not here."""
+    """Return the prompt's token ids. Raises InvalidRequest if the tokenizer is not on this machine."""
     file = Path(model_path) / "tokenizer.json"
     if not file.is_file():
         raise InvalidRequest(f"there is no {file} here to cut the prompt into tokens: give them with --tokens")
@@ -114,11 +114,11 @@ def _encode(model_path: str, prompt: str) -> list[int]:
     return tokenizer.encode(prompt).ids
 
 
-# ---------------------------------------------------------------- for a reader
+# ---------------------------------------------------------------- as text
 
 
 def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
-    """Yield what one index said, `asked_blocks` of a prompt included, line by line."""
+    """Yield one index's report line by line, the holders of a prompt of `asked_blocks` included."""
     role = "writes to Redis" if report.writes else "does not write"
     yield f"index {report.instance}: {role}; event {report.stream_sequence} of the stream was the last"
     for model in report.models:

@@ -39,7 +39,7 @@ def main() -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        # A folder that cannot be written, a full disk: not ours to mend.
+        # A folder that cannot be written, a full disk: the user has to fix it.
         print(f"baton: {error.filename}: {error.strerror}; --folder names another place", file=sys.stderr)
         return EXIT_FAILED
     except BatonError as error:
@@ -144,7 +144,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _optional(choices: Sequence[str]) -> _Choice:
-    """Return what makes a flag one of `choices`; empty, as `make` gives what nobody set: the default."""
+    """Return a flag's keywords for `choices`; empty, as `make` passes an unset variable, means the default."""
     return {"choices": ("", *choices), "default": "", "metavar": f"{{{','.join(choices)}}}"}
 
 
@@ -168,7 +168,7 @@ def _add_index(command: argparse.ArgumentParser) -> None:
 
 
 def _add_deployment(command: argparse.ArgumentParser) -> None:
-    """Add what says where to ask, and in which form to answer."""
+    """Add flags that say where to ask, and in which form to answer."""
     add = command.add_argument
     add("--port", type=int, default=8000, help="the `baton up` to ask, by its port; default: %(default)s")
     add("--nats-url", default="", metavar="URL", help="message bus of another deployment; default: NATS_URL")
@@ -197,7 +197,7 @@ def _index(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
 
 
 def _nats_url(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
-    # The bus would log its tries to connect; what came of them is in the error.
+    # The bus would log its attempts to connect; the error says how they ended.
     logging.basicConfig(level=logging.CRITICAL)
     return find_nats_url(parsed.nats_url, environ, parsed.folder.absolute() / ".run" / str(parsed.port))
 

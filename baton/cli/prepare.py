@@ -1,6 +1,6 @@
 """`python -m baton.cli.prepare`: a model in a folder, and beside it worker.toml, the settings to serve it with.
 
-What `baton up` decides before it starts workers, for deployments in which something else starts them: compose.yaml.
+It decides what `baton up` decides before it starts workers, for deployments that start them otherwise: compose.yaml.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Questions whether a process serves, each answered at once with yes or no: over HTTP, or in a server's own words."""
+"""Probes of whether a process serves, each answered at once with yes or no: over HTTP, or in a server's protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Probe = Callable[[], Awaitable[bool]]
 
 
 def http_probe(host: str, port: int, path: str) -> Probe:
-    """Return the question whether a GET is answered with 200."""
+    """Return a probe that succeeds if a GET is answered with 200."""
 
     async def probe() -> bool:
         return (await http_status(host, port, path))[0] == 200
@@ -22,7 +22,7 @@ def http_probe(host: str, port: int, path: str) -> Probe:
 
 
 async def http_status(host: str, port: int, path: str) -> tuple[int, str]:
-    """Return status and body of a GET; (0, "") without an answer in time."""
+    """Return status and body of a GET; (0, "") if no answer comes in time."""
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
     with suppress(OSError, TimeoutError, ValueError, IndexError):
         async with asyncio.timeout(TIMEOUT_S):
@@ -37,7 +37,7 @@ async def http_status(host: str, port: int, path: str) -> tuple[int, str]:
 
 
 def answer_probe(host: str, port: int, request: bytes, answer: bytes) -> Probe:
-    """Return the question whether a fresh connection that sends `request` hears `answer`."""
+    """Return a probe that succeeds if a fresh connection that sends `request` receives `answer`."""
 
     async def probe() -> bool:
         with suppress(OSError, TimeoutError):

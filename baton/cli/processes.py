@@ -1,4 +1,4 @@
-"""Child processes of the launcher: one log each, and none outlives the launcher, however that ends.
+"""Child processes of the launcher: each has a log, and none outlives the launcher, however that ends.
 
 Each child leads a session of its own, so a Ctrl-C at the terminal reaches the launcher alone, which
 then ends the children in order; and the kernel kills a child whose launcher is gone (PR_SET_PDEATHSIG).
@@ -43,16 +43,16 @@ class Program:
     """The whole environment. Secrets travel here: every user of a machine can read a command line."""
     log_path: Path
     ready: Probe
-    """Whether it serves: its start has succeeded."""
+    """Probe of whether it serves: its start has succeeded."""
     alive: Probe
-    """Whether it still reacts at all."""
+    """Probe of whether it still reacts at all."""
     start_timeout_s: float
     stop_timeout_s: float = 10.0
-    """How long it may take to end by itself after SIGTERM."""
+    """Time to end by itself after SIGTERM."""
 
 
 class Child:
-    """One running (or ended) process of a `Program`; can be started again."""
+    """One process of a `Program`, running or ended; can be started again."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

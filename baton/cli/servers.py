@@ -1,4 +1,4 @@
-"""NATS and Redis on this machine, for a deployment that brings none: loopback only, with a password each."""
+"""NATS and Redis on this machine, for a deployment without its own: on loopback only, with a password each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.errors import ConfigurationError
 
 LOOPBACK: Final = "127.0.0.1"
 PORTS: Final = range(20_000, 32_000)
-"""Below those that Linux lends for connections (`ip_local_port_range`)."""
+"""Ports to choose from, below Linux's ephemeral ones (`ip_local_port_range`)."""
 PAYLOAD_BYTES_MAX: Final = 8 << 20
 START_TIMEOUT_S: Final = 15.0
 PROBE_INTERVAL_S: Final = 0.02
@@ -30,14 +30,14 @@ class Server:
 
     program: Program
     url: str
-    """With its password: for environments and files of the user's own, not for command lines or logs."""
+    """Address with the password: for environments and files of the user's own, not for command lines or logs."""
     port: int
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now.
+    """Return a loopback port that is free now.
 
-    It is none that the kernel lends for connections, of which one could have it before the server does.
+    It is no ephemeral port, which the kernel could give to a connection before the server binds it.
     """
     while True:
         port = PORTS[secrets.randbelow(len(PORTS))]
@@ -47,7 +47,7 @@ def free_port() -> int:
 
 
 def free_ports(count: int, *, but: int) -> list[int]:
-    """Return as many ports, all different, for processes of which none listens yet; none is `but`."""
+    """Return `count` different free ports for processes that do not listen yet; none of them is `but`."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())
@@ -74,7 +74,7 @@ def nats_server(folder: Path, environ: Mapping[str, str]) -> Server:
         f'authorization {{ token: "{token}" }}\n'
         f'jetstream {{ store_dir: "{folder / "jetstream"}", max_memory_store: 256MB, max_file_store: 4GB }}\n',
     )
-    # The server writes INFO to whoever connects, once JetStream is up too.
+    # The server writes INFO to every new connection, once JetStream is up too.
     answers = answer_probe(LOOPBACK, port, b"", b"INFO")
     program = Program(
         name="nats",

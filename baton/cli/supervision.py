@@ -1,4 +1,4 @@
-"""Children that stay: started again when they end or hang, without delay unless it is their starts that fail."""
+"""Keeps children alive: starts them again when they end or hang, with back-off only after starts that fail."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Final
 from baton.cli.processes import Child, describe_exit
 
 START_INTERVAL_S: Final = 0.1
-"""Between two questions whether a child that starts is ready."""
+"""Interval of the probes of whether a starting child is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patience:
-    """How long to wait before a start that follows failed ones, and for a child that does not answer."""
+    """Back-off before a start that follows failed ones, and the patience with a child that does not answer."""
 
     first_s: float = 0.5
     max_s: float = 10.0
     alive_interval_s: float = 1.0
     silences_max: int = 10
-    """Probes in a row that a child may fail. Counted, not timed: a pause of the launcher itself is one of them."""
+    """Probes in a row that a child may fail. Counted, not timed: a pause of the launcher itself counts as one."""
 
     def wait_s(self, previous_s: float, *, was_ready: bool) -> float:
-        """Return how long to wait before the next start: doubling while starts fail, none after one that succeeded."""
+        """Return the back-off before the next start: doubling while starts fail, none after one that succeeded."""
         return 0.0 if was_ready else min(self.max_s, max(self.first_s, previous_s * 2))
 
 
@@ -38,14 +38,14 @@ async def keep_alive(child: Child, tell: Callable[[str], None], patience: Patien
         when = f" in {wait_s:g} s" if wait_s else ""
         tell(f"{child.name} {describe_exit(status)}; starting it again{when} (log: {child.program.log_path})")
         await asyncio.sleep(wait_s)
-        # What it left behind in its process group goes first.
+        # First end what it left behind in its process group.
         child.kill()
         child.start()
         ready = False
 
 
 async def _until_end(child: Child, tell: Callable[[str], None], patience: Patience, *, ready: bool) -> tuple[int, bool]:
-    """Wait for the end of one process, which is killed when it hangs; return its exit status and if it was ready."""
+    """Wait for one process to end, kill it if it hangs; return its exit status and whether it was ready."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + child.program.start_timeout_s
     silences = 0

@@ -1,8 +1,8 @@
 """A tiny language model with random weights, made locally: for the demo and the tests, no download.
 
 Shape: 4 layers, hidden size 256, 8 heads over 2 KV heads of 64, 8,192 tokens: 12 MB in bfloat16. The
-tokenizer is a byte-level BPE trained on Python's own standard library, with a ChatML template. What the
-model says is noise, but always the same noise: weights come from a fixed seed.
+tokenizer is a byte-level BPE trained on Python's own standard library, with a ChatML template. The model's
+output is noise, but always the same noise: weights come from a fixed seed.
 
     python -m baton.cli.tiny_model DIR [--arch qwen3|llama] [--dtype bfloat16|float32]
 """
@@ -35,7 +35,7 @@ HEAD_DIM: Final = 64
 VOCABULARY: Final = 8192
 CONTEXT_TOKENS_MAX: Final = 8192
 WEIGHT_DEVIATION: Final = 0.15
-"""Wide enough that greedy decoding does not fall into repeating one token."""
+"""Standard deviation of the weights: wide enough that greedy decoding does not repeat one token."""
 
 SPECIAL_TOKENS: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PAD_ID, _, END_ID = range(3)

@@ -1,4 +1,4 @@
-"""`baton trace`: what the services remember of one request, asked over the bus, as a waterfall."""
+"""`baton trace`: the spans that the services keep of one request, asked over the bus, as a waterfall."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """What all services said about one name."""
+    """All services' answers about one name."""
 
     spans: tuple[Told, ...]
     services: int
@@ -32,13 +32,13 @@ class Answers:
 
 
 def trace(name: str, *, nats_url: str, as_json: bool, look: Look) -> str:
-    """Return the waterfall of a request, or its spans as JSON. Raises BatonError, one sentence."""
+    """Return the waterfall of a request, or its spans as JSON. Raises BatonError with one sentence."""
     name = check_name(name)
     return asyncio.run(_trace(name, nats_url, as_json=as_json, look=look))
 
 
 def check_name(name: str) -> str:
-    """Return what services know a request by: what its client may send or has got. Raises InvalidRequest."""
+    """Return the id by which services know a request: its client sent or received it. Raises InvalidRequest."""
     if not _ID.fullmatch(name):
         raise InvalidRequest(
             f"{name[:140]!r} is no request's id: take the x-request-id or the `id` of its answer, or a trace's id"
@@ -53,7 +53,7 @@ async def _trace(name: str, nats_url: str, *, as_json: bool, look: Look) -> str:
         traces = sorted({told.record.trace for told in answers.spans}, key=lambda one: _begun_ns(answers, one))
         if not traces:
             raise InvalidRequest(_unknown(name, answers.services))
-        # A request's own name is known at the gateway; that of its trace everywhere.
+        # Only the gateway knows a request's own id; every service knows that of its trace.
         wanted = traces[-1]
         told = await ask(bus, wanted)
     finally:
@@ -63,7 +63,7 @@ async def _trace(name: str, nats_url: str, *, as_json: bool, look: Look) -> str:
 
 
 async def ask(bus: Bus, name: str) -> Answers:
-    """Ask every service what it remembers, and return all that comes in time."""
+    """Ask every service for its spans, and return all answers that come in time."""
     asker = uuid4().hex
     query = TraceQuery(id=name, asker=asker)
     pages = await ask_all(bus, subjects.TRACES, query, subjects.trace_answers(asker), TracePage)

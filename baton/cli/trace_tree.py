@@ -11,7 +11,7 @@ from baton.messages.traces import AttributeValue, SpanRecord
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """A span, and who told of it."""
+    """A span, and the service that reported it."""
 
     service: str
     instance: str
@@ -23,9 +23,9 @@ class Told:
 class Node:
     told: Told
     start_ns: int
-    """On the clock of the root's host."""
+    """Begin, on the clock of the root's host."""
     end_ns: int
-    """Now, where the span has not ended."""
+    """End, on the same clock; now if the span has not ended."""
     depth: int = 0
     children: list[Node] = field(default_factory=list["Node"])
 
@@ -46,9 +46,9 @@ class Node:
 class Tree:
     trace: str
     roots: tuple[Node, ...]
-    """The request first; after it what nobody knows the parent of, as when its process died."""
+    """The request first, then spans whose parent is unknown, for example because its process died."""
     shifts_ns: Mapping[str, int]
-    """Host → what was added to its clock."""
+    """Host → correction added to its clock."""
 
     @property
     def start_ns(self) -> int:
@@ -59,7 +59,7 @@ class Tree:
         return max(node.end_ns for node in self.walk())
 
     def walk(self) -> Iterator[Node]:
-        """Every span, each before what is below it."""
+        """Yield every span, parents before children."""
         waiting = list(reversed(self.roots))
         while waiting:
             node = waiting.pop()
@@ -68,7 +68,7 @@ class Tree:
 
 
 def build_tree(spans: Iterable[Told], trace: str, *, now_ns: int) -> Tree:
-    """Return the tree of one trace. A span that two services tell of, or one tells of twice, counts once."""
+    """Return the tree of one trace. A span that is reported more than once counts once."""
     known = {told.record.span: told for told in spans if told.record.trace == trace}
     root = min(known.values(), key=lambda told: (told.record.parent in known, told.service != "gateway", _start(told)))
     shifts_ns = align_clocks(known, root.host)

@@ -45,7 +45,7 @@ END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(wishes: Wishes, environ: Mapping[str, str], tell: Tell) -> None:
-    """Serve until a signal ends it. Raises BatonError with a sentence for the user when it cannot start."""
+    """Serve until a signal ends it. Raises BatonError with a sentence for the user if it cannot start."""
     wishes = settle(wishes, gpu=NVIDIA_DRIVER.exists())
     check_wishes(wishes)
     if wishes.device == "cuda":
@@ -62,7 +62,7 @@ def up(wishes: Wishes, environ: Mapping[str, str], tell: Tell) -> None:
 
 @contextmanager
 def _own_run_folder(wishes: Wishes) -> Generator[None]:
-    """Empty the run folder and hold it: what it kept describes workers that are gone."""
+    """Empty the run folder and lock it: its old content describes workers that are gone."""
     folder = wishes.run_folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
@@ -120,7 +120,7 @@ class _Launch:
             end_wanted.set()
 
     async def _end(self) -> None:
-        """End in the order in which requests come: the gateway finishes its streams while all it needs is there."""
+        """End in the order of a request's path: the gateway finishes its streams while all it needs is there."""
         gateway = [child for child in self._services if child.name == "gateway"]
         others = [child for child in self._services if child.name != "gateway"]
         for children in (gateway, others, self._servers):
@@ -164,9 +164,9 @@ class _Launch:
         self._tell(f"{program.name}: ready after {loop.time() - started_s:.0f} s")
 
     async def _start_children(self, among: list[Child], *programs: Program) -> None:
-        """Start programs and wait until all are ready; from then on they are kept.
+        """Start programs and wait until all are ready; from then on they are kept alive.
 
-        Raises when one ends or they take too long, with the last words.
+        Raises if one ends or they take too long, with the tail of the log.
         """
         children = [Child(program) for program in programs]
         for child in children:
@@ -226,7 +226,7 @@ class _Launch:
 
 
 def _start_failed(child: Child, status: int) -> BatonError:
-    """Return the error for a child that ended while it started: its own sentence where it has one."""
+    """Return the error for a child that ended while it started: its own sentence if it has one."""
     for line in reversed(child.log_tail().splitlines()):
         program, _, sentence = line.strip().partition(": ")
         if program.startswith("baton-"):

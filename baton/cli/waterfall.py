@@ -1,4 +1,4 @@
-"""A trace as text: a line for each span, with its bar, and below them what became of the attempts. Pure."""
+"""A trace as text: a line for each span, with its bar, and below them the outcome of the attempts. Pure."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _WAITS: Final = {
     ("worker", "first token"): "for the engine's next step",
     ("worker", "generate"): "for the engine's steps",
 }
-"""By who tells and the span's name: what the time went to."""
+"""Use of the time, by the span's service and name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """How to draw: what the terminal can."""
+    """The terminal's capabilities for drawing."""
 
     columns: int = 100
     colour: bool = False
@@ -81,7 +81,7 @@ def _branch(node: Node, look: Look) -> str:
 
 
 def _label(node: Node) -> str:
-    """Return a span's name, where it ran if not where its parent did, and what it waited for."""
+    """Return a span's name, its process if not its parent's, and what it waited for."""
     attributes = node.attributes
     service = node.told.service if node.told.service in ("gateway", "scheduler", "kvindex") else "worker"
     where = node.told.instance if service == "worker" else service
@@ -118,7 +118,7 @@ def _layers_label(node: Node) -> str:
 
 
 def _notes(node: Node) -> Iterator[str]:
-    """Tell how an attempt was placed and what became of it; of other spans, only that they failed."""
+    """Yield how an attempt was placed and how it ended; for other spans, only that they failed."""
     record, attributes = node.told.record, node.attributes
     failure = f"{attributes.get('error.type', 'error')}: {record.error}" if record.error else ""
     failure = failure or str(attributes.get("baton.end", ""))

@@ -1,4 +1,4 @@
-"""What vLLM's KV cache on a CPU looks like, in the words of `baton.transfer.layout`: see docs/wire-layout.md."""
+"""Layout of vLLM's KV cache on a CPU, in the terms of `baton.transfer.layout`: see docs/wire-layout.md."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Final
 from baton.transfer.layout import Layout
 
 PACKINGS: Final = {"vec": "vec", "vec16": "vec", "amx": "amx"}
-"""By the instruction set that a layer's attention was compiled for."""
+"""Packing by the instruction set that a layer's attention was compiled for."""
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16", "float8_e4m3"})
 FLOAT8: Final = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3"}
-"""By vLLM's name: it keeps such caches as plain bytes. Their scales are compared by `baton.identity`."""
+"""Type by vLLM's name: it keeps such caches as plain bytes. `baton.identity` compares their scales."""
 
 
 def describe_cache(
@@ -26,7 +26,7 @@ def describe_cache(
     tp_rank: int,
     tp_size: int,
 ) -> Layout | None:
-    """Return the layout; None where it cannot be described, so that only caches that are alike exchange blocks."""
+    """Return the layout; None if it cannot be described: then only identical caches exchange blocks."""
     packing = "plain" if latent else PACKINGS.get(isa)
     if packing is None or dtype not in DTYPES:
         return None
@@ -45,5 +45,5 @@ def describe_cache(
         )
     except ValueError:
         return None
-    # Padding, K and V of different widths and whatever else was not thought of show in the size.
+    # Padding, K and V of different widths and anything else unforeseen show in the size.
     return layout if layout.block_bytes == block_bytes else None

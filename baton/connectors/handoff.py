@@ -28,7 +28,7 @@ class HandoffLeg(StrEnum):
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request says of its hand-off, inside the engine's `kv_transfer_params`."""
+    """A request's hand-off, inside the engine's `kv_transfer_params`."""
 
     leg: HandoffLeg
     key: bytes
@@ -38,11 +38,11 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True):
     endpoints: tuple[str, ...] = ()
     """Addresses of the source's agents, by tensor-parallel rank. Decode only."""
     deadline_s: float = 0.0
-    """Instant on this machine's monotonic clock at which a pull has lost its sense. Decode only."""
+    """Deadline of the pull, an instant on this machine's monotonic clock. Decode only."""
 
 
 class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pull ended: from one source's rank, on one rank, or on all together."""
+    """Outcome of a pull: from one source's rank, on one rank, or on all together."""
 
     key: bytes
     cause: Cause = Cause.NONE
@@ -54,7 +54,7 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[LayerGroup, ...] = ()
 
     def joined(self, other: PullOutcome) -> PullOutcome:
-        """Return what both were together: both's bytes, the slower's time, and whose failure came first."""
+        """Return both as one: the sum of bytes, the slower's time, and the first failure."""
         first = other if other.failed and not self.failed else self
         return msgspec.structs.replace(
             first,
@@ -65,14 +65,14 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What the workers' agents have to say, once per step, to the streaming process."""
+    """Report of the workers' agents to the streaming process, once per step."""
 
     pulls: tuple[PullOutcome, ...] = ()
     leases_ended: tuple[bytes, ...] = ()
     leased_blocks: dict[int, int] = {}
-    """By rank, when it has changed."""
+    """Leased blocks by rank, when the number has changed."""
     agents: dict[int, AgentStats] = {}
-    """By rank, as its agent stands with this report."""
+    """Figures of the agents by rank, as of this report."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class LeaseStep:
     request: str
     key: bytes
     opens: bool
-    """First step, or first since a preemption: open the lease, a new generation."""
+    """Whether this step opens the lease, as a new generation: the first one, or the first since a preemption."""
     blocks: tuple[int, ...]
-    """New since the last step."""
+    """Blocks new since the last step."""
     ready_before: int
-    """Tokens that were there before the step; cached ones when it opens the lease."""
+    """Tokens computed before the step; cached ones when it opens the lease."""
     ready_after: int
     tokens: int
     """Length of the whole prompt."""
@@ -95,7 +95,7 @@ class LeaseStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullStep:
-    """Blocks were allocated for KV that has to come from a peer."""
+    """A pull to start: blocks allocated for KV that has to come from a peer."""
 
     request: str
     key: bytes
@@ -114,11 +114,11 @@ class StepPlan:
     """False: the engine steps only to learn what its agents have finished."""
 
     revoke: tuple[bytes, ...] = ()
-    """Preempted: their blocks are overwritten in this step."""
+    """Leases of preempted requests: their blocks are overwritten in this step."""
     end: tuple[bytes, ...] = ()
-    """Aborted or failed: revoke for good."""
+    """Leases of aborted or failed requests, to revoke for good."""
     held: tuple[bytes, ...] = ()
-    """The engine is done with these leases and waits for their end."""
+    """Leases that the engine is done with and whose end it waits for."""
     leases: tuple[LeaseStep, ...] = ()
     cancel: tuple[bytes, ...] = ()
     release: tuple[tuple[bytes, tuple[str, ...]], ...] = ()
@@ -144,7 +144,7 @@ class _Sink:
     handoff: Handoff
     tokens: int
     consumed: bool = False
-    """The source has been asked, or told that it is not needed. Never again after that."""
+    """Whether the source has been asked, or told that it is not needed; this happens once."""
     pulling: bool = False
 
 
@@ -159,7 +159,7 @@ class _Orders:
 
 
 class HandoffScheduler:
-    """Requests are named by the engine's own ids. Ids without a hand-off are ignored everywhere."""
+    """Decides the orders for each step. Requests go by the engine's ids; ids without a hand-off are ignored."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
@@ -184,7 +184,7 @@ class HandoffScheduler:
             self._sinks[request] = _Sink(handoff, prompt_tokens)
 
     def leases(self, request: str) -> bool:
-        """Whether steps of this request belong into `plan`."""
+        """Whether steps of this request belong in `plan`."""
         return request in self._prompts
 
     # Decode.
@@ -200,7 +200,7 @@ class HandoffScheduler:
         return max(sink.tokens - 1 - computed_tokens, 0)
 
     def allocated(self, request: str, blocks: Sequence[int], external_tokens: int) -> None:
-        """The engine allocated `blocks`, the request's whole table, of which the last tokens are to be pulled."""
+        """Note that the engine allocated `blocks`, the request's whole table, whose last tokens are to be pulled."""
         sink = self._sinks.get(request)
         if sink is None or sink.consumed:
             return
@@ -225,14 +225,14 @@ class HandoffScheduler:
         )
 
     def pulled(self, request: str) -> None:
-        """All ranks have ended their pull, one way or the other."""
+        """Note that all ranks have ended their pull, successful or not."""
         if sink := self._sinks.get(request):
             sink.pulling = False
 
     # Prefill.
 
     def preempted(self, request: str) -> None:
-        """The engine took the request's blocks away and will overwrite them in this step."""
+        """Note that the engine took the request's blocks away and will overwrite them in this step."""
         prompt = self._prompts.get(request)
         if prompt is None or not prompt.open:
             return
@@ -241,7 +241,7 @@ class HandoffScheduler:
         self._orders.revoke.append(prompt.handoff.key)
 
     def computes(self, request: str, blocks: Sequence[int], tokens_before: int, tokens_after: int) -> LeaseStep:
-        """The step computes tokens [before, after) of a prompt; `blocks` is its whole table."""
+        """Return the lease's part in a step that computes tokens [before, after); `blocks` is the whole table."""
         prompt = self._prompts[request]
         opens = not prompt.open
         new_blocks = tuple(blocks[prompt.blocks_sent : -(-prompt.tokens // self._block_tokens)])
@@ -261,7 +261,7 @@ class HandoffScheduler:
     # Both.
 
     def finished(self, request: str, *, computed: bool) -> bool:
-        """The engine is done with a request; return whether its blocks must stay until the lease has ended.
+        """Note that the engine is done with a request; return whether its blocks must stay until the lease ends.
 
         `computed`: the prompt was computed in full, as opposed to aborted or failed.
         """
@@ -283,7 +283,7 @@ class HandoffScheduler:
         return True
 
     def freed(self, request: str) -> None:
-        """All ranks have seen the lease end, and the engine frees the blocks."""
+        """Note that the lease has ended on all ranks, and that the engine frees the blocks."""
         self._prompts.pop(request, None)
 
     def plan(self, leases: Sequence[LeaseStep], *, computes: bool = True) -> StepPlan:

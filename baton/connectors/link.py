@@ -1,4 +1,4 @@
-"""What the scheduler process of an engine and our streaming process say to each other, where the engine has no way.
+"""Connection between an engine's scheduler process and our streaming process, for engines without one of their own.
 
 vLLM carries our reports in its own messages; SGLang does not. So its scheduler process opens one connection to a
 socket of ours, whose abstract name it finds in its environment. Both ends know the key that Python gives to a
@@ -22,14 +22,14 @@ from baton.transfer import AgentOptions, TransferFaults
 
 ADDRESS_VARIABLE: Final = "BATON_ENGINE_LINK"
 HANDOFF_PARAMETER: Final = "baton"
-"""Among the parameters that SGLang passes on unread (`custom_params`): a request's `Handoff`, as JSON."""
+"""Key of a request's `Handoff`, as JSON, in the parameters that SGLang passes on unread (`custom_params`)."""
 KV_DID_NOT_ARRIVE: Final = "the prompt's KV did not arrive"
-"""What the connector has SGLang say of a request whose pull failed; why is in the `StepReport` before."""
+"""SGLang's error for a request whose pull failed; the `StepReport` before it holds the reason."""
 SETUP_TIMEOUT_S: Final = 30.0
 
 
 class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
-    """Our first word."""
+    """First message of our process."""
 
     agent: AgentOptions | None
     """None: the engine does not hand off."""
@@ -45,7 +45,7 @@ class SetFaults(msgspec.Struct, tag="set_faults", frozen=True, kw_only=True):
 
 
 class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):
-    """Answered by `Stats`, for tests and benchmarks."""
+    """Request for `Stats`, for tests and benchmarks."""
 
 
 Order = Setup | EndLease | SetFaults | AskStats
@@ -66,11 +66,11 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     context_tokens_max: int
     vocabulary: int
     grammars: bool
-    """Outputs can be held to a schema."""
+    """Whether outputs can be constrained by a schema."""
 
 
 class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
-    """The process ends with this."""
+    """Last message of a process that fails."""
 
     reason: str
 
@@ -81,7 +81,7 @@ class Stats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
 
 
 class StepReport(msgspec.Struct, tag="step", frozen=True, kw_only=True):
-    """How the scheduler stands after a step; sent when something has changed, before the step's tokens."""
+    """State of the scheduler after a step; sent when something has changed, before the step's tokens."""
 
     running: int = 0
     waiting: int = 0
@@ -115,7 +115,7 @@ class SchedulerEnd:
         return self._connection.fileno()
 
     def setup(self) -> Setup:
-        """Return the first word of our process. Raises RuntimeError when it does not come."""
+        """Return the first message of our process. Raises RuntimeError if it does not come."""
         if not self._connection.poll(SETUP_TIMEOUT_S):
             raise RuntimeError(f"no settings came within {SETUP_TIMEOUT_S:g} s")
         order = _orders.decode(self._connection.recv_bytes())
@@ -123,7 +123,7 @@ class SchedulerEnd:
         return order
 
     def orders(self) -> list[Order]:
-        """Take what has come. Raises EOFError once our process is gone."""
+        """Take the orders that have arrived. Raises EOFError once our process is gone."""
         orders: list[Order] = []
         while self._connection.poll(0):
             orders.append(_orders.decode(self._connection.recv_bytes()))
@@ -144,7 +144,7 @@ class HostEnd:
         self._connection: Connection | None = None
 
     def accept(self, setup: Setup) -> None:
-        """Wait for the scheduler process, and tell it what it needs. Raises OSError when `close` ends the wait."""
+        """Wait for the scheduler process, and send it `setup`. Raises OSError when `close` ends the wait."""
         self._connection = cast("Connection", self._listener.accept())
         self.tell(setup)
 
@@ -158,7 +158,7 @@ class HostEnd:
                 self._connection.send_bytes(_encoder.encode(order))
 
     def reports(self) -> list[Report]:
-        """Take what has come; nothing more comes once the scheduler process is gone."""
+        """Take the reports that have arrived; nothing more comes once the scheduler process is gone."""
         reports: list[Report] = []
         with suppress(EOFError, OSError):
             while self._connection is not None and self._connection.poll(0):

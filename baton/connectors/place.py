@@ -1,4 +1,4 @@
-"""Which of a peer's ranks a rank deals with, and under which keys, where one side may have more of them."""
+"""Maps a rank to the peer's ranks that it exchanges KV with, and to their keys; the two sides may differ in size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.transfer.layout import Layout, agree, on_rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """One tensor-parallel rank. Between equal numbers of ranks each deals with its like, under the lease's own key."""
+    """One tensor-parallel rank. With equal numbers of ranks, each pairs with its equal under the lease's own key."""
 
     rank: int = 0
     size: int = 1

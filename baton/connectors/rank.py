@@ -26,36 +26,36 @@ _log = logging.getLogger(__name__)
 ALL_LAYERS: Final = -1
 
 IDLE_WAIT_S: Final = 0.004
-"""While a pull runs or a lease is held, an engine with nothing to compute steps in a loop, at up to 1 kHz and the
-cost of a processor core. Such steps wait this long for news: none of a transfer comes later, a new request may."""
+"""Wait of an idle step, in seconds. While a pull runs or a lease is held, an engine with nothing to compute steps in
+a loop, at up to 1 kHz and the cost of a processor core. Events of transfers end the wait; a new request does not."""
 
 
 @dataclass(slots=True)
 class _Lease:
     request: str
     generations: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    """By key of the agent's leases that have not ended, of the same blocks: one for each rank that reads them."""
+    """Generation by key of the agent's open leases on the same blocks: one for each rank that reads them."""
     blocks: int = 0
     ended: bool = False
-    """No peer reads the blocks any more, for good."""
+    """True once no peer reads the blocks any more, for good."""
     held: bool = False
-    """The engine is done with the request and waits."""
+    """True once the engine is done with the request and waits for the lease's end."""
 
 
 @dataclass(slots=True)
 class _Pull:
     step: PullStep
     watches: dict[bytes, PullWatch] = field(default_factory=dict[bytes, PullWatch])
-    """By key of the agent's pulls that run, into the same blocks: one from each rank that has some of the heads."""
+    """Watch by key of the agent's running pulls into the same blocks: one for each rank that has some of the heads."""
     layers: dict[bytes, int] = field(default_factory=dict[bytes, int])
-    """How many have arrived, of ended ones too."""
+    """Layers that have arrived by key of a pull, ended pulls included."""
     outcome: PullOutcome | None = None
     """Outcome of the request's pulls once they have ended."""
 
 
 @dataclass(slots=True)
 class RankResults:
-    """What happened since the last step, by the engine's request ids."""
+    """Events since the last step, by the engine's request ids."""
 
     sent: set[str] = field(default_factory=set[str])
     received: set[str] = field(default_factory=set[str])
@@ -74,7 +74,7 @@ class HandoffRank:
         self._leases: dict[bytes, _Lease] = {}
         self._pulls: dict[bytes, _Pull] = {}
         self._whole: dict[bytes, bytes] = {}
-        """By key of an agent's lease or pull: the key of what it is a part of."""
+        """Key of the whole lease or pull, by the key of the agent's part of it."""
         self._computing: list[tuple[_Lease, LeaseStep]] = []
         self._idle = False
         self._results = RankResults()
@@ -82,10 +82,10 @@ class HandoffRank:
         self._leases_ended: list[bytes] = []
         self._leased_blocks_told = 0
 
-    # The step, in the order in which an engine calls.
+    # One step, in the order in which an engine calls.
 
     def revoke(self, plan: StepPlan) -> None:
-        """Before anything of this step is computed: take back what it overwrites."""
+        """Revoke the leases of blocks that this step overwrites, before it computes anything."""
         for key in plan.revoke:
             if (lease := self._leases.get(key)) and not lease.ended:
                 lease.blocks = 0
@@ -116,7 +116,7 @@ class HandoffRank:
                 self._cancel(pull)
 
     def layer_saved(self, layer: int) -> None:
-        """The step has written its tokens' KV of this layer; `ALL_LAYERS` at the end of the step."""
+        """Note that the step has written its tokens' KV of this layer; `ALL_LAYERS` at the end of the step."""
         for lease, step in self._computing:
             if not lease.ended:
                 with self._ending_lease_on_error(step.key):
@@ -124,7 +124,7 @@ class HandoffRank:
                         self.agent.post_ready(reader, generation, layer, step.ready_after)
 
     def end(self) -> RankResults:
-        """Close the step and return what has been finished since the last one."""
+        """Close the step and return what has finished since the last one."""
         self._computing = []
         if self._idle and (self._pulls or self._leases) and not self._results.sent and not self._results.received:
             self._news.poll(IDLE_WAIT_S * 1000)
@@ -134,7 +134,7 @@ class HandoffRank:
         return results
 
     def report(self) -> TransferReport | None:
-        """Return what the streaming process has not heard yet, or None."""
+        """Return the changes not reported to the streaming process yet, or None."""
         leased_blocks = sum(lease.blocks for lease in self._leases.values() if not lease.ended)
         if not self._outcomes and not self._leases_ended and leased_blocks == self._leased_blocks_told:
             return None
@@ -153,7 +153,7 @@ class HandoffRank:
     # Outside of steps.
 
     def end_lease(self, key: bytes) -> None:
-        """Revoke a lease for good, wherever it stands. Unknown keys are ignored."""
+        """Revoke a lease for good, in any state. Unknown keys are ignored."""
         lease = self._leases.get(key)
         if lease is None or lease.ended:
             return
@@ -216,9 +216,9 @@ class HandoffRank:
             self._note_end(pull, PullOutcome(key=step.key, cause=Cause.REFUSED, detail=str(error), failed=True))
 
     def _cancel(self, pull: _Pull) -> None:
-        """Stop what still runs of a pull; each part's end follows."""
+        """Cancel the running parts of a pull; each part's end follows."""
         for part in pull.watches:
-            # An agent that does not take it ends the pull by its deadline.
+            # An agent that does not take the order ends the pull at its deadline.
             with self._logged("cancel"):
                 self.agent.cancel_pull(part)
 
@@ -255,7 +255,7 @@ class HandoffRank:
         self._note_end(pull, outcome)
 
     def _note_end(self, pull: _Pull, outcome: PullOutcome) -> None:
-        """One part of a pull has ended. Without it the others are of no use."""
+        """Note the end of one part of a pull. If it failed, the others are cancelled."""
         pull.outcome = pull.outcome.joined(outcome) if pull.outcome else outcome
         if pull.watches:
             if outcome.failed:

@@ -1,8 +1,8 @@
 """Baton inside SGLang's scheduler process: the scheduler, and the hand-off that it takes part in.
 
 `BatonScheduler` is SGLang's own, with the few steps overridden at which requests come, batches are chosen and end;
-it takes its place by SGLang's hooks (`HookRegistry`, a class replaced by its subclass). `Handoffs` feeds what
-happens there to `HandoffScheduler` and `HandoffRank`, as vLLM's connector does: one process is both here.
+SGLang's hooks put it in place (`HookRegistry`, a class replaced by its subclass). `Handoffs` feeds these events
+to `HandoffScheduler` and `HandoffRank`, as vLLM's connector does; here both are in one process.
 
 A request on the decode leg does not enter SGLang's queue before its KV is here. Then it is one with a long prefix
 hit: SGLang computes the last token of the prompt, and samples the first of the answer.
@@ -72,7 +72,7 @@ class BatonScheduler(Scheduler):
             self._open(setup)
 
     def run_event_loop(self) -> None:
-        # SGLang would end its parent with SIGQUIT: that is our whole process.
+        # SGLang would end its parent with SIGQUIT, and its parent is our whole process.
         try:
             with _ReportingFailure(self._link):
                 super().run_event_loop()
@@ -272,7 +272,7 @@ class BatonScheduler(Scheduler):
 
 
 class _ReportingStreamer(SchedulerOutputStreamer):
-    """Sends ahead of a step's tokens what is needed to understand them, and how the scheduler stands with them."""
+    """Sends the scheduler's report ahead of the step's tokens, which need it to be understood."""
 
     report: Callable[[], None] = staticmethod(lambda: None)
 
@@ -282,7 +282,7 @@ class _ReportingStreamer(SchedulerOutputStreamer):
 
 
 class _ReportingFailure:
-    """Tells our process why this one ends, and ends it without SGLang's signal to its parent."""
+    """Reports to our process why this one ends, and ends it without SGLang's signal to its parent."""
 
     def __init__(self, link: SchedulerEnd) -> None:
         self._link = link

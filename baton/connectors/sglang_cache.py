@@ -1,4 +1,4 @@
-"""SGLang's prefix cache, which also knows KV that came from a peer, and KV that a peer still reads.
+"""SGLang's prefix cache, extended by KV that came from a peer and KV that a peer still reads.
 
 SGLang lets others bring a cache of their own (`register_radix_cache_backend`). This one is SGLang's tree with two
 additions, each at a place that the tree has for it:
@@ -33,14 +33,14 @@ BACKEND = "baton"
 
 
 class Keeper(Protocol):
-    """Who decides what of a request stays."""
+    """Decides which KV of a request stays."""
 
     def checkpointed(self, req: Req, tokens: int) -> None:
-        """The tree took the request's first `tokens`; where it had them already, the slots are its own from now on."""
+        """Note that the tree took the request's first `tokens`; if it had them, the request moved to its slots."""
         ...
 
     def finished(self, req: Req) -> bool:
-        """SGLang is done with a request; return whether its KV has to stay."""
+        """Note that SGLang is done with a request; return whether its KV has to stay."""
         ...
 
 
@@ -96,11 +96,11 @@ class HandoffCache(UnifiedRadixCache):
         return Arrival(cached_tokens, tokens, slots, own_slots, lock, match)
 
     def offer(self, rid: str, arrival: Arrival) -> None:
-        """All of it is here: the request starts behind it when SGLang schedules it."""
+        """Offer KV that has arrived in full: the request starts behind it when SGLang schedules it."""
         if arrival.tokens:
             self._arrivals[rid] = arrival
         else:
-            # Of a prompt of one token nothing is pulled, and nobody would come to take it.
+            # For a prompt of one token nothing is pulled, and no request would take it.
             self.give_up(arrival)
 
     def give_up(self, arrival: Arrival) -> None:
@@ -108,7 +108,7 @@ class HandoffCache(UnifiedRadixCache):
         self.unlock(arrival.lock)
 
     def withdraw(self, rid: str) -> None:
-        """The request will not be scheduled."""
+        """Withdraw the offer: the request will not be scheduled."""
         if arrival := self._arrivals.pop(rid, None):
             self.give_up(arrival)
 
@@ -145,7 +145,7 @@ class HandoffCache(UnifiedRadixCache):
         row = self.req_to_token_pool.req_to_token[kv.req_pool_idx]
         tail = row[kv.cache_protected_len : tokens].to(torch.int64, copy=True)
         self._held[req.rid] = _Held(req.lock, tail, kv.cache_protected_len)
-        # The rest is what SGLang does with a request that keeps nothing.
+        # From here on, as SGLang does with a request that keeps nothing.
         req.lock = None
         self.on_release(req, checkpointed=True)
         self.req_to_token_pool.free(req)
@@ -153,7 +153,7 @@ class HandoffCache(UnifiedRadixCache):
         return True
 
     def let_go(self, rid: str) -> None:
-        """No peer reads the request's KV any more."""
+        """Free the request's KV, which no peer reads any more."""
         if held := self._held.pop(rid, None):
             self.token_to_kv_pool_allocator.free_segment(held.tail, start_pos=held.tail_start)
             self.unlock(held.lock)

@@ -1,8 +1,8 @@
-"""SGLang's requests in the words of `HandoffScheduler`, and what it decides in SGLang's.
+"""Translates SGLang's requests for `HandoffScheduler`, and its decisions for SGLang.
 
 decode    parked ──room for its KV──▶ pulling ──all of it is here──▶ SGLang's queue, behind a prefix hit
                                          └──failed, aborted──▶ slots freed once nothing writes them
-prefill   SGLang's queue ──chosen──▶ leased, each layer promised as it is written ──▶ held until nobody reads
+prefill   SGLang's queue ──chosen──▶ leased, each layer posted as it is written ──▶ held until no peer reads
 """
 
 # pyright: basic, reportMissingImports=false
@@ -82,7 +82,7 @@ class Handoffs:
         return False
 
     def aborted(self, matches: Callable[[Req], bool]) -> list[Req]:
-        """Forget the requests that wait for KV and match; what is being written stays until nothing writes it."""
+        """Forget the matching requests that wait for KV; slots that a pull writes stay until it has ended."""
         ended = [req for req in self._parked if matches(req)]
         self._parked = deque(req for req in self._parked if not matches(req))
         for pulling in self._pulling.values():
@@ -94,14 +94,14 @@ class Handoffs:
         return ended
 
     def dropped(self, req: Req) -> None:
-        """SGLang took a request out of its queue, or stopped computing its prompt."""
+        """Note that SGLang took a request out of its queue, or stopped computing its prompt."""
         self._decisions.finished(req.rid, computed=False)
         self._cache.withdraw(req.rid)
 
     # Steps.
 
     def settle(self) -> list[Req]:
-        """Take what the agent has finished, and start what there is room for. Called between two steps.
+        """Take the finished transfers from the agent, and start pulls that have room. Called between two steps.
 
         Returns the requests whose KV did not come.
         """
@@ -127,7 +127,7 @@ class Handoffs:
         return failed
 
     def begin(self, batch: ScheduleBatch | None) -> None:
-        """SGLang has chosen what to compute next; nothing of it is written yet."""
+        """Begin the step that SGLang has chosen to compute; nothing of it is written yet."""
         leases, self._moved = self._moved, []
         for req in batch.reqs if batch is not None and batch.forward_mode.is_extend() else ():
             if self._decisions.leases(req.rid):
@@ -156,14 +156,14 @@ class Handoffs:
             self._enqueue(req)
         return True
 
-    # What the cache asks.
+    # Calls from the cache.
 
     def checkpointed(self, req: Req, tokens: int) -> None:
         leased = self._leased_pages.get(req.rid)
         if leased is None or torch.equal(leased, self._row_pages(req, len(leased) * self._cache.page_size)):
             return
-        # Another request computed the same prompt meanwhile, and its slots were first. Ours are free now: what was
-        # promised of them is revoked before anything else is written there, and promised anew where it is now.
+        # Another request computed the same prompt meanwhile, and its slots were first. Ours are free now: their
+        # lease is revoked before anything else is written there, and opened anew on the slots that hold the KV now.
         self._decisions.preempted(req.rid)
         self._moved.append(self._lease(req, tokens, tokens))
 

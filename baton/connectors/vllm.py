@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 AGENT_SETTING = "agent"
-"""In `kv_connector_extra_config`: an `AgentSetting`, or None for an engine that does not hand off."""
+"""Key in `kv_connector_extra_config` of an `AgentSetting`, or None for an engine that does not hand off."""
 
 DIGEST_SETTING = "model_digest"
 
@@ -134,7 +134,7 @@ class BatonConnector(KVConnectorBase_V1):
         try:
             handoff = msgspec.convert(request.kv_transfer_params, Handoff)
         except msgspec.ValidationError:
-            # The request then runs here as a whole, which is slower and right.
+            # The request then runs here as a whole, which is slower but correct.
             _log.exception("a request's hand-off is malformed")
             return
         self._scheduler.admit(request.request_id, handoff, request.num_prompt_tokens)
@@ -180,7 +180,7 @@ class BatonConnector(KVConnectorBase_V1):
         return self._scheduler.finished(request.request_id, computed=computed), None
 
     def has_pending_push_work(self) -> bool:
-        """Keep the engine stepping while the workers have not heard of an order."""
+        """Keep the engine stepping while orders wait for the workers."""
         return self._scheduler is not None and self._scheduler.has_orders
 
     # ------------------------------------------------------------------ worker
@@ -236,7 +236,7 @@ class BatonConnector(KVConnectorBase_V1):
         )
 
     def _describe(self, tensors: list[torch.Tensor], block_bytes: int) -> tuple[Layout | None, KvIdentity]:
-        """Return what is in a block, if there are words for it, and what the KV means."""
+        """Return a block's layout, None if it cannot be described, and the KV identity."""
         first = tensors[0]
         model, tp_size = self._vllm_config.model_config, self._vllm_config.parallel_config.tensor_parallel_size
         block_tokens = self._vllm_config.cache_config.block_size
@@ -287,10 +287,10 @@ class BatonConnector(KVConnectorBase_V1):
             self._rank.begin(connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
-        """Nothing: see `bind_connector_metadata`."""
+        """Do nothing: see `bind_connector_metadata`."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: no step is scheduled before its KV is here."""
+        """Do nothing: no step is scheduled before its KV is here."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object

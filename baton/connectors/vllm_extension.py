@@ -1,4 +1,4 @@
-"""What the streaming process may ask of an engine's ranks beside the scheduler's steps.
+"""Calls from the streaming process to an engine's ranks, beside the scheduler's steps.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); `AsyncLLM.collective_rpc` calls the methods by
 name, between two steps, on every rank. Values are plain, since they cross a process by MessagePack.
@@ -23,7 +23,7 @@ class BatonWorker:
         return connector
 
     def baton_facts(self) -> dict[str, object]:
-        """Return the agent's endpoint, empty without one; bytes of one KV block on this rank; what its KV means."""
+        """Return the agent's endpoint, empty without one, bytes of one KV block on this rank, and the KV identity."""
         connector = self._baton()
         rank = connector.rank
         return {

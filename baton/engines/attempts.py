@@ -1,4 +1,4 @@
-"""The attempts that run in an engine and the leases that it holds for them: what all real engines note alike."""
+"""Running attempts of an engine and the leases that it holds for them, as every real engine tracks them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EngineAttempt:
         return self.outcome.tokens if self.outcome else 0
 
     def stages(self, scheduled_s: float) -> tuple[Stage, ...]:
-        """Return what it went through before its first token, which is here; `scheduled_s`: 0 where nobody said."""
+        """Return the stages before the first token, which has arrived; `scheduled_s`: 0 if unknown."""
         pulled = self.outcome.groups if self.outcome else ()
         begun_s = min(group.began_s for group in pulled) if pulled else scheduled_s
         return prompt_stages(entered_s=self.entered_s, begun_s=begun_s, ended_s=time.monotonic(), pulled=pulled)
@@ -52,13 +52,13 @@ class Attempts:
     def __init__(self) -> None:
         self._running: dict[tuple[str, int], EngineAttempt] = {}
         self._leases: dict[tuple[str, int], bytes] = {}
-        """Of prefill legs, from their start until the connector reports the lease's end."""
+        """Lease keys of prefill legs, from their start until the connector reports the lease's end."""
         self._leased: dict[bytes, tuple[str, int]] = {}
-        """The other way round."""
+        """The inverse of `_leases`."""
 
     @contextmanager
     def enter(self, request: EngineRequest) -> Generator[EngineAttempt]:
-        """Note an attempt for as long as it runs, and its lease for longer. Raises AttemptFailed where it is here."""
+        """Register an attempt while it runs; its lease stays longer. Raises AttemptFailed if it is registered."""
         name = (request.request, request.attempt)
         if name in self._running or name in self._leases:
             raise AttemptFailed(f"attempt {request.attempt} of request {request.request} is already here")
@@ -91,9 +91,9 @@ class Attempts:
 
 
 def handoff_of(attempt: EngineAttempt, *, context_tokens_max: int, enabled: bool) -> Handoff | None:
-    """Return what the connector has to know of an attempt; None: it is no business of its.
+    """Return the hand-off that the connector needs for an attempt; None: the attempt has none.
 
-    Raises InvalidRequest, ContextLengthExceeded and TransferFailed for what no engine can do.
+    Raises InvalidRequest, ContextLengthExceeded and TransferFailed for what no engine can run.
     """
     request = attempt.request
     if not request.tokens:
@@ -120,7 +120,7 @@ def handoff_of(attempt: EngineAttempt, *, context_tokens_max: int, enabled: bool
 
 
 def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
-    """Return what to raise for a request that the engine ended by itself."""
+    """Return the error for a request that the engine ended by itself."""
     if outcome is None or not outcome.failed:
         return EngineFailed(f"{engine} ended the request with an error")
     detail = f"the prompt's KV did not arrive ({outcome.cause}): {outcome.detail}".removesuffix(": ")
@@ -128,7 +128,7 @@ def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
 
 
 async def within_budget(attempt: EngineAttempt, stream: AsyncGenerator[Item, None]) -> AsyncGenerator[Item, None]:
-    """Yield what `stream` yields; raise DeadlineExceeded when the first item does not come in the attempt's time."""
+    """Yield the items of `stream`; raise DeadlineExceeded if the first does not come within the attempt's budget."""
     try:
         # The loop's clock is `time.monotonic`.
         async with asyncio.timeout_at(attempt.deadline_s):

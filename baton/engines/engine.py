@@ -1,4 +1,4 @@
-"""What Baton asks of an inference engine. Implementations stand beside this file, one each."""
+"""The protocol that every inference engine implements. Implementations stand beside this file, one each."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from baton.transfer import AgentStats, PullTally
 
 
 class Leg(StrEnum):
-    """Which part of a request this engine runs."""
+    """The part of a request that this engine runs."""
 
     WHOLE = "whole"
-    """Prompt and generation, nothing handed over."""
+    """Prompt and generation, without a hand-off."""
     PREFILL = "prefill"
     """Compute the prompt and hold its KV under lease for a decode worker; the sampled token is discarded."""
     DECODE = "decode"
@@ -25,7 +25,7 @@ class Leg(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRequest:
-    """One attempt as an engine sees it. `(request, attempt)` is unique within an engine's life."""
+    """One attempt as an engine sees it. `(request, attempt)` is unique for as long as an engine runs."""
 
     request: str
     attempt: int
@@ -36,16 +36,16 @@ class EngineRequest:
     source: KvSource | None = None
     """Set exactly when `leg` is DECODE."""
     sink_ranks: int = 0
-    """For PREFILL: agents that will pull, one of each rank of the decode engine; 0: as many as this engine has."""
+    """Agents that will pull (PREFILL only), one per rank of the decode engine; 0: as many as this engine has."""
     budget_s: float
-    """Time to the first delta, a DECODE leg's pull included; after it, whoever reads the deltas limits the time."""
+    """Time to the first delta, a DECODE leg's pull included; after it, the reader of the deltas limits the time."""
     trace: str = ""
     """W3C `traceparent` for engines that make spans of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What an attempt spent a part of its time on. Instants are on this machine's monotonic clock."""
+    """A named part of an attempt's time. Instants are on this machine's monotonic clock."""
 
     name: str
     began_s: float
@@ -56,7 +56,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineDelta:
-    """What one engine step added. The last delta of a request has a `finish`."""
+    """Output of one engine step. The last delta of a request has a `finish`."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[TokenLogprob] = ()
@@ -69,12 +69,12 @@ class EngineDelta:
     transfer_s: float = 0.0
     """Time in which the pull's bytes were moving, without waiting for prefill; 0: the engine cannot tell."""
     stages: tuple[Stage, ...] = ()
-    """In a request's first delta: where the time until then went; empty: the engine cannot tell."""
+    """Stages up to the first token, in a request's first delta; empty: the engine cannot tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFacts:
-    """What is fixed once an engine has started."""
+    """Facts that are fixed once an engine has started."""
 
     engine: str
     """Name and version, such as `vllm 0.32.0`."""
@@ -105,7 +105,7 @@ class EngineLoad:
     leased: frozenset[tuple[str, int]] = frozenset()
     """(request, attempt) of every lease, from the end of its PREFILL iterator at the latest until the lease is gone."""
     prompt_tokens_computed: int = 0
-    """Since the start, computed here: not cached, not pulled."""
+    """Prompt tokens computed here since the start: not cached, not pulled."""
     prompt_tokens_cached: int = 0
     prompt_tokens_pulled: int = 0
     bytes_pulled: int = 0
@@ -115,21 +115,21 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFigures:
-    """What an engine's transfer agents did since the start, on all ranks together."""
+    """Figures of an engine's transfer agents since the start, over all ranks."""
 
     pulls: PullTally = field(default_factory=PullTally)
     agents: AgentStats | None = None
-    """None: there are no agents, or none has said anything yet."""
+    """None: there are no agents, or none has reported yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBlocksStored:
-    """The engine filled a run of its blocks. Hashes are opaque, scoped to this engine's life."""
+    """The engine filled a run of its blocks. Hashes are opaque and valid until the engine ends."""
 
     parent: bytes | None
     hashes: tuple[bytes, ...]
     tokens: tuple[int, ...]
-    """Of all blocks of the run, `block_tokens` each."""
+    """Tokens of all blocks of the run, `block_tokens` each."""
     block_tokens: int
     cache_salt: str = ""
 
@@ -157,7 +157,7 @@ class EngineEventBatch:
 
 
 class Engine(Protocol):
-    """An inference engine in this process or a child of it, which dies with it.
+    """An inference engine in this process, or in a child that dies with it.
 
     Safe for one event loop. After `close`, or once the engine died, every method raises EngineFailed.
     """
@@ -167,10 +167,10 @@ class Engine(Protocol):
         ...
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raise InvalidRequest that names what a request may not ask of this engine.
+        """Raise InvalidRequest that names what this engine does not support.
 
-        Quick and without effect, so that a worker can refuse a task before it holds anything. What only shows
-        inside the engine, `generate` raises.
+        Quick and without side effects, so that a worker can refuse a task before it holds anything. `generate`
+        raises what shows only inside the engine.
         """
         ...
 
@@ -185,7 +185,7 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request: str, attempt: int) -> None:
-        """End an attempt wherever it stands, a held lease included; its iterator ends with CANCELLED.
+        """End an attempt in any state, a held lease included; its iterator ends with CANCELLED.
 
         Returns once the engine has been told; unknown attempts are ignored.
         """
@@ -194,7 +194,7 @@ class Engine(Protocol):
     def load(self) -> EngineLoad: ...
 
     def transfers(self) -> TransferFigures:
-        """Return figures for metrics, which ask for them a few times a minute."""
+        """Return figures for metrics; called a few times a minute."""
         ...
 
     def events(self) -> AsyncIterator[EngineEventBatch]:

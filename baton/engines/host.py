@@ -62,7 +62,7 @@ class EngineHost(ABC, Generic[Built]):
 
     @abstractmethod
     def _reason(self, error: Exception) -> str:
-        """Return one line of what the engine says; its processes have logged their own reasons before."""
+        """Return the engine's error as one line; its processes have logged their own reasons before."""
 
     def _run(self) -> None:
         try:

@@ -32,7 +32,7 @@ from baton.errors import ConfigurationError, EngineFailed
 _log = logging.getLogger(__name__)
 
 BATCHES_MAX: Final = 10_000
-"""Batches waiting for the consumer. Beyond it the newest are dropped, and the gap in sequences says so."""
+"""Bound of the batches that wait for the consumer. Beyond it the newest are dropped, a gap in the sequence."""
 
 _DEVICE_MEDIUM: Final = "GPU"
 """Both engines' name for their own cache, on a CPU too. Blocks of other tiers are not the engine's."""
@@ -47,9 +47,9 @@ class _Stored(msgspec.Struct, tag="BlockStored", gc=False):
     block_size: int
     medium: str | None = None
     extra_keys: list[tuple[object, ...] | None] | None = None
-    """vLLM's: what else the blocks are keyed by; a cache salt stands there with the first block of a prompt only."""
+    """Further keys of the blocks, vLLM's field; a cache salt is among those of a prompt's first block only."""
     cache_salt: str | None = None
-    """SGLang's."""
+    """The cache salt, SGLang's field."""
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved", gc=False):
@@ -70,7 +70,7 @@ _decoder = msgspec.msgpack.Decoder(_Batch)
 
 
 def decode_batch(sequence: bytes, payload: bytes) -> EngineEventBatch:
-    """Return one published batch. Raises msgspec.DecodeError where the format has changed."""
+    """Return one published batch. Raises msgspec.DecodeError if the format has changed."""
     batch = _decoder.decode(payload)
     events = tuple(event for published in batch.events if (event := _event(published)) is not None)
     return EngineEventBatch(sequence=int.from_bytes(sequence, "big") + 1, events=events)
@@ -109,7 +109,7 @@ class KvEventListener:
     """Receives one engine's events. `start` and `events` belong to one event loop."""
 
     def __init__(self, engine: str, endpoint: str, *, initial_batches: int = 0) -> None:
-        """`initial_batches`: what the engine publishes before it serves, which is no news and may be missed."""
+        """Make a listener. `initial_batches`: how many the engine publishes before it serves; they may be missed."""
         self._engine = engine
         self._initial_batches = initial_batches
         self._endpoint = endpoint
@@ -128,7 +128,7 @@ class KvEventListener:
         self._thread.start()
 
     async def connected(self, timeout_s: float) -> None:
-        """Return once the engine's publisher is there. Raises ConfigurationError when it does not come."""
+        """Wait for the engine's publisher. Raises ConfigurationError if it does not connect in time."""
         if not await asyncio.to_thread(self._connected.wait, timeout_s):
             raise ConfigurationError(
                 f"{self._engine}'s KV events did not appear at {self._endpoint} within {timeout_s:g} s"
@@ -193,7 +193,7 @@ class KvEventListener:
         if batch.sequence < 1:
             return
         if len(self._batches) >= BATCHES_MAX:
-            _log.warning("dropped KV event batch %d: nobody takes them", batch.sequence)
+            _log.warning("dropped KV event batch %d: the consumer is too slow", batch.sequence)
             return
         self._batches.append(batch)
         # One wake-up for all batches that come until the loop runs.

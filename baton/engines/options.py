@@ -1,8 +1,7 @@
-"""From Baton's engine options to an engine's own arguments: device profiles, and the environment they need.
+"""Turns Baton's engine options into an engine's own arguments, with device profiles and their environment.
 
 Options are the engine's own flags, passed through as they are, and a few of ours (`OwnOptions`). A flag that
-Baton sets itself, and one that the engine does not know, stops the start. What an engine's flags are called
-stands in its `Dialect`.
+Baton sets itself, and one that the engine does not know, stops the start. An engine's `Dialect` names its flags.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ WHOLE_ON_CUDA: Final = "KV in GPU memory is not handed off yet, so on CUDA decod
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnOptions:
-    """Engine options that are Baton's, not the engine's."""
+    """Engine options that Baton defines, not the engine."""
 
     device: Device = Device.AUTO
     handoff: bool | None = None
-    """False: no transfer agent; the engine serves whole requests only. None: as the device allows."""
+    """False: no transfer agent; the engine serves whole requests only. None: true if the device supports it."""
     connector: str
-    """`module:Class` of what runs beside the engine's KV memory; tests derive their own."""
+    """`module:Class` of the connector, which runs beside the engine's KV memory; tests derive their own."""
 
 
 OWN_OPTIONS: Final = ("device", "handoff", "connector")
@@ -49,7 +48,7 @@ OWN_OPTIONS: Final = ("device", "handoff", "connector")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """What a kind of machine needs. An option or variable that the user sets wins."""
+    """Defaults for a kind of machine. An option or variable that the user sets wins."""
 
     environment: Mapping[str, str]
     options: Mapping[str, object]
@@ -58,7 +57,7 @@ class DeviceProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
-    """What one engine's options are called, and which of them are not the user's."""
+    """Names of one engine's options, and those that users cannot set."""
 
     engine: str
     connector: str
@@ -67,16 +66,16 @@ class Dialect:
     """The flag that sets the tokens of a block of KV."""
     set_by_baton: frozenset[str]
     one_only: Mapping[str, str]
-    """Flags that stay 1, and what to do instead."""
+    """Flags that must stay 1, and what to do instead."""
     environment: Mapping[str, str]
-    """Of every engine, before it is imported."""
+    """Environment variables to set before the engine is imported."""
     profiles: Mapping[Device, DeviceProfile]
 
 
 def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnOptions, dict[str, object]]:
     """Return our own options and the engine's.
 
-    Raises ConfigurationError naming one of ours that is malformed, or a flag of the engine that has to be 1.
+    Raises ConfigurationError that names a malformed option of ours, or a flag of the engine that has to be 1.
     """
     engine_options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
     for name, instead in dialect.one_only.items():
@@ -95,9 +94,9 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
 
 
 def choose_handoff(wanted: bool | None, role: Role, here: Device) -> bool:
-    """Return whether an engine on the device that it found hands off KV.
+    """Return whether an engine hands off KV on the device that it found.
 
-    Raises ConfigurationError where it cannot and has to: as it was asked to, or as a prefill worker.
+    Raises ConfigurationError if it cannot but must: by option, or as a prefill worker.
     """
     if here is not Device.CUDA:
         return wanted is not False
@@ -108,7 +107,7 @@ def choose_handoff(wanted: bool | None, role: Role, here: Device) -> bool:
 
 
 def choose_profile(wanted: Device, here: Device, dialect: Dialect) -> DeviceProfile:
-    """Return the profile of the device that the engine found. Raises ConfigurationError for another than `wanted`."""
+    """Return the profile of the device that the engine found. Raises ConfigurationError if it is not `wanted`."""
     if wanted not in (Device.AUTO, here):
         raise ConfigurationError(
             f"engine option device is {wanted}, but this {dialect.engine} is built for {here}", param="device"
@@ -143,7 +142,7 @@ def engine_arguments(
 
 @contextmanager
 def engine_environment(dialect: Dialect, profile: DeviceProfile | None = None) -> Generator[None]:
-    """Set what the engine's processes inherit, and undo it, with whatever the engine itself sets meanwhile."""
+    """Set the environment that the engine's processes inherit, and restore it, the engine's own changes included."""
     before = dict(os.environ)
     wanted = {ENGINE_MARK: "1", **dialect.environment, **(profile.environment if profile else {})}
     os.environ.update({name: value for name, value in wanted.items() if name not in before})
@@ -156,7 +155,7 @@ def engine_environment(dialect: Dialect, profile: DeviceProfile | None = None) -
 
 
 def local_model(model: str) -> Path:
-    """Return the folder of a model: itself, or a hub id's snapshot, loaded when it is not here yet."""
+    """Return a model's folder: `model` itself, or a hub id's snapshot, downloaded unless it is on this machine."""
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -173,5 +172,5 @@ def local_model(model: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise ConfigurationError(
-            f"the model {model} is neither a folder here nor to be had from the hub: {reason}", param="model"
+            f"the model {model} is no folder here and cannot be downloaded from the hub: {reason}", param="model"
         ) from error

@@ -1,9 +1,9 @@
-"""Engine processes die with the process that started them, however that one ends.
+"""Ends engine processes with the process that started them, however that one ends.
 
 Engines run their scheduler and workers as children. These notice a parent that ends in order, but not always
 one that is killed while they load a model or compute, and would then keep their memory. Linux can do it for
-them: a process may ask to be killed when its parent dies. `bind_to_parent` runs in each of these processes, from
-the engine's own plug-in hook: the earliest moment.
+them: a process may ask to be killed when its parent dies. `bind_to_parent` runs in each of these processes as
+early as possible, from the engine's own plug-in hook.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sys
 from typing import Final
 
 ENGINE_MARK: Final = "BATON_ENGINE"
-"""Set for the children of our engines only, so that plug-ins leave other programs alone."""
+"""Variable that only children of our engines have, so that plug-ins leave other programs alone."""
 
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -26,7 +26,7 @@ _PR_SET_PDEATHSIG: Final = 1
 def bind_to_parent() -> None:
     """Have the kernel kill this process when its parent dies. Does nothing in a process that was not spawned.
 
-    The kernel means the parent's *thread*: whoever spawns an engine must keep that thread alive.
+    The kernel means the parent's *thread*: the thread that spawns an engine must stay alive.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -42,8 +42,8 @@ def bind_to_parent() -> None:
 def end_at_once() -> None:
     """Have this process leave its memory to the kernel when it ends. Does nothing in one that was not spawned.
 
-    Python would visit all objects that an engine's import has made, and take seconds for it. Their libraries then
-    find them alive, and would each write a page of complaints.
+    Python would visit all objects that an engine's import has made, which takes seconds, and their libraries would
+    each log a page of complaints about objects that are still alive.
     """
     if multiprocessing.parent_process() is not None:
         atexit.register(_let_go)

@@ -1,4 +1,4 @@
-"""What an engine's ranks report of their transfers, gathered in the streaming process."""
+"""Gathers the transfer reports of an engine's ranks in the streaming process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from baton.engines.engine import EngineLoad, TransferFigures
 from baton.transfer import AgentStats, PullTally
 
 OUTCOMES_MAX: Final = 10_000
-"""Ended pulls remembered for their requests; the oldest go first."""
+"""Bound of the ended pulls remembered for their requests; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RankOutcomes:
-    """What the tensor-parallel ranks said about one pull. The first failure stands for all."""
+    """Joined outcome of one pull, from `ranks` tensor-parallel ranks. The first failure stands for all."""
 
     ranks: int
     outcome: PullOutcome
@@ -34,13 +34,13 @@ class LoadRecorder:
         self._leased_blocks: dict[int, int] = {}
         self._agents: dict[int, AgentStats] = {}
         self._leases_ended = Counter[bytes]()
-        """Of leases that some ranks still have: how many have not."""
+        """Number of ranks on which a lease has ended, for leases that other ranks still hold."""
         self._tally = PullTally()
         self._outcomes: OrderedDict[bytes, _RankOutcomes] = OrderedDict()
         self._changed = asyncio.Event()
 
     def take_outcome(self, key: bytes) -> PullOutcome | None:
-        """Return how a pull ended on all ranks together, once, or None when it has not."""
+        """Return a pull's outcome over all ranks, once; None while it runs."""
         known = self._outcomes.get(key)
         if known is None or known.ranks < self._ranks:
             return None

@@ -1,4 +1,4 @@
-"""An engine that does what its owner tells it, step by step: for tests of what stands around engines."""
+"""An engine whose owner dictates each step, for tests of the code around engines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.base import pack_tokens
 
 STEPS_MAX = 1024
-"""Steps and batches that may wait for their consumer."""
+"""Bound of the steps and batches that wait for their consumer."""
 
 FACTS = EngineFacts(
     engine="scripted 1",
@@ -56,12 +56,12 @@ class ScriptedEngine:
     ) -> None:
         self.facts = facts
         self.requests: dict[tuple[str, int], EngineRequest] = {}
-        """Everything ever asked for."""
+        """All requests so far."""
         self.running: set[tuple[str, int]] = set()
         self.aborted: list[tuple[str, int]] = []
         self.takes_aborts = True
         self.refuses: InvalidRequest | None = None
-        """What `check_sampling` raises."""
+        """Error that `check_sampling` raises, if any."""
         self.load_now = EngineLoad()
         self._answer = answer
         self._stores_prompts = stores_prompts
@@ -77,13 +77,13 @@ class ScriptedEngine:
         self._steps.setdefault(key, asyncio.Queue(STEPS_MAX)).put_nowait(result)
 
     def publish(self, *events: EngineBlockEvent, lost: int = 0) -> None:
-        """Tell of changes of the prefix cache; `lost` batches before this one are never seen."""
+        """Publish changes of the prefix cache; the consumer never sees `lost` batches before this one."""
         self._sequence += 1 + lost
         self._batches.put_nowait(EngineEventBatch(sequence=self._sequence, events=events))
 
     @property
     def batches_waiting(self) -> int:
-        """Block events that nobody has read yet."""
+        """Batches of block events that are not read yet."""
         return self._batches.qsize()
 
     def die(self, detail: str) -> None:

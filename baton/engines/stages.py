@@ -1,4 +1,4 @@
-"""What an attempt went through before its first token, from the instants that every engine knows."""
+"""Stages of an attempt before its first token, from the instants that every engine knows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from baton.transfer import LayerGroup
 def prompt_stages(
     *, entered_s: float, begun_s: float, ended_s: float, pulled: Sequence[LayerGroup] = ()
 ) -> tuple[Stage, ...]:
-    """Return the stages of a prompt that came at `entered_s` and was done, or gave its first token, at `ended_s`.
+    """Return the stages of a prompt that arrived at `entered_s` and was done, or gave its first token, at `ended_s`.
 
-    `begun_s`: it was first computed, or its pull began. `pulled`: what the pull brought, on all ranks.
+    `begun_s`: start of its computation or of its pull. `pulled`: the pull's outcome over all ranks.
     """
     begun_s = max(entered_s, begun_s)
     queue = Stage(name="queue", began_s=entered_s, ended_s=begun_s)

@@ -1,4 +1,4 @@
-"""What a service shows of itself: traces, metrics, health."""
+"""A service's telemetry: traces, metrics, health."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The way of spans to an OpenTelemetry collector: in batches, from a thread, and never worth waiting for."""
+"""Exports spans to an OpenTelemetry collector: in batches, from a thread, and without delaying the service."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 EXPORT_TIMEOUT_S: Final = 10.0
 """Time to export one batch, in a thread of its own, so that a slow collector loses nothing."""
 CLOSE_TIMEOUT_S: Final = 1.0
-"""Longest delay of a service's end by a collector that hangs."""
+"""Longest time that a hanging collector delays a service's end."""
 PAUSE_S: Final = 5.0
 QUEUE_SPANS_MAX: Final = 4096
 BATCH_SPANS_MAX: Final = 512
@@ -34,7 +34,7 @@ _SAMPLED: Final = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Collector:
-    """Sends spans to a collector. What its queue cannot take is lost."""
+    """Sends spans to a collector. Spans that its queue cannot take are dropped."""
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
         url = traces_url(endpoint)
@@ -52,14 +52,14 @@ class Collector:
         self._processor.on_end(_readable(record, self._resource))
 
     def close(self) -> None:
-        """Send what is left, for as long as `CLOSE_TIMEOUT_S`."""
+        """Send the remaining spans, for at most `CLOSE_TIMEOUT_S`."""
         last = Thread(target=self._processor.shutdown, name="last traces", daemon=True)
         last.start()
         last.join(CLOSE_TIMEOUT_S)
 
 
 class Patient(SpanExporter):
-    """An exporter that a collector which is down costs next to nothing: one try in `PAUSE_S`, one line in the log."""
+    """An exporter that backs off from a collector that is down: one try in `PAUSE_S`, one line in the log."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:
         self._exporter = exporter
@@ -86,7 +86,7 @@ class Patient(SpanExporter):
 
 
 def _readable(record: SpanRecord, resource: Resource) -> ReadableSpan:
-    """Return a span as OpenTelemetry's exporters take it."""
+    """Return a span in the form that OpenTelemetry's exporters take."""
     trace = int(record.trace, 16)
 
     def context(span: str) -> SpanContext:

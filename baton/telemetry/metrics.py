@@ -1,8 +1,8 @@
 """The metrics of one process, in a registry of its own, for Prometheus to scrape.
 
 Every metric is a row of `baton.telemetry.catalogue`. Histograms are observed when something ends. Counters and
-gauges are read at scrape time from state that the service keeps anyway, as `Reading`s: nothing counts twice, and
-nothing is done per token.
+gauges are read at scrape time from state that the service keeps anyway, as `Reading`s: no state is kept twice,
+and nothing is done per token.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ Source = Callable[[], Iterable[Reading]]
 
 
 class Metrics:
-    """What one process shows of itself as figures."""
+    """The metrics that one process exposes."""
 
     def __init__(self, service: str) -> None:
         self.ready = False
-        """Whether the service could work when it was last asked; set by who asks, like the next."""
+        """Whether the service could work at the last check; the checker sets it, and `draining`."""
         self.draining = False
         self._build = (service, version("baton"))
         self._sources: list[Source] = [self._own]
-        # Series `_created` would double what is stored, and tell what counters that restart at 0 tell as well.
+        # Series `_created` would double the stored data, and counters that restart at 0 say the same.
         disable_created_metrics()
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -66,7 +66,7 @@ class Metrics:
         self._sources.append(source)
 
     def read_bus(self, bus: Bus) -> None:
-        """Show the state of the service's connection to the bus, and what came over it."""
+        """Expose the state of the service's connection to the bus, and the messages that came over it."""
 
         def readings() -> Iterator[Reading]:
             yield Reading(catalogue.BUS_CONNECTED, bus.connected)
@@ -84,7 +84,7 @@ class Metrics:
         self.read(readings)
 
     def observe(self, row: Row, value: float, *labels: str, trace: str = "") -> None:
-        """Put a value into a histogram. `trace`, a traceparent, leads from the figure to the trace if it is sampled."""
+        """Put a value into a histogram. `trace`, a traceparent, becomes its exemplar if the trace is sampled."""
         histogram = self._histograms[row]
         exemplar = {"trace_id": trace[3:35]} if trace.endswith("-01") else None
         (histogram.labels(*labels) if labels else histogram).observe(value, exemplar)
@@ -97,7 +97,7 @@ class Metrics:
         return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
 
     async def watch_loop(self) -> None:
-        """Observe for ever how late the event loop runs what is due."""
+        """Observe the event loop's lag, for ever."""
         loop = asyncio.get_running_loop()
         while True:
             due_s = loop.time() + LAG_INTERVAL_S
@@ -111,7 +111,7 @@ class Metrics:
 
 
 class _Readings(Collector):
-    """Asks all sources at a scrape, and groups what they say by metric."""
+    """Asks all sources at a scrape, and groups their readings by metric."""
 
     def __init__(self, service: str, sources: list[Source]) -> None:
         self._known = [row for row in catalogue.rows_of(service) if row.known]

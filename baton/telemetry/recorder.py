@@ -1,8 +1,8 @@
-"""What a service remembers of its spans, exported or not: for `baton trace`, and for requests that fail.
+"""Keeps a service's recent spans, exported or not: for `baton trace`, and for requests that fail.
 
 Whether a trace is exported is decided at its beginning, whether it should have been is known at its end.
-So every service keeps its spans for a while, within bounds; those of a sampled trace are exported as they
-end, those of another one when somebody says that it is wanted.
+So every service keeps its spans for a while, within bounds. Those of a sampled trace are exported as they
+end, those of another one once it is asked for (`want`).
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from baton.messages.traces import SpanRecord
 SPANS_MAX: Final = 8192
 AGE_S_MAX: Final = 600.0
 TRACE_SPANS_MAX: Final = 2048
-"""A request may ask for a hundred choices, each with a dozen spans; it must not push out everybody else's."""
+"""Spans kept per trace: a request may ask for a hundred choices of a dozen spans and must not push out the others."""
 NAMES: Final = ("baton.request_id", "baton.request", "gen_ai.response.id")
-"""Attributes by which a trace is asked for, beside its id."""
+"""Attributes by which a trace can be queried, beside its id."""
 
 Export = Callable[[SpanRecord], None]
 
 
 class Recorded(Protocol):
-    """A span that runs."""
+    """A running span."""
 
     def record(self) -> SpanRecord: ...
 
 
 @dataclass(slots=True)
 class _Kept:
-    """One trace, as far as this service took part in it."""
+    """This service's part of one trace."""
 
     sampled: bool = False
     wanted: bool = False
@@ -43,7 +43,7 @@ class _Kept:
 
 
 class Recorder:
-    """Belongs to one thread, the event loop's. `export` gets what is sampled or wanted."""
+    """Keeps spans; belongs to the event loop's thread. `export` gets spans of sampled or wanted traces."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Recorder:
         self._spans_max = spans_max
         self._age_s_max = age_s_max
         self._open: OrderedDict[str, Recorded] = OrderedDict()
-        """By span id."""
+        """Running spans by span id."""
         self._traces: OrderedDict[str, _Kept] = OrderedDict()
-        """The one that was touched last is last."""
+        """Traces by id; the one touched last is last."""
         self._spans = 0
 
     def begin(self, span: str, recorded: Recorded) -> None:
@@ -83,7 +83,7 @@ class Recorder:
         self._trim()
 
     def want(self, trace: str) -> None:
-        """Export this trace: what ended before, and what will end from now on."""
+        """Export this trace: the spans that have ended, and those that will end from now on."""
         kept = self._touch(trace)
         if self._export is not None and not (kept.wanted or kept.sampled):
             for record in kept.spans:
@@ -92,7 +92,7 @@ class Recorder:
         self._trim()
 
     def find(self, name: str) -> tuple[list[SpanRecord], int]:
-        """Return all spans of the traces that go by `name`, those that still run included, and how many are missing."""
+        """Return all spans of the traces called `name`, running ones included, and how many are missing."""
         self._trim()
         running = [span.record() for span in self._open.values()]
         ended = [record for kept in self._traces.values() for record in kept.spans]
@@ -114,7 +114,7 @@ class Recorder:
         return kept
 
     def _trim(self) -> None:
-        """Forget the traces that nothing happened in for the longest time."""
+        """Forget the traces that have been inactive for the longest time."""
         too_old_s = self._now_s() - self._age_s_max
         while self._traces:
             trace, kept = next(iter(self._traces.items()))

@@ -1,4 +1,4 @@
-"""Settings that every service has: where its traces go and where it can be asked."""
+"""Telemetry settings of every service: where its traces go and where it serves its status."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans are sent: `endpoint` itself where it has a path, else OTLP's usual one.
+    """Return the URL for spans: `endpoint` itself if it has a path, else with OTLP's usual one.
 
-    Raises ConfigurationError where it is no address.
+    Raises ConfigurationError if it is no address.
     """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -1,7 +1,7 @@
 """A service's status over HTTP, apart from its work: `/health`, `/ready` and `/metrics`.
 
-Small enough to write down: one request per connection, GET and HEAD, no body. Whatever a client sends or
-does not send, it gets a status or a closed connection, and costs no more than a slot for a few seconds.
+A minimal HTTP server: one request per connection, GET and HEAD, no body. Whatever a client sends or does
+not send, it gets a status or a closed connection, and costs no more than a slot for a few seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 HEAD_BYTES_MAX: Final = 8192
 REQUEST_S: Final = 5.0
-"""For everything from the connection to its end."""
+"""Time limit of a connection, from its start to its end."""
 CONNECTIONS_MAX: Final = 32
 
 Check = Callable[[], Awaitable[None]]
@@ -31,11 +31,11 @@ _Answer = tuple[HTTPStatus, str, bytes]
 
 
 class Status:
-    """What a service's status port answers. The service sets `check_ready` once there is something to check."""
+    """Answers of a service's status port. The service sets `check_ready` once there is something to check."""
 
     def __init__(self, metrics: Metrics, stop: Stop) -> None:
         self.check_ready: Check = _starting
-        """Raises BatonError, a sentence, unless the service can do its work now."""
+        """Check that raises BatonError, a sentence, unless the service can do its work now."""
         self._metrics = metrics
         self._stop = stop
         self._connections: set[asyncio.Task[None]] = set()
@@ -60,11 +60,11 @@ class Status:
                 head, body = await self._respond(reader)
                 writer.write(head + body)
                 writer.write_eof()
-                # Closing on what was not read would reset the connection, and the client might lose the answer.
+                # Closing with unread bytes would reset the connection, and the client might lose the answer.
                 while await reader.read(HEAD_BYTES_MAX):
                     pass
         except (OSError, TimeoutError):
-            pass  # The client is gone or too slow: nobody is left to tell.
+            pass  # The client is gone or too slow: no answer can reach it.
         finally:
             writer.transport.abort()
 
@@ -113,9 +113,9 @@ class Status:
 
 @asynccontextmanager
 async def serve_status(settings: TelemetrySettings, metrics: Metrics, stop: Stop) -> AsyncGenerator[Status]:
-    """Serve the status of this process inside this context, where `status_port` is set.
+    """Serve the status of this process inside this context, if `status_port` is set.
 
-    Raises Unavailable, one sentence that names the flag, when the port cannot be had.
+    Raises Unavailable, one sentence that names the flag, if the port cannot be bound.
     """
     status = Status(metrics, stop)
     if settings.status_port is None:

@@ -2,10 +2,10 @@
 
 A trace is sampled or not where it begins, at the gateway: by the client's own `traceparent`, else by
 `trace_share` and the trace's id. Every service follows the flag in the messages. Spans of all traces are
-made and remembered for a while (`recorder.py`); those of sampled ones are exported (`export.py`).
+made and kept for a while (`recorder.py`); those of sampled ones are exported (`export.py`).
 
-Spans follow OpenTelemetry's model and are exported by its SDK, but made here: one of the SDK's costs as
-much as the rest of their way together (`docs/decisions/0006-spans-of-our-own.md`).
+Spans follow OpenTelemetry's model and are exported by its SDK, but made here: a span of the SDK costs as
+much as all other work on it together (`docs/decisions/0006-spans-of-our-own.md`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Span:
         self._attributes.update(attributes)
 
     def fail(self, error: BaseException) -> None:
-        """Note what this work failed of."""
+        """Note the error that this work failed with."""
         self._error = str(error) or type(error).__name__
         self._attributes["error.type"] = error.code if isinstance(error, BatonError) else type(error).__name__
 
@@ -120,9 +120,9 @@ class Tracing:
         instance: str = "",
         export: Export | None = None,
     ) -> None:
-        """`instance` tells apart the processes of one service. `export`: the default is what the settings say.
+        """Set up from `settings`. `instance` tells apart the processes of one service; `export` overrides the exporter.
 
-        Raises ConfigurationError where the collector's address is none.
+        Raises ConfigurationError if the collector's address is malformed.
         """
         settings = settings or TelemetrySettings()
         self._host = socket.gethostname()
@@ -130,7 +130,7 @@ class Tracing:
         self._instance = instance or f"{service}-{self._host}-{getpid()}"
         self._collector: Collector | None = None
         if export is None and settings.tracing and settings.otlp_endpoint:
-            # Here, since the exporter is a fifth of what a service imports, and most have no collector.
+            # Imported here: the exporter is a fifth of a service's imports, and most have no collector.
             from baton.telemetry.export import Collector
 
             resource = {
@@ -182,7 +182,7 @@ class Tracing:
         """
         known = _TRACEPARENT.fullmatch(parent)
         if self._recorder is None:
-            # What a sender began is carried on, for whoever traces behind us.
+            # A sender's trace is passed on, for services behind us that trace.
             trace, above = known[0] if known else "", ""
         elif known:
             trace, above = f"00-{known[1]}-{_random_hex(64)}-{int(known[3], 16) & 1:02x}", known[2]
@@ -196,7 +196,7 @@ class Tracing:
         )
 
     async def answer(self, bus: Bus) -> None:
-        """Tell of traces to whoever asks over the bus, and export those that turn out to be wanted."""
+        """Answer queries for traces over the bus, and export traces that turn out to be wanted."""
         if self._recorder is not None:
             await bus.subscribe(subjects.TRACES, partial(self._on_message, bus, self._recorder))
 
@@ -219,7 +219,7 @@ class Tracing:
                 pass  # Meant for others.
 
     def close(self) -> None:
-        """Export what is left and stop; a collector that does not answer gets about a second."""
+        """Export the remaining spans and stop; a collector that does not answer gets about a second."""
         if self._collector is not None:
             self._collector.close()
 
@@ -230,5 +230,5 @@ def _random_hex(bits: int) -> str:
 
 
 def _wall_ns(at_s: float) -> int:
-    """Return when an instant of the monotonic clock was, by the wall clock as it goes now."""
+    """Convert an instant of the monotonic clock to the wall clock, by their present difference."""
     return time.time_ns() - round((time.monotonic() - at_s) * 1e9)

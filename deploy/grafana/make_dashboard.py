@@ -25,7 +25,7 @@ SIZES: Final = {"stat": (4, 4), "timeseries": (8, 7)}
 
 
 def expressions(panel: dict[str, Any]) -> dict[str, str]:
-    """Return what a panel shows, by legend."""
+    """Return a panel's expressions, by legend."""
     if (show := panel.get("show")) is not None:
         return {"__auto": show} if isinstance(show, str) else show
     by = panel.get("by", "")
@@ -40,7 +40,7 @@ def traces_link(panel: dict[str, Any]) -> dict[str, Any]:
     if failed:
         query["tags"] = "error=true"
     pane = {"datasource": JAEGER_UID, "queries": [query], "range": {"from": "${__from}", "to": "${__to}"}}
-    # Grafana puts the panel's time in for its variables, which must stay as they are.
+    # Grafana replaces its variables by the panel's time, so they must stay as they are.
     panes = quote(json.dumps({"traces": pane}, separators=(",", ":")), safe="${}_")
     title = "Failed traces of this time" if failed else "Traces of this time"
     return {"title": title, "url": f"/explore?schemaVersion=1&orgId=1&panes={panes}", "targetBlank": True}

@@ -1,4 +1,4 @@
-"""SGLang in this process: `sglang.Engine`, whose scheduler and detokenizer are children that die with us."""
+"""SGLang in this process: `sglang.Engine`, whose scheduler and detokenizer are children that die with it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class SglangEngine:
         self._attempts = Attempts()
         self._recorder.on_lease_ended = self._attempts.lease_ended
         self._begun_s: dict[bytes, float] = {}
-        """When attempts were first computed, until their first token."""
+        """Instants at which attempts were first computed, kept until their first token."""
         self._stats: asyncio.Future[Stats] | None = None
 
     async def start(self) -> EngineFacts:
@@ -182,7 +182,7 @@ class SglangEngine:
     async def _until_death(
         self, generating: AsyncGenerator[dict[str, Any], None]
     ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield what `generating` yields; a killed engine says nothing to the requests that wait for it."""
+        """Yield the items of `generating`; a killed engine sends nothing to the requests that wait for it."""
         died = step = asyncio.ensure_future(self._died.wait())
         try:
             while True:
@@ -209,7 +209,7 @@ class SglangEngine:
         if request.leg is Leg.PREFILL:
             params = prefill_params()
         else:
-            # SGLang refuses what its context has no room for; elsewhere an answer ends there.
+            # SGLang refuses requests that exceed its context; other engines end the answer there.
             room = opened.context_tokens_max - len(request.tokens)
             params = sampling_params(sampling, opened.vocabulary, grammars=opened.grammars)
             params["max_new_tokens"] = min(sampling.max_tokens, room)
@@ -233,7 +233,7 @@ class SglangEngine:
         if not attempt.begun and request.leg is Leg.DECODE:
             attempt.outcome = self._recorder.take_outcome(attempt.key)
         pulled = attempt.outcome
-        # An abort ends its pull as well, and that may be heard first.
+        # An abort ends its pull as well, and the pull's end may arrive first.
         if reason and reason.get("message") == KV_DID_NOT_ARRIVE:
             raise pull_error(DIALECT.engine, pulled)
         if reason and (refusal := refusal_of(reason)):

@@ -49,7 +49,7 @@ class SglangHost(EngineHost[Opened]):
     ) -> None:
         super().__init__(DIALECT.engine, model)
         self.on_report: Callable[[Report], None] = lambda _report: None
-        """Called on our own loop, ahead of the tokens of the step that it tells of."""
+        """Callback on our own loop, ahead of the tokens of the step that the report describes."""
         self.on_death: Callable[[], None] = lambda: None
         self._role = role
         self._own = own
@@ -63,8 +63,8 @@ class SglangHost(EngineHost[Opened]):
     # ------------------------------------------------------------ on our loop
 
     async def generate(self, rid: str, tokens: list[int], **fields: object) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield what SGLang says of a request, step by step. Closing it aborts the request."""
-        # Bounded by what the request may generate.
+        """Yield SGLang's output for a request, step by step. Closing the iterator aborts the request."""
+        # Bounded by the tokens that the request may generate.
         steps: asyncio.Queue[dict[str, Any] | Exception | None] = asyncio.Queue()
 
         def put(step: dict[str, Any] | Exception | None) -> None:
@@ -115,7 +115,7 @@ class SglangHost(EngineHost[Opened]):
         return opened
 
     def _connect(self, setup: Setup) -> None:
-        # Ended by `close` where SGLang's process does not come.
+        # Ended by `close` if SGLang's process does not connect.
         with suppress(OSError, EOFError):
             self._link.accept(setup)
 
@@ -217,7 +217,7 @@ class SglangHost(EngineHost[Opened]):
 
 
 def _end(pids: set[int]) -> None:
-    """End an engine's processes. They keep nothing that would have to be written."""
+    """End an engine's processes. They hold nothing that has to be written."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What SGLang's options are called, and what it needs on each kind of machine."""
+"""SGLang's dialect of options, and its device profiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DIALECT: Final = Dialect(
                 "max_total_tokens": 32768,
             },
         ),
-        # Written after SGLang's documentation and not run yet: no accelerator has been at hand.
+        # Written from SGLang's documentation and not run yet: no accelerator has been at hand.
         Device.CUDA: DeviceProfile(environment={}, options={"device": "cuda", "page_size": 32}),
     },
 )

@@ -1,4 +1,4 @@
-"""SGLang on a CPU by plain PyTorch. Its own CPU platform needs kernels that its package does not have."""
+"""SGLang's platform for CPUs, in plain PyTorch. SGLang's own needs kernels that its package does not have."""
 
 # pyright: basic, reportMissingImports=false
 # Types are checked where SGLang is not installed: engines pin their own torch, each in an environment of its own.

@@ -1,4 +1,4 @@
-"""What SGLang calls in each of its processes, by its entry points. It does nothing in programs of others."""
+"""Entry points that SGLang calls in each of its processes. They do nothing in other programs."""
 
 # pyright: basic, reportMissingImports=false
 # Types are checked where SGLang is not installed: engines pin their own torch, each in an environment of its own.

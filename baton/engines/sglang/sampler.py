@@ -1,4 +1,4 @@
-"""What SGLang's sampling does only elsewhere, or not at all: hooks in its scheduler's process.
+"""Hooks in SGLang's scheduler process for sampling that SGLang supports only on other devices, or not at all.
 
 **Seeds.** SGLang honours a request's seed in a mode of its own (`enable_deterministic_inference`), which demands
 kernels with fixed orders of summation that a CPU does not have. What remains without it is SGLang's own sampler,
@@ -46,7 +46,7 @@ def _give_seeds(info: SamplingBatchInfo, _class: type, batch: ScheduleBatch, *_a
 
 
 def _give_both_seeds(ours: SamplingBatchInfo, theirs: SamplingBatchInfo, *_arguments: object) -> None:
-    """Where one batch has seeds, the one that it is merged with gets some that nobody asked for."""
+    """Give random seeds to a batch without seeds that is merged with one that has seeds."""
     for info, other in ((ours, theirs), (theirs, ours)):
         if info.sampling_seed is None and other.sampling_seed is not None:
             info.sampling_seed = _tensor([_any_seed() for _ in range(len(info.temperatures))], info)

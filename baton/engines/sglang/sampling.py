@@ -1,4 +1,4 @@
-"""Sampling parameters on their way into SGLang, and its log-probabilities on their way out."""
+"""Converts sampling parameters to SGLang's form, and its log-probabilities to Baton's."""
 
 # pyright: basic, reportMissingImports=false
 # Types are checked where SGLang is not installed: engines pin their own torch, each in an environment of its own.
@@ -15,11 +15,11 @@ from baton.errors import InvalidRequest
 from baton.messages.attempts import Sampling, TokenLogprob
 
 GRAMMARS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
-"""SGLang's own parameters that Baton passes through, where it has a back end for them."""
+"""SGLang's own parameters that Baton passes through if SGLang has a back end for them."""
 
 
 def prefill_params() -> dict[str, object]:
-    """Return parameters for computing a prompt: one token, which nobody reads."""
+    """Return parameters for computing a prompt: one token, which is discarded."""
     return {"max_new_tokens": 1, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -46,7 +46,7 @@ def sampling_params(sampling: Sampling, vocabulary: int, *, grammars: bool) -> d
         "ignore_eos": sampling.ignore_eos,
         "logit_bias": {str(token): bias for token, bias in (sampling.logit_bias or {}).items()} or None,
         "sampling_seed": None if sampling.seed is None else sampling.seed % (1 << 63),
-        # Text is the gateway's: SGLang is to leave the tokens as they are.
+        # The gateway turns tokens into text: SGLang leaves them as they are.
         "skip_special_tokens": False,
         "no_stop_trim": True,
         **sampling.extensions,
@@ -61,7 +61,7 @@ def sampling_params(sampling: Sampling, vocabulary: int, *, grammars: bool) -> d
 
 
 def refusal_of(finish: Mapping[str, Any]) -> InvalidRequest | None:
-    """Return what SGLang's scheduler refuses about a request, by how it finished; None: it did not refuse it."""
+    """Return the error for a request that SGLang's scheduler refused, from its finish; None: it did not refuse it."""
     if finish.get("status_code") != HTTPStatus.BAD_REQUEST:
         return None
     sentence = str(finish.get("message")).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""The simulated engine's blocks: reference counts, and a prefix cache that evicts what was used longest ago.
+"""The simulated engine's blocks: reference counts, and a prefix cache with LRU eviction.
 
 A block with no references lies in the free queue, oldest first; while it lies there its content can
 still be found by hash and taken back. Taking a block for new content drops what it held before.
@@ -17,7 +17,7 @@ HASH_BYTES = 16
 
 
 class BlockCache:
-    """Pure bookkeeping over block numbers; `nonce` scopes the hashes to one engine's life."""
+    """Pure bookkeeping over block numbers; `nonce` scopes the hashes to one run of the engine."""
 
     def __init__(self, *, blocks: int, block_tokens: int, nonce: bytes) -> None:
         self.blocks = blocks
@@ -36,7 +36,7 @@ class BlockCache:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that somebody holds; cached ones that nobody holds are free."""
+        """Blocks with a reference; cached blocks without one are free."""
         return self.blocks - len(self._free)
 
     def extend_hashes(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
@@ -57,7 +57,7 @@ class BlockCache:
         return matched
 
     def can_take(self, cached: Sequence[int], fresh: int) -> bool:
-        """Tell whether `take` of cached blocks and of so many fresh ones would succeed."""
+        """Tell whether the `cached` blocks and `fresh` new ones can be taken."""
         return fresh + sum(1 for block in cached if not self._references[block]) <= len(self._free)
 
     def take(self, cached: Sequence[int]) -> None:
@@ -68,7 +68,7 @@ class BlockCache:
             self._references[block] += 1
 
     def take_fresh(self, count: int) -> list[int]:
-        """Hold `count` free blocks for new content, the one used longest ago first."""
+        """Hold `count` free blocks for new content, the least recently used first."""
         assert count <= len(self._free), "the scheduler asks before it takes"
         taken = [self._free.popitem(last=False)[0] for _ in range(count)]
         removed: list[bytes] = []
@@ -98,7 +98,7 @@ class BlockCache:
     ) -> None:
         """Make the full blocks of a table from number `first` on findable, copies of what is cached included.
 
-        So whoever holds a block also holds a findable copy of every block before it, and since tails are
+        A holder of a block thus also holds a findable copy of every block before it, and since tails are
         evicted before heads, no block outlives its parent.
         """
         fresh = [index for index in range(first, len(hashes)) if table[index] not in self._hash_of]

@@ -1,8 +1,8 @@
-"""The simulated engine: everything of an inference engine but the model, without torch and without a GPU.
+"""The simulated engine: an inference engine except for the model, without torch and without a GPU.
 
-It schedules (`simulated_scheduler`), keeps real KV bytes in a paged pool (`simulated_kv`), hands them
-off with a real transfer agent, and takes as long as a timing model says (`simulated_options`). This
-file is the shell around those: it waits, moves what the scheduler decided, and answers.
+It schedules (`scheduler.py`), keeps real KV bytes in a paged pool (`kv.py`), hands them off with a real
+transfer agent (`handoff.py`), and takes as long as a timing model says (`options.py`). This file is the
+shell around those: it waits, carries out what the scheduler decided, and answers.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from baton.transfer import AgentOptions, NativeAgent, TransferAgent
 
 ENGINE: Final = "simulated 1"
 _EVENT_BATCHES_MAX: Final = 65_536
-"""Batches kept for a slow consumer; beyond that the oldest are lost, which the gap in their sequence shows."""
+"""Bound of the batches kept for a slow consumer; beyond it the oldest are lost, and the sequence shows a gap."""
 _LAG_MAX_S: Final = 0.05
-"""Steps that end late, since timers are coarse, are made up for up to this much."""
+"""Longest lateness of steps, from coarse timers, for which later steps make up."""
 
 _log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class SimulatedEngine:
         self._scheduler: Scheduler
         self._handoff: SimulatedHandoff
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ lifecycle
 
     async def start(self) -> EngineFacts:
         options = self._options
@@ -248,12 +248,12 @@ class SimulatedEngine:
         return delta
 
     def _drop(self, stream: Stream) -> None:
-        """Free what an attempt holds, wherever it stands; blocks that a pull writes follow when it has ended."""
+        """Free what an attempt holds, in any state; blocks that a pull writes follow when the pull has ended."""
         if self._streams.get(stream.attempt.key) is not stream:
             return
         if stream.attempt.phase is SimulatedPhase.PULLING:
             self._handoff.cancel_pull(stream.lease)
-        # Before the blocks are free: nobody may read what the next owner writes.
+        # Before the blocks are free: no peer may read what the next owner writes.
         self._handoff.revoke(stream.lease, final=True)
         self._scheduler.end(stream.attempt)
         self._forget_ended(stream)
@@ -377,7 +377,7 @@ class SimulatedEngine:
                 self._handoff.complete(stream.lease, chunk.attempt.prompt_tokens)
 
     def _sample(self, step: Step) -> None:
-        """Read back the contexts that this step completed, and choose the next token of each from what they say."""
+        """Read back the contexts that this step completed, and choose the next token of each from its digest."""
         streams = [self._stream(chunk.attempt) for chunk in _alive(step.chunks) if chunk.samples]
         if not streams:
             return

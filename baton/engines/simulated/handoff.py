@@ -14,18 +14,18 @@ from baton.transfer import Cause, EventKind, PullTally, PullWatch, TransferAgent
 
 @dataclass(slots=True, eq=False)
 class SimulatedLease:
-    """What the agent knows of one attempt: the lease it gives out, or the pull it makes."""
+    """One attempt's lease or pull at the agent."""
 
     key: bytes
     generation: int = 0
-    """Of the lease while it is open, else 0."""
+    """Generation of the lease while it is open, else 0."""
     leased_blocks: int = 0
     is_over: bool = False
-    """The sink released it or it expired: it is not opened again."""
+    """True once the sink has released the lease or it has expired: it is not opened again."""
     pulled_bytes: int = 0
     moving_s: float = 0.0
     watch: PullWatch | None = None
-    """Of the pull, from its start."""
+    """Watch of the pull, from its start."""
 
 
 class SimulatedHandoff:
@@ -66,7 +66,7 @@ class SimulatedHandoff:
     # Source.
 
     def lease_blocks(self, lease: SimulatedLease, blocks: Sequence[int], *, ready: int) -> None:
-        """Promise all of `blocks`; their first `ready` tokens are computed, which counts for a new lease."""
+        """Lease all of `blocks`. A new lease posts their first `ready` tokens, which are computed already."""
         if lease.is_over:
             return
         if not lease.generation:
@@ -84,7 +84,7 @@ class SimulatedHandoff:
             self._agent.post_ready(lease.key, lease.generation, layer, tokens)
 
     def give_up(self, lease: SimulatedLease) -> None:
-        """The agent says that the lease is over. It may have been opened anew before that was known here."""
+        """Note that the agent has ended the lease. It may have been opened anew before that was known here."""
         lease.is_over = True
         self.revoke(lease, final=True)
 
@@ -92,7 +92,7 @@ class SimulatedHandoff:
         self._agent.complete_lease(lease.key, lease.generation, tokens)
 
     def revoke(self, lease: SimulatedLease, *, final: bool) -> None:
-        """Make sure that nobody takes what the lease's blocks hold from now on."""
+        """Revoke the lease: from now on no peer reads its blocks."""
         if lease.generation:
             self._agent.revoke_lease(lease.key, final=final)
             lease.generation = 0
@@ -114,7 +114,7 @@ class SimulatedHandoff:
                 budget_s=budget_s,
             )
         except ValueError as error:
-            # The endpoint came with the request. Where all is cached, a wrong one costs its owner a lease's time.
+            # The endpoint came with the request. If all is cached, a wrong one only holds the lease until it expires.
             if pull.blocks:
                 self.pulls_failed += 1
                 self.tally.failed[Cause.UNREACHABLE] += 1
@@ -162,7 +162,7 @@ class SimulatedHandoff:
                 case EventKind.LEASE_ENDED if event.cause is not Cause.REVOKED:
                     self._lease_over(event.key)
                 case EventKind.LEASE_ENDED:
-                    pass  # What was revoked was revoked by this engine, which knows.
+                    pass  # This engine revoked the lease itself.
 
 
 def _pull_error(event: TransferEvent) -> BatonError:

@@ -35,7 +35,7 @@ MASK: Final = (1 << 64) - 1
 _FLOAT_BYTES: Final = 4
 """Words are moved, never computed with, as two elements of the widest type that layouts know."""
 GUARD_TOKENS: Final = 16
-"""Every so many tokens, one whose state is read again at each step."""
+"""Interval, in tokens, of the states that are read again at each step."""
 
 _TOKEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _POSITION: Final = np.uint64(0xC2B2AE3D27D4EB4F)
@@ -56,7 +56,7 @@ def mix(words: Words) -> Words:
 
 
 def mix_word(word: int) -> int:
-    """Return `mix` of one word, as Python's integers do it."""
+    """Return `mix` of one word, in Python's integers."""
     word &= MASK
     word = ((word ^ (word >> 30)) * int(_SPREAD[0])) & MASK
     word = ((word ^ (word >> 27)) * int(_SPREAD[1])) & MASK
@@ -89,7 +89,7 @@ class KvPool:
 
     @property
     def layout(self) -> Layout:
-        """Return what a block holds, as transfer agents say it: one row of words for each token."""
+        """Return a block's layout in the transfer agents' terms: one row of words for each token."""
         return Layout(
             layers=self.layers,
             kv_heads=1,
@@ -101,7 +101,7 @@ class KvPool:
         )
 
     def identity(self, model: str, digest: str) -> str:
-        """Return what the rows mean to other engines: only simulated ones of the same model can use them."""
+        """Return the KV identity: only simulated engines of the same model can use the rows."""
         layout = self.layout
         return str(
             KvIdentity(
@@ -116,7 +116,7 @@ class KvPool:
         )
 
     def describe(self, fingerprint: str) -> Pool:
-        """Return the pool as a transfer agent wants to know it."""
+        """Return the pool's description for a transfer agent."""
         block_bytes = self.block_tokens * self.layer_words * self.words.itemsize
         base, stride = self.words.ctypes.data, self.blocks * block_bytes
         return Pool(
@@ -183,7 +183,7 @@ class KvPool:
 
 
 class ContextReader:
-    """What is known of one request's context from reading it; see the module's text for what is read when."""
+    """The part of one request's context that has been read; the module's docstring says what is read when."""
 
     def __init__(self, pool: KvPool) -> None:
         self._pool = pool

@@ -1,4 +1,4 @@
-"""Settings of the simulated engine, and how long its steps take."""
+"""Settings of the simulated engine, and its timing model."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Duration = Annotated[float, Meta(ge=0)]
 
 
 class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `--engine-options` may hold for the simulated engine.
+    """Options that `--engine-options` may hold for the simulated engine.
 
     The timing is the usual linear cost model of a step; its defaults are of the order of an 8 billion
-    parameter model on one small GPU, run ten times faster than life so that tests are quick.
+    parameter model on one small GPU, run ten times faster so that tests are quick.
     """
 
     blocks: Count = 1024
@@ -31,25 +31,25 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Token budget of one step, over all requests in it."""
     layers: Count = 4
     kv_bytes_per_token: Annotated[int, Meta(ge=8)] = 512
-    """Over all layers; a multiple of 8 × layers."""
+    """KV bytes of one token over all layers; a multiple of 8 × layers."""
     context_tokens_max: Count | None = None
-    """Default: what the model's config.json says, bounded by what the blocks can hold."""
+    """Context limit. Default: the model's, from config.json, bounded by what the blocks can hold."""
     vocabulary: Annotated[int, Meta(ge=64)] | None = None
-    """Default: the model's; 8192 where there is no model."""
+    """Size of the vocabulary. Default: the model's; 8192 without a model."""
     eos_probability: Annotated[float, Meta(ge=0, le=1)] = 0.004
     """Share of contexts after which the end of the sequence is the most likely token."""
     parameters: Annotated[dict[ParameterName, tuple[object, ...] | None], Meta(max_length=PARAMETERS_MAX)] = {}
-    """Extension parameters that it takes, and ignores: name → the values that it takes; null: any."""
+    """Extension parameters that the engine accepts and ignores: name → accepted values; null: any."""
     seed: int | None = None
-    """Of everything random: unseeded sampling and the root of the block hashes. Default: fresh each start."""
+    """Seed of everything random: unseeded sampling and the root of the block hashes. Default: fresh each start."""
 
     step_fixed_s: Duration = 0.02
     prefill_token_s: Duration = 0.0002
     decode_sequence_s: Duration = 0.0002
     attention_token_s: Duration = 1e-7
-    """Per token of context that a step's requests attend to."""
+    """Seconds per token of context that a step's requests attend to."""
     speed: Annotated[float, Meta(gt=0)] = 10.0
-    """All durations are divided by this."""
+    """Divisor of all durations."""
 
     @property
     def layer_words(self) -> int:
@@ -57,7 +57,7 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         return self.kv_bytes_per_token // (self.layers * WORD_BYTES)
 
     def step_s(self, *, prefill_tokens: int, decode_sequences: int, context_tokens: int) -> float:
-        """Return how long a step takes that computes and attends to so much."""
+        """Return the duration of a step that computes and attends to this much."""
         return (
             self.step_fixed_s
             + self.prefill_token_s * prefill_tokens

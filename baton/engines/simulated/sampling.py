@@ -20,18 +20,18 @@ CONTEXT_TOKENS_DEFAULT: Final = 8192
 LOGPROBS_MAX: Final = 20
 _CANDIDATES: Final = LOGPROBS_MAX
 _STEP_LOGIT: Final = -0.7
-"""Each candidate is about half as likely as the one before."""
+"""Logit step between candidates: each is about half as likely as the one before."""
 _FLOOR_LOGIT: Final = -40.0
-"""Of every token that is no candidate."""
+"""Logit of every token that is no candidate."""
 _SPECIAL_DEFAULT: Final = 256
-"""Without a tokenizer, ids below this are left alone: bytes and control tokens lie there."""
+"""Lowest id used without a tokenizer: bytes and control tokens lie below it."""
 _SPACE_MARKS: Final = str.maketrans("", "", "Ġ▁")
 _DRAW: Final = 0xA24BAED4963EE407
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedModel:
-    """What the simulated engine knows of a model: its vocabulary and the length of its context."""
+    """A model's vocabulary and the length of its context, all that the simulated engine knows of it."""
 
     vocabulary: int
     printable: tuple[int, ...]
@@ -100,9 +100,9 @@ def _is_plain(text: str) -> bool:
 def check_sampling(
     sampling: Sampling, vocabulary: int, parameters: Mapping[str, Sequence[object] | None] | None = None
 ) -> None:
-    """Raise InvalidRequest, naming the parameter, where the engine cannot do what is asked.
+    """Raise InvalidRequest, naming the parameter, if the engine does not support the request.
 
-    `parameters`: the extensions that it takes, each with its values; None: any.
+    `parameters`: the extensions that it accepts, each with its values; None: any.
     """
 
     def refuse(name: str, needs: str) -> None:

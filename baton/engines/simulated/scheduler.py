@@ -43,12 +43,12 @@ class SimulatedAttempt:
     computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
     hashes: list[bytes] = field(default_factory=list[bytes])
-    """Of the full blocks of `tokens`."""
+    """Hashes of the full blocks of `tokens`."""
     cached_tokens: int = 0
-    """Found in the prefix cache when first admitted."""
+    """Tokens found in the prefix cache when first admitted."""
     pulled_tokens: int = 0
     admitted: bool = False
-    """It was running or pulling before; a preempted decode must not pull again from a lease that is gone."""
+    """True once it has run or pulled; a preempted decode must not pull again from a lease that is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to do next: revoke, then start pulls, then compute."""
+    """Orders for one step: revoke, then start pulls, then compute."""
 
     chunks: tuple[Chunk, ...]
     pulls: tuple[Pull, ...]
@@ -92,7 +92,7 @@ class Scheduler:
         self._waiting: deque[SimulatedAttempt] = deque()
         self._running: list[SimulatedAttempt] = []
         self._pulling: set[SimulatedAttempt] = set()
-        """PULLING and FENCING."""
+        """Attempts that are PULLING or FENCING."""
         self._held: set[SimulatedAttempt] = set()
         self.preemptions = 0
         self.prompt_tokens_computed = 0
@@ -110,7 +110,7 @@ class Scheduler:
 
     @property
     def leased(self) -> list[SimulatedAttempt]:
-        """Prefills whose blocks are promised to decode, whether they still compute or hold them."""
+        """Prefills whose blocks are leased to decode, whether they still compute or hold them."""
         return [*self._held, *(attempt for attempt in self._running if attempt.leg is Leg.PREFILL)]
 
     # What happens between steps.
@@ -135,7 +135,7 @@ class Scheduler:
         self._free(attempt, SimulatedPhase.ENDED)
 
     def pull_done(self, attempt: SimulatedAttempt) -> None:
-        """The pull that `plan_step` asked for filled its blocks."""
+        """Note that the pull that `plan_step` asked for has filled its blocks."""
         self._pulling.remove(attempt)
         if attempt.phase is SimulatedPhase.FENCING:
             self._free(attempt, SimulatedPhase.ENDED)
@@ -147,7 +147,7 @@ class Scheduler:
         self._running.append(attempt)
 
     def pull_failed(self, attempt: SimulatedAttempt) -> None:
-        """Nothing writes the blocks of the pull any more, and what they hold is worthless."""
+        """Note that a pull has failed: nothing writes its blocks any more, and their content is invalid."""
         self._pulling.remove(attempt)
         self._free(attempt, SimulatedPhase.ENDED)
 
@@ -168,7 +168,7 @@ class Scheduler:
             budget -= end - attempt.computed
             index += 1
         pulls: list[Pull] = []
-        # After a preemption the blocks are spoken for: whoever was preempted is the next to come back.
+        # After a preemption the blocks are reserved: the preempted attempt is the next to come back.
         while (
             self._waiting and budget and not preempted and len(self._running) + len(self._pulling) < self._running_max
         ):
@@ -183,7 +183,7 @@ class Scheduler:
         return Step(tuple(chunks), tuple(pulls), tuple(preempted))
 
     def complete_step(self, step: Step) -> None:
-        """The step's KV lies in the pool. A prefill whose prompt is done is HELD from now on."""
+        """Note that the step's KV is in the pool. A prefill whose prompt is done becomes HELD."""
         for chunk in step.chunks:
             attempt = chunk.attempt
             if attempt.phase is not SimulatedPhase.RUNNING:
@@ -196,7 +196,7 @@ class Scheduler:
                 attempt.phase = SimulatedPhase.HELD
 
     def _make_room(self, attempt: SimulatedAttempt, end: int, preempted: list[SimulatedAttempt]) -> bool:
-        """Take the blocks for tokens up to `end`, from those who came last if need be. False: `attempt` itself lost."""
+        """Take blocks for tokens up to `end`, preempting the latest attempts if needed; False: `attempt` is one."""
         fresh = self._blocks(end) - len(attempt.blocks)
         while fresh > self._cache.free_blocks:
             victim = self._running.pop()

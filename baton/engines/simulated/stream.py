@@ -1,4 +1,4 @@
-"""One attempt in the simulated engine, from the request that began it to the deltas that nobody took yet."""
+"""One attempt in the simulated engine, from its request to the deltas that are not read yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.transfer import lease_key
 
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One attempt, and what its reader has not taken yet (bounded by the tokens it may generate)."""
+    """One attempt and its unread output (bounded by the tokens it may generate)."""
 
     request: EngineRequest
     attempt: SimulatedAttempt
@@ -30,9 +30,9 @@ class Stream:
     finish: FinishReason | None = None
     error: BatonError | None = None
     begun_s: float | None = None
-    """When its first step, or its pull, began."""
+    """Start of its first step or of its pull."""
     told: bool = False
-    """A delta was taken."""
+    """True once a delta was taken."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
@@ -56,12 +56,12 @@ class Stream:
         return len(self.attempt.tokens) - self.attempt.prompt_tokens
 
     def begin(self, now_s: float) -> None:
-        """The engine turns to it, for the first time or again."""
+        """Note that the engine starts the attempt, for the first time or again."""
         if self.begun_s is None:
             self.begun_s = now_s
 
     def take_delta(self, now_s: float) -> EngineDelta | None:
-        """Return what is new. Raises what ended the attempt, after everything before it was taken."""
+        """Return the new output. Raises the attempt's error after everything before it was taken."""
         self.changed.clear()
         if not self.tokens and self.finish is None:
             if self.error is not None:
@@ -92,7 +92,7 @@ class Stream:
 
 
 def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max: int) -> None:
-    """Raise InvalidRequest for a prompt that no such engine can run, AttemptFailed for a leg that cannot be."""
+    """Raise InvalidRequest for a prompt that this engine cannot run, AttemptFailed for an impossible leg."""
     if not request.tokens:
         raise InvalidRequest("a prompt needs at least one token", param="prompt")
     wrong = next((token for token in request.tokens if not 0 <= token < vocabulary), None)

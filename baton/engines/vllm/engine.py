@@ -1,4 +1,4 @@
-"""vLLM in this process: `AsyncLLM`, whose scheduler and workers are children that die with us."""
+"""vLLM in this process: `AsyncLLM`, whose scheduler and workers are children that die with it."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ class VllmEngine:
         return self._llm
 
     async def _watch_engine(self, llm: AsyncLLM) -> None:
-        """End everything when vLLM's processes die: a killed one says nothing to the requests that wait for it."""
+        """End everything when vLLM's processes die: a killed one sends nothing to the requests that wait for it."""
         # Its own thread notices and sets a flag; nothing can be waited for.
         while not llm.errored:  # noqa: ASYNC110
             await asyncio.sleep(WATCH_INTERVAL_S)
@@ -251,7 +251,7 @@ class VllmEngine:
 
 
 def engine_error(error: Exception, death: str = "") -> BatonError:
-    """Return what an exception of vLLM's is to a request: its own word on the request, or a failure inside it."""
+    """Return the error that an exception of vLLM's means: it refuses the request, or it failed."""
     from vllm.exceptions import VLLMClientError
     from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -272,6 +272,6 @@ def _engine_id(request: str, attempt: int) -> str:
 
 
 def _trace_headers(llm: AsyncLLM, request: EngineRequest) -> dict[str, str] | None:
-    """Return what makes vLLM's span a part of the request's trace, where vLLM exports any."""
+    """Return headers that make vLLM's span a part of the request's trace; None: vLLM exports no spans."""
     wanted = request.trace and llm.vllm_config.observability_config.otlp_traces_endpoint
     return {"traceparent": request.trace} if wanted else None

@@ -1,4 +1,4 @@
-"""What vLLM's options are called, and what it needs on each kind of machine."""
+"""vLLM's dialect of options, and its device profiles."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ DIALECT: Final = Dialect(
     ),
     one_only={"data_parallel_size": "start as many workers instead"},
     environment={
-        # Children are started afresh: a fork would copy our event loop, threads and sockets.
+        # Children are spawned: a fork would copy our event loop, threads and sockets.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_LOGGING_STREAM": "ext://sys.stderr",
         # A worker does not wake for the end of its queue; after this long vLLM sends it a signal, which it heeds.
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",
-        # Of vLLM's own spans, where its flag otlp_traces_endpoint is given: a collector that is down holds nobody up.
+        # For vLLM's own spans, if its flag otlp_traces_endpoint is given: a collector that is down delays nothing.
         "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
         "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "1",
     },
@@ -41,7 +41,7 @@ DIALECT: Final = Dialect(
             # The attention kernels of vLLM on CPU stop the engine at any other size.
             block_tokens_multiple=32,
         ),
-        # Written after vLLM's documentation and not run yet: no accelerator has been at hand.
+        # Written from vLLM's documentation and not run yet: no accelerator has been at hand.
         Device.CUDA: DeviceProfile(environment={}, options={"block_size": 32}, block_tokens_multiple=16),
     },
 )
@@ -62,7 +62,7 @@ def choose_executor(arguments: dict[str, object], environ: Mapping[str, str]) ->
 
 
 def check_handoff(arguments: Mapping[str, object]) -> None:
-    """Raise ConfigurationError where ranks divide something else than heads, which no layout describes."""
+    """Raise ConfigurationError if ranks divide something else than heads, which no layout describes."""
     for name in (*_LAYER_AND_TOKEN_RANKS, "decode_context_parallel_size"):
         if arguments.get(name, 1) != 1:
             raise ConfigurationError(

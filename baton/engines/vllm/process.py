@@ -1,4 +1,4 @@
-"""What vLLM runs first thing in each of its processes. Its connector, built in every one of them, binds them too."""
+"""Plug-in that vLLM runs first in each of its processes. Its connector, built in each, binds them to us, too."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from baton.engines.processes import ENGINE_MARK, bind_to_parent, end_at_once
 
 
 def unname_shared_memory(folder: Path = Path("/dev/shm")) -> None:
-    """Take the names off the memory in which a CPU's tensor-parallel ranks add up, once all of them have mapped it.
+    """Unlink the shared memory in which a CPU's tensor-parallel ranks add up, once all of them have mapped it.
 
-    vLLM does it only where its ranks end by themselves; each other end would leave megabytes until the machine's.
+    vLLM does it only if its ranks end by themselves; any other end would leave megabytes until the machine restarts.
     """
     if identity := os.environ.get("VLLM_DIST_IDENT"):
         for file in folder.glob(f"{glob.escape(identity)}-*-cpushm_*"):

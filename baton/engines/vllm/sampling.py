@@ -1,4 +1,4 @@
-"""Sampling parameters on their way into vLLM, and its log-probabilities on their way out."""
+"""Converts sampling parameters to vLLM's form, and its log-probabilities to Baton's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.messages.attempts import Sampling, TokenLogprob
 _NOT_EXTENSIONS: Final = frozenset(
     {
         "n",  # The gateway sends one request per choice.
-        "stop",  # Stop strings are text, and text is the gateway's.
+        "stop",  # Stop strings are text, which only the gateway handles.
         "include_stop_str_in_output",
         "skip_special_tokens",
         "spaces_between_special_tokens",
@@ -41,7 +41,7 @@ EXTENSIONS: Final = frozenset(
 
 
 def prefill_params(kv_transfer: Mapping[str, object]) -> SamplingParams:
-    """Return parameters for computing a prompt: one token, which nobody reads."""
+    """Return parameters for computing a prompt: one token, which is discarded."""
     return _strictly({"max_tokens": 1, "temperature": 0.0, "ignore_eos": True}, kv_transfer)
 
 
@@ -61,7 +61,7 @@ def _strictly(fields: dict[str, object], kv_transfer: Mapping[str, object] | Non
     if kv_transfer is not None:
         fields["extra_args"] = {**(extra if isinstance(extra, dict) else {}), "kv_transfer_params": dict(kv_transfer)}
     elif isinstance(extra, dict) and "kv_transfer_params" in extra:
-        # Whoever sets these could read another request's KV.
+        # A client that sets these could read another request's KV.
         raise InvalidRequest("extra_args.kv_transfer_params is Baton's own", param="extra_args")
     try:
         params = msgspec.convert(fields, SamplingParams)

@@ -1,4 +1,4 @@
-"""What vLLM's scheduler and our connector report with every step.
+"""Reports of vLLM's scheduler and of our connector, which come with every step.
 
 vLLM calls a stat logger's `record` on the event loop, after it has put the step's tokens into their
 streams. The connector's own figures travel the same way, as `kv_connector_stats` (`TransferReport`).
@@ -32,7 +32,7 @@ class StatLogger(LoadRecorder):
             self.load = replace(
                 self.load,
                 running=scheduler_stats.num_running_reqs,
-                # Requests whose KV is on its way count as skipped in vLLM.
+                # Requests whose KV is being pulled count as skipped in vLLM.
                 waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
                 kv_usage=scheduler_stats.kv_cache_usage,
             )
@@ -50,10 +50,10 @@ class StatLogger(LoadRecorder):
             )
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say: the worker announces its engine."""
+        """Do nothing: the worker announces its engine."""
 
     def log(self) -> None:
-        """Nothing to say: figures leave with heartbeats."""
+        """Do nothing: heartbeats carry the figures."""
 
     def record_sleep_state(self, is_awake: int = 0, level: int = 0) -> None:
-        """Baton never puts an engine to sleep."""
+        """Do nothing: Baton never puts an engine to sleep."""
