@@ -117,8 +117,8 @@ class ColdIndex(RadixIndex):
     def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
         if self._stubs:
             check_run(parent, blocks)
-            # The first block that is not hot decides: an id covers its whole prefix, so no other block leads into a cold
-            # branch.
+            # The first block that is not hot decides: an id covers its whole prefix, so no other block leads into a
+            # cold branch.
             self._need(parent if self._may_be_cold(worker) else b"")
             if not self._stubs.keys().isdisjoint(ids := split_ids(blocks)):
                 raise Cold(self, b"".join(block for block in ids if block in self._stubs))
@@ -176,7 +176,7 @@ class ColdIndex(RadixIndex):
         )
 
     def behind(self, blocks: bytes, reach: int) -> bytes:
-        """Return the first blocks of the cold branches that continue a prompt after its `reach` hot blocks; mostly none."""
+        """Return the first block of each cold branch that continues a prompt after `reach` hot blocks."""
         if blocks[reach * ID_BYTES : (reach + 1) * ID_BYTES] not in self._stubs:
             return b""
         return b"".join(block for block in split_ids(blocks[reach * ID_BYTES :]) if block in self._stubs)

@@ -83,7 +83,7 @@ class Journal:
         return [worker for worker, waiting in self._waiting.items() if waiting.whole]
 
     def touch(self, worker: str, after: int) -> None:
-        """Have the worker's state written: events after this one are being applied, perhaps without a change of blocks."""
+        """Have the worker's state written: events after this one are applied, perhaps without a change of blocks."""
         self._entry(worker, after)
 
     def store(self, worker: str, parent: bytes, blocks: bytes) -> None:

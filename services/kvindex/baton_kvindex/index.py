@@ -3,7 +3,7 @@
 A block id is a hash over its whole prefix (see `baton.blocks`), so one id names one place, and a worker's
 holdings are a set of ids, one on each tier. An index answers for leading blocks only: a worker that holds
 blocks 0, 1 and 3 of a prompt holds two. Every call takes a run of ids in one byte string, 16 bytes each, so
-that a native implementation crosses the language border once per batch.
+that a native implementation is called once per batch.
 
 Storing and removing are idempotent, as a resync requires: it applies events again that its pages contain already.
 An index that follows an engine's own events, in which each copy of a block is stored and removed under the same hash,
@@ -83,7 +83,7 @@ class Index(Protocol):
         ...
 
     def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
-        """Return how many leading blocks each worker holds on `tier` or a nearer one; workers that hold none are left out."""
+        """Return the leading blocks that each worker holds on `tier` or a nearer one; those with none are left out."""
         ...
 
     def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
