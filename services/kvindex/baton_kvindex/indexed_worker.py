@@ -65,7 +65,7 @@ class IndexedWorker:
         self.reason: ResyncReason | None = None
         """Reason of the resync that is needed or running."""
         self.agreed_sequence = -1
-        """Newest event after which the fingerprints agreed; -1: never in this generation, or not since they differed."""
+        """Newest event after which the fingerprints agreed; -1: never yet, or not since they differed."""
         self.drifts = 0
         """Fingerprints that differed since they last agreed."""
         self.audit = Audit()
