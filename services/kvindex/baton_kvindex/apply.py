@@ -1,4 +1,4 @@
-"""Applies one message of a worker's events to the index, the journal and what is speculative. Pure."""
+"""Applies one message of a worker's events to the index, the journal and the speculative blocks. Pure."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from baton_kvindex.index import ID_BYTES, Index, IndexFull, UnknownParent
 from baton_kvindex.speculation import Speculation
 
 EVENTS_BYTES_MAX: Final = 1 << 20
-"""Ids of blocks in one message of events: four times what a worker puts into one."""
+"""Most bytes of block ids in one message of events: four times what a worker puts into one."""
 
 
 class PartlyCold(Exception):  # Not an error, as `Cold` is none.
-    """A part of a message needs what is cold; what came before is applied, and is not to be applied again."""
+    """Part of a message needs cold blocks; the part before `rest` is applied and must not be applied again."""
 
     def __init__(self, cold: Cold, rest: KvEvents) -> None:
         super().__init__(str(cold))
@@ -30,9 +30,9 @@ class PartlyCold(Exception):  # Not an error, as `Cold` is none.
 def apply_events(
     message: KvEvents, index: Index, journal: Journal, speculation: Speculation, counters: Counters
 ) -> ResyncReason | None:
-    """Apply a message; return why the worker must be read anew, if some of it made no sense.
+    """Apply a message; return the reason for a resync of the worker, if part of the message was invalid.
 
-    Raises PartlyCold, with what is to be applied later.
+    Raises PartlyCold with the part that is to be applied later.
     """
     worker, events = message.worker, message.events
     reason: ResyncReason | None = None
@@ -57,7 +57,7 @@ def apply_events(
         except Cold as cold:
             if reason is None:
                 raise PartlyCold(cold, structs.replace(message, events=events[at:])) from None
-            break  # All of the worker is read anew.
+            break  # The resync replaces all that the worker holds.
         except UnknownParent:
             reason = reason or ResyncReason.UNKNOWN_PARENT
         except MalformedMessage:

@@ -1,9 +1,9 @@
-"""Whether a worker's hits are what the index promised. Pure.
+"""Audit: compares a worker's prefix hits with what the index predicted. Pure.
 
 A worker may hold less by the time a request runs there: blocks are evicted, and an engine takes whole blocks of its own
-size and computes the last token anyway. So one block is forgiven in each request, and what is left must fall short by
-half over `REQUESTS` requests in a row. Eviction between a placement and its run takes milliseconds to seconds of other
-requests' blocks; half of everything, lastingly, it does not explain.
+size and computes the last token anyway. So one block per request is tolerated, and the audit fails only if over
+`REQUESTS` requests in a row fewer than half of the remaining tokens are found. Eviction in the milliseconds to seconds
+between a placement and its run does not explain a lasting loss of half of everything.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ SHARE_MIN: Final = 0.5
 
 @dataclass(slots=True)
 class Audit:
-    """One life of one worker."""
+    """Audit of one generation of one worker."""
 
     predicted_tokens: int = 0
     cached_tokens: int = 0
     _recent: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=REQUESTS))
-    """Tokens that should have been cached, and that were, of requests for which there should have been any."""
+    """(expected, found) cached tokens of the newest requests for which any were expected."""
 
     def note(self, predicted_tokens: int, cached_tokens: int, forgiven_tokens: int) -> bool:
-        """Note one request; return whether the worker holds lastingly less than the index believes."""
+        """Note one request; return whether the worker's hits fall lastingly short of the predictions."""
         self.predicted_tokens += predicted_tokens
         self.cached_tokens += min(cached_tokens, predicted_tokens)
         expected_tokens = predicted_tokens - forgiven_tokens

@@ -1,21 +1,22 @@
-"""The index with room for less than it knows: idle branches are cold, kept elsewhere, and come back when used. Pure.
+"""Index with a bounded memory: idle branches are cold, kept in external storage, and reloaded when used. Pure.
 
     hot    the tree of `radix.py`
-    cold   branches that were cut off from it, each under a name of its own. A **stub** of each is here, under its first
-           block: the name, how many blocks it has for each set of holders; and per holder the sum of all that is cold
+    cold   branches that were evicted from it, each under a name of its own. A **stub** of each stays here, under its
+           first block: the name, and the number of blocks for each set of holders. Per holder, the sum of all cold
+           blocks stays as well
 
-    evict   idle ──pack──▶ written elsewhere ──▶ still the same here? ──▶ a stub in its place
-    reload  a stub on the way of a prompt or of a run that is stored, a block to be removed, a parent
-             ──Cold, read from elsewhere──▶ added to the tree, without the holders that were cleared meanwhile
+    evict   idle branch ──pack──▶ written to storage ──▶ unchanged here? ──▶ a stub in its place
+    reload  a prompt or stored run that reaches a stub, the removal of a cold block, a cold parent
+             ──Cold, read from storage──▶ added to the tree, without the holders that were cleared meanwhile
 
-All that is known of a block is hot, or in exactly one cold branch. A branch never changes while it is cold: what would
-change it raises `Cold` before it changes anything, and is to be repeated once `reload` was given what was found. Only
-clearing a worker needs nothing: it is taken from the stubs, which say who counts when a branch comes back. So sizes and
-fingerprints are exact without a look at what is cold.
+All that is known of a block is hot, or in exactly one cold branch. A branch never changes while it is cold: a call that
+would change it raises `Cold` before it changes anything, and is repeated after `reload` has taken in the branches that
+were found. Only clearing a worker needs no reload: it is taken out of the stubs, and a branch that is reloaded gets
+only the holders that its stub names. So sizes and fingerprints are exact without reading cold branches.
 
-Where even stubs are too many, or nothing can leave, the idlest is **forgotten**: its holders keep it in their sums, so
-fingerprints stay exact, but no match finds it until it is stored anew or the worker is read anew. A removal of what is
-nowhere is then taken for one of what was forgotten, and a run behind what is nowhere hangs loose.
+If there are too many stubs, or nothing can be evicted, the idlest branch is **forgotten**: its holders keep it in their
+sums, so fingerprints stay exact, but no match finds it until it is stored again or the worker is resynced. The removal
+of an unknown block then counts as one of a forgotten block, and a run whose parent is unknown is stored detached.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ from baton_kvindex.packing import COUNT_BYTES, DamagedBranch, EvictedBranch, Hol
 from baton_kvindex.radix import Branch, RadixIndex
 
 BRANCH_BLOCKS_MAX: Final = 4096
-"""Size of a cold branch: 64 KiB of ids. Parts of a larger one are evicted one after the other, from the ends."""
+"""Most blocks of a cold branch: 64 KiB of ids. Larger branches are evicted in parts, from the ends."""
 BLOCK_BYTES, NODE_BYTES, STUB_BYTES = 40, 48, 200
-"""What each takes in memory, about; an idle branch that takes less than its stub stays."""
+"""Approximate memory of each; an idle branch that takes less than its stub stays."""
 SHAPE_BYTES, HOLDERS_BYTES, HOLDER_BYTES = 270, 320, 120
-"""What different `Parts` and sets of holders take beside stubs: each of them, each set, and each holder in a set."""
+"""Memory of shared `Parts` beside the stubs: of each shape, each set of holders, and each holder in a set."""
 ABSENT_MAX: Final = 1 << 16
 """Size of the negative cache, in blocks."""
 SPARE_SHAPES: Final = 64
-"""Shapes that may be kept beyond twice those of all stubs, before unused ones are dropped."""
+"""Shapes that are kept beyond twice the number of stubs, before unused ones are dropped."""
 
 Parts = tuple[tuple[int, frozenset[Holder]], ...]
-"""The shape of a branch: how many of its blocks are held by whom."""
+"""Shape of a branch: number of blocks for each set of holders."""
 
 
-class Cold(Exception):  # Not an error: what was asked for is cold, or may be.
-    """Look for these blocks, `reload` what is found, and repeat the call."""
+class Cold(Exception):  # Not an error: the call needs blocks that are cold, or may be.
+    """Asks the caller to look for `blocks`, to `reload` the branches found, and to repeat the call."""
 
     def __init__(self, index: ColdIndex, blocks: bytes) -> None:
         super().__init__(f"{len(blocks) // ID_BYTES} blocks may be cold")
@@ -61,51 +62,51 @@ class _Stub:
 
 
 class ColdIndex(RadixIndex):
-    """`stub_bytes`: what a stub is taken to cost."""
+    """Radix index with cold branches; `stub_bytes` is the memory that a stub is taken to need."""
 
     def __init__(self, *, counts_copies: bool = False, stub_bytes: int = STUB_BYTES) -> None:
         super().__init__(counts_copies=counts_copies)
         self._stub_bytes = stub_bytes
         self._stubs: dict[bytes, _Stub] = {}
         self._parts: dict[Parts, Parts] = {}
-        """The shapes of all stubs, each once, and some that no stub has any more."""
+        """Shapes of all stubs, each once, and some that no stub has any more."""
         self._sets: dict[frozenset[Holder], frozenset[Holder]] = {}
-        """The sets of holders in all shapes, likewise."""
+        """Sets of holders in all shapes, each once."""
         self._shared_bytes = 0
-        """Memory that shapes and sets take."""
+        """Memory of shapes and sets."""
         self._sums: dict[Holder, tuple[int, int]] = {}
-        """Holder → the sum of the ids, and the number, of its blocks that are cold or forgotten."""
+        """Holder → sum of the ids, and number, of its cold and forgotten blocks."""
         self._forgotten: dict[Holder, int] = {}
-        """Holder → how many of these blocks are forgotten."""
+        """Holder → number of its forgotten blocks."""
         self._absent: set[bytes] = set()
-        """Blocks that were looked for, and are not cold."""
+        """Negative cache: blocks that were looked for and are not cold."""
         self._names = count(1)
         self._counts_copies = counts_copies
         self.cold_blocks = 0
         self.evictions = 0
-        """Branches that have left, ever."""
+        """Branches evicted since the start."""
         self.garbage: list[bytes] = []
-        """Names of branches that are not needed elsewhere any more."""
+        """Names of branches that can be deleted from storage."""
 
     @property
     def branches(self) -> int:
-        """How many branches are cold."""
+        """Number of cold branches."""
         return len(self._stubs)
 
     @property
     def used_bytes(self) -> int:
-        """What all that is here takes, without what the allocator keeps for later."""
+        """Memory of tree and stubs, without what the allocator keeps for later."""
         size = self.footprint()
         return (size.blocks + size.ghosts) * BLOCK_BYTES + size.nodes * NODE_BYTES + self.stubs_bytes
 
     @property
     def stubs_bytes(self) -> int:
-        """What all stubs take of that."""
+        """Memory of all stubs, a part of `used_bytes`."""
         return len(self._stubs) * self._stub_bytes + self._shared_bytes
 
     @property
     def forgotten(self) -> int:
-        """How many blocks are held but not known here, summed over their holders."""
+        """Number of forgotten blocks, summed over their holders."""
         return sum(self._forgotten.values())
 
     def has_forgotten(self, worker: str) -> bool:
@@ -116,8 +117,8 @@ class ColdIndex(RadixIndex):
     def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
         if self._stubs:
             check_run(parent, blocks)
-            # The first block that is not hot tells: an id names all that is before it, so nothing else leads into what
-            # is cold.
+            # The first block that is not hot decides: an id covers its whole prefix, so no other block leads into a
+            # cold branch.
             self._need(parent if self._may_be_cold(worker) else b"")
             if not self._stubs.keys().isdisjoint(ids := split_ids(blocks)):
                 raise Cold(self, b"".join(block for block in ids if block in self._stubs))
@@ -175,7 +176,7 @@ class ColdIndex(RadixIndex):
         )
 
     def behind(self, blocks: bytes, reach: int) -> bytes:
-        """Return which cold branches are on the way of a prompt of which `reach` blocks are held here; mostly none."""
+        """Return the first block of each cold branch that continues a prompt after `reach` hot blocks."""
         if blocks[reach * ID_BYTES : (reach + 1) * ID_BYTES] not in self._stubs:
             return b""
         return b"".join(block for block in split_ids(blocks[reach * ID_BYTES :]) if block in self._stubs)
@@ -183,18 +184,18 @@ class ColdIndex(RadixIndex):
     # ------------------------------------------------------------ eviction
 
     def idlest(self, blocks: int) -> list[bytes]:
-        """Return where the branches begin that have been idle for longest, of about so many blocks or more."""
+        """Return the first blocks of the idlest branches, which have about this many blocks together or more."""
         return [] if self._counts_copies else split_ids(self.idle(self.age_of(blocks), BRANCH_BLOCKS_MAX))
 
     def pack(self, first: bytes) -> list[EvictedBranch]:
-        """Return what hangs behind a block, itself included, as branches to be written elsewhere; none: it stays."""
+        """Return a block and all that follows it as branches to be written to storage; none if they are too small."""
         rows = self.dump_behind(first)
         if sum(len(row.blocks) // ID_BYTES * BLOCK_BYTES + NODE_BYTES for row in rows) < self._stub_bytes:
             return []
         return [self._evicted_branch(tree) for tree in trees(rows)]
 
     def evict(self, branch: EvictedBranch) -> bool:
-        """Let go of a branch that was written; return whether it did, which it does not where it has changed."""
+        """Replace a branch that was written by a stub; return False, and keep it, if it has changed meanwhile."""
         rows = branch.rows
         first = rows[0].blocks[:ID_BYTES]
         now = {row.blocks: row for row in self.dump_behind(first)}
@@ -214,7 +215,7 @@ class ColdIndex(RadixIndex):
         return True
 
     def _take_out(self, row: Branch) -> frozenset[Holder]:
-        """Keep of a row no more than the sums of its holders, which are returned."""
+        """Move a row from the tree to the sums of its holders; return the holders."""
         holders = holders_of(row)
         for worker, tier in holders:
             super().remove(worker, row.blocks, tier)
@@ -222,14 +223,14 @@ class ColdIndex(RadixIndex):
         return holders
 
     def _evicted_branch(self, rows: Sequence[Branch]) -> EvictedBranch:
-        # Ids of other models are other ids, so names are unique among all indexes of a process.
+        # Different models have different ids, so names are unique among all indexes of a process.
         name = (next(self._names) % (1 << 32)).to_bytes(4, "little") + rows[0].blocks[:8]
         return EvictedBranch(name, b"".join(row.blocks for row in rows), rows)
 
-    # ------------------------------------------------------------ being forgotten
+    # ------------------------------------------------------------ forgetting
 
     def forget_stubs(self, excess_bytes: int) -> None:
-        """Forget what has been cold for longest, until about so much is free."""
+        """Forget the branches that have been cold for longest, until about this much memory is free."""
         count = -(-len(self._stubs) * excess_bytes // self.stubs_bytes) if self._stubs else 0
         for first, stub in list(islice(self._stubs.items(), count)):
             for blocks, holders in stub.parts:
@@ -238,7 +239,7 @@ class ColdIndex(RadixIndex):
         self._tidy()
 
     def forget_behind(self, first: bytes) -> None:
-        """Forget what hangs behind a block, itself included."""
+        """Forget a block and all that follows it."""
         for row in self.dump_behind(first):
             self._note_forgotten(self._take_out(row), len(row.blocks) // ID_BYTES)
 
@@ -247,7 +248,7 @@ class ColdIndex(RadixIndex):
             self._forgotten[holder] = self._forgotten.get(holder, 0) + blocks
 
     def _remove_forgotten(self, holder: Holder, block: bytes) -> int:
-        """Take a block that is nowhere from what was forgotten; return whether there is any, as a number."""
+        """Remove an unknown block as one of the holder's forgotten ones; return 1, or 0 if it has none."""
         left = self._forgotten.pop(holder, 0)
         if not left:
             return 0
@@ -256,12 +257,12 @@ class ColdIndex(RadixIndex):
         self._count_cold(block, frozenset([holder]), -1)
         return 1
 
-    # ------------------------------------------------------------ coming back
+    # ------------------------------------------------------------ reload
 
     def reload(self, found: Mapping[bytes, bytes], blocks: bytes, evictions: int) -> bool:
-        """Take in what was found when these blocks were looked for, `evictions` having come before.
+        """Add the branches that were found for these blocks; `evictions` is the counter when the search began.
 
-        Returns whether all that must be there was there, and whole.
+        Returns False if a branch is missing or damaged.
         """
         for name, packed in found.items():
             first = packed[COUNT_BYTES : COUNT_BYTES + ID_BYTES]
@@ -277,14 +278,14 @@ class ColdIndex(RadixIndex):
             self._drop(first, stub)
             self.add(branches)
         if evictions != self.evictions:
-            return True  # What left meanwhile was not looked for.
+            return True  # Branches evicted meanwhile were not looked for.
         if len(self._absent) > ABSENT_MAX:
             self._absent.clear()
         self._absent.update(split_ids(blocks))
         return self._stubs.keys().isdisjoint(split_ids(blocks))
 
     def forget_cold(self) -> set[str]:
-        """Give up all that is cold; return the workers that held some of it."""
+        """Give up all cold branches; return the workers that held blocks in them."""
         stubs = self._stubs.values()
         workers = {worker for stub in stubs for _, holders in stub.parts for worker, _ in holders}
         self._clear_cold({(worker, tier) for worker in workers for tier in Tier})
@@ -299,7 +300,7 @@ class ColdIndex(RadixIndex):
             self._absent.clear()
 
     def _share(self, parts: Parts) -> Parts:
-        """Return the same parts, kept once for all stubs."""
+        """Return an equal shape that all stubs share."""
         if parts in self._parts:
             return self._parts[parts]
         for _, holders in parts:
@@ -312,13 +313,13 @@ class ColdIndex(RadixIndex):
         return shared
 
     def _tidy(self) -> None:
-        """Let go of the shapes that no stub has any more."""
+        """Drop the shapes that no stub has any more."""
         self._parts = {stub.parts: stub.parts for stub in self._stubs.values()}
         self._sets = {holders: holders for parts in self._parts for _, holders in parts}
         self._shared_bytes = len(self._parts) * SHAPE_BYTES
         self._shared_bytes += sum(HOLDERS_BYTES + HOLDER_BYTES * len(holders) for holders in self._sets)
 
-    # ------------------------------------------------------------ what is where
+    # ------------------------------------------------------------ hot or cold
 
     def _may_be_cold(self, worker: str) -> bool:
         return any((worker, tier) in self._sums for tier in Tier)
@@ -327,7 +328,7 @@ class ColdIndex(RadixIndex):
         return any(super(ColdIndex, self).fingerprint(worker, tier).blocks for tier in Tier)
 
     def _need(self, *runs: bytes) -> None:
-        """Raise Cold for blocks that may be cold: no worker holds them here, and they were not looked for."""
+        """Raise Cold for blocks that may be cold: not hot, and not in the negative cache."""
         unheld = (block for run in runs for block in split_ids(self.unheld(run)))
         if wanted := [block for block in unheld if block not in self._absent]:
             raise Cold(self, b"".join(wanted))
@@ -343,7 +344,7 @@ class ColdIndex(RadixIndex):
                 self._sums.pop(holder, None)
 
     def _clear_cold(self, gone: set[Holder]) -> int:
-        """Take holders from all that is not here; return how many blocks they held there."""
+        """Remove holders from all cold and forgotten blocks; return how many they held."""
         blocks = sum(self._sums.pop(holder, (0, 0))[1] for holder in gone)
         if not blocks:
             return 0

@@ -1,10 +1,10 @@
-"""What of the index is written down, and the changes that wait to be: pure, the database is in `store.py`.
+"""Durable form of the index, and the journal of changes that wait to be written. Pure: the database is in `store.py`.
 
-A worker's durable form is a map from block to the block before it, with the life (generation), the model and
-the newest event that the map contains. Changes of a block overwrite each other while they wait, so what waits
-is bounded by what exists; above `blocks_max` of one worker, and after a failed write, the details are dropped
-and the worker is written anew as a whole. While another index writes, `rotate` lets go of what is old, and what is
-left makes it cheap to `go_on` in that one's place.
+A worker's durable form is a map from block to the block before it, with the generation, the model and the newest event
+that the map contains. A later change of a block replaces an earlier one in the journal, so the journal is bounded by
+the index; above `blocks_max` changes of one worker, and after a failed write, its changes are dropped and the whole
+worker is written again. While another index writes, `rotate` drops old changes, and the rest makes it cheap to `go_on`
+in its place.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import msgspec
 from baton_kvindex.index import Run, link, split_ids
 
 WORKERS_MAX: Final = 1 << 14
-"""Workers of which changes wait. Beyond it, what is written must be looked at before the next write."""
+"""Most workers in the journal. Beyond it, the journal is incomplete: the database is read before the next write."""
 
 
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Which life of a worker the index knows, and up to which of its events."""
+    """Generation of a worker that the index knows, and its newest event that was applied."""
 
     generation: int
     model_digest: str
@@ -38,17 +38,17 @@ class SavedWorker:
 
 @dataclass(slots=True)
 class _Waiting:
-    """`whole`: write all that the worker holds instead of single blocks. A parent of None: removed."""
+    """Unwritten changes of one worker: all that it holds if `whole`, else block → parent, None if removed."""
 
     after: float = inf
-    """Every change after this event of the worker is here."""
+    """Sequence of an event; the journal has every change after it."""
     whole: bool = False
     blocks: dict[bytes, bytes | None] = field(default_factory=dict[bytes, bytes | None])
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """What to write of one worker: `runs` in place of everything, or else single blocks."""
+    """Change of one worker: `runs` replace everything, or single blocks are stored and removed."""
 
     state: WorkerState
     runs: Sequence[Run] | None
@@ -58,7 +58,7 @@ class WorkerChange:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One atomic write. A worker whose change is None is gone."""
+    """One atomic write. A change of None deletes the worker."""
 
     stream_sequence: int
     workers: Mapping[str, WorkerChange | None]
@@ -71,19 +71,19 @@ class Journal:
         self._blocks_max = blocks_max
         self._waiting: dict[str, _Waiting] = {}
         self._older: dict[str, _Waiting] = {}
-        """What waited at the last `rotate`."""
+        """Changes from before the last `rotate`."""
         self.is_complete = True
-        """Whether all changes since `go_on` are here, or were taken; else it must be called before the next `take`."""
+        """Whether all changes since `go_on` are here or were taken; if not, `go_on` must precede the next `take`."""
 
     def __bool__(self) -> bool:
         return bool(self._waiting) or not self.is_complete
 
     def whole_workers(self) -> list[str]:
-        """Return the workers of which all is to be written."""
+        """Return the workers that are to be written as a whole."""
         return [worker for worker, waiting in self._waiting.items() if waiting.whole]
 
     def touch(self, worker: str, after: int) -> None:
-        """Write the worker's state: it moves on from this event, perhaps without a change of blocks."""
+        """Have the worker's state written: events after this one are applied, perhaps without a change of blocks."""
         self._entry(worker, after)
 
     def store(self, worker: str, parent: bytes, blocks: bytes) -> None:
@@ -93,7 +93,7 @@ class Journal:
         self._note(worker, dict.fromkeys(split_ids(blocks)))
 
     def rewrite(self, worker: str) -> None:
-        """Write all of the worker, whatever was written before."""
+        """Have the whole worker written, in place of its single changes."""
         entry = self._entry(worker)
         entry.whole = True
         entry.blocks.clear()
@@ -104,7 +104,7 @@ class Journal:
         state_of: Callable[[str], WorkerState | None],
         dump: Callable[[str], Sequence[Run]],
     ) -> Batch:
-        """Return all that waits, as the workers are now, and forget it."""
+        """Return all changes, with the present states of the workers, and empty the journal."""
         changes: dict[str, WorkerChange | None] = {}
         for worker, waiting in self._waiting.items():
             state = state_of(worker)
@@ -121,11 +121,11 @@ class Journal:
         return Batch(stream_sequence, changes)
 
     def rotate(self) -> None:
-        """Forget what waited before the last call: another index writes."""
+        """Drop the changes from before the previous call: another index writes."""
         self._older, self._waiting = self._waiting, {}
 
     def go_on(self, written: Mapping[str, WorkerState], present: Mapping[str, WorkerState]) -> None:
-        """Wait with what lacks in what another index has written: single changes, or all of a worker."""
+        """Keep what is missing from `written`, another index's state: single changes, or whole workers."""
         older, newer = self._older, self._waiting
         self._older, self._waiting, self.is_complete = {}, {}, True
         for worker in written.keys() | present.keys():
@@ -138,7 +138,7 @@ class Journal:
             self._waiting[worker] = found or _Waiting(whole=True)
 
     def give_back(self, batch: Batch) -> None:
-        """Write the workers of a batch anew: it was not written, or may not have been."""
+        """Have the workers of a batch written as a whole: the batch was not written, or may not have been."""
         for worker in batch.workers:
             self.rewrite(worker)
 
@@ -159,7 +159,7 @@ class Journal:
 
 
 def _changes_after(sequence: int, older: _Waiting | None, newer: _Waiting | None) -> _Waiting | None:
-    """Return every single change after this event of a worker; None where they are not all known."""
+    """Return all single changes after this event of a worker; None if some are unknown."""
     if newer is not None and (newer.whole or newer.after <= sequence):
         return None if newer.whole else newer
     if older is None or older.whole or older.after > sequence:
@@ -168,7 +168,7 @@ def _changes_after(sequence: int, older: _Waiting | None, newer: _Waiting | None
 
 
 def runs_of(parents: Mapping[bytes, bytes]) -> list[Run]:
-    """Return the blocks of a map from block to parent as the longest runs that branches allow."""
+    """Return a map from block to parent as the longest runs that its branches allow."""
     children: dict[bytes, list[bytes]] = {}
     for block, parent in parents.items():
         children.setdefault(parent, []).append(block)

@@ -1,13 +1,13 @@
-"""Which of several indexes writes: the one that holds a lease, an entry in a bucket of the bus. Pure.
+"""Election of the one index that writes: it holds the writer's lease, an entry in a bucket of the bus. Pure.
 
     FOLLOWS ── there is no entry, or its revision stood still for `ttl_s`: put ──stored──▶ HOLDS ── put, again and
        ▲                                                                                    │       again
        └──── another one's entry was read, or no put was stored for `ttl_s` ────────────────┘
 
-Time is each index's own: the holder counts from before it asked, the others from when they saw the revision, so a
-holder that cannot reach the bus stops before another one begins. What keeps a holder that slept from writing late
-is the **fence**, the revision with which its term began: the next term's is higher, and the database refuses the
-lower one.
+Each index uses its own clock: the holder counts from before it asked, the others from when they saw the revision, so a
+holder that cannot reach the bus stops before another one begins. The **fence**, the revision with which a term began,
+keeps a holder that was paused from writing late: the next term's fence is higher, and the database refuses the lower
+one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Election:
         self._holder = holder
         self._ttl_s = ttl_s
         self._revision: int | None = None
-        """Revision of the entry; 0: there is none; None: not known."""
+        """Revision of the entry; 0: there is no entry; None: unknown."""
         self._is_mine = False
         self._changed_s = -inf
-        """When another one's revision was first seen."""
+        """Time at which another index's revision was first seen."""
         self._term = 0
         self._until_s = -inf
 
@@ -36,21 +36,21 @@ class Election:
 
     @property
     def held_revision(self) -> int:
-        """Return the entry's revision where it is ours, else 0."""
+        """Revision of the entry if it is ours, else 0."""
         return self._revision or 0 if self._is_mine else 0
 
     @property
     def must_read(self) -> bool:
-        """Whether `saw` must be told of the entry before `revision_to_put` is asked."""
+        """Whether `saw` must be called before `revision_to_put`."""
         return self._revision is None or not self._is_mine
 
     def revision_to_put(self, now_s: float) -> int | None:
-        """Return the revision that a put now must name; None while the lease is another one's."""
+        """Return the revision that a put must name now; None while another index holds the lease."""
         may_put = self._is_mine or not self._revision or now_s - self._changed_s >= self._ttl_s
         return self._revision if may_put else None
 
     def saw(self, entry: Entry | None, now_s: float) -> None:
-        """Note what the entry is."""
+        """Note the entry as it was read."""
         revision = entry.revision if entry else 0
         self._is_mine = entry is not None and entry.message == WriterLease(holder=self._holder)
         if revision != self._revision:
@@ -59,11 +59,11 @@ class Election:
             self._until_s = -inf
 
     def stored(self, revision: int, asked_s: float) -> None:
-        """Note that what was put at `asked_s` is the entry now."""
+        """Note that the put that began at `asked_s` was stored with this revision."""
         if not self.fence(asked_s):
             self._term = revision
         self._revision, self._is_mine, self._until_s = revision, True, asked_s + self._ttl_s
 
     def failed(self) -> None:
-        """Note that the bus did not answer, or somebody else was first: a put may have been stored or not."""
+        """Note a failed put: the bus did not answer, so it may have been stored, or another index was first."""
         self._revision = None

@@ -3,12 +3,12 @@
 A block id is a hash over its whole prefix (see `baton.blocks`), so one id names one place, and a worker's
 holdings are a set of ids, one on each tier. An index answers for leading blocks only: a worker that holds
 blocks 0, 1 and 3 of a prompt holds two. Every call takes a run of ids in one byte string, 16 bytes each, so
-that a native implementation crosses the language border once per batch.
+that a native implementation is called once per batch.
 
-A block is held or not, however often that is said, which is what a resync needs: events that it overlaps are
-applied again. A program that follows an engine itself, which stores and removes the same hash once for each copy,
-makes an index that **counts copies**: each store adds one, each removal takes one, per (worker, tier, block).
-Workers of this deployment count in their shadow maps, so kvindex does not.
+Storing and removing are idempotent, as a resync requires: it applies events again that its pages contain already.
+An index that follows an engine's own events, in which each copy of a block is stored and removed under the same hash,
+must **count copies**: each store adds one, each removal takes one, per (worker, tier, block). Baton's workers count
+copies in their shadow maps, so kvindex does not.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ RUN_BLOCKS_MAX: Final = 1 << 20
 """Blocks in one run, 16 MiB of ids: beyond any message and any prompt."""
 
 Run = BlocksStored
-"""Blocks that follow one another, and the id of the block before them: the unit of `dump` and `load`."""
+"""Consecutive blocks and the id of the block before them: the unit of `dump` and `load`."""
 
 
 class UnknownParent(BatonError):
-    """A worker stored blocks behind one that it does not hold here: an event was lost, so it needs a resync."""
+    """A worker stored blocks whose parent it does not hold here: an event was lost, so it needs a resync."""
 
     code = "unknown_parent"
 
@@ -48,7 +48,7 @@ class Tier(enum.IntEnum):
     ACTIVE = 0
     """The engine's own KV memory."""
     HISTORY = 1
-    """Host memory beside it: promoted into the engine before it serves."""
+    """Host memory: blocks are promoted into the engine before they serve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,16 @@ class IndexSize:
 
 
 class Index(Protocol):
-    """Raises MalformedMessage, and changes nothing, where a run is no whole number of ids or too long."""
+    """Holdings of all workers of one model.
+
+    All calls raise MalformedMessage, and change nothing, if a run is no whole number of ids or too long.
+    """
 
     def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
         """Note that `worker` holds `blocks`, each the child of the one before; return how many are new to the tier.
 
         `parent` is the id of the block before the first, empty at the root. Raises UnknownParent, and
-        changes nothing, where `worker` holds it on no tier.
+        changes nothing, if `worker` holds it on no tier.
         """
         ...
 
@@ -76,11 +79,11 @@ class Index(Protocol):
         ...
 
     def clear(self, worker: str) -> int:
-        """Forget all that `worker` held, on all tiers; return how many blocks that were."""
+        """Remove all blocks of `worker`, on all tiers; return their number."""
         ...
 
     def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
-        """Return how many leading blocks each worker holds on `tier` or a nearer one, without those that hold none."""
+        """Return the leading blocks that each worker holds on `tier` or a nearer one; those with none are left out."""
         ...
 
     def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
@@ -88,15 +91,15 @@ class Index(Protocol):
         ...
 
     def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
-        """Return all that `worker` holds on a tier as runs, in any order; counted copies as runs of their own."""
+        """Return the blocks of `worker` on a tier as runs, in any order; counted copies as runs of their own."""
         ...
 
     def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
-        """Return what all blocks that `worker` holds on a tier come to, copies not counted."""
+        """Return the fingerprint of all blocks that `worker` holds on a tier, copies not counted."""
         ...
 
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
-        """Replace all that `worker` held on a tier by `runs`, in any order; parents need not be among them."""
+        """Replace the blocks of `worker` on a tier by `runs`, in any order; parents need not be among them."""
         ...
 
     def size(self) -> IndexSize: ...
@@ -109,7 +112,7 @@ class NewIndex(Protocol):
 
 
 def check_ids(blocks: bytes) -> int:
-    """Return the number of ids in `blocks`. Raises MalformedMessage where that is no whole number."""
+    """Return the number of ids in `blocks`. Raises MalformedMessage if that is no whole number or too large."""
     count, rest = divmod(len(blocks), ID_BYTES)
     if rest:
         raise MalformedMessage(f"{len(blocks)} bytes are no whole number of block ids of {ID_BYTES} bytes")
@@ -119,7 +122,7 @@ def check_ids(blocks: bytes) -> int:
 
 
 def check_run(parent: bytes, blocks: bytes) -> int:
-    """Return the number of ids in `blocks`. Raises MalformedMessage for a parent that is no id, or a broken run."""
+    """Return the number of ids in `blocks`. Raises MalformedMessage for an invalid parent or run."""
     if len(parent) not in (0, ID_BYTES):
         raise MalformedMessage(f"a parent of {len(parent)} bytes is no block id")
     return check_ids(blocks)

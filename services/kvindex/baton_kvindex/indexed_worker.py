@@ -1,4 +1,4 @@
-"""One life of one worker, as the index follows it: a pure state machine that owns its fields.
+"""One generation of one worker as the index follows it: a pure state machine.
 
     SYNCED ───── a reason ─────▶ NEEDED ──── due ────▶ RUNNING
       ▲  ▲                        │   ▲                 │   │
@@ -6,16 +6,18 @@
       │     joined, behind                                  │
       └──────────────────────── pages ──────────────────────┘
 
-    SYNCED   all that the worker said was applied
-    NEEDED   something is missing or wrong, so the worker's shadow map is to be read: a resync. Events are applied on
-    RUNNING  the map is being read, and events wait: they are applied on top of it
+    SYNCED   all events that arrived are applied
+    NEEDED   something is missing or wrong, so a resync is needed: the worker's shadow map must be read. Events are
+             still applied
+    RUNNING  the map is being read. Events wait and are applied on top of it
 
 Events are applied in order, each once: an older sequence is dropped, one too far ahead waits for a resync. An event
-that needs cold blocks waits for their reload, in any state, and all that come after it wait behind it.
-Storing and removing are idempotent and the last word on a block wins. So the map may be read while the worker
-changes: everything after its first page's sequence is applied again.
-Heartbeats name the newest event that was sent; one that does not come within `behind_s` is lost. They also carry a
-fingerprint of all that the worker holds after one of its events, which is compared once exactly that event is applied.
+that needs cold blocks waits for their reload, in any state, and all later events wait behind it.
+Storing and removing are idempotent, and the last event on a block wins. So the map may be read while the worker
+changes: all events after its first page's sequence are applied again.
+A heartbeat names the newest event that was sent; if that does not arrive within `behind_s`, it is lost. A heartbeat
+also carries a fingerprint of all that the worker holds after one of its events, which is compared once exactly that
+event is applied.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ from baton_kvindex.counters import Counters, ResyncReason
 from baton_kvindex.durable import WorkerState
 
 DRIFT_DOUBLINGS_MAX: Final = 6
-"""Doublings of the time between two resyncs of one worker, while they do not help."""
+"""Most doublings of the back-off between resyncs of one worker while fingerprints keep differing."""
 WAITING_BYTES_MAX: Final = 16 << 20
-"""Events of one worker that wait behind another, with what they take beside their ids."""
+"""Most memory of one worker's waiting events, overhead included."""
 MESSAGE_BYTES, EVENT_BYTES = 400, 150
 
 HELD_IS_WHOLE: Final = frozenset({None, ResyncReason.JOINED, ResyncReason.BEHIND, ResyncReason.GAP})
-"""What is held here is what the worker held after `sequence`."""
+"""Resync reasons for which the blocks held here are still those of the worker after `sequence`."""
 EVENTS_END: Final = frozenset({ResyncReason.JOINED, ResyncReason.BEHIND})
-"""The resync is needed no more once the events that are missing have come."""
+"""Resync reasons that end without a resync once the missing events arrive."""
 
 
 class SyncState(enum.StrEnum):
@@ -52,7 +54,7 @@ class SyncState(enum.StrEnum):
 
 
 class IndexedWorker:
-    """`sequence` is the newest event of which what is held here takes account."""
+    """State of one generation; `sequence` is its newest event that is applied or part of a resync."""
 
     def __init__(self, name: str, state: WorkerState, settings: IndexSettings, counters: Counters) -> None:
         self.name = name
@@ -61,30 +63,30 @@ class IndexedWorker:
         self.sequence = state.sequence
         self.state = SyncState.SYNCED
         self.reason: ResyncReason | None = None
-        """Why a resync is needed or running."""
+        """Reason of the resync that is needed or running."""
         self.agreed_sequence = -1
-        """The newest event after which both held the same; -1: not in this life, or not since they differed."""
+        """Newest event after which the fingerprints agreed; -1: never yet, or not since they differed."""
         self.drifts = 0
-        """Fingerprints that differed since both last held the same."""
+        """Fingerprints that differed since they last agreed."""
         self.audit = Audit()
         self._settings = settings
         self._counters = counters
         self._is_heard = False
         self._resync_from_s = 0.0
-        """When the next resync may start."""
+        """Earliest start of the next resync."""
         self._named_sequence = 0
-        """An event that a heartbeat named, at `_named_s`; 0: none is outstanding."""
+        """Outstanding event that a heartbeat named at `_named_s`; 0: none."""
         self._named_s = 0.0
         self._claim: Fingerprint | None = None
-        """What a heartbeat said that the worker holds after event `_claim_sequence`, until it is compared."""
+        """Fingerprint that a heartbeat claims for event `_claim_sequence`, until it is compared."""
         self._claim_sequence = 0
         self._block_tokens = 0
-        """Size of a block, the engine's or ours, whichever is larger."""
+        """Tokens of an engine block or a canonical block, whichever is larger."""
         self._waiting = deque[KvEvents]()
         self._waiting_bytes = 0
         self._is_reloading = False
 
-    # ------------------------------------------------------------ what is known
+    # ------------------------------------------------------------ state
 
     @property
     def address(self) -> WorkerAddress:
@@ -92,18 +94,18 @@ class IndexedWorker:
 
     @property
     def is_settled(self) -> bool:
-        """Whether nothing is missing that this worker would answer for: a worker that was not heard answers nothing."""
+        """Whether no resync is awaited: a worker without a heartbeat cannot be resynced and counts as settled."""
         return self.state is SyncState.SYNCED or not self._is_heard
 
     @property
     def sound_sequence(self) -> int:
-        """`sequence`, or 0 where what is held here is not what the worker held after that event."""
+        """`sequence`, or 0 if the blocks held here are not those that the worker held after it."""
         return self.sequence if self.reason in HELD_IS_WHOLE else 0
 
     @property
     def fingerprint_is_due(self) -> bool:
-        """Whether the worker's claim speaks of exactly what is held here now."""
-        # During a reload, a part of the next event may have been applied.
+        """Whether the claimed fingerprint is for exactly the events that are applied now."""
+        # During a reload, part of the next event may be applied already.
         is_whole = self.state is SyncState.SYNCED and not self._is_reloading
         return is_whole and self._claim is not None and self.sequence == self._claim_sequence
 
@@ -122,7 +124,7 @@ class IndexedWorker:
             self._claim, self._claim_sequence = heartbeat.held, heartbeat.held_sequence
 
     def on_tick(self, now_s: float) -> None:
-        """Find events that were lost at the tail. Called many times a second."""
+        """Detect that the newest events are lost. Called many times a second."""
         if self._is_reloading:
             self._named_s = now_s
         elif self._named_sequence > self.sequence and now_s - self._named_s > self._settings.behind_s:
@@ -136,20 +138,20 @@ class IndexedWorker:
     # ------------------------------------------------------------ events
 
     def on_events(self, message: KvEvents) -> None:
-        """Take a message; what can be applied is then found by `next_events`."""
+        """Queue a message; `next_events` then returns what can be applied."""
         if message.sequence <= self.sequence:
             self._counters.duplicates += 1
             return
         if self._waiting:
             self._waiting_bytes += _bytes_of(message)
         if self._waiting_bytes > WAITING_BYTES_MAX:
-            # The gap that this leaves is seen after the resync, which is then repeated.
+            # After the resync, the gap that this leaves causes another one.
             self._waiting.clear()
             self._waiting_bytes = 0
         self._waiting.append(message)
 
     def next_events(self) -> KvEvents | None:
-        """Return the message to apply now, which must end in `on_applied` or `on_cold`; None: there is none."""
+        """Return the message to apply now, or None. Each message must end in `on_applied` or `on_cold`."""
         while self._waiting and self.state is not SyncState.RUNNING and not self._is_reloading:
             sequence = self._waiting[0].sequence
             if sequence > self.sequence + 1:
@@ -165,7 +167,7 @@ class IndexedWorker:
         return None
 
     def on_applied(self, message: KvEvents, reason: ResyncReason | None) -> None:
-        """Note that a message was applied; `reason`: not all of it made sense."""
+        """Note that a message was applied; `reason` is set if part of it was invalid."""
         self.sequence = message.sequence
         if reason is not None:
             self._need_resync(reason)
@@ -173,7 +175,7 @@ class IndexedWorker:
             self._end_resync()
 
     def on_cold(self, rest: KvEvents) -> None:
-        """Wait for a reload, which this rest of a message needs."""
+        """Wait for the reload that the rest of a message needs."""
         self._waiting.appendleft(rest)
         self._is_reloading = True
 
@@ -183,49 +185,49 @@ class IndexedWorker:
     # ------------------------------------------------------------ resync
 
     def start_resync(self, now_s: float) -> bool:
-        """Return whether the shadow map is to be read now; that must end in `on_pages` or `on_resync_failed`."""
+        """Return whether to read the shadow map now; the read must end in `on_pages` or `on_resync_failed`."""
         if self.state is not SyncState.NEEDED or not self._is_heard or now_s < self._resync_from_s:
             return False
         self.state = SyncState.RUNNING
-        # A fingerprint that stays wrong would have a large worker read for ever.
+        # Without back-off, a fingerprint that stays wrong would resync a large worker for ever.
         waits = 2 ** min(self.drifts, DRIFT_DOUBLINGS_MAX)
         self._resync_from_s = now_s + self._settings.resync_interval_s * waits
         return True
 
     def on_pages(self, sequence: int) -> None:
-        """Note that all that was held here is replaced by the worker's map, of which this is the newest event."""
+        """Note that the shadow map has replaced all that was held here; `sequence` is its newest event."""
         self.sequence = sequence
         self._end_resync()
 
     def on_resync_failed(self) -> None:
-        """Try again later, unless what came meanwhile makes up for it."""
+        """Retry later, unless the missing events arrive meanwhile."""
         self.state = SyncState.NEEDED
 
     def on_fingerprint(self, held: Fingerprint) -> bool:
-        """Compare what is held here with what the worker said; return whether it is the same."""
+        """Compare the fingerprint of what is held here with the worker's; return whether they agree."""
         if held == self._claim:
             self._claim = None
             self.agreed_sequence, self.drifts = self.sequence, 0
             return True
-        # The claim stays, for what the resync brings.
+        # The claim stays, to be compared after the resync.
         self.agreed_sequence = -1
         self.drifts += 1
         self._need_resync(ResyncReason.DRIFT)
         return False
 
     def on_audited(self, audited: Audited) -> bool:
-        """Compare hits with what was promised of them; return whether they fall short lastingly."""
+        """Compare hits with predictions; return whether they fall lastingly short."""
         falls_short = self.audit.note(audited.predicted_tokens, audited.cached_tokens, self._block_tokens)
         if falls_short:
             self._need_resync(ResyncReason.AUDIT)
         return falls_short
 
     def on_cold_lost(self) -> None:
-        """Note that blocks of this worker were cold and are nowhere any more."""
+        """Note that cold blocks of this worker are lost."""
         self._need_resync(ResyncReason.COLD)
 
     def _need_resync(self, reason: ResyncReason) -> None:
-        """Demand a resync. One that is needed or running serves this reason, too, unless late events may end it."""
+        """Request a resync. One that is needed or running serves this reason too, unless late events may end it."""
         if self.reason is None or (self.reason in EVENTS_END and reason not in EVENTS_END):
             self.reason = reason
             self._counters.resyncs[reason] += 1
@@ -237,6 +239,6 @@ class IndexedWorker:
 
 
 def _bytes_of(message: KvEvents) -> int:
-    """Return about what a message takes in memory."""
+    """Return the approximate memory of a message."""
     runs = (event for event in message.events if not isinstance(event, BlocksCleared))
     return MESSAGE_BYTES + EVENT_BYTES * len(message.events) + sum(len(run.blocks) for run in runs)

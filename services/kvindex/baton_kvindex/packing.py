@@ -1,4 +1,4 @@
-"""A cold branch as it is written elsewhere: the number of its blocks, their ids, and who holds which of them."""
+"""Format of a cold branch in storage: the number of its blocks, their ids, and their holders."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ COUNT_BYTES: Final = 4
 Holder = tuple[str, Tier]
 
 
-class DamagedBranch(Exception):  # Not an error of the caller: what was held is read anew.
-    """What was written is not what is read."""
+class DamagedBranch(Exception):  # Not an error of the caller: the holders are resynced.
+    """A packed branch cannot be unpacked."""
 
 
 class _Shape(msgspec.Struct, frozen=True, array_like=True):
-    """What a packed branch has beside the ids of its blocks."""
+    """Parents and holders in a packed branch, beside the ids of its blocks."""
 
     rows: list[tuple[bytes, int, int]]
-    """Parent, blocks, number of their holders."""
+    """(parent, number of blocks, index in `holders`) of each row."""
     holders: list[tuple[list[str], list[str]]]
-    """Workers that hold a row in the active cache, and in the history."""
+    """(workers with the row in the active cache, workers with it in the history)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictedBranch:
-    """A branch on its way out of memory: packed, and hot until it is written elsewhere."""
+    """A branch that is being evicted: hot until it is written to storage."""
 
     name: bytes
     blocks: bytes
     rows: Sequence[Branch]
 
     def packed(self) -> bytes:
-        """Return the number of ids, the ids, and who holds them."""
+        """Return the number of ids, the ids, and their holders, as bytes."""
         sets: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
         rows = [
             (
@@ -61,7 +61,7 @@ def holders_of(row: Branch) -> frozenset[Holder]:
 
 
 def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
-    """Return the branches that were packed, of the holders that are alive. Raises DamagedBranch."""
+    """Return the rows of a packed branch with those of their holders that are in `alive`. Raises DamagedBranch."""
     at = COUNT_BYTES
     blocks = int.from_bytes(packed[:at], "little")
     try:
@@ -69,7 +69,7 @@ def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
     except msgspec.DecodeError as error:
         raise DamagedBranch(str(error)) from error
     if sum(length for _, length, _ in shape.rows) != blocks:
-        raise DamagedBranch("the runs are not all of the blocks")
+        raise DamagedBranch("the runs do not cover all of the blocks")
     if any(not 0 <= number < len(shape.holders) for _, _, number in shape.rows):
         raise DamagedBranch("some of the blocks have no holders")
     branches: list[Branch] = []
@@ -88,9 +88,9 @@ def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
 
 
 def trees(rows: Sequence[Branch]) -> Iterable[list[Branch]]:
-    """Return rows, each of which comes after its parent, by what they hang behind together: mostly all of them.
+    """Group rows, each of which comes after its parent, into connected trees: mostly one.
 
-    Behind a block without holders there may be several.
+    A block that no worker holds separates what follows it into several.
     """
     trees: dict[bytes, list[Branch]] = {}
     for row in rows:

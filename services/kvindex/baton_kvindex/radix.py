@@ -1,4 +1,4 @@
-"""The index as a compressed radix tree: `native/radix`, where it is drawn. The one module that knows it."""
+"""Index on the compressed radix tree of `native/radix`, which is drawn in `tree.h`. Only this module uses the tree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton_kvindex.index import IndexSize, Run, Tier, UnknownParent
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A run and all that hold it: the unit of `dump_behind` and `add`."""
+    """A run and its holders: the unit of `dump_behind` and `add`."""
 
     parent: bytes
     blocks: bytes
@@ -25,18 +25,18 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What the tree looks like from afar."""
+    """Overview of the tree."""
 
     depth: int
     """Blocks of the longest prefix."""
     prefixes: Sequence[tuple[bytes, int, int]]
-    """(last id, blocks, workers) of those that most workers hold, each as long as all of them do."""
+    """(last id, blocks, workers) of the prefixes that most workers hold, each as long as all of these hold it."""
 
 
 class NativeIndex:
-    """The calls that the tree and its baseline have in common (`benchmarks/flat_index.py`).
+    """Calls that the tree shares with its baseline (`benchmarks/flat_index.py`).
 
-    Safe for several threads: a match waits for one batch of 64 blocks of a change at most.
+    Thread-safe: a match waits for at most one batch, 64 blocks, of a change.
     """
 
     def __init__(self, native: baton_native.RadixTree) -> None:
@@ -96,7 +96,7 @@ class NativeIndex:
         return IndexSize(workers=self._native.workers, blocks=size.blocks, holdings=size.holdings)
 
     def footprint(self) -> baton_native.RadixSize:
-        """Return what the index is made of, and its bytes."""
+        """Return the numbers of the index's parts, and its bytes."""
         return self._native.size()
 
 
@@ -106,14 +106,14 @@ class RadixIndex(NativeIndex):
         super().__init__(self._tree)
 
     def dump_behind(self, block: bytes) -> list[Branch]:
-        """Return a block, all that is held behind it, and by whom; each branch comes after its parent."""
+        """Return a block and all that follows it, with holders; each branch comes after its parent."""
         try:
             return [Branch(*branch) for branch in self._tree.dump_behind(block)]
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
     def add(self, branches: Sequence[Branch]) -> int:
-        """Add what `dump_behind` gave; return how many blocks were new, summed over their holders."""
+        """Add branches from `dump_behind`; return how many blocks were new, summed over their holders."""
         rows = [(branch.parent, branch.blocks, branch.active, branch.history) for branch in branches]
         try:
             return self._tree.add(rows)
@@ -123,23 +123,23 @@ class RadixIndex(NativeIndex):
             raise index.IndexFull(str(error)) from None
 
     def survey(self, prefixes_max: int) -> Survey:
-        """Look at every node of the tree, beside matches; the next change waits for it."""
+        """Visit every node of the tree; matches go on meanwhile, changes wait."""
         return Survey(*self._tree.survey(prefixes_max))
 
     def tick(self) -> None:
-        """Move the clock that `idle` counts by."""
+        """Advance the clock of `idle`."""
         self._tree.tick()
 
     def idle(self, ticks: int, blocks_max: int = 1 << 32) -> bytes:
-        """Return where the branches of at most so many blocks begin that were not matched in the last `ticks`.
+        """Return the first blocks of branches, of at most `blocks_max` blocks, that were not matched for `ticks`.
 
-        Only the topmost: whatever hangs behind one of them is idle as well. What is stored begins as if it had not been
-        matched for 600 ticks, so what was asked for only once comes before what is asked for again.
+        Only the topmost are returned: all that follows them is idle as well. A stored block begins as if it had not
+        been matched for 600 ticks, so prompts that came only once are idler than those that are matched again.
         """
         return self._tree.idle(ticks, blocks_max)
 
     def age_of(self, blocks: int) -> int:
-        """Return the ticks after which at least so many blocks are idle, or all of them."""
+        """Return the ticks for which at least this many blocks are idle, or all of them."""
         return self._tree.age_of(blocks)
 
     def unheld(self, blocks: bytes) -> bytes:

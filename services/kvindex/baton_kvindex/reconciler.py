@@ -1,12 +1,12 @@
-"""Keeps the index true to the workers: routes each message to its worker's machine, and carries out what that wants.
+"""Reconciles the index with the workers: routes messages to each worker's state machine and applies what it releases.
 
-Pure: the shell in `service.py` hands in messages and the time, asks `due_resyncs` and `due_reloads` what to fetch, and
-hands in what it got.
+Pure: the shell in `service.py` passes in messages and the time, asks `due_resyncs` and `due_reloads` what to fetch, and
+passes in the results.
 
-    heartbeats, goodbyes, time ──▶ membership ──▶ a machine for each worker's life, see `indexed_worker.py`
-    events, pages, reloads ──▶ machine ──▶ what is to be applied now ──▶ trees, journal, speculation
+    heartbeats, goodbyes, time ──▶ membership ──▶ a machine for each generation of a worker, see `indexed_worker.py`
+    events, pages, reloads ──▶ machine ──▶ events to apply now ──▶ trees, journal, speculation
 
-Membership also learns of workers from the durable form and from events: these have `lost_after_s` to be heard.
+Membership also learns of workers from the durable form and from events: their heartbeats have `lost_after_s` to come.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 PLACED_WORKERS_MAX: Final = 8
-"""Workers of one placement: one of each role today."""
+"""Most workers of one placement: today one of each role."""
 
 
 class LocalMatch(msgspec.Struct, frozen=True, gc=False):
-    """What memory knows of a prompt: leading blocks by worker, and what may add to them once it is reloaded."""
+    """Answer of memory for a prompt: leading blocks by worker, and the cold blocks that may add to them."""
 
     held: dict[str, int]
     cold: Cold | None = None
@@ -59,12 +59,12 @@ class Reconciler:
         self._due_reloads: list[tuple[WorkerAddress, Cold]] = []
         self.counters = Counters()
         self.stream_sequence = 0
-        """The newest message of the stream that was handed in."""
+        """Sequence of the newest message of the stream that was passed in."""
 
     # ------------------------------------------------------------ answers
 
     def match(self, model_digest: str, blocks: bytes) -> LocalMatch:
-        """Return who holds how much of a prompt. Raises MalformedMessage for a broken run."""
+        """Return the leading blocks of a prompt by worker. Raises MalformedMessage for an invalid run."""
         held = self._trees.match(model_digest, blocks)
         index = self._trees.models().get(model_digest)
         if isinstance(index, ColdIndex) and (wanted := index.behind(blocks, max(held.values(), default=0))):
@@ -72,7 +72,7 @@ class Reconciler:
         return LocalMatch(held)
 
     def speculative(self, model_digest: str, blocks: bytes, held: Mapping[str, int]) -> dict[str, int]:
-        """Return leading blocks once what was placed is computed, of the workers for which that is more than `held`."""
+        """Return the speculative leading blocks of the workers for which they are more than `held`."""
         leading = self._speculation.match(model_digest, blocks)
         return {worker: count for worker, count in leading.items() if count > held.get(worker, 0)}
 
@@ -94,7 +94,7 @@ class Reconciler:
         return self._speculation.blocks
 
     def size(self) -> IndexSize:
-        """Return the sizes of all models' trees together."""
+        """Return the total size of all models' trees."""
         sizes = self._trees.sizes().values()
         return IndexSize(
             workers=len(self._workers),
@@ -103,7 +103,7 @@ class Reconciler:
         )
 
     def settled(self) -> bool:
-        """Whether no live worker waits for a resync, so that answers are as good as they get."""
+        """Return whether no live worker waits for a resync, so that answers are complete."""
         return all(worker.is_settled for worker in self._workers.values())
 
     # ------------------------------------------------------------ durable form
@@ -112,7 +112,7 @@ class Reconciler:
         known = self._workers.get(worker)
         if known is None:
             return None
-        # What is known to be wrong, or not all, must not be loaded as the state after that event.
+        # A state that is known to be wrong or incomplete must not be loaded as the one after that event.
         index = self._trees.models().get(known.model_digest)
         lacks_some = isinstance(index, ColdIndex) and index.has_forgotten(worker)
         sequence = 0 if lacks_some else known.sound_sequence
@@ -127,31 +127,31 @@ class Reconciler:
 
     @property
     def knows_all_changes(self) -> bool:
-        """Whether what waits is all that has changed; else `go_on_from` must come before the next batch."""
+        """Whether the journal has all changes; if not, `go_on_from` must precede the next batch."""
         return self._journal.is_complete
 
     def unwritten_workers(self) -> list[str]:
-        """Return the workers of which all is to be written."""
+        """Return the workers that are to be written as a whole."""
         return self._journal.whole_workers()
 
     def take_batch(self) -> Batch:
-        """Return what waits to be written; `give_back` it where it could not be. Raises Cold."""
+        """Return all unwritten changes; `give_back` them if the write fails. Raises Cold."""
         return self._journal.take(self.stream_sequence, self.state_of, self.dump)
 
     def give_back(self, batch: Batch) -> None:
         self._journal.give_back(batch)
 
     def go_on_from(self, written: Mapping[str, WorkerState]) -> None:
-        """Write from now on, in the place of the index that wrote this."""
+        """Become the index that writes; `written` is what the previous one has written."""
         present = {worker: state for worker in self._workers if (state := self.state_of(worker)) is not None}
         self._journal.go_on(written, present)
 
     def forget_old_changes(self) -> None:
-        """Call this now and then while another index writes."""
+        """Bound the journal while another index writes; to be called now and then."""
         self._journal.rotate()
 
     def restore_worker(self, name: str, saved: SavedWorker, now_s: float) -> None:
-        """Take what was written down of a worker. Raises Cold."""
+        """Restore a worker from its durable form. Raises Cold."""
         state = saved.state
         self._trees.assign(name, state.model_digest).load(name, saved.runs)
         if self._membership.meet(name, state.generation, now_s):
@@ -160,7 +160,7 @@ class Reconciler:
             self._trees.drop(name)
 
     def begin(self, stream_sequence: int, now_s: float) -> None:
-        """Go on after this event of the stream. Each worker has `lost_after_s` from now on to be heard."""
+        """Start after this event of the stream. The workers' heartbeats have `lost_after_s` from now on to come."""
         self.stream_sequence = stream_sequence
         self._membership.extend_deadlines(inf, now_s)
 
@@ -181,7 +181,7 @@ class Reconciler:
         self._end(self._membership.take(goodbye, now_s))
 
     def on_events(self, message: KvEvents, stream_sequence: int, now_s: float) -> None:
-        # Not the maximum: a stream that was made anew counts from 1 again.
+        # Not the maximum: a stream that was created again counts from 1.
         self.stream_sequence = stream_sequence
         name, generation = message.worker, message.generation
         worker = self._find(name, generation)
@@ -193,12 +193,12 @@ class Reconciler:
             self._advance(worker)
 
     def on_odd_message(self, stream_sequence: int) -> None:
-        """Count something in the stream that is no message of the worker that its subject names."""
+        """Count a message of the stream that is not from the worker that its subject names."""
         self.stream_sequence = stream_sequence
         self.counters.malformed += 1
 
     def on_placed(self, placed: Placed, now_s: float) -> None:
-        """Take the prompt for what its workers will hold. Raises MalformedMessage."""
+        """Add the prompt as speculative blocks of its workers. Raises MalformedMessage."""
         check_ids(placed.blocks)
         if len(placed.workers) > PLACED_WORKERS_MAX:
             raise MalformedMessage(f"a placement on {len(placed.workers)} workers: it has {PLACED_WORKERS_MAX} at most")
@@ -217,14 +217,14 @@ class Reconciler:
                 self._speculation.add(address.worker, placed.context.request, prompt)
 
     def on_audited(self, audited: Audited) -> None:
-        """Compare a worker's hits with what was promised of them. Raises MalformedMessage."""
+        """Compare a worker's hits with the predictions. Raises MalformedMessage."""
         if min(audited.predicted_tokens, audited.cached_tokens) < 0:
-            raise MalformedMessage("an audit of less than no tokens")
+            raise MalformedMessage("an audit with a negative number of tokens")
         worker = self._find(audited.address.worker, audited.address.generation)
         if worker is None:
             self.counters.unknown_workers += 1
         elif worker.on_audited(audited):
-            logger.warning("%s has half as many hits as it should: it is read anew", audited.address.worker)
+            logger.warning("resyncing %s: its hits are fewer than half of those predicted", audited.address.worker)
 
     # ------------------------------------------------------------ time
 
@@ -235,7 +235,7 @@ class Reconciler:
             worker.extend_deadlines(pause_s, now_s)
 
     def on_tick(self, now_s: float) -> None:
-        """Drop the lost, and find the workers whose events were lost at the tail. Called many times a second."""
+        """Drop lost workers, and detect workers whose newest events are lost. Called many times a second."""
         self._end(self._membership.expire(now_s))
         for worker in self._workers.values():
             worker.on_tick(now_s)
@@ -243,11 +243,11 @@ class Reconciler:
     # ------------------------------------------------------------ resyncs
 
     def due_resyncs(self, now_s: float) -> list[WorkerAddress]:
-        """Return the workers to query now. Each must end in `on_pages` or `on_resync_failed`."""
+        """Return the workers to resync now. Each resync must end in `on_pages` or `on_resync_failed`."""
         return [worker.address for worker in self._workers.values() if worker.start_resync(now_s)]
 
     def on_pages(self, address: WorkerAddress, pages: Sequence[ShadowPage]) -> None:
-        """Replace all that a worker held by the pages of one query, and apply what came meanwhile. Raises Cold."""
+        """Replace a worker's blocks by its shadow map, and apply the events that waited. Raises Cold."""
         worker = self._in_resync(address)
         if worker is None:
             return
@@ -271,7 +271,7 @@ class Reconciler:
         self._advance(worker)
 
     def on_resync_failed(self, address: WorkerAddress) -> None:
-        """Try again later, unless what came meanwhile makes up for it."""
+        """Retry later, unless the missing events arrive meanwhile."""
         worker = self._in_resync(address)
         if worker is not None:
             worker.on_resync_failed()
@@ -284,19 +284,19 @@ class Reconciler:
     # ------------------------------------------------------------ cold blocks
 
     def due_reloads(self) -> list[tuple[WorkerAddress, Cold]]:
-        """Return what must be fetched now. Each must end in `on_reloaded`."""
+        """Return the reloads to start now. Each must end in `on_reloaded`."""
         due, self._due_reloads = self._due_reloads, []
         return due
 
     def on_reloaded(self, address: WorkerAddress) -> None:
-        """Go on with a worker: what it needed is here, or was given up."""
+        """Continue with a worker: the blocks that it needed are hot, or were given up."""
         worker = self._find(address.worker, address.generation)
         if worker is not None:
             worker.on_reloaded()
             self._advance(worker)
 
     def forget_cold(self) -> int:
-        """Give up all that is cold; return how many workers must be read anew for it."""
+        """Give up all cold blocks; return how many workers must be resynced for it."""
         workers = [worker for index in self.cold_indexes() for worker in index.forget_cold()]
         for worker in workers:
             self._workers[worker].on_cold_lost()
@@ -305,19 +305,19 @@ class Reconciler:
     # ------------------------------------------------------------ one worker
 
     def _find(self, name: str, generation: int) -> IndexedWorker | None:
-        """Return the worker in just this life."""
+        """Return the worker if this is its present generation."""
         worker = self._workers.get(name)
         return worker if worker is not None and worker.generation == generation else None
 
     def _is_foreign(self, worker: IndexedWorker, model_digest: str) -> bool:
-        """Return whether a message gives a life another model than it has, and count it."""
-        # A life has one model. What says otherwise is not understood, and not believed.
+        """Return whether a message names another model than the worker's, and count it."""
+        # A generation has one model; a message that names another one is not trusted.
         is_foreign = worker.model_digest != model_digest
         self.counters.foreign_models += is_foreign
         return is_foreign
 
     def _admit(self, name: str, generation: int, model_digest: str, events: Sequence[Event]) -> IndexedWorker | None:
-        """Return the worker in this life, begun if it is new; None, and counted, where that life is over."""
+        """Return the worker of this generation, created if it is new; None, and counted, if the generation is over."""
         if any(isinstance(event, Joined | Restarted) for event in events):
             self._drop(name)
             self._journal.rewrite(name)
@@ -340,7 +340,7 @@ class Reconciler:
             self._journal.rewrite(worker)
 
     def _advance(self, worker: IndexedWorker) -> None:
-        """Apply all that a worker's machine lets through."""
+        """Apply all events that a worker's machine releases."""
         while (message := worker.next_events()) is not None:
             self._journal.touch(message.worker, message.sequence - 1)
             index = self._trees.assign(message.worker, message.model_digest)
@@ -354,11 +354,11 @@ class Reconciler:
                 self._compare(worker)
 
     def _compare(self, worker: IndexedWorker) -> None:
-        """Compare what is held here with what the worker said, once both speak of the same event."""
+        """Compare the fingerprints of index and worker, once both are for the same event."""
         if worker.fingerprint_is_due:
             held = self._trees.fingerprint(worker.name)
             if not worker.on_fingerprint(held):
                 logger.warning(
-                    "%s holds others than the %d blocks that are held here of it after event %d: it is read anew",
+                    "resyncing %s: the fingerprint of its %d blocks here differs from its own after event %d",
                     *(worker.name, held.blocks, worker.sequence),
                 )

@@ -1,4 +1,4 @@
-"""What an index tells of itself, for `baton index`."""
+"""Report of an index for `baton index`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from baton_kvindex.counters import Counters
 from baton_kvindex.reconciler import Reconciler
 
 WORKERS_MAX: Final = 2000
-"""About 400 kB: what one message carries everywhere."""
+"""Most workers in a report: about 400 kB, which fits into one message on any bus."""
 PREFIXES_MAX: Final = 100
 
 
 async def make_report(
     reconciler: Reconciler, threads: Threads, query: IndexQuery, held: dict[str, int], *, instance: str, writes: bool
 ) -> IndexReport:
-    """Answer a query, of whose blocks this is held; the trees are looked at on a thread."""
+    """Answer a query, for whose blocks `held` is the match; the trees are surveyed on a thread."""
     known_workers = reconciler.workers()
     workers = tuple(
         WorkerReport(

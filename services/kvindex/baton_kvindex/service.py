@@ -1,4 +1,4 @@
-"""The index as a service: receives, lets the reconciler decide, answers, and writes behind."""
+"""The index as a service: receives messages, lets the reconciler decide, answers, and writes behind."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 TICK_S: Final = 0.05
 HEARTBEATS_S: Final = 0.5
-"""Two heartbeats: after this time every live worker is known."""
+"""Time of two heartbeats, after which every live worker is known."""
 FETCHES_MAX: Final = 256
-"""Matches that wait for Redis; what comes on top is answered from memory."""
+"""Most matches that wait for Redis at the same time; further ones are answered from memory."""
 RESYNC_BLOCKS_MAX: Final = 1 << 22
-"""Blocks of one shadow map; each run and each page counts for one more."""
+"""Most blocks of one shadow map; each run and each page counts as one more."""
 RESYNC_S_MAX: Final = 30.0
-"""Longest time to read one shadow map, so that a worker whose map never ends holds up no other's resync."""
+"""Longest time to read one shadow map, so that a worker whose map never ends does not hold up other resyncs."""
 
 
 class IndexService:
-    """Closes the store at its end."""
+    """The index's shell; it closes the store at its end."""
 
     def __init__(self, settings: IndexSettings, node: Node, store: Store | None) -> None:
         self._ports = node.ports
@@ -57,24 +57,24 @@ class IndexService:
         self._resyncs = asyncio.Semaphore(settings.resyncs_max)
         self._instance = node.ports.new_id()[:8]
         self._matches: list[Subscription] = []
-        """Empty: this index does not answer yet, or not any more."""
+        """Subscriptions to matches; empty before this index answers, and once it drains."""
         self._writer: Writer | None = None
         self._tasks: asyncio.TaskGroup
         self._behind: asyncio.TaskGroup | None = None
-        """What need not end before this index does."""
+        """Tasks that are cancelled when this index ends."""
         self._fetching = 0
-        # Where nothing is written, no changes wait.
+        # Without a store, the journal keeps no changes.
         journal = Journal(settings.unwritten_blocks_max if store is not None else 0)
         self.reconciler = Reconciler(ColdIndex, settings, journal)
         if settings.memory_bytes_max and store is None:
-            raise ConfigurationError("memory_bytes_max needs Redis for what is beyond it", param="memory_bytes_max")
+            raise ConfigurationError("memory_bytes_max needs Redis for the blocks beyond it", param="memory_bytes_max")
         cold = store.cold(self._instance) if store is not None and settings.memory_bytes_max else None
         self._spill = Spill(ports=node.ports, store=cold, reconciler=self.reconciler, settings=settings)
         node.metrics.read(self._readings)
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
-        """Answer inside this context. At its end, what has come is answered, and the newest state is written."""
+        """Answer inside this context. At its end, received requests are answered, and the newest state is written."""
         async with AsyncExitStack() as stack:
             if self._store is not None:
                 stack.push_async_callback(self._store.close)
@@ -111,7 +111,7 @@ class IndexService:
             logger.info("draining: the newest state is written")
 
     async def check_ready(self) -> None:
-        """Raise Unavailable unless a `Match` that came now would be answered from a whole tree."""
+        """Raise Unavailable unless a `Match` that comes now is answered, and from a complete tree."""
         if not self._matches:
             raise Unavailable("the index does not answer yet: it loads, or waits for the workers' shadow maps")
         if not self._bus.connected:
@@ -153,7 +153,7 @@ class IndexService:
     # ------------------------------------------------------------ messages
 
     async def _on_match(self, delivery: Delivery) -> None:
-        """Answer; the bus turns what is raised here into `Refused`."""
+        """Answer a match; the bus turns exceptions raised here into `Refused`."""
         message = delivery.message
         if not isinstance(message, Match):
             raise MalformedMessage(f"the index answers Match, not {type(message).__name__}")
@@ -166,7 +166,7 @@ class IndexService:
                 self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
                 await delivery.respond(matched)
                 return
-        # Deliveries come one at a time, and this one waits for Redis.
+        # Deliveries come one at a time, and this one waits for Redis, so it gets a task.
         self._fetching += 1
         self._tasks.create_task(self._match_cold(delivery, message, local))
 
@@ -249,7 +249,7 @@ class IndexService:
             try:
                 await self._watch(tasks)
             finally:
-                # Events that come during the last write start nothing more.
+                # Events that arrive during the last write start no more reloads.
                 self._behind = None
 
     async def _watch(self, tasks: asyncio.TaskGroup) -> None:
@@ -287,7 +287,7 @@ class IndexService:
             if isinstance(page, Refused):
                 raise page.error.to_error()
             if not isinstance(page, ShadowPage) or page.worker != worker:
-                raise MalformedMessage(f"what answers for {worker} is no page of its shadow map: {type(page).__name__}")
+                raise MalformedMessage(f"the answer for {worker} is no page of its shadow map: {type(page).__name__}")
             pages.append(page)
             blocks += 1 + sum(1 + len(run.blocks) // ID_BYTES for run in page.runs)
             cursor = page.next_cursor
@@ -296,7 +296,7 @@ class IndexService:
         raise MalformedMessage(f"the shadow map of {worker} does not end after {len(pages)} pages")
 
     async def _settle(self) -> None:
-        """Wait until every live worker is known and synced, so that a new replica does not answer from half a tree."""
+        """Wait until every live worker is known and synced, so that a new replica does not answer incompletely."""
         started_s = self._clock.now_s()
         while (waited_s := self._clock.now_s() - started_s) < self._settings.settle_s:
             if waited_s >= HEARTBEATS_S and self.reconciler.settled():
@@ -312,7 +312,7 @@ class IndexService:
             try:
                 stream_sequence = await self._store.load(self._take_saved)
             except StoreUnavailable as error:
-                logger.warning("starting without what was written, workers will be queried: %s", error)
+                logger.warning("starting without the durable form, workers will be queried: %s", error)
         self.reconciler.begin(stream_sequence, self._clock.now_s())
         logger.info("loaded %d workers up to event %d of the stream", len(self.reconciler.workers()), stream_sequence)
 

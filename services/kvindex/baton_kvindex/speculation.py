@@ -1,14 +1,14 @@
-"""Speculative blocks: those of prompts that were placed on a worker and that it does not hold yet. Pure.
+"""Speculative blocks: blocks of prompts that were placed on a worker and are not held by it yet. Pure.
 
-A scheduler tells every index what it placed, so the next match sees it whichever index answers. A speculative prompt
+A scheduler tells every index what it placed, so the next match sees it, whichever index answers. A speculative prompt
 ends with the first of these:
 
     the worker stores the prompt's last block, removes any of its blocks, or clears its cache
-    the worker's heartbeat does not list the attempt, once it had time to: finished, cancelled, or refused
-    the request's deadline, a later attempt of the request on this worker, the end of the worker's life
+    a heartbeat does not list the attempt `LISTED_AFTER_S` or more after its placement: finished, cancelled, or refused
+    the request's deadline, a later attempt of the request on this worker, the end of the worker's generation
     `blocks_max` blocks of newer prompts
 
-Nothing of this is written down, told to others, or part of a fingerprint.
+Speculative blocks are never written to Redis, sent to others, or part of a fingerprint.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton_kvindex.trees import Trees
 
 BLOCKS_MAX: Final = 1 << 18
 LISTED_AFTER_S: Final = 0.25
-"""A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
+"""Age of a placement from which on a heartbeat lists its attempt, if the worker has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +36,11 @@ class SpeculativePrompt:
 
 class Speculation:
     def __init__(self, new_index: NewIndex, *, blocks_max: int = BLOCKS_MAX) -> None:
-        # Several prompts may share their beginning, so each block counts how many of them have it.
+        # Prompts may share a prefix, so the index counts how many of them have each block.
         self._trees = Trees(lambda: new_index(counts_copies=True))
         self._blocks_max = blocks_max
         self._prompts: dict[tuple[str, str], SpeculativePrompt] = {}
-        """(worker, request) → the newest, the oldest first."""
+        """(worker, request) → its newest prompt; the oldest entry first."""
         self._requests: dict[str, set[str]] = {}
         """Worker → requests whose prompts were placed there."""
         self.blocks = 0
@@ -85,7 +85,7 @@ class Speculation:
         if worker not in self._requests:
             return
         index = self._trees.assign(worker, self._model_of(worker))
-        # Seldom: engines evict what was not used for long. So what is left is stored anew instead of being looked up.
+        # Rare: engines evict what was not used for long. So the remaining prompts are simply stored again.
         if not index.remove(worker, blocks):
             return
         gone = set(split_ids(blocks))

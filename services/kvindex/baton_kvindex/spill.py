@@ -1,10 +1,10 @@
-"""Keeps the index within its memory: spills idle branches to Redis, and reloads what is cold and needed.
+"""Keeps the index within its memory: spills idle branches to Redis, and reloads cold branches that are needed.
 
-Redis is asked only where memory cannot answer: a prompt that ends in memory is answered from there, one that goes on in
-Redis has one round trip and `cold_timeout_s` for it. Events of a worker that touch what is cold
-wait, in order, while those of others go on. While Redis is away nothing leaves; after `cold_patience_s` what is cold is
-given up, and the workers that held it are read anew. Memory stays within its bound whatever Redis does: what cannot
-leave, and what is cold beyond half of the memory in stubs, is forgotten, the idlest first.
+A prompt whose match ends in memory is answered without Redis; one that continues in cold branches gets one round trip
+to Redis, within `cold_timeout_s`. Events of a worker that need cold blocks wait, in order, while those of other workers
+go on. While Redis is away nothing is spilled; after `cold_patience_s` all cold blocks are given up, and the workers
+that held them are resynced. Memory stays within its bound in any case: branches that cannot be spilled, and cold ones
+whose stubs exceed half of the memory, are forgotten, the idlest first.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from baton_kvindex.store import ColdStore, StoreUnavailable
 logger = logging.getLogger(__name__)
 
 PASS_S: Final = 0.2
-"""Time between two looks at what memory takes."""
+"""Time between two checks of the memory in use."""
 TICK_S: Final = 1.0
 RETRY_S: Final = 0.1
 SPARE: Final = 0.05
-"""Share of the memory that is made free when there is too little: then it need not be looked for each time."""
+"""Share of the memory that is freed beyond the need, so that not every check has to free some."""
 EVICTION_PASSES: Final = 4
 """Eviction passes: each evicted branch leaves a stub, so one pass can free too little."""
 PAGE_BLOCKS: Final = 1024
-"""Blocks that are written at a time, or one branch."""
+"""Blocks that are written at a time; at least one branch."""
 DROPPED_MAX: Final = 8
-"""Branches dropped at a time: Redis looks at each of their blocks, and answers nothing else meanwhile."""
+"""Most branches dropped at a time: Redis visits each of their blocks, and answers nothing else meanwhile."""
 STUBS_SHARE: Final = 0.5
-"""Share of the memory for stubs of what is cold: the rest is for what is hot."""
+"""Share of the memory for stubs of cold branches; the rest is for hot blocks."""
 MEMORY_BYTES_MIN: Final = 1 << 21
-"""Memory for less than which nothing is forgotten: this much an index takes in any case."""
+"""Memory that an index needs in any case: below it, nothing is forgotten."""
 
 Result = TypeVar("Result")
 
@@ -57,16 +57,16 @@ class Spill:
         self._settings = settings
         self._failing_since_s: float | None = None
         self._elsewhere: set[ColdIndex] = set()
-        """Indexes of which something may be in Redis, those of models without workers included."""
+        """Indexes that may have branches in Redis, those of models without workers included."""
         self.reloads = 0
 
     @property
     def is_reachable(self) -> bool:
-        """Whether what is cold could be read when that was last tried."""
+        """Whether the last access to Redis succeeded."""
         return self._failing_since_s is None
 
     async def run(self) -> None:
-        """Keep memory within its bound, until cancelled."""
+        """Keep memory within its bound until cancelled."""
         if self._store is None:
             return
         ticked_s = self._clock.now_s()
@@ -79,18 +79,18 @@ class Spill:
             await self.make_room()
 
     async def close(self) -> None:
-        """Forget all that is cold."""
+        """Delete all cold branches."""
         if self._store is not None:
             await self._store.close()
 
     async def make_room(self) -> None:
-        """Move what has been idle for longest to Redis, if memory is full."""
+        """Spill the idlest branches to Redis if memory is full."""
         if self._store is None:
             return
         try:
-            # Before anything is written, which would make what was lost look present.
+            # Checked before a write, after which an emptied Redis would no longer look empty.
             if any(index.branches for index in self._indexes()) and not await self._store.keep():
-                self._give_up("Redis was emptied of what was cold")
+                self._give_up("Redis lost all cold blocks")
             for index in {*self._elsewhere, *self._indexes()}:
                 await self._drop_garbage(self._store, index)
                 if not index.branches:
@@ -107,7 +107,7 @@ class Spill:
         await self._forget()
 
     async def complete(self, local: LocalMatch, model_digest: str, blocks: bytes) -> dict[str, int]:
-        """Return the leading blocks that each worker holds, of what is cold as well if it comes in time."""
+        """Return the leading blocks that each worker holds, cold ones included if they are reloaded in time."""
         if local.cold is None or not self.is_reachable:
             return local.held
         with suppress(TimeoutError):
@@ -116,9 +116,9 @@ class Spill:
         return self._reconciler.match(model_digest, blocks).held
 
     async def until_here(self, call: Callable[[], Result]) -> Result:
-        """Return what a call returns, once nothing that it needs is cold; it raises `Cold` before it changes anything.
+        """Repeat a call, with a reload after each `Cold` that it raises, until it returns; return its result.
 
-        What is fetched is there when the call is made: nothing else runs in between.
+        The call must raise `Cold` before it changes anything. Nothing else runs between a reload and the next call.
         """
         while True:
             try:
@@ -127,7 +127,7 @@ class Spill:
                 await self._fetch_surely(cold)
 
     async def fetch(self, cold: Cold) -> bool:
-        """Bring the branches of some blocks back; return whether they are here now, if there are any."""
+        """Reload the branches of some blocks; return False if Redis could not be read."""
         index = cold.index
         if self._store is None or not index.branches:
             return True
@@ -140,11 +140,11 @@ class Spill:
         self._failing_since_s = None
         self.reloads += 1
         if not index.reload(found, cold.blocks, evictions):
-            self._give_up("Redis lost some of what was cold")
+            self._give_up("Redis lost some of the cold blocks")
         return True
 
     async def reload(self, address: WorkerAddress, cold: Cold) -> None:
-        """Fetch what events of a worker need, and let it go on."""
+        """Reload the blocks that a worker's events need, and let the worker continue."""
         await self._fetch_surely(cold)
         self._reconciler.on_reloaded(address)
 
@@ -159,8 +159,8 @@ class Spill:
         return sum(index.used_bytes for index in self._indexes())
 
     async def _free(self, store: ColdStore, excess_bytes: int) -> bool:
-        """Move about so much to Redis; return whether anything left."""
-        # What takes most gives most.
+        """Spill about this much memory to Redis; return whether any branch was evicted."""
+        # The largest index has the most to spill.
         index = max(self._indexes(), key=lambda each: each.used_bytes)
         until_bytes, evictions = index.used_bytes - excess_bytes, index.evictions
         page: list[EvictedBranch] = []
@@ -176,7 +176,7 @@ class Spill:
         return index.evictions > evictions
 
     async def _forget(self) -> None:
-        """Forget what memory has no room for even so: too many stubs, and what cannot leave or is too little for it."""
+        """Forget what still exceeds the memory: stubs beyond their share, and branches that cannot be spilled."""
         bytes_max = max(self._settings.memory_bytes_max, MEMORY_BYTES_MIN)
         spare_bytes = int(bytes_max * SPARE)
         excess = sum(index.stubs_bytes for index in self._indexes()) - int(bytes_max * STUBS_SHARE)
@@ -207,10 +207,10 @@ class Spill:
         now_s = self._clock.now_s()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
-            logger.warning("what is cold cannot be reached: %s", error)
+            logger.warning("cold blocks cannot be reached: %s", error)
         elif now_s - self._failing_since_s >= self._settings.cold_patience_s:
-            self._give_up("what is cold could not be reached for too long")
+            self._give_up("cold blocks could not be reached for too long")
 
     def _give_up(self, why: str) -> None:
         if workers := self._reconciler.forget_cold():
-            logger.warning("%s: %d workers are read anew", why, workers)
+            logger.warning("%s: resyncing %d workers", why, workers)

@@ -4,15 +4,15 @@
     PREFIX:1:workers          hash    worker → WorkerState
     PREFIX:1:blocks:WORKER    hash    block → the block before it
     PREFIX:1:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
-    PREFIX:1:cold:INSTANCE    hash    name → a branch that one index has no room for; block → the name of its branch
+    PREFIX:1:cold:INSTANCE    hash    name → a cold branch of one index; block → the name of its branch
 
-The last is that index's own, of no use to others, and expires with it. The 1 is the version of all this: another
-one reads and writes keys of its own, so indexes of both run side by side while they are being replaced.
+The last key belongs to one index, is of no use to others, and expires after that index ends. The 1 is the version of
+this format: another version uses keys of its own, so indexes of both run side by side while they are being replaced.
 
 A batch is one MULTI, so what is read is a state that the index once had. Each writer claims the database with its
-fence before it writes; a batch watches that fence, so Redis itself refuses the batch of a writer that another one
-has replaced, however late it comes. A fence that is gone shows that the database was emptied: changes are never
-written on top of that.
+fence before it writes; a batch watches that fence, so Redis itself refuses the batch of a writer that was replaced,
+however late it arrives. A missing fence shows that the database was emptied: single changes are never written on top
+of that.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from baton_kvindex.index import ID_BYTES, Run, link, split_ids
 from baton_kvindex.packing import EvictedBranch
 
 VERSION: Final = 1
-"""To be raised when an index of today would read what is written wrongly."""
+"""Version of the format; raised when an older index would misread it."""
 ASIDE_S: Final = 60
-"""A worker that is not written on for this long is given up, and forgotten by Redis."""
+"""Expiry of a whole worker that is being written, from its last page on."""
 PAGE_BLOCKS: Final = 1000
-"""Blocks in one command: small enough that packing it never holds up an answer."""
+"""Blocks in one command: few enough that packing them never holds up an answer."""
 
 CLAIM: Final = """
 local present = redis.call('HGET', KEYS[1], 'fence')
@@ -49,7 +49,7 @@ if present and (#present > #ARGV[1] or (#present == #ARGV[1] and present > ARGV[
 redis.call('HSET', KEYS[1], 'fence', ARGV[1])
 return ARGV[1]
 """
-"""Fences are decimal numbers of more digits than Lua's hold, so they are compared as text."""
+"""Claims the database. Fences have more digits than Lua's numbers hold, so they are compared as text."""
 
 FIND: Final = """
 local found, seen = {}, {}
@@ -79,10 +79,11 @@ for _, name in ipairs(ARGV) do
   end
 end
 """
-"""A packed branch begins with the number of its blocks and their ids; some may be in a later branch by now."""
+"""Deletes branches. A packed branch begins with the number of its blocks and their ids; some of these may belong to
+a later branch by now."""
 
 COLD_S: Final = 120
-"""Cold branches of an index that does not say for this long that it lives are forgotten."""
+"""Expiry of an index's cold branches, from its last `keep` on."""
 
 Answer = TypeVar("Answer")
 
@@ -97,7 +98,7 @@ class StoreUnavailable(BatonError):
 
 
 class StoreEmptied(StoreUnavailable):
-    """What was written before is gone, so changes would be written on top of nothing."""
+    """The database lost what was written, so single changes must not be written."""
 
     code = "store_emptied"
 
@@ -110,56 +111,56 @@ class StoreFenced(StoreUnavailable):
 
 class Store(Protocol):
     async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
-        """Hand over each worker that was written, one at a time; return up to which event of the stream they are.
+        """Pass each worker that was written to `take`, one at a time; return the newest event that they contain.
 
         Raises StoreUnavailable.
         """
         ...
 
     async def claim(self, fence: int) -> Mapping[str, WorkerState]:
-        """Refuse from now on what comes with a lower fence; return the workers that are written.
+        """Refuse writes with a lower fence from now on; return the workers that are written.
 
         Raises StoreUnavailable and StoreFenced.
         """
         ...
 
     async def write(self, batch: Batch, fence: int) -> None:
-        """Write all of a batch or nothing.
+        """Write a whole batch or nothing.
 
         Raises StoreUnavailable, also where the batch may have been written, StoreEmptied and StoreFenced.
         """
         ...
 
     def cold(self, instance: str) -> ColdStore:
-        """Return the place for what one index has no room for."""
+        """Return the store for one index's cold branches."""
         ...
 
     async def close(self) -> None: ...
 
 
 class ColdStore(Protocol):
-    """Where one index keeps what it has no room for. Each call but `close` raises StoreUnavailable."""
+    """Store for one index's cold branches. Each call but `close` raises StoreUnavailable."""
 
     async def put(self, branches: Sequence[EvictedBranch]) -> None: ...
 
     async def find(self, blocks: bytes) -> Mapping[bytes, bytes]:
-        """Return, by their names, the branches that have one of the blocks."""
+        """Return the packed branches that have one of the blocks, by name."""
         ...
 
     async def drop(self, names: Sequence[bytes]) -> None: ...
 
     async def keep(self) -> bool:
-        """Say that what is here is still needed; return whether there is anything."""
+        """Renew the expiry; return False if nothing is stored."""
         ...
 
     async def close(self) -> None:
-        """Forget all, if that can be done."""
+        """Delete all branches if the database can be reached."""
         ...
 
 
 class RedisStore:
     def __init__(self, url: str, *, clock: Clock, prefix: str, timeout_s: float) -> None:
-        # Once more, for a connection that Redis closed while it was idle; the writer sees to everything else.
+        # One retry, for a connection that Redis closed while it was idle; the writer handles all other failures.
         # No timeouts in the client: with them it sends under `asyncio.wait_for`, which in Python 3.11 loses a
         # cancellation that comes as the sending ends. `_within_deadline` takes their place.
         retry = Retry(NoBackoff(), 1)
@@ -180,7 +181,7 @@ class RedisStore:
 
     async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
         try:
-            # The sequences first: what comes later than them is applied again, which does no harm.
+            # The sequences first: later events are applied again, which does no harm.
             written = await self._within_deadline(self._redis.hget(self._state, "stream_sequence"))
             states = await self._within_deadline(self._redis.hgetall(self._workers))
             for name, packed in cast("dict[bytes, bytes]", states).items():
@@ -230,7 +231,7 @@ class RedisStore:
             return await command
 
     async def _watch_fence(self, pipeline: Pipeline, fence: int) -> int | None:
-        """Return the fence that Redis has; a change of it from now on fails the pipeline. Raises StoreFenced."""
+        """Return the fence in Redis; if it changes from now on, the pipeline fails. Raises StoreFenced."""
         await self._within_deadline(pipeline.watch(self._state))
         found = await self._within_deadline(pipeline.hget(self._state, "fence"))
         present = int(found) if found is not None and found.isdigit() else None
@@ -257,7 +258,7 @@ class RedisStore:
         pipeline.hset(self._workers, worker, _encode_state(change.state))
 
     async def _write_aside(self, aside: str, runs: Iterable[Run]) -> None:
-        """Write a whole worker beside its present form, in pages; the batch then puts it in place."""
+        """Write a whole worker beside its present form, in pages; the batch then moves it into place."""
         await self._within_deadline(self._redis.delete(aside))
         for page in _pages(pair for run in runs for pair in link(run.parent, run.blocks)):
             await self._within_deadline(self._redis.hset(aside, mapping=page))
@@ -314,7 +315,7 @@ class _RedisColdStore:
 
 
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:
-    """Return a worker as it was written, or None where that is damaged: a resync then brings it back."""
+    """Return a worker as it was written, or None if that is damaged: a resync then restores it."""
     state = _read_state(packed)
     if state is None or any(
         len(block) != ID_BYTES or len(parent) not in (0, ID_BYTES) for block, parent in parents.items()

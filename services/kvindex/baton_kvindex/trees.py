@@ -1,4 +1,4 @@
-"""One index per model: ids of different models have nothing in common."""
+"""Indexes by model: block ids of different models have nothing in common."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Trees:
         self._model_of: dict[str, str] = {}
 
     def assign(self, worker: str, model_digest: str) -> Index:
-        """Return the index of the worker's model; what the worker held of another model is dropped."""
+        """Return the index of the worker's model; its blocks of another model are dropped."""
         if self._model_of.get(worker, model_digest) != model_digest:
             self.drop(worker)
         self._model_of[worker] = model_digest
@@ -25,7 +25,7 @@ class Trees:
         return index
 
     def drop(self, worker: str) -> None:
-        """Forget all that a worker held, and its model's index with its last worker."""
+        """Drop a worker's blocks, and its model's index with the last worker."""
         model_digest = self._model_of.pop(worker, None)
         if model_digest is None:
             return
@@ -42,7 +42,7 @@ class Trees:
         return Fingerprint() if model_digest is None else self._indexes[model_digest].fingerprint(worker)
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
-        """Return the leading blocks that each worker holds. Raises MalformedMessage for a broken run."""
+        """Return the leading blocks that each worker holds. Raises MalformedMessage for an invalid run."""
         check_ids(blocks)
         index = self._indexes.get(model_digest)
         return {} if index is None else index.match(blocks)

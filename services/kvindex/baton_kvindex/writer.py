@@ -1,4 +1,4 @@
-"""Writes the index down behind the answers, where it is this one's turn to write."""
+"""Writes the index to Redis in the background, while this index holds the writer's lease."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 LAST_WRITE_S: Final = 2.0
 JOURNAL_KEPT_S: Final = 10.0
-"""Changes of about this time are kept while another index writes: it is at most so far behind when it is lost."""
+"""Time for which changes are kept while another index writes: more than that one is behind when it is lost."""
 RENEWALS: Final = 4
 """Renewals per lease TTL."""
 
@@ -40,25 +40,25 @@ class Writer:
         self._settings = settings
         self._holder = ports.new_id()
         self._lease = Election(self._holder, settings.writer_ttl_s)
-        # Indexes that write to different places do not wait for each other.
+        # Indexes with different Redis prefixes have leases of their own.
         self._key = re.sub(r"[^A-Za-z0-9_-]", "-", settings.redis_prefix)
         self._claimed = 0
-        """The fence with which this index writes; 0: another one may have written since it did."""
+        """Fence with which this index writes; 0: another index may have written since it last did."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether it is this index that writes now."""
+        """Whether this index is the one that writes."""
         return bool(self._claimed)
 
     async def run(self) -> None:
-        """Write until cancelled; then write the newest state, and give the lease back."""
+        """Write until cancelled; then write the newest state, and release the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._keep_lease())
                 tasks.create_task(self._write_behind())
         finally:
             fence = self._claimed or self._lease.fence(self._clock.now_s())
-            # Where Redis or NATS is down, the next start catches up from the workers.
+            # If Redis or NATS is down, the next start catches up from the workers.
             with suppress(TimeoutError, BatonError):
                 async with self._clock.timeout(LAST_WRITE_S):
                     while fence and self._reconciler.has_unwritten and await self._write(fence):
@@ -90,7 +90,7 @@ class Writer:
     # ------------------------------------------------------------ writing
 
     async def _write_behind(self) -> None:
-        """Write what changed every `write_interval_s`. While Redis is down, changes wait in bounded form."""
+        """Write the changes every `write_interval_s`. While Redis is down, they wait in the bounded journal."""
         failing = False
         rotated_s = self._clock.now_s()
         while True:
@@ -107,10 +107,10 @@ class Writer:
                 self._reconciler.forget_old_changes()
 
     async def _write(self, fence: int, *, failing: bool = False) -> bool:
-        """Write all that waits; return whether the store takes it."""
+        """Write all changes that wait; return whether the store takes writes."""
         try:
             if fence != self._claimed or not self._reconciler.knows_all_changes:
-                # What another one wrote is not written again, only what differs from it.
+                # Only what differs from the previous writer's state is written.
                 self._reconciler.go_on_from(await self._store.claim(fence))
                 self._claimed = fence
                 logger.info("this index writes")
@@ -133,7 +133,7 @@ class Writer:
         return True
 
     async def _write_batch(self, fence: int) -> None:
-        # A worker that is written as a whole comes back as a whole.
+        # A worker is dumped from memory, so all its cold branches are reloaded first.
         for worker in self._reconciler.unwritten_workers():
             await self._spill.until_here(partial(self._reconciler.dump, worker))
         batch = await self._spill.until_here(self._reconciler.take_batch)

@@ -18,7 +18,7 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
         Disaggregation, msgspec.Meta(description="Whether prefill runs on another worker; a request may say otherwise.")
     ] = Disaggregation.AUTO
     index_timeout_s: Annotated[
-        Seconds, msgspec.Meta(description="Longest wait for the index; then requests are placed without its hints.")
+        Seconds, msgspec.Meta(description="Longest wait for the index; then requests are placed without it.")
     ] = 0.05
     token_interval_s_max: Annotated[
         Seconds,
@@ -31,15 +31,15 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
         Count, msgspec.Meta(description="Prompt tokens that an engine computes in one step beside running requests.")
     ] = 2048
     output_headroom_tokens: Annotated[
-        Count, msgspec.Meta(description="Output for which workers reserve KV at most, as set on the workers.")
+        Count, msgspec.Meta(description="Most output tokens for which workers reserve KV, as set on the workers.")
     ] = 512
     leased_share_max: Annotated[
-        Share, msgspec.Meta(description="Share of its KV that a prefill worker leases out, as set on the workers.")
+        Share, msgspec.Meta(description="Share of its KV that a prefill worker may lease out, as set on the workers.")
     ] = 0.4
     retry_after_s: Annotated[Seconds, msgspec.Meta(description="Least time until a refused client may retry.")] = 1.0
-    placements_max: Annotated[Count, msgspec.Meta(description="Requests placed at the same time.")] = 1024
+    placements_max: Annotated[Count, msgspec.Meta(description="Most requests placed at the same time.")] = 1024
     learn_s: Annotated[
-        Seconds, msgspec.Meta(description="Time at the start to hear from the workers, before requests are taken.")
+        Seconds, msgspec.Meta(description="Time at the start to collect heartbeats, before requests are taken.")
     ] = 0.5
     seed: Annotated[
         int | None, msgspec.Meta(description="Seed of the choice among equals; none: different at each start.")

@@ -1,7 +1,7 @@
-"""What the scheduler knows of the live workers: their newest heartbeat, and what it sent them since. Pure.
+"""Loads of the live workers: their newest heartbeats, and what was placed on them since. Pure.
 
-A placement counts as a soft placement until a heartbeat can tell of it: one that lists the attempt, or one
-that came late enough to list it and does not, since then it was refused or is over already. It also ends when
+A placement counts as a soft placement until a heartbeat accounts for it: one that lists the attempt, or one
+that comes late enough to list it and does not, because the attempt was refused or is over already. It also ends when
 the request must have ended by its own prediction, and after `soft_s` at the latest. The worker's own ledger
 decides in any case; soft placements only keep a burst between two heartbeats from piling up on one worker.
 """
@@ -20,7 +20,7 @@ from baton.node.membership import LOST_AFTER_S, Event, Leaving, Workers
 
 @dataclass(frozen=True, slots=True)
 class SoftPlacement:
-    """What one attempt, placed at `placed_s`, takes from a worker until `until_s`."""
+    """Capacity that one attempt, placed at `placed_s`, takes from a worker until `until_s`."""
 
     attempt: int
     placed_s: float
@@ -32,7 +32,7 @@ class SoftPlacement:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """A live worker as placement sees it: its heartbeat plus what was placed on it since."""
+    """Load of a live worker: its newest heartbeat plus what was placed on it since."""
 
     heartbeat: Heartbeat
     soft_slots: int = 0
@@ -53,12 +53,12 @@ class WorkerLoad:
 
     @property
     def kind(self) -> str:
-        """Engine with its options: workers of a kind refuse the same requests."""
+        """Engine and its options: workers of one kind refuse the same requests."""
         return self.heartbeat.engine_kind or self.worker
 
     @property
     def hands_over(self) -> bool:
-        """Whether its engine has a transfer agent."""
+        """Whether the worker's engine has a transfer agent."""
         return bool(self.heartbeat.address.agents)
 
     @property
@@ -67,7 +67,7 @@ class WorkerLoad:
 
     @property
     def used_share(self) -> float:
-        """Of its slots or of its KV, whichever is scarcer."""
+        """Used share of the slots or of the KV, whichever is larger."""
         slots_used = 1 - self.slots_free / self.heartbeat.running_max if self.heartbeat.running_max > 0 else 1.0
         return max(slots_used, self.kv_tokens_used / (self.kv_tokens_total or 1))
 
@@ -89,7 +89,7 @@ class LoadsOptions:
     lost_after_s: float = LOST_AFTER_S
     soft_s: float = 2.0
     listed_after_s: float = 0.25
-    """A heartbeat that comes this long after a placement lists the attempt, if the worker has it."""
+    """Age of a placement from which on a heartbeat lists its attempt, if the worker has it."""
 
 
 class Loads:
@@ -97,10 +97,13 @@ class Loads:
         self._options = options
         self._workers = Workers(lost_after_s=options.lost_after_s)
         self._soft: dict[str, dict[str, SoftPlacement]] = {}
-        """Live worker → request → its newest attempt there."""
+        """Live worker → request → the soft placement of its newest attempt there."""
 
     def take(self, message: Heartbeat | Goodbye, now_s: float) -> None:
-        """Take a worker's word; that of a life that is over is ignored. Raises MalformedMessage for nonsense."""
+        """Take a worker's message; one of a generation that is over is ignored.
+
+        Raises MalformedMessage for impossible figures.
+        """
         if isinstance(message, Heartbeat):
             _check(message)
         self._drop_ended(self._workers.take(message, now_s))
@@ -116,12 +119,12 @@ class Loads:
             }
 
     def tick(self, now_s: float, pause_s: float = 0.0) -> None:
-        """Drop the workers that are lost; `pause_s`: this process could hear nothing for so long."""
+        """Drop lost workers; `pause_s` is how long this process could not receive."""
         self._workers.extend_deadlines(pause_s, now_s)
         self._drop_ended(self._workers.expire(now_s))
 
     def place(self, request: str, placed: Mapping[str, SoftPlacement]) -> None:
-        """Count an attempt on the workers it was just sent to, in place of the request's earlier attempts."""
+        """Count an attempt on the workers it was placed on, in place of the request's earlier attempts."""
         for soft in self._soft.values():
             soft.pop(request, None)
         for worker, each in placed.items():
@@ -129,11 +132,11 @@ class Loads:
                 self._soft.setdefault(worker, {})[request] = each
 
     def live(self, now_s: float) -> list[WorkerLoad]:
-        """Return the live workers."""
+        """Return the loads of the live workers."""
         return [self._load(heartbeat, now_s) for heartbeat in self._workers.beats()]
 
     def served_lately(self, model: str) -> bool:
-        """Return whether a worker served this model lately, whatever became of it: it may be restarted."""
+        """Return whether any worker, live or departed, served this model lately: it may come back."""
         return self._workers.newest(model) is not None
 
     def _drop_ended(self, events: Sequence[Event]) -> None:
@@ -166,7 +169,7 @@ def incompatible_pairs(loads: Sequence[WorkerLoad]) -> Counter[str]:
 
 
 def _check(heartbeat: Heartbeat) -> None:
-    """Raise MalformedMessage for figures that no worker can have and no prediction survives."""
+    """Raise MalformedMessage for figures that no worker can have and predictions cannot use."""
     sizes = (heartbeat.block_tokens, heartbeat.engine_block_tokens, heartbeat.context_tokens_max)
     counts = (
         heartbeat.running,
@@ -178,4 +181,4 @@ def _check(heartbeat: Heartbeat) -> None:
     )
     rates = (heartbeat.prefill_tokens_per_s, heartbeat.decode_tokens_per_s, heartbeat.transfer_bytes_per_s)
     if min(sizes) <= 0 or min(counts) < 0 or not all(rate >= 0 and math.isfinite(rate) for rate in rates):
-        raise MalformedMessage(f"the heartbeat of {heartbeat.address.worker} has figures that cannot be")
+        raise MalformedMessage(f"the heartbeat of {heartbeat.address.worker} has impossible figures")

@@ -1,4 +1,4 @@
-"""Where an attempt runs: a function of loads, match, options and a seeded generator.
+"""The placement decision: a pure function of loads, prefix match, options and a seeded generator.
 
 A candidate is a decode worker that computes the prompt itself, or a pair: a prefill worker that computes it
 and a decode worker that pulls the KV. Its cost is the predicted time to first token in seconds:
@@ -7,11 +7,11 @@ and a decode worker that pulls the KV. Its cost is the predicted time to first t
                 + bytes that decode lacks at the slower side's measured bandwidth + entry into decode's next step
     aggregated  decode's own prefill queue + uncached tokens at its rate + entry into its next step
 
-Queues are prompt tokens over the measured rate. Entering costs decode one token interval for each attempt
-ahead. A candidate that would push the decode worker's token interval above the limit, which computing a
-prompt between the steps of running attempts does, ranks behind all that keep it.
-Among near-ties the most cached tokens win, then whoever needs no transfer, then the less loaded of two that
-chance picks, so that several schedulers neither herd nor crowd one decode worker.
+A queue's time is its prompt tokens over the measured rate. Entry costs one token interval, and one more for each
+attempt that waits. A candidate that pushes the decode worker's token interval above the limit, as computing a
+prompt between the steps of running attempts can, ranks behind all candidates that keep it.
+Among near-ties the candidate with the most cached tokens wins, then the one without a transfer, then the less loaded
+of two random ones, so that several schedulers do not all choose the same worker.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from baton.messages.workers import Role
 from baton.node.ports import Randomness
 from baton_scheduler.loads import SoftPlacement, WorkerLoad
 
-# Of a worker that has not measured itself yet.
+# Rates of a worker that has not measured its own yet.
 ASSUMED_PREFILL_TOKENS_PER_S: Final = 1000.0
 ASSUMED_DECODE_TOKENS_PER_S: Final = 20.0
 ASSUMED_TRANSFER_BYTES_PER_S: Final = 1e9
@@ -38,12 +38,12 @@ RETRY_AFTER_S_MAX: Final = 30.0
 
 
 Cost = tuple[bool, float]
-"""Whether the token interval breaks the limit, which ranks before the seconds."""
+"""Whether the token interval breaks the limit, and the predicted seconds; compared in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What one attempt asks for."""
+    """Requirements of one attempt."""
 
     model: str
     prompt_tokens: int
@@ -52,14 +52,14 @@ class Demand:
     exclude: frozenset[str] = frozenset()
     exclude_pairs: frozenset[tuple[str, str]] = frozenset()
     parameters: frozenset[str] = frozenset()
-    """Extension parameters, all of which decode's engine must take."""
+    """Extension parameters, all of which the decode worker's engine must take."""
     refused: frozenset[str] = frozenset()
-    """Workers that refused what the request asks, as all of their kinds would."""
+    """Workers that refused what the request asks; all workers of their kinds would refuse it."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the index says: worker → leading blocks of the prompt, where there are any."""
+    """The index's answer: worker → leading blocks of the prompt, where there are any."""
 
     held: Mapping[str, int] = field(default_factory=dict[str, int])
     speculative: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -72,7 +72,7 @@ class PlacementOptions:
     tie_share: float = 0.05
     """Candidates within this share of the best prediction are near-ties."""
     tie_s: float = 0.001
-    """As are those within this time of it, whatever the share."""
+    """Candidates within this time of the best prediction are near-ties, whatever the share."""
     chunk_tokens: int = 2048
     """Prompt tokens that an engine computes in one step beside running attempts."""
     output_headroom_tokens: int = 512
@@ -81,9 +81,9 @@ class PlacementOptions:
     """Prefill workers lease out at most this share of their KV."""
     retry_after_s: float = 1.0
     candidates_max: int = 4
-    """Candidates that the answer tells of."""
+    """Most candidates listed in the answer."""
     shortlist: int = 8
-    """Workers of each role that are looked at closely, and paired: the best by their own part of the cost."""
+    """Workers of each role that are paired and ranked: the best by their own part of the cost."""
 
 
 def choose(
@@ -131,7 +131,7 @@ def choose(
 
 
 def soft_placements(placed: Placed, *, now_s: float, options: PlacementOptions) -> dict[str, SoftPlacement]:
-    """Return what a placement takes from each worker until a heartbeat tells of it."""
+    """Return what a placement takes from each worker until a heartbeat accounts for it."""
     chosen, attempt = placed.predicted, placed.context.attempt
     if chosen is None:
         return {}
@@ -162,9 +162,12 @@ def soft_placements(placed: Placed, *, now_s: float, options: PlacementOptions) 
 
 
 def _admit(role: Role, serving: Sequence[WorkerLoad], demand: Demand, options: PlacementOptions) -> list[WorkerLoad]:
-    """Return the workers of a role that can take this attempt now. Raises what keeps all of them from it."""
+    """Return the workers of a role that can take this attempt now.
+
+    Raises NoWorkers, InvalidRequest, ContextLengthExceeded or Overloaded where there is none.
+    """
     of_role = [load for load in serving if load.role is role]
-    # Of this role only: the other one was asked for something else.
+    # Only refusals by this role count: the other role was asked for something else.
     refusing = {load.kind for load in of_role if load.worker in demand.refused}
     ready = [load for load in of_role if not load.heartbeat.draining]
     if not ready:
@@ -210,7 +213,7 @@ def _kv_tokens_max(load: WorkerLoad, options: PlacementOptions) -> int:
 
 
 def _retry_after_s(full: Sequence[WorkerLoad], options: PlacementOptions) -> float:
-    """Return when the first of the full workers has computed what waits on it; a rough word to the client."""
+    """Return a rough time until the first of the full workers has computed its queue."""
     soonest_s = min(load.prefill_tokens_queued / _prefill_rate(load) for load in full)
     return min(max(options.retry_after_s, soonest_s), RETRY_AFTER_S_MAX)
 
@@ -231,7 +234,7 @@ def _interval_s(load: WorkerLoad) -> float:
 
 
 class _Prediction:
-    """The costs of one demand on any worker."""
+    """Predicted costs of one demand on any worker."""
 
     def __init__(self, demand: Demand, match: PrefixMatch, options: PlacementOptions, random: Randomness) -> None:
         self._demand = demand
@@ -280,7 +283,7 @@ class _Prediction:
             return self._breaks_limit(_interval_s(decode)), cost_s
 
         pairs: list[Candidate] = []
-        # Of all that are alike, so that the others take no place on the lists.
+        # One shortlist per KV identity: only workers of the same identity can be paired.
         for identity in sorted({load.kv_identity for load in prefills}):
             sources, sinks = (
                 self._shortlist([load for load in loads if load.hands_over and load.kv_identity == identity], cost)
@@ -306,10 +309,10 @@ class _Prediction:
         )
 
     def _shortlist(self, loads: Sequence[WorkerLoad], cost: Callable[[WorkerLoad], Cost]) -> Sequence[WorkerLoad]:
-        """Return the workers worth a closer look: costs add up, so the best pairs are made of the best of each side.
+        """Return the workers with the lowest cost: costs add up, so the best pairs consist of the best of each side.
 
-        Of near-ties those that hold most of the prompt, and then chance: any order of their own would be the same
-        in every scheduler and at every request, so that all went to the same few.
+        Near-ties are ordered by cached tokens, then at random: a fixed order would be the same in every scheduler
+        and at every request, and all requests would go to the same few workers.
         """
         # Each excluded pair may take one of the best from the list.
         count = self._options.shortlist + len(self._demand.exclude_pairs)
@@ -328,14 +331,14 @@ class _Prediction:
         return token_interval_s > self._options.token_interval_s_max
 
     def _cached_tokens(self, load: WorkerLoad) -> int:
-        """Return the prompt tokens held there, or soon to be."""
+        """Return the prompt tokens that a worker holds or, speculatively, will hold."""
         return self._tokens(load, self._blocks.get(load.worker, 0))
 
     def _speculative_tokens(self, load: WorkerLoad) -> int:
         return self._cached_tokens(load) - self._tokens(load, self._match.held.get(load.worker, 0))
 
     def _tokens(self, load: WorkerLoad, blocks: int) -> int:
-        """Return what so many blocks save. The last token is computed in any case, to sample from it."""
+        """Return the prompt tokens that these blocks save; the last token is always computed, to sample from it."""
         if not blocks:
             return 0
         return max(0, min(blocks * load.heartbeat.block_tokens, self._demand.prompt_tokens - 1))
@@ -364,14 +367,14 @@ def _rank(candidate: Candidate, options: PlacementOptions) -> tuple[bool, float,
 
 
 def _near_s(best_s: float, options: PlacementOptions) -> float:
-    """Return up to which cost a candidate is as good as the best."""
+    """Return the highest cost in seconds at which a candidate still ties with the best."""
     return best_s + max(best_s * options.tie_share, options.tie_s)
 
 
 def _pick(
     candidates: Sequence[Candidate], loads: Mapping[str, WorkerLoad], options: PlacementOptions, random: Randomness
 ) -> Candidate:
-    """Return the best candidate, or one as good: most cached tokens, no transfer, the less loaded of any two."""
+    """Return the best candidate of all near-ties: most cached tokens, no transfer, the less loaded of two."""
     best = min(candidates, key=lambda candidate: _rank(candidate, options))
     limit_s = _near_s(best.predicted_ttft_s, options)
     ties = [
@@ -385,13 +388,13 @@ def _pick(
 
     most = max(map(merit, ties))
     equals = [candidate for candidate in ties if merit(candidate) == most]
-    # The least loaded of all would be the same for every scheduler until the next heartbeat; of two it seldom is.
+    # The least loaded of all is the same for every scheduler until the next heartbeat; of two random ones it rarely is.
     two = random.sample(equals, min(2, len(equals)))
     return min(two, key=lambda candidate: loads[candidate.decode].used_share)
 
 
 def _misfit(prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> str:
-    """Return what keeps a prefill and a decode worker apart for good; empty where all are alike."""
+    """Return why prefill and decode workers can never hand over to each other; empty where nothing prevents it."""
     for loads in (prefills, decodes):
         if loads and not any(load.hands_over for load in loads):
             return f"{loads[0].worker} has no transfer agent"

@@ -1,4 +1,4 @@
-"""The scheduler as a service: hears the workers, asks the index, answers placements."""
+"""The scheduler as a service: receives heartbeats, asks the index, answers placements."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 ID_BYTES: Final = 16
 TICK_S: Final = 0.1
 FIRST_ASK_SHARE: Final = 0.3
-"""Of the time for the index: after that all indexes are asked. Mostly one answers within a tenth of it."""
+"""Share of the index timeout after which all indexes are asked. One index mostly answers within a tenth of it."""
 
 
 class SchedulerService:
@@ -63,7 +63,7 @@ class SchedulerService:
         )
         self._name = node.ports.new_id()
         self._places: Subscription | None = None
-        """The placements asked for; None: this scheduler does not answer yet, or not any more."""
+        """Subscription to placements; None before this scheduler answers, and once it drains."""
         self._tasks: asyncio.TaskGroup
         self._placing = 0
         self._results = Counter[str]()
@@ -73,12 +73,12 @@ class SchedulerService:
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:
-        """Answer inside this context. At its end, what has come until then is answered."""
+        """Answer inside this context. At its end, all requests received so far are answered."""
         async with AsyncExitStack() as stack:
             for subject, handler in ((subjects.HEARTBEAT, self._on_heartbeat), (subjects.PLACED, self._on_placed)):
                 subscription = await self._bus.subscribe(subject, handler)
                 stack.push_async_callback(subscription.unsubscribe)
-            # A scheduler that knows no worker yet would answer that there is none.
+            # Before the first heartbeats, every request would be refused for lack of workers.
             await self._clock.sleep(self._settings.learn_s)
             stack.push_async_callback(self.drain)
             async with asyncio.TaskGroup() as self._tasks:
@@ -96,9 +96,9 @@ class SchedulerService:
             logger.info("draining: %d placements", self._placing)
 
     async def check_ready(self) -> None:
-        """Raise Unavailable unless a `Place` that came now would be looked at."""
+        """Raise Unavailable unless a `Place` that comes now is handled."""
         if self._places is None:
-            raise Unavailable("the scheduler does not answer yet: it listens which workers there are")
+            raise Unavailable("the scheduler does not answer yet: it is waiting for the heartbeats of the workers")
         if not self._bus.connected:
             raise BusUnavailable("the message bus cannot be reached")
 
@@ -135,7 +135,7 @@ class SchedulerService:
                 logger.warning("%s on %s is not for the scheduler", type(other).__name__, delivery.subject)
 
     async def _on_place(self, delivery: Delivery) -> None:
-        # Deliveries come one at a time, and placing waits for the index: so each gets a task.
+        # Deliveries come one at a time, and placing waits for the index, so each gets a task.
         if self._placing >= self._settings.placements_max:
             await self._refuse(
                 delivery, Overloaded("the scheduler is full", retry_after_s=self._settings.retry_after_s)
@@ -148,7 +148,7 @@ class SchedulerService:
         self._placing -= 1
 
     async def _on_placed(self, delivery: Delivery) -> None:
-        """Count what another scheduler has placed, or until the next heartbeats all would choose the same worker."""
+        """Count another scheduler's placement: else all would choose the same worker until the next heartbeats."""
         placed = delivery.message
         if isinstance(placed, Placed) and placed.scheduler != self._name:
             self._count(placed)
@@ -171,9 +171,9 @@ class SchedulerService:
         except BatonError as error:
             await self._refuse(delivery, error)
         except Exception as error:
-            # The boundary of one request: the others are served all the same.
+            # The boundary of one request: the others are not affected.
             logger.exception("a placement failed")
-            await self._refuse(delivery, BatonError(f"{type(error).__name__} in the scheduler, its log says more"))
+            await self._refuse(delivery, BatonError(f"{type(error).__name__} in the scheduler, see its log"))
 
     async def _refuse(self, delivery: Delivery, error: BatonError) -> None:
         self._results[error.code] += 1
@@ -199,16 +199,16 @@ class SchedulerService:
             parameters=frozenset(place.parameters),
             refused=frozenset(place.refused),
         )
-        # Asked again, since workers may have been lost while the index was asked.
+        # Read again, since workers may have been lost while the index was asked.
         serving = self._serving(place.model, now_s)
         placement = choose(demand, serving, match or PrefixMatch(), self._options, self._random)
         placed = self._placed(place, placement, serving, now_s - started_s)
         self._count(placed)
         try:
-            # Before anybody else can know of it, so that the next match sees it.
+            # Published before the answer, so that the next match sees it.
             await self._bus.publish(subjects.PLACED, placed)
         except BatonError as error:
-            logger.debug("nobody hears of the placement of %s: %s", place.context.request, error)
+            logger.debug("the placement of %s was not published: %s", place.context.request, error)
         if match is None:
             self._without_index += 1
             placement = _without_hints(placement)
@@ -216,7 +216,7 @@ class SchedulerService:
         return placement
 
     def _serving(self, model: str, now_s: float) -> list[WorkerLoad]:
-        """Return the live workers of a model. Raises ModelNotFound, or NoWorkers where they departed lately."""
+        """Return the live workers of a model. Raises ModelNotFound, or NoWorkers if all departed lately."""
         serving = [load for load in self._loads.live(now_s) if load.heartbeat.model == model]
         if not serving and self._loads.served_lately(model):
             raise NoWorkers(f"every worker that served the model {model} has left or is lost")
@@ -225,7 +225,7 @@ class SchedulerService:
         return serving
 
     async def _ask_index(self, place: Place, trace: str, serving: list[WorkerLoad]) -> PrefixMatch | None:
-        """Return how many leading blocks each worker holds; None when the index does not say in time."""
+        """Return how many leading blocks each worker holds; None where the index does not answer in time."""
         if not place.blocks:
             return PrefixMatch()
         timeout_s = min(self._settings.index_timeout_s, place.context.budget_s)
@@ -234,7 +234,7 @@ class SchedulerService:
         speculative: dict[str, int] = {}
         try:
             async with self._clock.timeout(timeout_s):
-                # One, but for the minutes in which a model is being replaced by a new version of the same name.
+                # One digest, except while a model is being replaced by a new version of the same name.
                 for model_digest in sorted({load.heartbeat.model_digest for load in serving}):
                     match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
                     answer = await self._match(match, timeout_s)
@@ -250,10 +250,10 @@ class SchedulerService:
         return PrefixMatch(held, speculative)
 
     async def _match(self, match: Match, timeout_s: float) -> AnyMessage:
-        """Ask one index, and all of them where that one is late.
+        """Ask one index, and all of them if that one is late.
 
-        One that stands still, or whose machine is gone, keeps its place in the queue group for minutes, and would be
-        handed its share of all matches.
+        An index that hangs, or whose machine is gone, stays in the queue group for minutes and is handed its share of
+        all matches.
         """
         try:
             return await self._bus.request(subjects.MATCH, match, timeout_s=timeout_s * FIRST_ASK_SHARE)
