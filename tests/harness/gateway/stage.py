@@ -28,7 +28,7 @@ class Stage(Actors):
     """The gateway and the actors of one test. `base_url` is set while the gateway serves."""
 
     def __init__(self, settings: Settings, intake: IntakePool | None = None) -> None:
-        # No wait for workers before the first request: tests wait for the workers that they need.
+        # The gateway need not learn the workers before its first request: tests wait until it knows them.
         settings = structs.replace(settings, learn_s=0.0)
         clock = SystemClock()
 
