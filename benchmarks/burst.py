@@ -1,8 +1,8 @@
-"""How fast does the queue for workers drain? `make bench-burst`.
+"""The rate at which the queue for workers drains: `make bench-burst`.
 
-All of Baton as `baton up` starts it, with eight idle workers of simulated engines. Requests are sent in two ways,
-turn by turn: all at once, so that most stand in the gateway's queue, and a few at a time, so that none does. What is
-compared is the rate at which they are answered. Every answer must be 200.
+A complete deployment as `baton up` starts it, with eight idle workers of simulated engines. Requests are sent in two
+ways, turn by turn: all at once, so that most wait in the gateway's queue, and a few at a time, so that none does. The
+benchmark compares the rates of answers. Every answer must be 200.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.report import Row, report
 WORKERS = 8
 ENGINE_OPTIONS = {"running_max": 64, "speed": 100.0}
 CONCURRENCY = 32
-"""Of the requests that find no queue: far fewer than the workers run."""
+"""Concurrency of the requests that find no queue: far fewer than the workers can run."""
 OUTPUT_TOKENS = 4
 START_TIMEOUT_S = 300.0
 

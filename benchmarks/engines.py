@@ -1,11 +1,10 @@
-"""What does a hand-off cost, by which engines? `make bench-engines`.
+"""The cost of a hand-off for each combination of engines: `make bench-engines`.
 
 vLLM and SGLang on CPU with the tiny model in float32, one request at a time: prompts of 1,500 tokens in chunks of
-at most 512, answers of 32. Each combination of engines stands beside its decode engine alone, in interleaved runs.
-"Moving" is the time in which the pull's bytes moved, with their checks and, between different layouts, their
-conversion, which both sides do as they come; most of it hides behind prefill's own computing. "Converting" is that
-part, measured by itself: the processor time of one core to gather the prompt's KV out of the source's blocks and to
-scatter it into the sink's.
+at most 512, answers of 32. Each combination of engines is compared with its decode engine alone, in interleaved runs.
+"Moving" is the time of the pull's transfer, including checksums and, between different layouts, the conversion that
+both sides do chunk by chunk; most of it overlaps with prefill's computation. "Converting" is the conversion alone:
+the processor time of one core to gather the prompt's KV out of the source's blocks and to scatter it into the sink's.
 """
 
 from __future__ import annotations
@@ -107,7 +106,7 @@ async def measure(model: Path, folder: Path, runs: int) -> list[Row]:
                 handed.append(await answer(sink, request(name, Leg.DECODE, tokens, facts)))
                 await prefill
                 alone.append(await answer(sink, request(f"{name}-alone", Leg.WHOLE, tokens)))
-            # The first of each pays for what is made and connected then.
+            # The first run of each also pays for setup and connections.
             engines = ENGINES[source_name], ENGINES[sink_name]
             rows += _rows(" → ".join(engines), handed[1:], alone[1:])
             if engines[0] != engines[1]:
@@ -117,7 +116,7 @@ async def measure(model: Path, folder: Path, runs: int) -> list[Row]:
 
 
 def converting_ms(source: EngineName, sink: EngineName, runs: int) -> float:
-    """Return what both sides' conversions of one prompt's KV take, in milliseconds of one core."""
+    """Return the time of both sides' conversions of one prompt's KV, in milliseconds of one core."""
 
     def took_s(engine: EngineName, *, to_wire: bool) -> float:
         order, form, packing, block_tokens = LAYOUTS[BLOCKS[engine]]

@@ -1,6 +1,6 @@
-"""What the radix tree must beat: a flat hash table built of its parts, with a record for each block.
+"""The baseline for the radix tree: a flat hash table built of the tree's parts, with a record for each block.
 
-No part of the product: it is compiled when a benchmark or a test first asks for it, `native/tests/baseline`.
+It is not part of the product: `native/tests/baseline` is compiled when a benchmark or a test first uses it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class CannotBuild(Exception):
 
 
 class FlatIndex(NativeIndex):
-    """Raises CannotBuild."""
+    """The flat hash table behind the index interface. Raises CannotBuild."""
 
     def __init__(self, *, counts_copies: bool = False) -> None:
         super().__init__(flat_table().FlatTable(counts_copies))

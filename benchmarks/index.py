@@ -1,8 +1,8 @@
-"""What is the radix tree worth? `make bench-index` (`PEER_PYTHON=` an interpreter that has `dynamo.llm`).
+"""The radix tree compared with other indexes: `make bench-index` (`PEER_PYTHON=` an interpreter with `dynamo.llm`).
 
-Our tree, a flat hash table built of its parts, dictionaries, and Dynamo's `RadixTree`, each through its Python calls in
-a process of its own, in interleaved rounds over the same events (see `index_events.py`). Figures are medians over
-rounds; bytes are the growth of the process in its first round, and beside it what our index counts itself.
+Baton's tree, a flat hash table built of its parts, dictionaries, and Dynamo's `RadixTree`, each through its Python
+calls in a process of its own, in interleaved rounds over the same events (see `index_events.py`). Figures are medians
+over rounds; bytes are the growth of the process in its first round, beside the bytes that Baton's index counts itself.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run_workload(workload: str, contenders: list[Contender], rounds: int) -> lis
             samples[each.name].append(each.run(workload))
     for figures in samples.values():
         for sample in figures:
-            # Later rounds find memory that the process has already.
+            # Later rounds reuse memory that the process has already.
             sample["bytes_per_holding"] = figures[0]["resident_bytes"] / sample["holdings"]
             sample["counted_bytes_per_holding"] = sample["counted_bytes"] / sample["holdings"]
     rows: list[Row] = []
@@ -94,7 +94,7 @@ def run_workload(workload: str, contenders: list[Contender], rounds: int) -> lis
 
 
 def measure(workload: str, pythons: dict[str, str], rounds: int) -> list[Row]:
-    """Run a workload in fresh processes. The large one is no place for dictionaries."""
+    """Run a workload in fresh processes. The large one leaves dictionaries out."""
     large = workload.startswith("large")
     contenders = [Contender(name, python) for name, python in pythons.items() if not large or name != "dictionary"]
     try:
@@ -128,7 +128,7 @@ def main() -> None:
             print(f"{workload} …", file=sys.stderr)
             rows += measure(workload, pythons, arguments.rounds)
     finally:
-        # A run that is broken off says what it has.
+        # An interrupted run reports the rows it has.
         if rows:
             report(
                 "index", rows, notes=notes(arguments.rounds, bool(arguments.peer_python), time.monotonic() - began_s)

@@ -1,11 +1,12 @@
-"""Placements while indexes are restarted, killed and stopped: how many were blind? Part of `make bench-index-restart`.
+"""The share of blind placements while indexes are restarted, killed and stopped. Part of `make bench-index-restart`.
 
-Two indexes, a scheduler, NATS and Redis as processes of their own; workers that hold a prompt each, go on storing all
-the time, and are asked for by placements at a steady rate. Meanwhile each index in turn, whichever writes first, is
-restarted, killed (-9), and stopped for longer than workers and the lease are waited for (SIGSTOP: the bus keeps it in
-its queue group and goes on asking it), after which it goes on. A placement is blind that was made without the index,
-or with one that did not know who holds its prompt; what was placed there lately, and is only expected, does not count
-as known.
+A placement is blind if no index answered for it, or if the index that answered did not know which worker holds its
+prompt. Speculative blocks, from prompts placed there lately, do not count as known.
+
+Two indexes, a scheduler, NATS and Redis run as processes of their own. Each worker holds a prompt and stores blocks
+all the time; placements ask for these prompts at a steady rate. Meanwhile each index in turn, the writer first, is
+restarted, killed (-9), and stopped with SIGSTOP for longer than the worker timeout and the lease, then continued.
+The bus keeps a stopped index in its queue group and goes on asking it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from baton.messages.placement import Disaggregation, Place, Placement
 from benchmarks.index_world import BLOCK_TOKENS, CachingWorker, chain, servers, service, started
 
 WORKERS = 4
-"""As many as a placement names candidates: who holds the prompt is always among them, chosen or not."""
+"""One per candidate that a placement names, so the holder of the prompt is always among the candidates."""
 PROMPT = "a prompt that somebody holds " * 2
 PLACED_PER_S = 100
 STEADY_S, AWAY_S, STOPPED_S, AFTER_S = 10.0, 1.0, 3.0, 3.0
@@ -38,7 +39,7 @@ NO_LONGER, REFUSED = "no longer the index", "a late write was refused"
 
 @dataclass
 class Phase:
-    """Placements that were asked for while something went on."""
+    """Counts of the placements requested during one kind of disturbance."""
 
     name: str
     placed: int = 0
@@ -65,7 +66,7 @@ class Load:
     phases: list[Phase] = field(default_factory=list[Phase])
 
     async def run(self) -> None:
-        """Place at a steady rate, whatever becomes of the placements before."""
+        """Place at a steady rate, without waiting for earlier placements."""
         began_s = time.monotonic()
         async with asyncio.TaskGroup() as tasks:
             number = 0
@@ -127,7 +128,7 @@ async def blind_placements(folder: Path) -> list[Phase]:
         load = Load(bus, workers, [Phase("before")])
         tasks = [asyncio.create_task(load.run()), *(asyncio.create_task(load.store(worker)) for worker in workers)]
         try:
-            # What a busy machine does by itself.
+            # A baseline: the effect of a busy machine alone.
             await asyncio.sleep(STEADY_S)
             load.phases.append(Phase("while indexes restart"))
             for how in (signal.SIGTERM, signal.SIGKILL):
@@ -145,12 +146,12 @@ async def blind_placements(folder: Path) -> list[Phase]:
 
 
 def _index(indexes: list[Child], *, writes: bool) -> Child:
-    # The last that a log says of it is true now.
+    # The newest line of the log holds.
     return next(each for each in indexes if (WRITES in _last_words(each)) is writes)
 
 
 def _last_words(index: Child) -> str:
-    """Return the newest line in which an index says whether it writes."""
+    """Return the newest log line in which an index says whether it writes."""
     lines = index.program.log_path.read_text().splitlines()
     return next((line for line in reversed(lines) if WRITES in line or NO_LONGER in line or REFUSED in line), "")
 

@@ -1,7 +1,7 @@
-"""What it costs that memory has no room for everything. Part of `make bench-index-restart`.
+"""The cost of an index larger than its memory. Part of `make bench-index-restart`.
 
-Prompts of 256 blocks behind a shared 16, half of them asked for again; memory for a quarter of them. Then some are
-asked for that are in memory, and some that are cold: as the service does it, one at a time.
+Prompts of 256 blocks behind 16 shared ones, half of them matched again, with memory for a quarter of them. Then some
+prompts that are in memory and some that are cold are matched one at a time, as the service does it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""One index under a workload, in a process of its own: a workload's name per line in, its figures as JSON out.
+"""One index under a workload, in a process of its own: reads a workload's name per line, writes its figures as JSON.
 
-`python -m benchmarks.index_contenders tree|flat|dictionary|dynamo`. Dynamo runs under its own interpreter, which is
-why nothing of Baton is imported before it is needed. Keys are made beforehand: what is timed is what each index's
-Python call does, by the clock and in processor time of all threads, which a busy machine distorts less. A reader and
-the writer beside it are pinned to a core each.
+`python -m benchmarks.index_contenders tree|flat|dictionary|dynamo`. Dynamo runs under its own interpreter, so Baton's
+modules are imported only where they are needed. Keys are encoded beforehand, so only each index's Python call is
+timed: wall-clock time and processor time of all threads, which a busy machine distorts less. A reader and the writer
+beside it are each pinned to a core.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from benchmarks.index_events import ID_BYTES, Event, Workload, make_workload
 MATCHES = 3000
 RESTED_S, BUSY_S = 0.5, 1.5
 PAUSE_S = 100e-6
-"""Pause between two matches beside a writer: the interpreter has one lock, and the writer needs its turns. After a
-pause a match finds its memory further away; what that alone costs is measured without a writer: `rested`."""
+"""Pause between two matches beside a writer, which needs its turns of the interpreter's one lock. After a pause a
+match finds its memory in slower caches; `rested` measures that cost alone, without a writer."""
 WRITTEN_BLOCKS = 256
 
 
 class Contender(Protocol):
     threads: bool
-    """Whether it may be read while it is written."""
+    """Whether the index may be read while it is written."""
 
     def encode(self, event: Event) -> Any: ...
     def apply(self, encoded: Any) -> None: ...
     def encode_prompt(self, prompt: bytes) -> Any: ...
     def match(self, prompt: Any) -> object: ...
     def settle(self) -> None:
-        """Return when all that was applied is visible."""
+        """Return once all applied events are visible."""
         ...
 
     def bytes(self) -> int:
-        """What the index itself says that it takes; 0: it says nothing."""
+        """Return the memory that the index itself reports, in bytes; 0 if it reports none."""
         ...
 
 
 class Ours:
-    """The radix tree, or the flat table that is built of its parts."""
+    """The radix tree, or the flat table built of its parts."""
 
     threads = True
 
@@ -82,7 +82,7 @@ class Ours:
 
 
 class Dictionary:
-    """What one would write first: from block to the workers that hold it."""
+    """The obvious implementation: a dictionary from block to the workers that hold it."""
 
     threads = False
 
@@ -187,7 +187,7 @@ def replay(contender: Contender, events: Sequence[Event]) -> dict[str, float]:
     """Apply all events in order; return the speed of each kind. Each turn of one kind is timed as a whole."""
     encoded = [(event.parent is not None, len(event.blocks) // ID_BYTES, contender.encode(event)) for event in events]
     spent_s, spent_cpu_s, blocks = [0.0, 0.0], [0.0, 0.0], [0, 0]
-    # What the making of the workload left behind would hide what is taken from now on.
+    # Free memory left over from making the workload would hide what the index allocates from now on.
     ctypes.CDLL(None).malloc_trim(0)
     before_bytes = resident_bytes()
     at = 0

@@ -1,4 +1,4 @@
-"""From a trace of prompts to what an index hears: stores and removals of blocks, per worker, in batches.
+"""Conversion of a trace of prompts into index events: stores and removals of blocks, per worker, in batches.
 
     hash_ids of a request (512 tokens each) ──▶ 16 blocks of 32 tokens each
     worker: by the first id at which requests differ, so that whoever shares a prefix meets the same cache
@@ -26,7 +26,7 @@ BATCH_BLOCKS: Final = 256
 CACHED_BLOCKS: Final = 1 << 19
 """Blocks cached by all workers together: a third of the trace's different blocks."""
 LARGE_COPIES: Final = 7
-"""Copies of the trace, each with ids of its own and nothing evicted: 10.8 million different blocks."""
+"""Number of copies of the trace, each with its own ids and nothing evicted: 10.8 million different blocks."""
 TRUNKS, TRUNK_BLOCKS, OWN_BLOCKS = 24, 256, 16
 
 
@@ -34,7 +34,7 @@ TRUNKS, TRUNK_BLOCKS, OWN_BLOCKS = 24, 256, 16
 class Event:
     worker: int
     parent: bytes | None
-    """None: a removal."""
+    """None for a removal."""
     blocks: bytes
 
 
@@ -43,13 +43,13 @@ class Workload:
     workers: int
     events: list[Event]
     prompts: list[bytes]
-    """Some of the prompts, to be matched when all events are applied."""
+    """A sample of the prompts, matched after all events are applied."""
     holdings: int
-    """Blocks that are held at the end, summed over workers."""
+    """Blocks held at the end, summed over workers."""
 
 
 def make_workload(name: str) -> Workload:
-    """`trace-W`, `split-W` or `large-W`, for W workers."""
+    """Return the workload `trace-W`, `split-W` or `large-W`, for W workers."""
     kind, _, workers = name.partition("-")
     return {"trace": _trace, "split": _split, "large": _large}[kind](int(workers))
 
@@ -80,9 +80,9 @@ def _large(workers: int) -> Workload:
 
 
 def _split(workers: int) -> Workload:
-    """Every edge cut at every block: prompts leave a trunk at each of its blocks, by workers in turn.
+    """Every edge cut at every block: prompts branch off a trunk at each of its blocks, by workers in turn.
 
-    They are stored, what is their own is removed, and stored again.
+    They are stored; the blocks that only they have are removed, then stored again.
     """
     events: list[Event] = []
     trunks: list[bytes] = []
@@ -102,7 +102,7 @@ def _split(workers: int) -> Workload:
 
 
 def _requests(salt: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield for each request what decides its worker, and the blocks of its prompt."""
+    """Yield for each request the key that selects its worker, and the blocks of its prompt."""
     expanded: dict[int, bytes] = {}
     with gzip.open(TRACE, "rt") as lines:
         for line in lines:

@@ -1,9 +1,10 @@
-"""How soon an index is back, and what batches are worth: `make bench-index-restart`. Real NATS and Redis.
+"""The restart time of an index, and the gain from batches: `make bench-index-restart`. Real NATS and Redis.
 
 Restart: a tree of 100,000 blocks, held by 8 workers in prompts of 64 blocks with a quarter shared, is read from Redis
 and built. Inserts: events of one worker, with one block each and with 256, from JetStream through the index into Redis,
-all in this process, until the last one is written; the publisher waits for each to be stored, as in life. Placements
-while indexes are restarted, killed and stopped: `index_blind.py`. What memory has no room for: `index_cold.py`.
+all in this process, until the last one is written; the publisher waits for each to be stored, as a worker does.
+Placements while indexes are restarted, killed and stopped: `index_blind.py`. An index larger than its memory:
+`index_cold.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ ROUNDS = 5
 
 
 async def restart_s(redis_url: str) -> tuple[float, int, float]:
-    """Return the time to load the tree, its blocks, and Redis' bytes for each holding; the best of some rounds."""
+    """Return the time to load the tree, its blocks, and the bytes in Redis per holding; the best of several rounds."""
     store = RedisStore(redis_url, clock=SystemClock(), prefix="restart", timeout_s=10.0)
     await store.claim(1)
     before = await memory_bytes(redis_url)
@@ -72,7 +73,7 @@ async def restart_s(redis_url: str) -> tuple[float, int, float]:
 
 
 async def load(store: RedisStore, reconciler: Reconciler) -> None:
-    """Read what is written as an index does at its start."""
+    """Load the stored state as an index does at its start."""
 
     async def take(worker: str, saved: SavedWorker) -> None:
         reconciler.restore_worker(worker, saved, 0.0)
@@ -97,7 +98,7 @@ async def inserts_per_s(nats_url: str, redis_url: str, blocks: int, count: int) 
         event = events(worker, number, os.urandom(ID_BYTES * blocks))
         await bus.append(subjects.KV_STREAM, subjects.kv_events(worker), event, message_id=f"{worker}/{number}")
     await until(lambda: (state := index.reconciler.state_of(worker)) is not None and state.sequence == count)
-    # It writes everything before it ends.
+    # The index writes everything before it ends.
     stop.asked.set()
     await running
     took_s = time.perf_counter() - began_s
@@ -115,7 +116,7 @@ def _blind_rows(phase: Phase) -> list[Row]:
 
 
 async def main() -> None:
-    # What the indexes said goes where it does not stand in the table's way.
+    # The indexes' logs go where they do not disturb the table.
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         phases = await blind_placements(Path(folder))
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""NATS, Redis and services as processes, and a worker whose cache grows, for the benchmarks of the index."""
+"""The setting of the index benchmarks: NATS, Redis and services as processes, and a worker with a growing cache."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ START_TIMEOUT_S: Final = 30.0
 
 
 def chain(path: str) -> bytes:
-    """Return ids of blocks, one for each beginning of `path`."""
+    """Return block ids, one for each prefix of `path`."""
     return b"".join(hashlib.blake2b(path[:end].encode(), digest_size=16).digest() for end in range(1, len(path) + 1))
 
 
 def events(worker: str, sequence: int, blocks: bytes) -> KvEvents:
-    """Say that a worker has stored a run of blocks."""
+    """Return the message that a worker has stored a run of blocks."""
     stored = BlocksStored(parent=b"", blocks=blocks)
     return KvEvents(worker=worker, generation=1, model_digest=MODEL, sequence=sequence, events=(stored,))
 
 
 class CachingWorker:
-    """A decode worker as index and scheduler see it: heartbeats, events, a shadow map. It is never full."""
+    """A decode worker as the index and the scheduler see it: heartbeats, events, a shadow map. It is never full."""
 
     def __init__(self, name: str, bus: Bus) -> None:
         self.name = name
@@ -143,7 +143,7 @@ async def servers(folder: Path) -> AsyncGenerator[tuple[str, str]]:
 
 
 def service(name: str, module: str, folder: Path, **settings: str) -> Child:
-    """Return a service to start: its settings travel as environment variables."""
+    """Return a service to start, with its settings as environment variables."""
     variables = {f"{module.upper()}_{key.upper()}": value for key, value in settings.items()}
     status_port = free_port()
     return Child(

@@ -1,9 +1,9 @@
-"""How long does a hostile body hold up the gateway's event loop? `make bench-intake`.
+"""The time for which a hostile body stalls the gateway's event loop: `make bench-intake`.
 
-A gateway with real HTTP and real intake processes, one scripted worker behind it, and eight streams through it that
-go on for the whole time. Beside them comes one body after the other of the kinds that cost most to read, and a second
-model is loaded. A task of the same loop wakes up every millisecond: the longest time that it was late is what every
-stream waited. Beside it the same with bodies read in the gateway's own process.
+A gateway with real HTTP, real intake processes and one scripted worker serves eight streams all the time. Meanwhile
+it gets one body after another of the kinds that cost most to read, and loads a second model. A task of the same loop
+wakes up every millisecond: its longest delay is the time that every stream waited. The comparison reads the bodies
+in the gateway's own process.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def bodies() -> Mapping[str, tuple[str, bytes, int]]:
 
 
 async def run_clients(url: str) -> None:
-    """Keep streams going; post the files that are named on stdin, and say what came of each."""
+    """Keep streams running, post each file named on stdin, and print the outcome."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     async with httpx.AsyncClient(base_url=url, timeout=300.0) as client:
@@ -89,7 +89,7 @@ class Clients:
         self._process = process
 
     async def post(self, path: str, file: Path, status: int) -> None:
-        """Send a file; what is answered must have this status."""
+        """Send a file and require this status of the answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(f"{path} {file}\n".encode())
         answered = int(await self._process.stdout.readline())
@@ -113,7 +113,7 @@ async def clients(url: str) -> AsyncGenerator[Clients]:
 
 
 async def stall_ms(work: Callable[[], Awaitable[object]]) -> tuple[float, float]:
-    """Return the longest time that the loop was late during `work`, and the longest time that it computed in one go."""
+    """Return, in ms, the loop's longest delay during `work`, and its longest computation without a pause."""
     late_s, computed_s = [0.0], [0.0]
 
     async def tick() -> None:
@@ -131,7 +131,7 @@ async def stall_ms(work: Callable[[], Awaitable[object]]) -> tuple[float, float]
 
 
 async def measure(model: Path, scratch: Path, *, processes: bool) -> dict[str, tuple[float, float]]:
-    """Return the stalls by what was done meanwhile."""
+    """Return the stalls, keyed by the work that caused them."""
     pool: IntakePool | None = None
     if processes:
         pool = ProcessPool(clock=SystemClock(), processes_max=2, waiting_bytes_max=64 << 20)

@@ -1,9 +1,9 @@
-"""Does a slow KV transfer disturb other requests? `make bench-interference`.
+"""The effect of slow KV transfers on other requests: `make bench-interference`.
 
-Real vLLM on CPU, one prefill and one decode engine. Bystanders generate on both engines, whole, while
-hand-offs run beside them: in half of the rounds every pull is held back by 200 ms at its source, in the
-other half it is not. Rounds are interleaved, so that a drift of the machine hits both alike. What is
-compared is the bystanders' p99 token interval.
+Real vLLM on CPU, one prefill and one decode engine. Other requests run on both engines, each prefilled and
+decoded in one place, while hand-offs run beside them. In half of the rounds the source delays every pull by
+200 ms. Rounds are interleaved, so that a drift of the machine affects both alike. The figure compared is the
+p99 token interval of the other requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.report import Row, report
 from benchmarks.vllm_pair import VllmPair, running_pair
 
 BYSTANDERS = 2
-"""On each engine."""
+"""Number on each engine."""
 PROMPT_TOKENS = 300
 HANDOFF_OUTPUT_TOKENS = 8
 
@@ -80,7 +80,7 @@ class Bench:
         durations_s.append(time.monotonic() - began_s)
 
     async def round(self, *, delay_s: float, duration_s: float) -> Round:
-        """Run bystanders for a while and hand off one request after another beside them."""
+        """Run the other requests for `duration_s` and hand off one request after another beside them."""
         await self.pair.engines[Role.PREFILL].set_faults(TransferFaults(delay_s=delay_s))
         result = Round()
         until_s = time.monotonic() + duration_s
@@ -111,7 +111,7 @@ async def measure(model: Path, *, rounds: int, duration_s: float, delay_s: float
         bench = Bench(pair)
         await bench.round(delay_s=0.0, duration_s=3.0)
         for number in range(rounds):
-            # Which of the two comes first alternates as well.
+            # The order of the two alternates as well.
             for slow in (False, True) if number % 2 == 0 else (True, False):
                 done = await bench.round(delay_s=delay_s if slow else 0.0, duration_s=duration_s)
                 (delayed if slow else plain).append(done)

@@ -1,12 +1,12 @@
-"""How fast are KV conversions, on one core? `make bench-layout`.
+"""The speed of KV conversions on one core: `make bench-layout`.
 
 A layer of 2,048 tokens of a Llama-8B layout (8 KV heads of 128 dimensions) moves between an engine's
-scattered blocks and the wire form, through one buffer that is used again and again, as a transfer's is.
-Beside ours, in interleaved rounds: memcpy of the same bytes between the same memory, and plain torch.
+scattered blocks and the wire form, through one buffer that is reused, as in a transfer. Peers in the same
+interleaved rounds: memcpy of the same bytes between the same memory, and plain torch.
 
 `in memory`: the cache is larger than the last-level cache. `in cache`: 128 tokens over and over, which
-leaves out the memory's speed and shows the code's. Times are the thread's own processor time, so that
-what else runs on the machine does not count as ours, except where it takes the memory's bandwidth.
+leaves out the memory's speed and shows the code's. Times are the thread's own processor time, so other
+load on the machine does not count, except where it takes memory bandwidth.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
         blocks = 2 * tokens // layout.block_tokens
         chosen = random.Random(0).sample(range(blocks), blocks // 2)
         elements = layout.block_bytes // dtype.itemsize
-        # One allocation, so that every tensor of it begins at a line's beginning, as in an engine.
+        # One allocation in which every tensor begins at a cache line, as in an engine.
         self.memory = torch.ones((layout.layers * layout.tensors, blocks, elements), dtype=dtype)
         self.pool = Pool(
             layout, [tensor.data_ptr() for tensor in self.memory], blocks, layout.block_bytes
@@ -126,7 +126,7 @@ def measure(name: str, case: Case, rounds: int) -> list[Row]:
         for _ in range(rounds + 1):
             for way, call in ways.items():
                 rates[way].append(repeats * case.bytes / case.took_s(call, repeats, to_wire=to_wire) / 1e9)
-        # The first round also pays for memory that was never touched.
+        # The first round also pays for memory that is touched for the first time.
         medians = {way: statistics.median(values[1:]) for way, values in rates.items()}
         rows.append(Row.against(f"{name}, {direction}", "GB/s", medians.pop("ours"), **medians))
     return rows

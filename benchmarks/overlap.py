@@ -1,8 +1,8 @@
-"""How much of a hand-off hides behind prefill's own computing? `make bench-overlap`.
+"""The share of a hand-off that overlaps with prefill's computation: `make bench-overlap`.
 
-Real vLLM on CPU, prompts of 1,500 tokens in three chunks of at most 512. Counted is what has arrived on
-decode when prefill says that the prompt is computed: without layer-wise pulling that would be nothing.
-Time to first token stands beside the decode engine's own, aggregated, in interleaved runs.
+Real vLLM on CPU, prompts of 1,500 tokens in three chunks of at most 512. The figure is the share of bytes that
+have arrived on decode when prefill reports the end of the prompt; without layer-wise pulling it would be zero.
+TTFT is compared with that of the decode engine alone, aggregated, in interleaved runs.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PROMPT_TOKENS = 1500
 class HandOff:
     ttft_s: float
     after_prefill_s: float
-    """From prefill's end to decode's first token: the part of the hand-off that does not hide."""
+    """Time from prefill's end to decode's first token: the part of the hand-off that does not overlap."""
     arrived_share: float
     """Share of the bytes that had arrived when prefill ended."""
 
 
 async def first_token_s(pair: VllmPair, leg: Leg, number: int) -> tuple[float, int]:
-    """Return when decode's first token came, and the bytes that it pulled before."""
+    """Return the time of decode's first token, and the bytes pulled before it."""
     came_s, pulled_bytes = 0.0, 0
     async for delta in pair.generate(
         Role.DECODE, leg, name=f"{leg}-{number}", prompt=number, prompt_tokens=PROMPT_TOKENS, output_tokens=2

@@ -1,13 +1,13 @@
-"""A peer's library moving the blocks of `baton_native.bench`, for `benchmarks.transfer`. Runs where that library is.
+"""A peer's library moving the blocks of `baton_native.bench`, for `benchmarks.transfer`. Needs that library installed.
 
     python peer_blocks.py nixl|mooncake CORE_OF_SINK CORE_OF_SOURCE
 
-A line of JSON says the shape: layers, blocks, block_bytes, the order on both sides, and whether each layer is a
-transfer of its own. Ready is answered with a zero; each "run" after it reads everything once and answers with three
-durations in seconds: until everything was asked for, until it was there, and of CPU time.
+The input begins with a line of JSON: layers, blocks, block_bytes, the order on both sides, and whether each layer is
+a transfer of its own. The answer is a zero once the library is ready. Each "run" after it reads everything once and
+answers with three durations in seconds: until everything was requested, until it had arrived, and CPU time.
 """
 
-# These libraries are not among this project's packages.
+# These libraries are not dependencies of this project.
 # pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Protocol
 import numpy
 
 Pieces = Any
-"""Rows of (address, bytes, device), as NIXL wants them."""
+"""Rows of (address, bytes, device), the form that NIXL takes."""
 
 
 class Library(Protocol):
@@ -31,21 +31,21 @@ class Library(Protocol):
     """Whether `ask` returns once the transfer has begun."""
 
     def __init__(self, name: str, pool: Any) -> None:
-        """Let `pool` be read."""
+        """Register `pool` for reading."""
         ...
 
     def address(self) -> Any:
-        """Return what a sink needs to reach this one."""
+        """Return the data with which a sink connects to this source."""
         ...
 
     def connect(self, address: Any) -> None: ...
 
     def ask(self, local: Pieces, remote: Pieces) -> None:
-        """Begin to read."""
+        """Begin a read."""
         ...
 
     def wait(self) -> None:
-        """Return when everything that was asked for is there."""
+        """Return once everything requested has arrived."""
         ...
 
 
@@ -84,7 +84,7 @@ class Nixl:
 class Mooncake:
     ASKS_AHEAD: ClassVar[bool] = False
     BATCH = 128
-    """Each read is a task of its own there, and with thousands at once its connections are reset."""
+    """Mooncake. Each read is a task of its own, and thousands at once get its connections reset."""
 
     def __init__(self, name: str, pool: Any) -> None:
         from mooncake.engine import TransferEngine  # pyright: ignore
@@ -131,7 +131,7 @@ def be_source(library: str, core: int, size: int, line: Connection) -> None:
 
 def main(library: str, sink_core: int, source_core: int) -> None:
     os.sched_setaffinity(0, {sink_core})
-    # The libraries log to standard output, which is for the answers.
+    # The libraries log to standard output, which is reserved for the answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     shape = json.loads(sys.stdin.readline())

@@ -1,4 +1,4 @@
-"""What every benchmark ends with: a table for people and a JSON file that is committed."""
+"""The report of a benchmark: a table for people and a JSON file that is committed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure of ours beside others of the same run. `ratio` is ours divided by the first peer's."""
+    """One figure of Baton beside its peers' in the same run. `ratio` is Baton's divided by the first peer's."""
 
     name: str
     unit: str
@@ -42,7 +42,7 @@ def _machine() -> str:
 
 
 def _commit() -> str:
-    """Return the commit, with `-dirty` where anything but results differs from it."""
+    """Return the commit, with `-dirty` if anything but results differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, check=False, cwd=RESULTS.parent)

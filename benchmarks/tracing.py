@@ -1,10 +1,10 @@
-"""What does tracing cost? `make bench-tracing`.
+"""The cost of tracing: `make bench-tracing`.
 
-Output tokens per second of the whole of Baton, the real gateway in front and simulated engines behind, once
-with every request sampled and exported to a collector that takes all, once with tracing switched off.
-Both deployments stand side by side; rounds of the same load alternate between them. First with engines whose
-steps take as long as those of an 8 billion parameter model on a small GPU, then with engines that take almost no
-time, so that what limits the rate is Baton's own work on this machine's cores: the worst case.
+Output tokens per second of a complete Baton deployment, with the real gateway and simulated engines: once with
+every request sampled and exported to a collector that takes all, once with tracing switched off.
+Both deployments run side by side, and rounds of the same load alternate between them. The first engines take as
+long per step as an 8 billion parameter model on a small GPU. The second take almost no time, so that Baton's own
+work on this machine's cores limits the rate: the worst case.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT = "the quick brown fox jumps over the lazy dog " * 40
 OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "running_max": CONCURRENCY, "blocks": 4096}
 SPEEDS = {"engines as in life": 1.0, "engines that take no time": 100.0}
 ROUND_REQUESTS = {1.0: 16, 100.0: 64}
-"""By speed, so that a round takes seconds."""
+"""Requests per round by engine speed, so that a round takes seconds."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Load:
     client: httpx.AsyncClient
 
     async def round_tokens_per_s(self, number: int, requests: int) -> float:
-        """Return the rate of one round, whose prompts nobody has cached."""
+        """Return the rate of one round, whose prompts no worker has cached."""
         waiting = iter(range(requests))
         began_s = time.monotonic()
 
@@ -81,7 +81,7 @@ async def deployed(folder: Path, speed: float, settings: Mapping[str, str]) -> A
     port = free_port()
     options = json.dumps({**OPTIONS, "speed": speed})
     command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--engine-options", options]
-    # A machine that is busy with the load itself must not look like a lost worker.
+    # On a machine that is busy with the load, late heartbeats must not make a worker look lost.
     environ = {**os.environ, **settings, "BATON_GATEWAY_ACCEPT_S": "5"}
     process = await asyncio.create_subprocess_exec(
         *command, *("--port", str(port), "--folder", str(folder), "--die-with-parent"), env=environ, stdout=sys.stderr
@@ -108,7 +108,7 @@ async def _until_ready(process: asyncio.subprocess.Process, client: httpx.AsyncC
 
 
 class Collector(ThreadingHTTPServer):
-    """Takes OTLP over HTTP and reads it only when asked: it should cost its senders nothing."""
+    """An OTLP collector over HTTP. It decodes only on request, so that it costs its senders nothing."""
 
     daemon_threads = True
 
@@ -144,7 +144,7 @@ class Taking(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name.
-        """Say nothing."""
+        """Suppress the access log."""
 
 
 @contextmanager
@@ -163,11 +163,11 @@ def running_collector() -> Generator[Collector]:
 class Measured:
     tokens_per_s: list[float]
     cpu_s: float
-    """Over all rounds."""
+    """Figures over all rounds."""
 
 
 async def measure(folder: Path, collector: Collector, speed: float, rounds: int) -> tuple[Measured, Measured]:
-    """Return what came of it with tracing, and without."""
+    """Return the figures with tracing and without."""
     export = {f"BATON_{service.upper()}_OTLP_ENDPOINT": collector.url for service in SERVICES}
     off = {f"BATON_{service.upper()}_TRACING": "false" for service in SERVICES}
     async with AsyncExitStack() as stack:
@@ -178,7 +178,7 @@ async def measure(folder: Path, collector: Collector, speed: float, rounds: int)
             await load.round_tokens_per_s(0, CONCURRENCY)  # Warms everything up.
         cpu_s = {load: load.cpu_s() for load in rates}
         for number in range(1, rounds + 1):
-            # Each goes first in half of the rounds.
+            # Each deployment goes first in half of the rounds.
             for load in (traced, plain) if number % 2 else (plain, traced):
                 rates[load].append(await load.round_tokens_per_s(number, ROUND_REQUESTS[speed]))
         one, other = (Measured(rates[load], load.cpu_s() - cpu_s[load]) for load in (traced, plain))

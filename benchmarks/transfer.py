@@ -1,9 +1,9 @@
-"""How fast KV moves between two processes of this host, beside the machine's limits and peers: `make bench-transfer`.
+"""The speed of KV between two processes of this host, beside the machine's limits and peers: `make bench-transfer`.
 
-The measurements are those of `python -m baton_native.bench`; all take turns. Peers are measured where they are:
+The measurements are those of `python -m baton_native.bench`; all take turns. Peers are measured if installed:
 - NIXL and Mooncake with the interpreters that `BATON_NIXL_PYTHON` and `BATON_MOONCAKE_PYTHON` name
   (`pip install --no-deps nixl nixl-cu12 numpy`, `pip install --no-deps mooncake-transfer-engine-non-cuda numpy`);
-- UCX, alone by its own tool and below our backend of that name, after `make environment-ucx`.
+- UCX, alone by its own tool and through Baton's `ucx` backend, after `make environment-ucx`.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ START_S = 10.0
 
 @dataclass(frozen=True)
 class Peers:
-    """What stands beside ours, for `measure`."""
+    """Peers to compare with, for `measure`."""
 
     pythons: Mapping[str, str]
-    """By library; empty: it is not here."""
+    """Interpreter by library; empty if it is not installed."""
     perftest: Path | None
 
     @contextmanager
     def start(self, shape: Shape, order: Sequence[int], source_order: Sequence[int]) -> Generator[dict[str, Peer]]:
-        """Start the peers' processes; each peer reads everything once per call, and is stopped between its calls."""
+        """Start the peers' processes. Each peer reads everything once per call and is stopped between calls."""
         print(f"{shape.name} …", flush=True)
         cores = sorted(os.sched_getaffinity(os.getppid()))
         described = {
@@ -105,7 +105,7 @@ def _ask(process: subprocess.Popen[str], message: Any) -> None:
 
 
 def _answer(name: str, process: subprocess.Popen[str]) -> Any:
-    """Return what a peer says next, and stop it: some spin where they have nothing to do, in the others' turns."""
+    """Return a peer's next answer, and stop it: idle, some peers spin and would disturb the others' turns."""
     assert process.stdout is not None
     answer = process.stdout.readline()
     if not answer:
@@ -125,7 +125,7 @@ def _peer(name: str, process: subprocess.Popen[str]) -> Peer:
 
 
 def _ucx_alone(perftest: Path, settings: Mapping[str, str], shape: Shape, cores: Sequence[int]) -> Peer:
-    """One block after the other by UCX's own tool, always the same one: it stays in the cache, as no KV does."""
+    """Measure UCX's own tool, which moves the same block repeatedly: unlike KV, it stays in the CPU's cache."""
 
     environment = {**os.environ, **settings, "LD_LIBRARY_PATH": str(perftest.parent.parent / "lib")}
     count = shape.bytes // shape.block_bytes
@@ -133,7 +133,7 @@ def _ucx_alone(perftest: Path, settings: Mapping[str, str], shape: Shape, cores:
 
     @contextmanager
     def serving() -> Generator[list[str]]:
-        """Serve on a free port, which somebody else may take before: yield what a client is called with."""
+        """Serve on a free port, which another process may take first; yield the client's command."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             command = [str(perftest), "-p", str(free.getsockname()[1])]
         serve = [*command, "-c", str(cores[0])]
@@ -159,14 +159,14 @@ def _ucx_alone(perftest: Path, settings: Mapping[str, str], shape: Shape, cores:
 
 
 def limit_of(way: Way, shown: Mapping[str, float]) -> str:
-    """Return the name of what cannot be beaten by this way: its ratio is to that."""
+    """Return the name of the limit that bounds this way: the ratio is to that limit."""
     plain_tcp = max((name for name in shown if name.startswith(LIMIT + "plain TCP")), key=lambda name: shown[name])
     peer = next((name for name in shown if name == "NIXL"), LIMIT + "process_vm_readv")
     return {"direct": LIMIT + "memcpy", "tcp": plain_tcp, "ucx": peer}.get(way.backend, LIMIT + "process_vm_readv")
 
 
 def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) -> list[Row]:
-    """One row per shape and way of ours; beside it limits and peers of its kind, what limits it the first of them."""
+    """Return one row per shape and way of Baton's, beside limits and peers of its kind, its own limit first."""
     rows: list[Row] = []
     figures: dict[str, Callable[[Samples], list[float]]] = {
         "GB/s": lambda samples: [samples.bytes / wall_s / 1e9 for wall_s in samples.wall_s],
@@ -197,7 +197,7 @@ def rows_of(results: Mapping[str, Mapping[str, Samples]], paths: Sequence[Way]) 
 
 
 def _median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Return the median of the ratios of each round, since the machine's speed changes from round to round."""
+    """Return the median of each round's ratio, since the machine's speed changes from round to round."""
     return statistics.median(one / other for one, other in zip(ours, theirs, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine on real vLLM for benchmarks, both in this process's care."""
+"""A prefill and a decode engine on real vLLM for benchmarks, both owned by this process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class VllmPair:
     def generate(
         self, role: Role, leg: Leg, *, name: str, prompt: int, prompt_tokens: int, output_tokens: int
     ) -> AsyncGenerator[EngineDelta]:
-        """Run one leg. Prompts with different numbers differ from their first token on: nothing is cached."""
+        """Run one leg. Prompts with different numbers differ from the first token on, so no prefix is cached."""
         request = EngineRequest(
             request=name,
             attempt=0,

@@ -1,1 +1,1 @@
-"""A real engine in the Python environment that has it, for benchmarks and for the tests with engines."""
+"""A real engine in its own Python environment, for benchmarks and for the tests with engines."""

@@ -1,8 +1,8 @@
 """One real engine behind JSON lines: commands on standard input, answers on standard output.
 
 A command is `{"id": n, "do": name, …}`. Every command is answered by one line with its id and `result` or
-`error`; `generate` first sends a line with `delta` per step. Ahead of each line goes one with the engine's `load` and
-`transfers`, where they have changed, and one with each batch of KV `event`s. End of input closes the engine.
+`error`; `generate` first sends a line with `delta` per step. Before each line, the driver sends the engine's `load` and
+`transfers` if they have changed, and a line for each batch of KV `event`s. End of input closes the engine.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Driver:
             case "abort":
                 return await engine.abort(command["request"], command.get("attempt", 0))
             case "stop":
-                # Closes the iterator, as a client that leaves does. It may have ended meanwhile.
+                # Closes the iterator, as a client that disconnects does. The request may have ended already.
                 if running := self._running.get(command["command"]):
                     running.cancel()
                 return None
@@ -128,7 +128,7 @@ class Driver:
             case "events":
                 return self._events
             case "preempt":
-                # vLLM's own switch: preempt all that runs and forget every cached block.
+                # vLLM's own call: preempt all running requests and drop every cached block.
                 return await engine._llm.reset_prefix_cache(reset_running_requests=True)  # pyright: ignore
             case unknown:
                 raise ValueError(f"no command {unknown}")

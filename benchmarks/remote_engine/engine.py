@@ -1,7 +1,7 @@
-"""A real engine in another Python environment, behind the `Engine` protocol: `driver.py`, spoken to.
+"""A real engine in another Python environment behind the `Engine` protocol: the client of `driver.py`.
 
-Engines pin their own torch, so two of them never share a process. With this, a suite that wants two engines can
-have any two.
+Engines pin their own torch, so two of them never share a process. With this class a suite can combine any two
+engines.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _error(code: str, detail: str) -> BatonError:
 
 
 class RemoteEngine:
-    """See `baton.engines.engine.Engine`."""
+    """An `Engine` in another process; see `baton.engines.engine.Engine`."""
 
     def __init__(self, python: str, settings: Mapping[str, Any], environ: Mapping[str, str], log: Path) -> None:
         self._command = [python, str(DRIVER), json.dumps(settings)]
@@ -86,7 +86,7 @@ class RemoteEngine:
         return self._process.pid
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Leave the check to `generate`, on the other side."""
+        """Do nothing: `generate` checks on the other side."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineDelta, None]:
         number = self._send(
@@ -167,7 +167,7 @@ class RemoteEngine:
         assert self._process is not None and self._process.stdout is not None
         try:
             async for line in self._process.stdout:
-                # Engines print, too.
+                # Engines print to standard output, too.
                 if line.startswith(b'{"'):
                     self._take(json.loads(line))
         finally:
@@ -185,7 +185,7 @@ class RemoteEngine:
 
 
 def _made(kind: type[Any], value: object) -> object:
-    """Return what MessagePack and JSON have no word for: a Counter."""
+    """Decode a Counter, a type that MessagePack and JSON lack."""
     return kind(value)
 
 
@@ -197,7 +197,7 @@ def _batch(batch: dict[str, Any]) -> EngineEventBatch:
 
 
 def _plain(event: dict[str, Any]) -> dict[str, Any]:
-    """Return an event's fields with bytes for what JSON carries as hexadecimal text."""
+    """Return an event's fields, with the hexadecimal text of JSON converted to bytes."""
     fields = dict(event)
     if "hashes" in fields:
         fields["hashes"] = tuple(map(bytes.fromhex, fields["hashes"]))

@@ -31,12 +31,12 @@ _BLOCK_OPTION: Final[dict[EngineName, str]] = {"vllm": "block_size", "sglang": "
 
 
 def engine_options(engine: EngineName, *, block_tokens: int = 32, dtype: str = "float32") -> dict[str, Any]:
-    """Return an engine's options. float32: in bf16 random weights give near-ties that any reordering flips."""
+    """Return an engine's options. float32 because with bf16 random weights give near-ties that any reordering flips."""
     return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens}
 
 
 def engine_environ(engine: EngineName) -> dict[str, str]:
-    """Return what an engine of a test inherits: SGLang imports every model it knows, unless it is told not to."""
+    """Return the environment of an engine; it stops SGLang from importing every model it knows."""
     if engine != "sglang":
         return dict(os.environ)
     models = Path(str(engine_python(engine))).parents[1].glob("lib/python3.*/site-packages/sglang/srt/models/*.py")
@@ -45,7 +45,7 @@ def engine_environ(engine: EngineName) -> dict[str, str]:
 
 
 def engine_python(engine: EngineName) -> str | None:
-    """Return the Python that has an engine: this one, or that of its own environment; None where it is not here."""
+    """Return the Python that has an engine: this one or the engine's own; None if the engine is not installed."""
     for folder in (Path(sys.prefix), ROOT / f".venv-{engine}"):
         if list(folder.glob(f"lib/python3.*/site-packages/{engine}")):
             return str(folder / "bin" / "python")

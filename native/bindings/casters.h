@@ -1,4 +1,4 @@
-// How keys and blobs cross into Python: as bytes.
+// Type casters: keys and blobs are bytes in Python.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -1,4 +1,4 @@
-// An index under Python: workers by name, ids as bytes, one crossing for each batch. Of the tree, and of the baseline.
+// The Python binding of an index, tree or baseline: workers by name, ids as bytes, one call per batch.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -26,8 +26,8 @@ struct UnknownBlock : std::runtime_error {
 };
 
 constexpr std::size_t kRunBlocksMax = std::size_t{1} << 20;
-// A match over so many blocks, and the wait for a batch, take less than it costs to hand the interpreter's lock over
-// and get it back, so they keep it: no batch needs it to end. What takes longer gives it away.
+// A match over at most this many blocks, and the wait for a batch, cost less than releasing and reacquiring the GIL, so
+// they keep it: no batch needs it to end. Longer calls release it.
 constexpr std::size_t kShortMatchBlocks = 4096;
 
 inline Ids ids_in(const nb::bytes& blocks) {
@@ -126,7 +126,7 @@ class NamedIndex {
     return out;
   }
 
-  // Returns the sum of the ids that the holder holds, as an id, and their number.
+  // Returns the sum of the holder's ids, as an id, and their number.
   std::pair<nb::bytes, std::size_t> sum(const nb::str& name, bool is_history) {
     Sum sum;
     if (roster_.find(name) != kNone) {
@@ -137,7 +137,7 @@ class NamedIndex {
     return {to_bytes(Id{static_cast<std::uint64_t>(sum.ids), static_cast<std::uint64_t>(sum.ids >> 64)}), sum.blocks};
   }
 
-  // `entry` makes a dictionary's value of what a worker held, or null where it is left out.
+  // `entry` converts a worker's result into a dictionary value, or null to leave the worker out.
   template <class Entry>
   nb::dict match(const nb::bytes& blocks, Entry entry) {
     const Ids ids = ids_in(blocks);
@@ -257,7 +257,7 @@ class NamedIndex {
     std::vector<Held> held;
   };
 
-  // A worker's number, kept its own while the interpreter's lock is away.
+  // A worker's number, which is not reassigned while the GIL is released.
   struct Call {
     Call(NamedIndex& index, const nb::str& name) : worker(index.roster_.enter(name)), index_(index) {}
     Call(const Call&) = delete;

@@ -1,4 +1,4 @@
-// Names of enumerations, as baton.transfer spells them.
+// Names of enumerations, spelled as in baton.transfer.
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,4 @@
-// Workers of an index under Python: names and the numbers that the index knows them by.
+// The map between worker names in Python and worker numbers in the index.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,16 +18,16 @@ struct IndexFull : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Used under the interpreter's lock only.
+// Used only with the GIL held.
 class Roster {
  public:
-  // Returns a worker's number, or `radix::kNone` for a name that is not known.
+  // Returns a worker's number, or `radix::kNone` for an unknown name.
   std::uint32_t find(const nb::str& name) const {
     PyObject* number = PyDict_GetItem(numbers_.ptr(), name.ptr());
     return number == nullptr ? radix::kNone : static_cast<std::uint32_t>(PyLong_AsUnsignedLong(number));
   }
 
-  // Begins a call about a worker: its number stays its own until `leave`.
+  // Begins a call about a worker: its number is not reassigned until `leave`.
   std::uint32_t enter(const nb::str& name) {
     std::uint32_t number = find(name);
     if (number == radix::kNone) {
@@ -48,8 +48,8 @@ class Roster {
     return number;
   }
 
-  // Ends a call. `holds_nothing` gives the interpreter's lock away while it looks; what it saw counts if no other call
-  // about this worker came meanwhile.
+  // Ends a call. `holds_nothing` releases the GIL while it looks; its result counts only if no other call about this
+  // worker began meanwhile.
   template <class HoldsNothing>
   void leave(std::uint32_t number, bool may_hold_nothing, HoldsNothing holds_nothing) {
     bool is_empty = false;
@@ -69,7 +69,7 @@ class Roster {
 
   const nb::object& name(std::uint32_t number) const { return entries_[number].name; }
   std::size_t size() const { return numbers_.size(); }
-  // Moves on when a number may come to mean another worker.
+  // Incremented whenever a number may be reassigned to another worker.
   std::uint64_t forgotten() const { return forgotten_; }
 
  private:

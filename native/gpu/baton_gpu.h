@@ -1,13 +1,13 @@
-// The boundary between Baton and CUDA: a C library of its own, built where nvcc is (native/gpu/*.cu) and loaded at run
-// time, so that nothing else here needs CUDA to build or to run.
+// The boundary between Baton and CUDA: a separate C library, built with nvcc (native/gpu/*.cu) and loaded at run time,
+// so that nothing else here needs CUDA to build or to run.
 //
-// It moves bytes: pieces of memory, by one kernel, as parts of chunks. What a chunk waits for, and by what it
-// is judged, is its gate:
+// It moves bytes: pieces of memory, by one kernel, as parts of chunks. A chunk's gate holds the words that it waits
+// for and the words that decide its outcome:
 //
 //    *release >= release_min? ─▶ *epoch == epoch_is? ─▶ move ─▶ *epoch == epoch_is still? ─▶ *signal = signal_is
 //
-// Every call returns a status; `baton_gpu_why` then says more. Addresses are numbers, since those of other devices and
-// processes must not be dereferenced. A device may be used from any thread; a queue from one thread at a time.
+// Every call returns a status; `baton_gpu_why` gives the reason. Addresses are integers, since those of other devices
+// and processes must not be dereferenced. A device may be used from any thread; a queue from one thread at a time.
 #ifndef BATON_GPU_H
 #define BATON_GPU_H
 
@@ -20,51 +20,51 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 #define BATON_GPU_ABI 1u
-#define BATON_GPU_ALIGN 16u         // Of addresses, strides and lengths: what one thread moves at once.
-#define BATON_GPU_LAUNCHES_MAX 2u   // Of a queue that have not ended: one runs while the next is made.
-#define BATON_GPU_PIECES_MAX 4096u  // Of a launch.
+#define BATON_GPU_ALIGN 16u         // Of addresses, strides and lengths, in bytes: the unit that a thread moves.
+#define BATON_GPU_LAUNCHES_MAX 2u   // Unfinished launches of a queue: one runs while the next is made.
+#define BATON_GPU_PIECES_MAX 4096u  // Per launch.
 #define BATON_GPU_GATES_MAX 256u
 #define BATON_GPU_SCRATCH_BYTES 64u
 
 typedef enum BatonGpuStatus {
   BATON_GPU_OK = 0,
   BATON_GPU_NO_DRIVER,  // No NVIDIA driver on this host, or one too old for the library.
-  BATON_GPU_NO_DEVICE,  // A driver, but not that device, or one that the kernels are not built for.
-  BATON_GPU_INVALID,    // An argument makes no sense; nothing has happened.
+  BATON_GPU_NO_DEVICE,  // A driver, but no such device, or one that the kernels are not built for.
+  BATON_GPU_INVALID,    // An invalid argument; the call had no effect.
   BATON_GPU_NO_MEMORY,
-  BATON_GPU_NOT_SHARED,  // Memory that cannot be shared, or of another process that cannot be mapped here.
-  BATON_GPU_FAILED,      // The device failed: it may not be usable any more.
+  BATON_GPU_NOT_SHARED,  // Memory that cannot be shared, or another process's memory that cannot be mapped here.
+  BATON_GPU_FAILED,      // The device failed and may be unusable.
 } BatonGpuStatus;
 
 typedef struct BatonGpu BatonGpu;            // A device as one agent uses it.
-typedef struct BatonGpuQueue BatonGpuQueue;  // Launches that run one after the other.
+typedef struct BatonGpuQueue BatonGpuQueue;  // Launches that run one after another.
 
-// `groups` times `rows` rows of `row_bytes` each, group by group, from one place to another. `to` 0: only summed.
+// A piece: `groups` times `rows` rows of `row_bytes` each, group by group. `to` 0: only summed, not moved.
 typedef struct BatonGpuPiece {
   uint64_t from, to;
-  uint64_t from_row, to_row;  // From one row to the next.
+  uint64_t from_row, to_row;  // Distance from one row to the next.
   uint64_t from_group, to_group;
   uint32_t row_bytes, rows, groups;
   uint32_t gate;
-  uint64_t position;  // Of the piece's first byte in its chunk; for the sum.
+  uint64_t position;  // Position of the piece's first byte in its chunk, for the sum.
 } BatonGpuPiece;
 
-// Addresses of 64-bit words of device memory, each 0 for none.
+// A gate: addresses of 64-bit words of device memory, each 0 for none.
 typedef struct BatonGpuGate {
   uint64_t release, release_min;
   uint64_t epoch, epoch_is;
-  uint64_t signal, signal_is;  // Written once all of the chunk is visible to whoever reads the signal.
+  uint64_t signal, signal_is;  // Written once the whole chunk is visible to every reader of the signal.
 } BatonGpuGate;
 
 typedef enum BatonGpuOutcome {
   BATON_GPU_MOVED = 0,
   BATON_GPU_NOT_READY,  // Not released in time: nothing was moved.
-  BATON_GPU_STALE,      // The epoch is another: what was moved, if anything, is worth nothing.
+  BATON_GPU_STALE,      // The epoch differs: the bytes moved, if any, are invalid.
 } BatonGpuOutcome;
 
 typedef struct BatonGpuResult {
   uint32_t outcome;
-  uint32_t sum;  // Of what was moved, see sum.h; 0 unless it was asked for.
+  uint32_t sum;  // Checksum of the bytes moved, see sum.h; 0 unless requested.
 } BatonGpuResult;
 
 typedef struct BatonGpuHandle {
@@ -72,51 +72,50 @@ typedef struct BatonGpuHandle {
 } BatonGpuHandle;
 
 uint32_t baton_gpu_abi(void);
-// Of this thread's last call that did not return BATON_GPU_OK.
+// The reason of this thread's last call that did not return BATON_GPU_OK.
 const char* baton_gpu_why(void);
 
-// Runs the kernel once, so that its first real use takes no longer than any other.
+// Also runs the kernel once, so that its first real use takes no longer than later ones.
 BatonGpuStatus baton_gpu_open(int32_t device, BatonGpu** gpu);
 void baton_gpu_close(BatonGpu* gpu);
 const char* baton_gpu_name(const BatonGpu* gpu);
 
-// What was allocated here and not freed goes with the process, not with the device.
+// Memory that was allocated here and not freed is released with the process, not with the device.
 BatonGpuStatus baton_gpu_allocate(BatonGpu* gpu, uint64_t bytes, uint64_t* address);
-// Waits for the words that are still to be written, as by `baton_gpu_write_after`. Where this process has mapped it,
-// too, it is freed when that ends.
+// Waits for pending writes of words, such as those of `baton_gpu_write_after`. If this process has also mapped the
+// memory, it is freed once that mapping ends.
 BatonGpuStatus baton_gpu_free(BatonGpu* gpu, uint64_t address);
-// Either end may be host memory. Ended when it returns.
+// Either end may be host memory. Returns once the copy has ended.
 BatonGpuStatus baton_gpu_copy(BatonGpu* gpu, uint64_t to, uint64_t from, uint64_t bytes);
 BatonGpuStatus baton_gpu_fill(BatonGpu* gpu, uint64_t address, uint8_t value, uint64_t bytes);
 
 // The allocation that an address of device memory lies in.
 BatonGpuStatus baton_gpu_range(BatonGpu* gpu, uint64_t address, uint64_t* base, uint64_t* bytes);
-// What another process of this host needs to map the allocation; this one may, too.
+// The handle with which a process of this host maps the allocation; this process may do so, too.
 BatonGpuStatus baton_gpu_share(BatonGpu* gpu, uint64_t base, BatonGpuHandle* handle);
-// `bytes` is what is really mapped, whatever the handle's sender says.
+// `bytes` is the size actually mapped, whatever the handle's sender says.
 BatonGpuStatus baton_gpu_map(BatonGpu* gpu, const BatonGpuHandle* handle, uint64_t* base, uint64_t* bytes);
 BatonGpuStatus baton_gpu_unmap(BatonGpu* gpu, uint64_t base);
 
-// Writes a word of device memory, for every device and process that sees it. Returns at once, as the next one does.
+// Writes a word of device memory, visible to every device and process that maps it. Returns at once, as does the next.
 BatonGpuStatus baton_gpu_write(BatonGpu* gpu, uint64_t address, uint64_t value);
-// The same, once what is in `stream` (a cudaStream_t) now has ended. Calls take effect in their order, whatever streams
-// they name.
+// The same, once the work now in `stream` (a cudaStream_t) has ended. Calls take effect in order, whatever streams they
+// name.
 BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t stream, uint64_t address, uint64_t value);
 
 BatonGpuStatus baton_gpu_queue_open(BatonGpu* gpu, BatonGpuQueue** queue);
-// A fence: whatever waits gives up, what moves ends; then nothing of this queue writes any more. What it was made of is
-// kept for the next one, since to free memory would wait for all that the GPU does.
+// A fence: waiting launches give up, running ones end; afterwards nothing of this queue writes. Its memory is kept for
+// the next queue, since freeing memory would wait for all work of the GPU.
 void baton_gpu_queue_close(BatonGpuQueue* queue);
-// Some memory of the device, BATON_GPU_SCRATCH_BYTES, for whatever this queue's launches need.
+// Device memory, BATON_GPU_SCRATCH_BYTES, for use by this queue's launches.
 uint64_t baton_gpu_queue_scratch(const BatonGpuQueue* queue);
-// Readable after a launch ended, until it is read.
+// A descriptor that is readable after a launch has ended, until it is read.
 int baton_gpu_queue_fd(const BatonGpuQueue* queue);
-// One kernel for all pieces. Where no gate is released yet, the device waits for the first, but no longer than
-// `wait_ns`; chunks that are not released by then are not moved. `sum`: of each gate.
+// One kernel for all pieces. If no gate is released yet, the device waits for the first one, at most `wait_ns`; chunks
+// that are not released by then are not moved. `sum`: whether to compute the checksum of each gate.
 BatonGpuStatus baton_gpu_launch(BatonGpuQueue* queue, const BatonGpuPiece* pieces, uint32_t piece_count,
                                 const BatonGpuGate* gates, uint32_t gate_count, int sum, uint64_t wait_ns);
-// Takes the results of the oldest launch: as many as it had gates, 0 while it has not ended. `device_ns`: how long it
-// ran.
+// Takes the results of the oldest launch: one per gate, 0 while it has not ended. `device_ns`: the launch's duration.
 BatonGpuStatus baton_gpu_ended(BatonGpuQueue* queue, BatonGpuResult* results, uint32_t* gate_count,
                                uint64_t* device_ns);
 

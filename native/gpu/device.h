@@ -1,4 +1,4 @@
-// The library of baton_gpu.h as the rest of Baton uses it: loaded at run time, its objects owned, its statuses thrown.
+// A C++ wrapper of baton_gpu.h's library: loaded at run time, with RAII owners, and exceptions for statuses.
 #pragma once
 
 #include <deque>
@@ -16,7 +16,7 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Nothing of this host can be used: no library in this build, no driver, no GPU.
+// No GPU can be used on this host: no library in this build, no driver, or no GPU.
 struct Unavailable : Error {
   using Error::Error;
 };
@@ -45,16 +45,16 @@ struct Calls {
   decltype(&baton_gpu_ended) ended;
 };
 
-// All calls of this and of what follows throw Error.
+// All calls of this class and of those below throw Error.
 class Device {
  public:
-  // `library`: its file; empty: the one that lies beside this program or module, where the host has a driver.
+  // `library`: its file; if empty, the one beside this program or module, provided that the host has a driver.
   Device(const std::string& library, int number);
   ~Device();
   Device(const Device&) = delete;
   Device& operator=(const Device&) = delete;
 
-  // Such as "NVIDIA H200, sm_90, 132 multiprocessors".
+  // A description such as "NVIDIA H200, sm_90, 132 multiprocessors".
   [[nodiscard]] std::string name() const { return calls_.name(gpu_); }
   void copy(std::uint64_t to, std::uint64_t from, std::uint64_t bytes);
   void fill(std::uint64_t address, std::uint8_t value, std::uint64_t bytes);
@@ -63,7 +63,7 @@ class Device {
   struct Range {
     std::uint64_t base = 0;
     std::uint64_t bytes = 0;
-    // Whether all of [address, address + count) lies in it.
+    // Whether the whole range [address, address + count) lies in it.
     [[nodiscard]] bool holds(std::uint64_t address, std::uint64_t count) const {
       return address >= base && count <= bytes && address - base <= bytes - count;
     }
@@ -81,7 +81,7 @@ class Device {
   BatonGpu* gpu_ = nullptr;
 };
 
-// Memory of a device.
+// Device memory owned by this process.
 class Memory {
  public:
   Memory(std::shared_ptr<Device> device, std::uint64_t bytes);
@@ -99,7 +99,7 @@ class Memory {
   std::uint64_t bytes_;
 };
 
-// Memory that somebody else allocated, as this process sees it.
+// Memory that another process allocated, mapped into this one.
 class Mapping {
  public:
   Mapping(Device& device, const BatonGpuHandle& handle);
@@ -114,9 +114,9 @@ class Mapping {
   Device::Range range_;
 };
 
-// Chunks on their way: all that were added while earlier ones moved go together, in one launch.
+// Chunks in flight: all chunks added during a launch go together in the next launch.
 //
-// Its end is a fence: afterwards nothing of it writes any more.
+// Its destruction is a fence: afterwards nothing of it writes.
 class Queue {
  public:
   explicit Queue(Device& device);
@@ -126,21 +126,21 @@ class Queue {
 
   // Readable when `take` should be called.
   [[nodiscard]] int fd() const { return device_.calls_.queue_fd(queue_); }
-  // Some memory of the device for this queue's launches, BATON_GPU_SCRATCH_BYTES.
+  // Device memory for this queue's launches, BATON_GPU_SCRATCH_BYTES.
   [[nodiscard]] std::uint64_t scratch() const { return device_.calls_.queue_scratch(queue_); }
-  // Whether a chunk of so many pieces may be added now; a new queue takes BATON_GPU_PIECES_MAX.
+  // Whether a chunk of this many pieces may be added now; a new queue takes BATON_GPU_PIECES_MAX.
   [[nodiscard]] bool has_room(std::size_t pieces) const;
-  // `pieces`: their gate is filled in.
+  // Sets the gate of each of the `pieces`.
   void add(const BatonGpuGate& gate, std::span<const BatonGpuPiece> pieces, void* tag);
-  // Begins what was added, unless enough is under way.
+  // Launches the added chunks, unless enough launches are in flight.
   void launch(bool sums);
   struct Ended {
     void* tag = nullptr;
     BatonGpuResult result{};
   };
-  // Adds chunks that ended, in the order they were added in.
+  // Appends the chunks that have ended, in the order in which they were added.
   void take(std::vector<Ended>& ended);
-  // Of launches so far.
+  // Total duration of all launches so far.
   [[nodiscard]] std::uint64_t device_ns() const { return device_ns_; }
   [[nodiscard]] std::uint64_t launches() const { return launches_; }
 

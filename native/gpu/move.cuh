@@ -1,13 +1,13 @@
-// The kernel that moves pieces, for everything: paged gather and scatter, conversion between layouts, reading a
-// peer's blocks, putting into a peer's slots, summing.
+// The one kernel that moves pieces: paged gather and scatter, conversion between layouts, reading a peer's blocks,
+// writing into a peer's slots, summing.
 //
 // Pieces are cut into units of 64 KiB; CTAs take units in turn, so that one launch of few large or many small pieces
-// keeps all of them busy. A thread moves 16 bytes at a time, four loads under way before the first store.
+// keeps all of them busy. A thread moves 16 bytes at a time, with four loads in flight before the first store.
 //
-// What bounds it. Within one GPU: its memory, each byte read and written once, so half of the memory's bandwidth; a
-// device-to-device cudaMemcpy is the limit to compare with. From a peer over NVLink: the link. Over PCIe: the bus.
+// Limits. Within one GPU: memory, since each byte is read and written once, so half of the memory bandwidth; compare
+// with a device-to-device cudaMemcpy. From a peer over NVLink: the link. Over PCIe: the bus.
 // Rows under 128 bytes cost more than their bytes, since memory comes in sectors of 32 and lines of 128. The sum
-// costs two multiplications for 16 bytes. `python -m baton_native.bench_cuda` measures all that on the GPU at hand.
+// costs two multiplications per 16 bytes. `python -m baton_native.bench_cuda` measures all this on the local GPU.
 #pragma once
 
 #include "gpu/baton_gpu.h"
@@ -21,7 +21,7 @@ constexpr std::uint32_t kUnitVecs = 4096;
 constexpr std::uint32_t kLoadsAhead = 4;
 constexpr std::uint32_t kWaitStepNs = 500;
 
-// What happened to a gate so far.
+// A gate's state so far.
 struct GateState {
   unsigned long long sum;
   std::uint32_t units_left;
@@ -30,14 +30,14 @@ struct GateState {
 
 struct Launch {
   const BatonGpuPiece* pieces;
-  const std::uint32_t* first_unit;  // By piece; ascending.
+  const std::uint32_t* first_unit;  // Indexed by piece; ascending.
   const BatonGpuGate* gates;
   GateState* states;
   std::uint32_t piece_count;
   std::uint32_t units;
 };
 
-// Words that other devices and processes read or write meanwhile.
+// Accesses to words that other devices and processes read or write concurrently.
 __device__ __forceinline__ std::uint64_t load_acquire(std::uint64_t address) {
   std::uint64_t value;
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(address) : "memory");
@@ -51,8 +51,8 @@ __device__ __forceinline__ std::uint64_t now_ns() {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
   return ns;
 }
-// Not the read-only path (`.nc`): a peer may write these bytes under the read, which the epoch tells afterwards; but
-// what was there before its release must never come out of a cache.
+// Avoids the read-only path (`.nc`), whose cache could return bytes from before the release. A peer may write these
+// bytes during the read; the epoch reveals that afterwards.
 __device__ __forceinline__ uint4 load(std::uint64_t address) {
   uint4 value;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -67,8 +67,8 @@ __device__ __forceinline__ void store(std::uint64_t address, uint4 value) {
                : "memory");
 }
 
-// One thread for each gate, before the kernel that moves: so that waiting takes a single CTA, whatever waits. Once one
-// gate is released, or nothing is for `wait_ns`, those that are go on; the others are for another launch.
+// Runs one thread per gate before the moving kernel, so that waiting occupies a single CTA. Once a gate is released, or
+// after `wait_ns` without one, the released gates proceed; the others are left to another launch.
 __global__ void __launch_bounds__(BATON_GPU_GATES_MAX)
     open_gates(const BatonGpuGate* gates, GateState* states, std::uint32_t count, const volatile std::uint32_t* stop,
                std::uint64_t wait_ns) {
@@ -115,8 +115,8 @@ __device__ inline std::uint64_t move_words(const BatonGpuPiece& piece, std::uint
   return sum;
 }
 
-// The last unit of a chunk judges it. The fences order every thread's loads and stores of it before the epoch is read
-// again, and before the signal can be seen.
+// The last unit of a chunk decides its outcome. The fences order every thread's loads and stores of the chunk before
+// the second read of the epoch, and before the signal becomes visible.
 __device__ inline void finish_unit(const BatonGpuGate& gate, GateState& state) {
   __threadfence_system();
   if (atomicSub(&state.units_left, 1) != 1 || state.outcome != BATON_GPU_MOVED) return;
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) move_pieces(const Launch launch) {
     __syncthreads();
     const BatonGpuPiece& piece = launch.pieces[index];
     GateState& state = launch.states[piece.gate];
-    if (state.outcome == BATON_GPU_MOVED) {  // The last unit alone changes it.
+    if (state.outcome == BATON_GPU_MOVED) {  // Only the last unit changes it.
       const std::uint32_t words = piece.row_bytes / kVecBytes * piece.rows * piece.groups;
       const std::uint32_t begin = (unit - launch.first_unit[index]) * kUnitVecs;
       const std::uint32_t end = min(begin + kUnitVecs, words);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) move_pieces(const Launch launch) {
       if (kSums) atomicAdd(&state.sum, sum);
       finish_unit(launch.gates[piece.gate], state);
     }
-    __syncthreads();  // The next unit's words are written over these.
+    __syncthreads();  // The next unit overwrites these words.
   }
 }
 

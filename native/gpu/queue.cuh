@@ -1,4 +1,4 @@
-// Launches: their descriptors, which go to the device in one copy, and what is known of their ends.
+// Launches: their descriptors, which go to the device in one copy, and their completion.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -16,7 +16,7 @@ namespace {
 
 using namespace baton::gpu;
 
-constexpr std::uint32_t kCtasPerProcessor = 4;  // Enough loads under way to keep the memory busy.
+constexpr std::uint32_t kCtasPerProcessor = 4;  // Enough loads in flight to keep the memory busy.
 constexpr std::uint64_t kPieceBytesMax = std::uint64_t{1} << 35;
 
 // One launch's descriptors and results, on both sides; laid out so that each goes in one copy.
@@ -25,7 +25,7 @@ struct Slot {
     GateState states[BATON_GPU_GATES_MAX];
     BatonGpuGate gates[BATON_GPU_GATES_MAX];
     std::uint32_t first_unit[BATON_GPU_PIECES_MAX];
-    BatonGpuPiece pieces[BATON_GPU_PIECES_MAX];  // The last that is copied, so that only those there are need be.
+    BatonGpuPiece pieces[BATON_GPU_PIECES_MAX];  // Last, so that only the pieces in use are copied.
     alignas(BATON_GPU_ALIGN) std::uint8_t scratch[BATON_GPU_SCRATCH_BYTES];
   };
   Content* host = nullptr;
@@ -49,8 +49,8 @@ struct BatonGpuQueue {
   std::uint64_t launched = 0, taken = 0;
   std::atomic<std::uint64_t> ended = 0;
 
-  // Nothing waits any more, and what moves is finite. A device that does not answer holds its caller here: blocks that
-  // it may still write must not be given back. False: it has failed.
+  // Nothing waits any more, and the running work is finite. An unresponsive device blocks its caller here, since blocks
+  // that it may still write must not be released. False: the device has failed.
   [[nodiscard]] bool end() {
     *static_cast<volatile std::uint32_t*>(stop) = 1;
     const bool good = cudaStreamSynchronize(stream) == cudaSuccess;
@@ -82,7 +82,7 @@ inline BatonGpu::~BatonGpu() {
 
 namespace {
 
-// The driver's thread calls it; of CUDA it may call nothing.
+// Runs on the driver's thread and must not call CUDA.
 void CUDART_CB on_ended(void* self) {
   auto* const queue = static_cast<BatonGpuQueue*>(self);
   const int fd = queue->fd;
@@ -104,7 +104,7 @@ std::unique_ptr<BatonGpuQueue> open_queue(BatonGpu& gpu) {
   queue->gpu = &gpu;
   queue->fd = ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (queue->fd < 0) throw Failure{BATON_GPU_NO_MEMORY, "no event descriptor"};
-  // KV that somebody waits for goes before the rest of a step.
+  // Awaited KV takes precedence over the rest of a step.
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "no stream priorities");
   check(cudaStreamCreateWithPriority(&queue->stream, cudaStreamNonBlocking, greatest), "no stream");

@@ -1,5 +1,4 @@
-// What the library does with CUDA's runtime and the driver, apart from launches: errors, the device, memory that is
-// mapped.
+// The library's use of CUDA's runtime and driver, apart from launches: errors, the device, mapped memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -21,7 +20,7 @@ namespace {
 
 thread_local std::string why;
 
-// A call's failure, up to the boundary.
+// The exception for a failed call, caught at the library's boundary.
 struct Failure {
   BatonGpuStatus status;
   std::string why;
@@ -50,7 +49,7 @@ BatonGpuStatus status_of(cudaError_t error) {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // Else the next call reports it again.
+  cudaGetLastError();  // Otherwise the next call reports the error again.
   throw Failure{status_of(error), std::string(what) + ": " + cudaGetErrorString(error)};
 }
 
@@ -68,7 +67,7 @@ BatonGpuStatus guarded(const Body& body) {
   }
 }
 
-// Callers have a current device of their own, on threads of their own.
+// Preserves the caller's current device on the caller's thread.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -87,8 +86,8 @@ class OnDevice {
   bool changed_ = false;
 };
 
-// What the runtime does not offer. The write is preceded by a system-wide fence of what its stream did before, and
-// needs no multiprocessor, so that a GPU full of work does not delay it.
+// Driver functions that the runtime lacks. A system-wide fence of the stream's earlier work precedes the write, which
+// needs no multiprocessor, so a busy GPU does not delay it.
 struct Driver {
   int (*get_address_range)(unsigned long long* base, std::size_t* bytes, unsigned long long address);
   int (*write_value)(cudaStream_t stream, unsigned long long address, std::uint64_t value, unsigned flags);
@@ -135,7 +134,7 @@ Handle unpack(const BatonGpuHandle& packed) {
   return handle;
 }
 
-// Memory that this process maps itself, when two of its agents meet: freed only after the last of them has let go.
+// Memory that this process maps itself, when two of its agents connect: freed only after the last mapping has ended.
 struct OwnMappings {
   struct Entry {
     int mapped = 0;
@@ -148,7 +147,7 @@ struct OwnMappings {
     const std::lock_guard held(lock);
     ++entries[base].mapped;
   }
-  // False: it is not one of these.
+  // False: the memory is not one of these.
   bool remove(std::uint64_t base) {
     const std::lock_guard held(lock);
     const auto at = entries.find(base);
@@ -185,11 +184,11 @@ struct BatonGpu {
   int device = 0;
   int processors = 0;
   std::string name;
-  cudaStream_t now = nullptr;    // For what waits for nothing.
-  cudaStream_t after = nullptr;  // For words that wait for other streams: in the order of the calls.
+  cudaStream_t now = nullptr;    // For writes that wait for nothing.
+  cudaStream_t after = nullptr;  // For words that wait for other streams, in the order of the calls.
 
   std::mutex lock;
-  std::vector<std::unique_ptr<BatonGpuQueue>> idle;  // Under the lock: queues that were closed.
+  std::vector<std::unique_ptr<BatonGpuQueue>> idle;  // Closed queues, for reuse; guarded by the lock.
 
   ~BatonGpu();
   void write(cudaStream_t stream, std::uint64_t address, std::uint64_t value) const {

@@ -1,10 +1,10 @@
-// The checksum of chunks that a device moves: cheap enough to be taken on the way, and the same whatever order its
-// threads come in.
+// The checksum of chunks that a device moves: cheap enough to compute during the move, and independent of the order of
+// its threads.
 //
-// Not CRC-32C, whose steps depend on each other and on which GPUs have no instruction. Each 16 bytes give two products
-// of 32-bit words, each word shifted by a key that depends on where in the chunk it is (the NH construction that UMAC
-// and XXH3 use); the sum is modulo 2^64, folded to 32 bits. It finds what can go wrong here, wrong blocks and blocks
-// that were overwritten, as surely as 32 bits can: it is not made against somebody who chooses the bytes.
+// CRC-32C does not suit GPUs: its steps depend on each other, and GPUs have no instruction for it. Here each 16 bytes
+// give two products of 32-bit words, each word shifted by a key that depends on its position in the chunk (the NH
+// construction of UMAC and XXH3); the sum is modulo 2^64, folded to 32 bits. It detects wrong and overwritten blocks
+// as surely as 32 bits can; it does not protect against an attacker who chooses the bytes.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace baton::gpu {
 
-// Of the 16 bytes at `position` sixteenths of the chunk.
+// The term of the 16 bytes at `position`, which counts units of 16 bytes in the chunk.
 BATON_ON_BOTH inline std::uint64_t sum_of(std::uint32_t a, std::uint32_t b, std::uint32_t c, std::uint32_t d,
                                           std::uint64_t position) {
   const std::uint32_t key = (static_cast<std::uint32_t>(position) + 1) * 0x9E3779B1U;

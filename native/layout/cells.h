@@ -11,8 +11,8 @@
 
 namespace baton::layout {
 
-// Cells of the tokens [first, first + rows.size()) of one head, which lie in one block. `cells` is where that head's
-// part of the plane begins. Grids of rows need no conversion and are not for these.
+// Cells of the tokens [first, first + rows.size()) of one head in one block. `cells` is the beginning of that head's
+// part of the plane. Grids of rows need no conversion and are not accepted here.
 void pack(const Block& block, const Grid& grid, std::uint8_t* cells, std::uint32_t first,
           std::span<const std::uint8_t* const> rows);
 void unpack(const Block& block, const Grid& grid, const std::uint8_t* cells, std::uint32_t first,

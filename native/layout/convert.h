@@ -1,4 +1,4 @@
-// Carrying plans out: the only part of this folder that touches KV.
+// Execution of plans: the only part of this folder that touches KV.
 //
 // Nothing outside the planned tokens and heads is written. Everything is checked before the first byte is. Source and
 // sink must not overlap, and the caller keeps both alive and the source unchanged meanwhile.
@@ -43,7 +43,7 @@ struct Side {
 // Pairs of the source's plane and the sink's.
 using Planes = std::span<const std::pair<std::uint32_t, std::uint32_t>>;
 
-// Carries out the moves of one layer. On the host, unless somebody else is to.
+// A function that carries out the moves of one layer.
 using Carry =
     std::function<void(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes)>;
 void carry_on_host(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes);
@@ -53,8 +53,8 @@ std::uint64_t convert(const Pool& source, const Table& source_table, const Pool&
                       Tokens range, std::uint32_t first_layer, std::uint32_t layers,
                       const Carry& carry = &carry_on_host);
 
-// The same for one tensor of the source alone, counted as in its pool: where K and V are split, K or V of one layer.
-// What the source's other tensors hold is not read.
+// The same for one tensor of the source alone, numbered as in its pool: if K and V are split, K or V of one layer.
+// The source's other tensors are not read.
 std::uint64_t convert_tensor(const Pool& source, const Table& source_table, const Pool& sink, const Table& sink_table,
                              Tokens range, std::uint32_t tensor);
 

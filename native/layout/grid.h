@@ -1,4 +1,4 @@
-// Where the elements of one block lie: a Layout, or a piece in wire form, as arithmetic.
+// The positions of one block's elements, of a Layout or of a piece in wire form, as arithmetic.
 #pragma once
 
 #include <array>
@@ -8,10 +8,10 @@
 
 namespace baton::layout {
 
-// Which rows of a token: K and V, or the latent rows alone.
+// The kinds of rows of a token: K and V, or the latent rows alone.
 enum class Plane : std::uint8_t { k, v, latent };
 
-// Along one axis, index i lies at i / tile * outer + i % tile * inner.
+// One axis: index i lies at i / tile * outer + i % tile * inner.
 struct Axis {
   std::uint32_t tile = 1;
   std::uint64_t outer = 0;
@@ -21,11 +21,11 @@ struct Axis {
   bool operator==(const Axis&) const = default;
 };
 
-// How a plane's elements run, which decides what copies them; see layout/cells.h.
+// The order of a plane's elements, which selects the copy loop; see layout/cells.h.
 enum class Cells : std::uint8_t {
-  rows,     // A token's dimensions in one piece; tokens at a fixed distance within a block.
+  rows,     // A token's dimensions are contiguous; tokens have a fixed distance within a block.
   columns,  // Words of neighbouring tokens side by side, a word being one or more dimensions.
-  pairs,    // Two tokens' dimensions take turns, sixteen of each at a time.
+  pairs,    // Two tokens' dimensions alternate, sixteen of each at a time.
 };
 
 // One plane of one block; all in bytes from the block's beginning in its tensor.
@@ -44,14 +44,14 @@ struct Block {
   std::uint32_t tokens = 0;
   std::uint32_t dim = 0;
   std::uint32_t element_bytes = 0;
-  Heads heads;  // Held here.
+  Heads heads;  // Heads held here.
   std::uint32_t tensors = 1;
-  std::uint64_t bytes = 0;  // Of one tensor.
+  std::uint64_t bytes = 0;  // Size in one tensor.
   std::uint32_t planes = 1;
   std::array<Grid, 2> grids;  // K and V, or the latent rows.
 
   [[nodiscard]] std::uint64_t row_bytes() const { return std::uint64_t{dim} * element_bytes; }
-  // Equal blocks hold the same at the same place, so they may be copied whole.
+  // Equal blocks have the same content at the same positions, so they may be copied whole.
   bool operator==(const Block&) const = default;
 };
 
@@ -60,7 +60,7 @@ struct Block {
 // The wire form: one plane of `tokens` tokens and some heads, dense, as [head][token][dim].
 [[nodiscard]] Block wire_block(const Block& of, Heads heads, std::uint32_t tokens);
 
-// Index of a plane in `grids`; throws Invalid where the block has no such plane.
+// Index of a plane in `grids`; throws Invalid if the block has no such plane.
 [[nodiscard]] std::uint32_t index_of(const Block& block, Plane plane);
 
 }  // namespace baton::layout

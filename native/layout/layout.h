@@ -1,4 +1,4 @@
-// What the blocks of a paged KV cache mean, so that caches that differ can exchange tokens.
+// Layouts of paged KV cache blocks, so that caches with different layouts can exchange tokens.
 //
 // A Layout describes what one tensor-parallel rank holds; it has no addresses. Its text form is canonical, travels in
 // handshakes and names a layout in every refusal:
@@ -13,7 +13,7 @@
 
 namespace baton::layout {
 
-// A descriptor, range or pool that makes no sense by itself.
+// A descriptor, range or pool that is invalid in itself.
 struct Invalid : std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
@@ -26,14 +26,14 @@ struct Mismatch : std::invalid_argument {
 // Elements are moved, never changed, so a float8 cache also needs equal scales on both sides, which its owner compares.
 enum class Dtype : std::uint8_t { float32, bfloat16, float16, float8_e4m3, float8_e5m2 };
 
-// Of a plain block. With one head both are the same.
+// The order within a plain block. With one head both are the same.
 enum class Order : std::uint8_t {
   nhd,  // [token][head][dim]
   hnd,  // [head][token][dim]
 };
 
 enum class Form : std::uint8_t {
-  split,   // K and V in a tensor each.
+  split,   // K and V in separate tensors.
   fused,   // One tensor: K and V of a token and head side by side, or of a head where the block is packed.
   latent,  // One tensor, one row per token and no heads: MLA. Every rank holds all of it.
 };
@@ -46,13 +46,13 @@ enum class Packing : std::uint8_t {
 };
 
 // Bounds that keep every product of sizes within 64 bits, whatever a peer says.
-inline constexpr std::uint32_t kExtentMax = 1u << 16;  // Of layers, heads, dim, tokens per block, ranks.
-inline constexpr std::uint32_t kTokensMax = 1u << 24;  // Of a sequence.
+inline constexpr std::uint32_t kExtentMax = 1u << 16;  // Limit of layers, heads, dim, tokens per block and ranks.
+inline constexpr std::uint32_t kTokensMax = 1u << 24;  // Limit of a sequence.
 
 struct Layout {
   std::uint32_t layers = 0;
-  std::uint32_t kv_heads = 0;  // Of the whole model; 1 where the form is latent.
-  std::uint32_t dim = 0;       // Elements of one head's K, and of its V; of a row where the form is latent.
+  std::uint32_t kv_heads = 0;  // Heads of the whole model; 1 if the form is latent.
+  std::uint32_t dim = 0;       // Elements of one head's K and of its V; elements of a row if the form is latent.
   Dtype dtype{};
   Order order{};
   Form form{};
@@ -78,9 +78,9 @@ void check(const Layout& layout);  // Throws Invalid.
 
 [[nodiscard]] std::uint32_t element_bytes(Dtype dtype);
 [[nodiscard]] Heads heads_of(const Layout& layout);
-// Tensors that a layer's cache consists of: K and V, or one.
+// Number of tensors of a layer's cache: two for K and V, or one.
 [[nodiscard]] std::uint32_t tensors_of(const Layout& layout);
-// Of one layer and one tensor.
+// Bytes of a block in one layer and one tensor.
 [[nodiscard]] std::uint64_t block_bytes(const Layout& layout);
 
 }  // namespace baton::layout

@@ -1,10 +1,10 @@
-// The same plans for a GPU: moves as strided pieces, which its kernel takes as they are (gpu/baton_gpu.h).
+// Plans for a GPU: moves as strided pieces, the input of its kernel (gpu/baton_gpu.h).
 //
 //   split NHD, 16 tokens a block                        fused HND, 32 tokens a block
 //   K [t0 h0][t0 h1][t1 h0][t1 h1] …          ──▶       [h0: t0 K,V][h0: t1 K,V] … [h1: t0 K,V] …
 //   one piece for each run of tokens within both blocks: groups are heads, rows are tokens
 //
-// Only rows: packed blocks are a CPU's, and are converted there.
+// Only grids of rows are supported: packed blocks belong to CPUs and are converted there.
 #pragma once
 
 #include "gpu/device.h"
@@ -12,7 +12,7 @@
 
 namespace baton::layout {
 
-// Carries nothing out, but notes what a device has to move. Throws Invalid where that is not whole, aligned 16 bytes.
+// Records the pieces for a device to move and copies nothing. Throws Invalid unless all are whole, aligned 16 bytes.
 class PieceList {
  public:
   void operator()(const Side& source, const Side& sink, std::span<const Move> moves, Heads heads, Planes planes);
@@ -26,8 +26,8 @@ class PieceList {
   std::vector<BatonGpuPiece> pieces_;
 };
 
-// Moves all pieces and waits for them. Throws gpu::Error, also where that takes longer than `budget_s`: then the queue
-// must go before the memory does. Returns the nanoseconds that it took the device.
+// Moves all pieces and waits for them. Throws gpu::Error, also if that takes longer than `budget_s`: then the queue
+// must be destroyed before the memory. Returns the device's time in nanoseconds.
 std::uint64_t move_all(gpu::Queue& queue, std::span<const BatonGpuPiece> pieces, double budget_s);
 
 }  // namespace baton::layout

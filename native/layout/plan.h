@@ -1,10 +1,10 @@
-// The planner: which tokens of which blocks go where, who is asked for which heads, and what cannot go at all.
+// The planner: the destination of each token, the source rank of each head, and the refusal of incompatible layouts.
 //
-// Positions are tokens of a sequence. A Table says where a sequence's tokens lie on one side:
+// Positions are tokens of a sequence. A Table maps a sequence's tokens to blocks on one side:
 //
 //   blocks = 7 3 4, origin = 32, 16 tokens per block:    token 32…47 in block 7, 48…63 in block 3, 64…79 in block 4
 //
-// Everything here is a function of values: no memory is touched, no address is known.
+// Everything here is a pure function of values: it touches no memory and knows no address.
 #pragma once
 
 #include <vector>
@@ -23,14 +23,14 @@ struct Table {
   std::uint32_t origin = 0;  // Position of the first token of blocks[0].
 };
 
-// Tokens that go from one place to another in order. Where a side's block ends, its next block by number follows.
+// Tokens that move in order from one place to another. At a block's end a side continues in its next-numbered block.
 struct Move {
   std::uint32_t source_block = 0;
   std::uint32_t source_token = 0;  // Within the block.
   std::uint32_t sink_block = 0;
   std::uint32_t sink_token = 0;
   std::uint32_t tokens = 0;
-  bool whole = false;  // Equal blocks from end to end: bytes are copied as they are, all heads and planes at once.
+  bool whole = false;  // Complete, equal blocks: bytes are copied unchanged, all heads and planes at once.
 
   bool operator==(const Move&) const = default;
 };
@@ -43,7 +43,7 @@ struct Chunk {
   Heads heads;
 };
 
-// What a sink's rank asks of one of the source's.
+// The request of a sink's rank to one of the source's ranks.
 struct Share {
   std::uint32_t source_rank = 0;
   Heads heads;
@@ -55,10 +55,10 @@ void check_convertible(const Layout& source, const Layout& sink);
 // Whether blocks can be moved whole between these two ranks.
 [[nodiscard]] bool identical(const Layout& source, const Layout& sink);
 
-// Which of the source's ranks give `sink` its heads, each head once. `source` may name any of them.
+// The ranks of the source from which `sink` gets its heads, each head once. `source` may name any of them.
 [[nodiscard]] std::vector<Share> shares(const Layout& source, const Layout& sink);
 
-// Heads that both ranks hold; throws Mismatch where there are none.
+// Heads that both ranks hold; throws Mismatch if there are none.
 [[nodiscard]] Heads common_heads(const Layout& source, const Layout& sink);
 
 // Throws Invalid for a range that a table does not cover.
@@ -67,12 +67,11 @@ void check_range(Tokens range, const Table& table, std::uint32_t block_tokens);
 [[nodiscard]] std::vector<Move> plan(const Block& source, const Table& source_table, const Block& sink,
                                      const Table& sink_table, Tokens range);
 
-// A layer's tokens and heads cut into pieces of at most `bytes_max`, at ends of the sink's blocks where that is
-// possible.
+// A layer's tokens and heads, cut into pieces of at most `bytes_max`, at ends of the sink's blocks if possible.
 [[nodiscard]] std::vector<Chunk> chunks(const Layout& sink, std::uint32_t layer, Heads heads, Tokens range,
                                         std::uint64_t bytes_max);
 
-// Size of a chunk in wire form; throws Invalid where `layout`'s rank has no such piece.
+// Size of a chunk in wire form; throws Invalid if `layout`'s rank has no such piece.
 [[nodiscard]] std::uint64_t chunk_bytes(const Layout& layout, const Chunk& chunk);
 
 }  // namespace baton::layout

@@ -1,11 +1,11 @@
-// Slots for blocks: a block's id and the node that it is in. A run of blocks lies in slots that follow one another, and
-// never moves; so a node is a stretch of slots, and cutting one in two moves nothing.
+// Slots for blocks: a block's id and the node that it is in. A run of blocks lies in consecutive slots and never moves,
+// so a node is a stretch of slots, and a split moves nothing.
 //
 //   chunk     │ a b c d e f · · · · · · g h · · · · · · · · · · · · · · · · │   kChunkSlots slots
 //   owner     │ 5 5 5 5 5 5 F         F 7 7 F                             F │   F: ends of a free stretch
 //   free            lists per power of two of the length, linked through the ids of the first free slot
 //
-// Free stretches that touch become one. A chunk that is all free is given back to the system.
+// Adjacent free stretches are merged. A chunk that is entirely free is returned to the system.
 #pragma once
 
 #include <array>
@@ -31,13 +31,13 @@ class Arena {
   std::uint32_t owner(std::uint32_t slot) const { return chunk(slot).owners[slot % kChunkSlots]; }
   void set_owner(std::uint32_t first, std::uint32_t count, std::uint32_t node);
 
-  // Returns the first of `count` slots that follow one another; at most kChunkSlots.
+  // Returns the first of `count` consecutive slots; `count` is at most kChunkSlots.
   std::uint32_t take(std::uint32_t count);
-  // Returns how many of the slots from `first` on, `count` at most, were free, and are the caller's now.
+  // Takes the free slots from `first` on, `count` at most, and returns their number.
   std::uint32_t extend(std::uint32_t first, std::uint32_t count);
   void give(std::uint32_t first, std::uint32_t count);
 
-  // Makes room for a chunk, beside readers.
+  // Makes room for a chunk; readers may run meanwhile.
   void prepare();
   std::size_t slots() const { return (chunks_.size() - empty_.size()) * kChunkSlots; }
   std::size_t bytes() const {
@@ -50,7 +50,7 @@ class Arena {
     std::array<Id, kChunkSlots> ids;
     std::array<std::uint32_t, kChunkSlots> owners;
   };
-  // What the id of the first slot of a free stretch says; the last slot's says the length only.
+  // Stored in the id of a free stretch's first slot; the last slot stores the length only.
   struct Stretch {
     std::uint32_t length, before, after;
   };
@@ -67,7 +67,7 @@ class Arena {
   void add_chunk();
 
   std::vector<std::unique_ptr<Chunk>> chunks_;
-  std::vector<std::uint32_t> empty_;  // Numbers of chunks that were given back.
+  std::vector<std::uint32_t> empty_;  // Numbers of returned chunks.
   std::unique_ptr<Chunk> spare_;
   std::array<std::uint32_t, kChunkBits + 1> lists_;
 };

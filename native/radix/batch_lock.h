@@ -1,11 +1,11 @@
-// A phase-fair lock: a reader waits for the writer's present batch at most, however fast the next one follows.
+// A phase-fair lock: a reader waits for the writer's current batch at most, however soon the next one follows.
 //
 //   writer   ▓▓▓▓ batch ▓▓▓▓          ▓▓▓▓ batch ▓▓▓▓
-//   reader         └─ comes, waits ─▶ reads ─▶
+//   reader         └─ enters, waits ▶ reads ─▶
 //
-// A reader that comes during a batch is counted before it waits, so the writer's next batch begins behind it.
-// Readers that come while the writer waits for them wait in turn, so the writer is not starved either. Batches and
-// matches are microseconds, so both sides spin, and yield where that does not help.
+// A reader that enters during a batch is counted before it waits, so the writer's next batch begins after it.
+// Readers that enter while the writer waits for earlier ones wait in turn, so the writer does not starve either.
+// Batches and matches take microseconds, so both sides spin, and yield if spinning takes too long.
 #pragma once
 
 #include <atomic>
@@ -14,7 +14,7 @@
 
 namespace baton::radix {
 
-// One writer at a time: writers agree among themselves by a mutex of their own.
+// For one writer at a time: callers serialise writers by a mutex of their own.
 class BatchLock {
  public:
   void lock() {
@@ -25,8 +25,8 @@ class BatchLock {
 
   void unlock() { entered_.fetch_and(~kWriterBits, std::memory_order_release); }
 
-  // A reader's three steps. `enter` counts it and returns whom it waits for, `spin` says whether that one has gone, for
-  // as long as a batch should take, and `wait` waits for as long as it does take.
+  // A reader's three steps. `enter` counts it and returns the batch to wait for. `spin` waits for as long as a batch
+  // should take and returns whether that batch has ended. `wait` waits until it has.
   std::uint32_t enter_shared() { return entered_.fetch_add(kReader, std::memory_order_acquire) & kWriterBits; }
   bool spin_shared(std::uint32_t writer) const {
     for (int spins = 0; !is_open(writer); ++spins) {
@@ -61,7 +61,7 @@ class BatchLock {
     }
   }
 
-  // Readers that came, and in the lowest bits whether a batch runs, and an odd or an even one. Both counts wrap alike.
+  // Number of readers that entered; the lowest bits tell whether a batch runs and its parity. Both counts wrap alike.
   alignas(64) std::atomic<std::uint32_t> entered_{0};
   alignas(64) std::atomic<std::uint32_t> left_{0};
   std::uint32_t phase_ = 0;

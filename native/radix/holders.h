@@ -1,11 +1,11 @@
-// Who holds a node: sets of (worker, tier), kept once each however many nodes have them.
+// Holders of nodes: sets of (worker, tier). Each set is stored once, however many nodes share it.
 //
 //   a set       groups of 64 workers from the first to the last that has a member, per group two words
 //               [ active: one bit per worker | history: one bit per worker ]   [ active | history ]   …
-//   a node      the number of its set: two nodes have the same holders if they have the same number
+//   a node      the number of its set: equal numbers mean equal holders
 //
-// Few sets are different: prompts of one worker share one, and so do the parts of a prompt that all have. So a set is
-// never changed; a node is given another one, and a set that no node has is forgotten.
+// There are few distinct sets: prompts of one worker share a set, and so do the parts of a prompt that all workers
+// hold. A set never changes: a node is given another set, and a set without nodes is freed.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ inline constexpr SetNumber kNobody = 0;
 inline constexpr std::uint32_t kWorkersMax = 1u << 16;
 inline constexpr std::uint32_t kTiers = 2;
 
-// A worker's two caches. Lower is nearer: a block of the history has to be promoted before it serves.
+// The two caches of a worker. Lower is nearer: a block of the history must be promoted before use.
 enum class Tier : std::uint32_t { active = 0, history = 1 };
 
 struct Holder {
@@ -41,7 +41,7 @@ class HolderSet {
 
   std::uint32_t first_group() const { return first_group_; }
   std::uint32_t end_group() const { return first_group_ + groups_; }
-  // Of a group within first_group() … end_group().
+  // Words of a group within first_group() … end_group().
   std::uint64_t word(std::uint32_t group, Tier tier) const {
     return words()[(group - first_group_) * kTiers + static_cast<std::uint32_t>(tier)];
   }
@@ -52,7 +52,7 @@ class HolderSet {
   bool contains(std::uint32_t worker) const {
     return contains({worker, Tier::active}) || contains({worker, Tier::history});
   }
-  // How many workers have the block on some tier.
+  // Number of workers that have the block on any tier.
   std::uint32_t workers() const {
     int count = 0;
     for (std::uint32_t group = first_group(); group < end_group(); ++group) {
@@ -75,11 +75,11 @@ class HolderSets {
   HolderSets();
 
   const HolderSet& operator[](SetNumber set) const { return records_[set].set; }
-  // Returns the number of the set with or without one holder. A set that is new has no node until it is given one.
+  // Returns the number of the set with or without one holder. A new set has no nodes yet.
   SetNumber with(SetNumber set, Holder holder);
   SetNumber without(SetNumber set, Holder holder);
 
-  // How many nodes have a set is counted here; which ones, the tree knows, by the first of them.
+  // The count of a set's nodes. The tree lists them, beginning with the set's first node.
   void add_node(SetNumber set) { ++records_[set].nodes; }
   void drop_node(SetNumber set) {
     if (--records_[set].nodes == 0) forget(set);
@@ -87,12 +87,12 @@ class HolderSets {
   std::uint32_t& first_node(SetNumber set) { return records_[set].first_node; }
   std::uint32_t first_node(SetNumber set) const { return records_[set].first_node; }
 
-  // Sets have numbers below this one; some of them may be empty.
+  // Upper bound of set numbers; some sets below it may be empty.
   SetNumber end() const { return records_.end(); }
   std::size_t size() const { return records_.size(); }
   std::size_t bytes() const;
 
-  // Makes room for what one batch may add, beside readers.
+  // Makes room for the sets that one batch may add; readers may run meanwhile.
   void prepare();
 
  private:

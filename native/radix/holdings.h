@@ -1,4 +1,4 @@
-// What is kept per holder: how many blocks it holds, the sum of their ids, and the copies of a block beyond the first.
+// Records per holder: the number of its blocks, the sum of their ids, and the copies of a block beyond the first.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace baton::radix {
 
-// What a set of blocks comes to, in whatever order they came: ids are digests, so their sum, as numbers of 128 bits,
-// is as good a digest of the set as they are of their prompts.
+// The digest of a set of blocks, whatever their order. Ids are digests, so their sum as 128-bit numbers is as good a
+// digest of the set as each id is of its prompt.
 struct Sum {
   __extension__ using Wide = unsigned __int128;
   Wide ids = 0;
@@ -39,7 +39,7 @@ inline Sum sum_of(Ids ids) {
 
 class Holdings {
  public:
-  // Whether each store adds a copy and each removal takes one. Else a block is held or not, however often that is said.
+  // Whether each store adds a copy and each removal takes one. Otherwise repeated stores and removals change nothing.
   explicit Holdings(bool counts_copies) : counts_copies_(counts_copies) {}
 
   void add(Holder holder, const Sum& sum) {
@@ -51,7 +51,7 @@ class Holdings {
     sums_[holder.number()] -= sum;
     all_ -= sum.blocks;
   }
-  // Drops some of what is all being dropped: then the sum of ids need not be followed, since it ends at zero.
+  // Drops some blocks of a holder that is being cleared. The sum of ids is not updated, since it ends at zero.
   void drop_some_of_all(Holder holder, std::size_t blocks) {
     Sum& sum = sums_[holder.number()];
     sum.blocks -= blocks;
@@ -67,7 +67,7 @@ class Holdings {
   bool counts_copies() const { return counts_copies_; }
   bool any_copies() const { return !copies_.empty(); }
   void add_copy(std::uint32_t slot, Holder holder) { ++copies_[key(slot, holder)]; }
-  // Returns whether there was a copy to take, so that the block is held still.
+  // Takes a copy; returns whether there was one, so that the block is still held.
   bool take_copy(std::uint32_t slot, Holder holder) {
     const auto found = copies_.find(key(slot, holder));
     if (found == copies_.end()) return false;
@@ -81,7 +81,7 @@ class Holdings {
   void forget_copies(std::uint32_t slot, Holder holder) { copies_.erase(key(slot, holder)); }
 
   std::size_t bytes() const {
-    constexpr std::size_t kNodeBytes = 32;  // Of the map: next, key, value.
+    constexpr std::size_t kNodeBytes = 32;  // A node of the map: next, key, value.
     return sums_.capacity() * sizeof(sums_[0]) + copies_.size() * kNodeBytes + copies_.bucket_count() * sizeof(void*);
   }
 

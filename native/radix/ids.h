@@ -1,4 +1,4 @@
-// Block ids as they lie in a batch: 16 bytes each, one behind the other, at any alignment.
+// Block ids as stored in a batch: 16 bytes each, consecutive, at any alignment.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct Id {
 inline constexpr std::size_t kIdBytes = sizeof(Id);
 static_assert(kIdBytes == 16);
 
-// A view; whoever hands it in keeps the bytes alive for as long as the call lasts.
+// A view: the caller keeps the bytes alive during the call.
 class Ids {
  public:
   Ids() = default;
@@ -37,7 +37,7 @@ class Ids {
   std::size_t count_ = 0;
 };
 
-// Ids are digests already; this only keeps ids that somebody made up from sharing their low bits.
+// Ids are digests already; the multiplication only spreads made-up ids that share their low bits.
 inline std::uint32_t hash_of(const Id& id) {
   __extension__ using Wide = unsigned __int128;
   const Wide product = static_cast<Wide>(id.low ^ 0x9e3779b97f4a7c15u) * (id.high ^ 0xd1b54a32d192ed03u);
@@ -45,7 +45,7 @@ inline std::uint32_t hash_of(const Id& id) {
                                     32);
 }
 
-// Returns how many leading ids of both are equal, `count` at most.
+// Returns the number of equal leading ids, `count` at most.
 inline std::size_t common_ids(const Id* mine, Ids theirs, std::size_t count) {
   constexpr std::size_t kStep = 16;
   std::size_t at = 0;
@@ -55,7 +55,7 @@ inline std::size_t common_ids(const Id* mine, Ids theirs, std::size_t count) {
   return at;
 }
 
-// Returns how many ids of `theirs` are `mine`, the one before it, the one before that, and so on; `count` at most.
+// Returns how many ids of `theirs` equal `mine`, the id before it, the id before that, and so on; `count` at most.
 inline std::size_t common_ids_backwards(const Id* mine, Ids theirs, std::size_t count) {
   std::size_t at = 0;
   while (at < count && *(mine - at) == theirs[at]) ++at;

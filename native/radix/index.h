@@ -3,8 +3,8 @@
 //   writer    ─ room ─▓ 64 blocks ▓─ room ─▓ 64 blocks ▓─ room ─▓ rest ▓─        one writer at a time
 //   readers   ────── match ───┘ waits └▶ match ──────────── match ────────
 //
-// What takes long is done between two batches, beside the readers: growing the table, fetching memory, looking for what
-// a worker holds. So a match may see the front of a run that is being stored, as if the rest came later.
+// Slow work runs between two batches, beside the readers: growing the table, fetching memory, finding a worker's
+// blocks. So a match may see the front of a run that is being stored, as if the rest came later.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Index {
  public:
   explicit Index(bool counts_copies = false) : core_(counts_copies) {}
 
-  // Stores a run behind a block that the worker holds; `fresh` says how many blocks are new to the holder.
+  // Stores a run behind a block that the worker holds; `fresh` is the number of blocks that are new to the holder.
   Status store(Holder holder, const std::optional<Id>& parent, Ids ids, std::size_t& fresh) {
     const std::lock_guard writer(writer_);
     fresh = 0;
@@ -37,7 +37,7 @@ class Index {
     return Status::ok;
   }
 
-  // Returns how many of the blocks the holder held.
+  // Returns the number of the blocks that the holder held.
   std::size_t remove(Holder holder, Ids ids) {
     const std::lock_guard writer(writer_);
     std::size_t held = 0;
@@ -50,7 +50,7 @@ class Index {
     return held;
   }
 
-  // Returns how many blocks the worker held, over both tiers.
+  // Returns the number of blocks that the worker held, over both tiers.
   std::size_t clear(std::uint32_t worker) {
     const std::lock_guard writer(writer_);
     const std::size_t held = core_.holdings().blocks(worker);
@@ -59,7 +59,7 @@ class Index {
     return held;
   }
 
-  // Replaces all that the holder held by `runs`, which may hang behind blocks that nobody holds.
+  // Replaces the holder's blocks by `runs`, which may hang behind blocks without holders.
   struct Part {
     std::optional<Id> parent;
     Ids ids;
@@ -76,7 +76,7 @@ class Index {
     return Status::ok;
   }
 
-  // Adds what `dump_behind` gave; returns how many blocks were new to their holders.
+  // Adds the result of `dump_behind`; returns the number of blocks that were new to their holders.
   struct Shared {
     Part part;
     std::vector<Holder> holders;
@@ -94,8 +94,8 @@ class Index {
     return Status::ok;
   }
 
-  // Waits for one batch at most. Where that takes longer than it should, or at once if it `is_long` itself, the rest is
-  // handed to `aside`, which may give locks of its own away meanwhile.
+  // Waits for one batch at most. If the wait takes too long, or at once if the match itself `is_long`, the rest runs
+  // inside `aside`, which may release the caller's locks meanwhile.
   template <class Aside>
   void match(Ids ids, Leading& leading, std::vector<Held>& out, bool is_long, Aside aside) {
     out.clear();

@@ -1,4 +1,4 @@
-// Who still holds all blocks of a prompt, and how many each held: what a match computes, word by word.
+// The state of a match: the workers that hold all blocks so far, and the count of each, computed word by word.
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@ class Leading {
     seen_ = alive_;
   }
 
-  // Drops who is not in `set`; they held `blocks`. Returns whether anybody is left.
+  // Drops the workers that are not in `set`, which held `blocks`. Returns whether any are left.
   bool narrow(const HolderSet& set, std::uint32_t blocks) {
     std::uint64_t left = 0;
     for (std::size_t at = 0; at < alive_.size(); ++at) {
@@ -42,7 +42,7 @@ class Leading {
     return left != 0;
   }
 
-  // Whoever is left holds `blocks`. Puts one entry for each worker that held any into `out`.
+  // Ends the match: the workers left hold `blocks`. Puts one entry for each worker that held any into `out`.
   void finish(std::uint32_t blocks, std::vector<Held>& out) {
     for (std::size_t at = 0; at < alive_.size(); ++at) {
       for (std::size_t tier = 0; tier < kTiers; ++tier) note(at, tier, alive_[at][tier], blocks);

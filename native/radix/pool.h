@@ -1,4 +1,4 @@
-// Records by number, in chunks that never move: a number stays good while the pool grows.
+// Records by number, in chunks that never move: a number stays valid while the pool grows.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ class Pool {
   Record& operator[](std::uint32_t number) { return chunks_[number / kChunk][number % kChunk]; }
   const Record& operator[](std::uint32_t number) const { return chunks_[number / kChunk][number % kChunk]; }
 
-  // Makes room for kChunk records, beside readers: `take` then allocates nothing but, seldom, the list of chunks.
+  // Makes room for kChunk records; readers may run meanwhile. `take` then allocates only, rarely, the list of chunks.
   void prepare() {
     if (spare_ == nullptr) spare_ = std::make_unique<Record[]>(kChunk);
   }
@@ -36,7 +36,7 @@ class Pool {
     free_.push_back(number);
   }
 
-  // Numbers below this one were taken at some time.
+  // Upper bound of all numbers ever taken.
   std::uint32_t end() const { return next_; }
   std::size_t size() const { return next_ - free_.size(); }
   std::size_t bytes() const {

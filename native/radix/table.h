@@ -1,10 +1,10 @@
-// Where a block lies: a flat hash table from id to slot.
+// A flat hash table from block id to slot.
 //
 //   entry   [ 32 bits of the id's hash | slot + 1 ]      0: empty
 //   home    the highest bits of that hash, then linear probing
 //
-// An entry holds all of its hash, so neither growing nor closing the gap of an erased entry reads a single id, and a
-// table of twice the size is filled front to back. The ids themselves are compared where they lie, by the caller.
+// An entry holds its whole hash, so neither growing the table nor closing the gap of an erased entry reads an id, and a
+// table of twice the size is filled front to back. The caller compares the ids in their slots.
 #pragma once
 
 #include <cstdint>
@@ -38,8 +38,8 @@ class SlotTable {
     ++used_;
   }
 
-  // The slot must be in the table. What follows moves up, so that no probe ever ends too early. With a at home in the
-  // first place, b in the second and d where it lies:
+  // The slot must be in the table. Later entries move up, so that no probe ends too early. With a at home in the first
+  // place, b in the second and d in its own:
   //
   //   │ a a b a d · │   erase the second a   │ a b a · d · │
   //
@@ -61,7 +61,7 @@ class SlotTable {
   std::size_t bytes() const { return entries_.size() * sizeof(std::uint64_t); }
   bool is_crowded(std::size_t more) const { return (used_ + more) * 4 > entries_.size() * 3; }
 
-  // Returns the same content with more room.
+  // Returns a larger table with the same content.
   SlotTable grown() const {
     SlotTable larger(32 - shift_ + 1);
     for (const std::uint64_t entry : entries_) {

@@ -12,9 +12,8 @@
 //                                                                    └─[g]     {B}
 //
 // After the removal A holds c to f without a path to them, and `match` drops it at b. When A stores b again, nothing
-// has to be said about c. Were b nobody's, its node would stay as a **ghost**, without holders, for as long as
-// something hangs behind it; so would the parent of a run that is loaded before its parent is, as a ghost that hangs
-// nowhere yet.
+// has to be said about c. If no worker held b, its node would stay as a **ghost**, without holders, for as long as
+// something hangs behind it. A run that is loaded before its parent also gets a ghost as parent, without a place yet.
 //
 // A split cuts a node in two, for a difference in holders or a branch. No block moves and no id is looked up: the
 // shorter part becomes a new node, and the owners of its slots are overwritten.
@@ -42,12 +41,13 @@
 
 namespace baton::radix {
 
-// Not safe by itself: readers (`match`, `size`) and what changes it must be kept apart, see index.h.
+// Not thread-safe: index.h keeps readers (`match`, `size`) and changes apart.
 class Tree {
  public:
   explicit Tree(bool counts_copies);
 
-  // Beside readers, before a batch: makes room, so that the batch itself seldom allocates; then, within it, uses it.
+  // `prepare` makes room before a batch, beside readers, so that the batch rarely allocates; `install` uses the room
+  // within the batch.
   void prepare();
   void install();
   bool has_room(std::size_t blocks) const { return table_.size() + blocks <= Arena::kSlotsMax; }
@@ -56,15 +56,15 @@ class Tree {
 
   // ---------------------------------------------------------------- changes, each of kBatchBlocks at most
 
-  // Returns where the parent is, made a ghost if it is not known here.
+  // Returns the parent's place; an unknown parent is added as a ghost.
   Place place_of(const std::optional<Id>& parent);
-  // Adds a run behind `place`, which then is its end. Returns how many blocks are new to the holder.
+  // Adds a run behind `place`, which then is the run's end. Returns the number of blocks that are new to the holder.
   std::size_t insert(Holder holder, Place& place, Ids ids);
-  // Returns how many of the blocks the holder held.
+  // Returns the number of the blocks that the holder held.
   std::size_t erase(Holder holder, Ids ids);
   // Takes the holder from some nodes of `set`, which must contain it; returns whether that was all of them.
   bool clear_some(Holder holder, SetNumber set);
-  // Frees some of the blocks that nobody holds any more; returns whether there are more.
+  // Frees some of the blocks that have no holder any more; returns whether there are more.
   bool sweep();
 
   // ---------------------------------------------------------------- questions
@@ -74,19 +74,19 @@ class Tree {
   // Returns the first set from `from` on that contains the holder, or kNobody.
   SetNumber next_set(Holder holder, SetNumber from) const;
   std::vector<Run> dump(Holder holder) const;
-  // Returns the block, what is behind it, and who holds it, each run after its parent.
+  // Returns the block and everything behind it with all holders, each run after its parent.
   std::vector<Branch> dump_behind(const Id& id) const;
-  // Returns which of the ids nobody holds here.
+  // Returns those of the ids that have no holder here.
   std::vector<Id> unheld(Ids ids) const;
-  // Returns the first blocks of the topmost nodes that were not matched for so many ticks and have at most `blocks_max`
-  // blocks with all that is behind them. What is stored begins as if it had not been matched for kUnaskedTicks: what
-  // was asked for once, and then stored, is idle before what was asked for again, so a scan pushes nothing out.
+  // Returns the first blocks of the topmost nodes that were not matched for `ticks` and have, with everything behind
+  // them, at most `blocks_max` blocks. A stored block begins as if it had last been matched kUnaskedTicks ago: blocks
+  // of a prompt seen once become idle before those of a prompt seen again, so a scan evicts nothing in use.
   std::vector<Id> idle(std::uint32_t ticks, std::size_t blocks_max) const;
-  // Returns for how many ticks at least the `blocks` blocks that are idle for longest have been so.
+  // Returns the number of ticks for which the `blocks` longest idle blocks have been idle at least.
   std::uint32_t age_of(std::size_t blocks) const;
   // Looks at every node; `top` prefixes at most.
   Survey survey(std::size_t top) const;
-  // Moves the clock of `idle`.
+  // Advances the clock of `idle`.
   void tick() { now_.fetch_add(1, std::memory_order_relaxed); }
   const Holdings& holdings() const { return holdings_; }
   Size size() const;
@@ -146,12 +146,12 @@ class Tree {
 
   Arena arena_;
   SlotTable table_;
-  std::optional<SlotTable> other_table_;  // The larger one to come, or the one before, to be freed beside readers.
+  std::optional<SlotTable> other_table_;  // The next, larger table, or the previous one, freed beside readers.
   bool is_grown_ = false;
   HolderSets sets_;
   Pool<Node> nodes_;
   Holdings holdings_;
-  std::vector<NodeNumber> unheld_;  // Leaves that nobody holds, to be freed; empty between two changes.
+  std::vector<NodeNumber> unheld_;  // Leaves without holders, to be freed; empty between two changes.
   std::size_t held_blocks_ = 0;
   std::atomic<std::uint32_t> now_{kUnaskedTicks};
 };

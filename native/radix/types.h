@@ -1,4 +1,4 @@
-// What goes into an index and comes out of it, whichever way it keeps its blocks.
+// Arguments and results of an index, whatever its data structure.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +11,11 @@
 
 namespace baton::radix {
 
-// Blocks that one batch changes at most: how long a reader may have to wait. 64 take 1 to 5 µs, a quarter of what a
-// match may take, and the cost of the lock itself still vanishes beside them.
+// Blocks that one batch changes at most, which bounds a reader's wait. 64 take 1 to 5 µs, a quarter of the time that a
+// match may take, and the cost of the lock is still small against that.
 inline constexpr std::size_t kBatchBlocks = 64;
 
-// Where the next block hangs: behind the block in a slot, at the root, or nobody knows.
+// The parent of the next block: the block in a slot, the root, or unknown.
 using Place = std::uint32_t;
 inline constexpr Place kAtRoot = kNone, kNowhere = kNone - 1;
 
@@ -25,13 +25,13 @@ struct Run {
   std::vector<Id> blocks;
 };
 
-// A run and all that hold it.
+// A run and all its holders.
 struct Branch {
   Run run;
   std::vector<Holder> holders;
 };
 
-// A prefix as long as the same workers hold it: where it ends, its length, and how many they are.
+// The longest prefix that the same workers hold: its last block, its length, and the number of workers.
 struct Prefix {
   Id last;
   std::uint32_t blocks = 0;
@@ -44,9 +44,9 @@ struct Survey {
 };
 
 struct Size {
-  std::size_t blocks = 0;    // That somebody holds.
+  std::size_t blocks = 0;    // Blocks with a holder.
   std::size_t holdings = 0;  // Blocks per worker and tier, summed.
-  std::size_t ghosts = 0;    // Blocks that nobody holds, kept because somebody holds a block behind them.
+  std::size_t ghosts = 0;    // Blocks without holders, kept because a block behind them has one.
   std::size_t nodes = 0;
   std::size_t sets = 0;
   std::size_t bytes = 0;

@@ -1,8 +1,8 @@
-"""`python -m tests.faults`: random faults at a running `baton up`, under clients that stream.
+"""`python -m tests.faults`: random faults on a running `baton up` while clients stream.
 
-Everything but the gateway is a victim: NATS, Redis, the index, the scheduler and every worker are killed, or stopped
-for a while. Engines are simulated, whose next token is a function of the KV bytes: an answer equal to the undisturbed
-one shows that no wrong, stale or missing block was used on the way.
+Every process except the gateway is a victim: NATS, Redis, the index, the scheduler and every worker are killed, or
+stopped for a while. The simulated engines derive the next token from the KV bytes, so an answer equal to the
+undisturbed one shows that no wrong, stale or missing block was used.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.harness.launcher import launched
 
 PROGRESS_S = 10.0
 END_S = 90.0
-"""For the answers that run when the last fault is over."""
+"""Time for the answers that are still running after the last fault."""
 ENGINE = {
     "speed": 1.0,
     "step_fixed_s": 0.015,
-    # Few enough that caches change all the time, enough for all clients at one worker.
+    # Few enough that caches change all the time, yet enough for all clients on one worker.
     "blocks": 400,
     "eos_probability": 0.0,
     "seed": 1,
@@ -74,7 +74,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 async def run(parsed: argparse.Namespace, url: str, launcher_pid: int) -> tuple[list[Stream], list[Fault]]:
-    """Stream under faults; return what came of every request, and every fault."""
+    """Stream under faults; return the record of every request, and every fault."""
     random = Random(parsed.seed)
     prompts = make_prompts(parsed.prompts, random)
     records: list[Stream] = []

@@ -1,4 +1,4 @@
-"""What streams went through, and which fault caused it. Pure."""
+"""Records of streams, and the fault that caused each disturbance. Pure functions and values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Fault:
     how: str
     """`kill` or `stop`."""
     victim: str
-    """The process's name: `decode-1`."""
+    """Name of the process, such as `decode-1`."""
     at_s: float
     lasts_s: float = 0.0
 
@@ -29,13 +29,13 @@ class Fault:
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One request and what came of it."""
+    """One request and its outcome."""
 
     name: str
-    """Its x-request-id."""
+    """The request's x-request-id."""
     began_s: float
     events: int = 0
-    """Pieces of text that came."""
+    """Pieces of text received."""
     first_s: float | None = None
     last_s: float = 0.0
     gaps: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
@@ -43,7 +43,7 @@ class Stream:
     text: str = ""
     error: str = ""
     wrong: bool = False
-    """Whether the text is another than in the undisturbed run."""
+    """Whether the text differs from the undisturbed run."""
     ended_s: float = 0.0
 
     def hear(self, text: str, now_s: float) -> None:
@@ -59,26 +59,26 @@ class Stream:
 
 @dataclass(slots=True)
 class Row:
-    """What all faults of one kind did."""
+    """Combined effect of all faults of one kind."""
 
     faults: int = 0
     failed: int = 0
     wrong: int = 0
     gap_max_s: float = 0.0
-    """Longest wait between two pieces of an answer; 0: none above GAP_S_MIN."""
+    """Longest wait between two pieces of an answer; 0 if none exceeds GAP_S_MIN."""
     first_max_s: float = 0.0
     """Longest time to first token."""
 
 
 def cause(faults: Sequence[Fault], began_s: float, ended_s: float) -> Fault | None:
-    """Return the fault that a wait is put down to: the first that fell into it, else the last one before it."""
+    """Return the fault blamed for a wait: the first during it, otherwise the last one before it."""
     inside = (fault for fault in faults if began_s <= fault.at_s <= ended_s)
     before = (fault for fault in reversed(faults) if fault.at_s < began_s)
     return next(inside, None) or next(before, None)
 
 
 def tabulate(streams: Iterable[Stream], faults: Sequence[Fault]) -> dict[str, Row]:
-    """Return one row for each kind of fault, by its name."""
+    """Return one row per kind of fault, keyed by its name."""
     rows = {kind: Row() for kind in sorted({fault.kind for fault in faults})}
     for fault in faults:
         rows[fault.kind].faults += 1
@@ -95,7 +95,7 @@ def tabulate(streams: Iterable[Stream], faults: Sequence[Fault]) -> dict[str, Ro
             gap = row(began_s, ended_s)
             gap.gap_max_s = max(gap.gap_max_s, ended_s - began_s)
         if stream.error or stream.wrong:
-            # What did not come after the last event is what it failed by.
+            # The failure falls into the wait after the last event.
             end = row(stream.last_s if stream.events else stream.began_s, stream.ended_s)
             end.failed += bool(stream.error)
             end.wrong += stream.wrong

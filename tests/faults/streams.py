@@ -1,4 +1,4 @@
-"""Clients that stream answers, one after the other, and compare each with an undisturbed run of the same prompt."""
+"""Clients that stream one answer after another and compare each with an undisturbed run of its prompt."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_prompts(count: int, random: Random) -> list[Prompt]:
 
 
 async def stream(client: httpx.AsyncClient, prompt: Prompt, record: Stream, now_s: Callable[[], float]) -> None:
-    """Stream one answer into `record`; whatever went wrong is its error."""
+    """Stream one answer into `record`; a failure becomes its error."""
     body = {
         "model": "tiny",
         "prompt": prompt.text,
@@ -75,7 +75,7 @@ async def stream(client: httpx.AsyncClient, prompt: Prompt, record: Stream, now_
 
 
 async def record_undisturbed(client: httpx.AsyncClient, prompts: Sequence[Prompt]) -> dict[Prompt, str]:
-    """Return the answer to each prompt. Raises AssertionError where one fails though nothing disturbs it."""
+    """Return the answer to each prompt. Raises AssertionError if one fails without a fault."""
     loop = asyncio.get_running_loop()
     limit = asyncio.Semaphore(4)
 
@@ -100,7 +100,7 @@ async def stream_until(
     random: Random,
     now_s: Callable[[], float],
 ) -> None:
-    """Stream one answer after the other and append what came of each to `records`, until `stopped` is set."""
+    """Stream one answer after another and append each record to `records`, until `stopped` is set."""
     prompts = list(answers)
     number = 0
     while not stopped.is_set():
@@ -114,5 +114,5 @@ async def stream_until(
         record.wrong = not whole.startswith(record.text) if record.error else record.text != whole
         number += 1
         if record.error:
-            # A gateway that refuses at once is not asked thousands of times.
+            # Without this pause a gateway that refuses at once would get thousands of requests.
             await asyncio.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Random faults at the processes of a `baton up`: which process, how, and when is decided by a seed."""
+"""Random faults on the processes of a `baton up`. A seed decides the process, the kind and the time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESTART_S = 30.0
 
 
 def victim_names(prefill: int, decode: int) -> tuple[str, ...]:
-    """Return all processes of a deployment but the gateway, with which its clients' connections would end."""
+    """Return all processes of a deployment except the gateway, whose end would break its clients' connections."""
     workers = [*(f"prefill-{number}" for number in range(prefill)), *(f"decode-{number}" for number in range(decode))]
     return ("nats", "redis", "kvindex", "scheduler", *workers)
 
@@ -36,7 +36,7 @@ def plan(names: Sequence[str], random: Random, *, every_s: float, until_s: float
 
 
 def find(launcher_pid: int, victim: str) -> psutil.Process | None:
-    """Return the process of that name; None while it is being started again."""
+    """Return the process of that name; None while it restarts."""
     for child in psutil.Process(launcher_pid).children():
         with suppress(psutil.NoSuchProcess):
             if process_name(child.cmdline()) == victim and child.status() != psutil.STATUS_ZOMBIE:
@@ -45,11 +45,11 @@ def find(launcher_pid: int, victim: str) -> psutil.Process | None:
 
 
 def process_name(command: Sequence[str]) -> str:
-    """Return what `victim_names` calls the process with this command line; empty: it is none of them."""
+    """Return the name in `victim_names` of the process with this command line; empty if there is none."""
     if "--worker" in command:
         return command[command.index("--worker") + 1]
     for word in command[:3]:
-        # Redis writes its address behind its name.
+        # Redis appends its address to its name.
         base = PurePath(word.partition(" ")[0]).name
         if base in ("nats-server", "redis-server"):
             return base.removesuffix("-server")
@@ -59,7 +59,7 @@ def process_name(command: Sequence[str]) -> str:
 
 
 async def _find_soon(launcher_pid: int, victim: str) -> psutil.Process:
-    """Return the process of that name, which may just be started again."""
+    """Wait for the process of that name, which may be restarting, and return it."""
     async with asyncio.timeout(RESTART_S):
         while (process := find(launcher_pid, victim)) is None:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(FIND_INTERVAL_S)
@@ -67,7 +67,7 @@ async def _find_soon(launcher_pid: int, victim: str) -> psutil.Process:
 
 
 async def strike(fault: Fault, process: psutil.Process) -> None:
-    """Do it, and undo it where it is a pause."""
+    """Inject a fault, and resume the process after a pause."""
     with suppress(psutil.NoSuchProcess):
         if fault.how == "kill":
             process.kill()
@@ -82,7 +82,7 @@ async def strike(fault: Fault, process: psutil.Process) -> None:
 async def strike_all(
     faults: Iterator[Fault], launcher_pid: int, struck: list[Fault], now_s: Callable[[], float]
 ) -> None:
-    """Do all faults at their times, and note each in `struck` as it begins."""
+    """Inject all faults at their times, and append each to `struck` as it begins."""
     for fault in faults:
         await asyncio.sleep(max(0.0, fault.at_s - now_s()))
         process = await _find_soon(launcher_pid, fault.victim)

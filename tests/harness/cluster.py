@@ -1,4 +1,4 @@
-"""A whole Baton on this machine: real NATS, Redis and service processes that can be killed and paused."""
+"""A complete Baton deployment on this machine: real NATS, Redis and service processes that tests kill and pause."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Service:
         self.process.send_signal(number)
 
     async def end(self, *, grace_s: float = 5.0) -> int:
-        """End the process as a supervisor would, and return its exit status; its children must be gone too."""
+        """End the process as a supervisor would and return its exit status; its children must have ended too."""
         if self.process is None:
             return 0
         children = _descendants(self.process.pid)
@@ -78,7 +78,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 @dataclass
 class Observer:
-    """What a bystander on the bus sees: the newest digest of each worker, heartbeats, frames."""
+    """A passive subscriber on the bus that keeps the newest digest of each worker, heartbeats and frames."""
 
     states: dict[tuple[str, str, int], AttemptState] = field(default_factory=dict[tuple[str, str, int], AttemptState])
     """(worker, request, attempt) → state in the newest digest."""
@@ -86,10 +86,10 @@ class Observer:
     tokens_seen: dict[str, int] = field(default_factory=dict[str, int])
     """request → output tokens streamed so far."""
     workers: dict[str, set[str]] = field(default_factory=dict[str, set[str]])
-    """request → workers that have said something of it to its gateway."""
+    """request → workers that have sent a frame of it to its gateway."""
     finished: set[str] = field(default_factory=set[str])
     requests: set[str] = field(default_factory=set[str])
-    """Every request that anything was heard of."""
+    """Every request seen on the bus."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def see(self, delivery: Delivery) -> None:
@@ -125,9 +125,9 @@ class Observer:
                 await self.changed.wait()
 
     async def worker_in(self, role: Role, *states: AttemptState, attempts: int = 1, timeout_s: float = 15.0) -> str:
-        """Return the worker of this role that next reports so many attempts at new requests in one of these states.
+        """Return the worker of this role that next reports `attempts` attempts at new requests in one of these states.
 
-        A request is new if nothing was heard of it before: a digest may still be on its way when its answer is there.
+        A request is new if the bus has not carried it before: an answer may overtake the digest that lists it.
         """
         self.states.clear()
         old = frozenset(self.requests)
@@ -163,15 +163,15 @@ class Cluster:
         return self.gateway_url("gateway")
 
     def gateway_url(self, name: str) -> str:
-        """A gateway's address. It takes a free port itself: one chosen here could be taken by then."""
+        """Address of a gateway, which takes a free port itself: one chosen here could be taken by then."""
         return f"http://{self._address(name, 'listens')}"
 
     def status_address(self, name: str) -> str:
-        """Host and port of a service's status."""
+        """Host and port of a service's status endpoint."""
         return self._address(name, "status is served")
 
     def _address(self, name: str, what: str) -> str:
-        # The newest line: of a service that was started again.
+        # The newest line, in case the service was restarted.
         lines = re.findall(rf"{what} on (\S+) port (\d+)", self.services[name].log.read_text())
         if not lines:
             raise ConnectionError(f"{name} does not listen yet")
@@ -218,7 +218,7 @@ class Cluster:
         )
 
     async def wait_log(self, name: str, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Wait until a service has said `text`."""
+        """Wait until a service has logged `text`."""
         async with asyncio.timeout(timeout_s):
             while text not in self.services[name].log.read_text(errors="replace"):  # noqa: ASYNC110 - another process.
                 await asyncio.sleep(0.05)
@@ -270,7 +270,7 @@ class Cluster:
 
 @asynccontextmanager
 async def running_cluster(folder: Path, *, model: Path) -> AsyncGenerator[Cluster]:
-    """Run NATS and Redis, and whatever the test starts on top; end all of it, and show logs when the test fails."""
+    """Run NATS, Redis and the services that the test starts; end them all, and show logs when the test fails."""
     with start_nats() as nats, start_redis() as redis:
         cluster = Cluster(folder, model=model, nats_url=nats.url, redis_url=redis.url)
         try:

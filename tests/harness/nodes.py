@@ -1,4 +1,4 @@
-"""A node for a service in a test's own process, and the service's life on it."""
+"""A node for a service in the test's own process, and a context that runs the service on it."""
 
 from __future__ import annotations
 

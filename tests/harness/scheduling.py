@@ -1,4 +1,4 @@
-"""Which tests of one run share a worker of pytest-xdist, so that what is costly to start is started once."""
+"""Assignment of tests to pytest-xdist workers, so that a costly fixture starts once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NATS, Redis and Prometheus for tests: free loopback ports, a temporary folder, nothing left behind."""
+"""NATS, Redis and Prometheus for tests, on free loopback ports and in temporary folders that are removed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _libc = ctypes.CDLL(None)
 
 
 def _die_with_parent() -> None:
-    """Runs in the child: the kernel kills the server when the test process ends, however it ends."""
+    """Run in the child: have the kernel kill the server when the test process ends for any reason."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -94,13 +94,13 @@ class Server:
         shutil.rmtree(self.folder / "store", ignore_errors=True)
 
     def reload(self, settings: str) -> None:
-        """Put other `settings` into nats-server's configuration file and make it read that again."""
+        """Write `settings` into nats-server's configuration file and make nats-server reload it."""
         (self.folder / SETTINGS_FILE).write_text(settings)
         if self.process is not None:
             self.process.send_signal(signal.SIGHUP)
 
     def pause(self) -> None:
-        """Stop the process, and return once all of its threads stand still."""
+        """Stop the process, and return once all of its threads have stopped."""
         if self.process is not None:
             self.process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, self.process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -159,7 +159,7 @@ needs_prometheus = pytest.mark.skipif(
 
 
 def promtool(*arguments: str) -> str:
-    """Run promtool and return what it says; AssertionError where it objects."""
+    """Run promtool and return its output; raises AssertionError when it fails."""
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=20, check=False)
     assert done.returncode == 0, f"promtool {' '.join(arguments)}:\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -171,7 +171,7 @@ class Prometheus:
         self._targets = targets
 
     def scrape(self, addresses: Mapping[str, list[str]]) -> None:
-        """Scrape these from now on: job → host and port of each of its processes."""
+        """Scrape these addresses from now on: job → host and port of each of its processes."""
         groups = [{"targets": targets, "labels": {"job": job}} for job, targets in addresses.items()]
         fresh = self._targets.with_suffix(".new")
         fresh.write_text(json.dumps(groups))
@@ -191,7 +191,7 @@ class Prometheus:
         return answer["data"]
 
     async def values(self, expression: str, *, since_s: float, until_s: float) -> list[float]:
-        """Return every figure that the expression gave between two instants, of all its series."""
+        """Return every value of all series of the expression between two instants."""
         data = await self.ask("query_range", query=expression, start=since_s, end=until_s, step=1)
         figures = [float(value) for series in data["result"] for _, value in series["values"]]
         return [figure for figure in figures if not math.isnan(figure)]
@@ -202,7 +202,7 @@ class Prometheus:
 
 @contextmanager
 def start_prometheus(folder: Path) -> Generator[Prometheus]:
-    """Run Prometheus, which scrapes each second."""
+    """Run Prometheus with a scrape interval of one second."""
     port, targets = free_port(), folder / "targets.json"
     targets.write_text("[]")
     scraping = {"job_name": "baton", "file_sd_configs": [{"files": [str(targets)]}]}
@@ -211,7 +211,7 @@ def start_prometheus(folder: Path) -> Generator[Prometheus]:
         "rule_files": [str(RULES)],
         "scrape_configs": [scraping],
     }
-    # JSON is YAML.
+    # JSON is valid YAML.
     (folder / "prometheus.yml").write_text(json.dumps(configuration))
     command = [
         *("prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"),

@@ -1,4 +1,4 @@
-"""A collector that takes OTLP over HTTP, what is asked of a trace, and a cluster that exports its traces."""
+"""An OTLP collector over HTTP, queries on a trace, and a cluster that exports its traces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Trace:
     """All spans of one trace, which must be one tree."""
 
     def __init__(self, spans: Iterable[TracedSpan], *, after_kill: bool = False) -> None:
-        """`after_kill`: leave out what a killed process had sent below spans that it could not send any more."""
+        """`after_kill`: leave out spans whose parents were lost because a killed process could not export them."""
         self.spans = {span.span: span for span in spans}
         while after_kill and (lost := [span for span in self.spans.values() if span.parent not in {"", *self.spans}]):
             for span in lost:
@@ -90,7 +90,7 @@ class Collector:
     payloads: list[bytes] = field(default_factory=list[bytes])
     arrived: threading.Condition = field(default_factory=threading.Condition)
     delay_s: float = 0.0
-    """Before each answer."""
+    """Delay before each answer."""
 
     def take(self, payload: bytes) -> None:
         with self.arrived:
@@ -99,7 +99,7 @@ class Collector:
 
     @property
     def spans(self) -> list[TracedSpan]:
-        """Everything that has arrived; read only now, since a collector should cost its senders nothing."""
+        """All spans received. They are decoded only here, so that the collector costs its senders nothing."""
         return [
             TracedSpan(
                 trace=span.trace_id.hex(),
@@ -121,7 +121,7 @@ class Collector:
         ]
 
     def wait_for(self, condition: Callable[[list[TracedSpan]], object], *, timeout_s: float = 10.0) -> list[TracedSpan]:
-        """Wait until what has arrived fulfils `condition`, and return it."""
+        """Wait until the received spans satisfy `condition`, and return them."""
         give_up_at_s = time.monotonic() + timeout_s
         with self.arrived:
             while not condition(spans := self.spans):
@@ -159,7 +159,7 @@ def running_collector(port: int = 0) -> Generator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name.
-            """Say nothing."""
+            """Suppress the access log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
@@ -178,9 +178,9 @@ SERVICES = ("gateway", "scheduler", "kvindex", "prefill", "decode")
 OUTPUT_TOKENS = 240
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 2.0, "layers": 4, "seed": 1}
-"""Some seconds for an answer: what messages take on their way is small against it, even on a busy machine."""
+"""Makes an answer take some seconds, so that message latency is small against it even on a busy machine."""
 PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--lost-after-s", "4")
-"""On a busy machine only the worker that is killed is taken for lost, so that traces have the attempts they should."""
+"""On a busy machine only the killed worker counts as lost, so traces have the expected attempts."""
 
 PATHS = {
     "chat tiny",
@@ -222,7 +222,7 @@ def export_traces(monkeypatch: pytest.MonkeyPatch, endpoint: str, *, share: floa
 
 
 async def start_all(cluster: Cluster, *, prefill: int, decode: int) -> None:
-    """Start one of each service and so many workers."""
+    """Start one of each service and the given numbers of workers."""
     await cluster.start_control_plane(gateway_flags=PATIENT)
     for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
         for number in range(count):
@@ -246,7 +246,7 @@ async def ask(cluster: Cluster, *, prompt: str = STORY, headers: Mapping[str, st
 
 
 async def ask_while_decode_is_killed(cluster: Cluster, *, prompt: str) -> Answer:
-    """Kill the decode worker that streams the answer; another one goes on."""
+    """Kill the decode worker that streams the answer; another one continues it."""
     answer = asyncio.create_task(ask(cluster, prompt=prompt))
     worker = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
     cluster.services[worker].signal(signal.SIGKILL)
@@ -254,7 +254,7 @@ async def ask_while_decode_is_killed(cluster: Cluster, *, prompt: str) -> Answer
 
 
 def check_whole(trace: Trace) -> None:
-    """One tree with every stage, whose leaves account for its time."""
+    """Check that the trace is one tree with every stage, whose leaves account for its time."""
     assert trace.paths() == PATHS
     prefill, decode = trace.named("prefill")[0], trace.named("decode")[0]
     dispatched = {span.span: span.attributes["baton.worker"] for span in trace.named("dispatch")}
@@ -274,7 +274,7 @@ def check_whole(trace: Trace) -> None:
 
 
 def check_retried(trace: Trace) -> None:
-    """One tree with two attempts side by side, of which the second makes up for the first."""
+    """Check that the trace is one tree with two attempts side by side, the second replacing the first."""
     failed, again = trace.named("attempt")
     assert failed.parent == again.parent == trace.root.span
     assert failed.attributes["error.type"] == "worker_lost"

@@ -1,8 +1,8 @@
-"""A paged KV cache in numpy, laid out naively: what the native conversions must agree with, byte for byte.
+"""A naive paged KV cache in numpy: the oracle that native conversions must match byte for byte.
 
-Elements are unsigned integers of the dtype's size: conversions move bits and know no numbers. A cache is
-kept as it is meant, `(layers, planes, slots, heads, dim)`, and written out as bytes by transposing, with
-no formula in common with the native code.
+Elements are unsigned integers of the dtype's size: conversions move bits and do no arithmetic. A cache is
+kept in logical order, `(layers, planes, slots, heads, dim)`, and written out as bytes by transposing, so it
+shares no formula with the native code.
 """
 
 from __future__ import annotations
@@ -55,18 +55,18 @@ def block_tensors(layout: Layout, kv: Elements) -> list[Elements]:
 
 @dataclass
 class Cache:
-    """One rank's cache, its memory, and a sequence's place in it."""
+    """One rank's cache, its memory, and the position of a sequence in it."""
 
     layout: Layout
     blocks: tuple[int, ...]
-    """The sequence's table."""
+    """Block table of the sequence."""
     origin: int = 0
     pool_blocks: int = 8
     gap_bytes: int = 0
-    """Distance of two blocks of a tensor."""
+    """Distance between two blocks of a tensor."""
     seed: int = 1
     kv: Elements = field(init=False)
-    """(layers, planes, slots, heads, dim): what the memory is to hold; junk to begin with."""
+    """(layers, planes, slots, heads, dim): the expected content; random at first."""
     memory: list[Data] = field(init=False)
     """One array per layer and tensor: (pool_blocks, stride_bytes)."""
 
@@ -78,7 +78,7 @@ class Cache:
         self.memory = self.expected()
 
     def expected(self) -> list[Data]:
-        """Return the memory that `kv` asks for."""
+        """Return the memory content that `kv` requires."""
         tokens = self.layout.block_tokens
         memory: list[Data] = []
         for layer in self.kv:
@@ -94,13 +94,13 @@ class Cache:
         return memory
 
     def slots(self, first_token: int, tokens: int) -> NDArray[np.int64]:
-        """Return which slots of the pool hold the sequence's tokens [first_token, first_token + tokens)."""
+        """Return the pool slots that hold the sequence's tokens [first_token, first_token + tokens)."""
         positions = np.arange(first_token, first_token + tokens) - self.origin
         size = self.layout.block_tokens
         return np.array(self.blocks)[positions // size] * size + positions % size
 
     def wire(self, layer: int, plane: int, first_token: int, tokens: int, heads: tuple[int, int]) -> bytes:
-        """Return a chunk as it must look on the wire, [head][token][dim]."""
+        """Return a chunk's expected wire form, [head][token][dim]."""
         first = heads[0] - self.layout.heads[0]
         rows = self.kv[layer, plane, self.slots(first_token, tokens), first : first + heads[1]]
         return rows.swapaxes(0, 1).tobytes()
@@ -111,7 +111,7 @@ class Cache:
 
     @property
     def pool(self) -> Pool:
-        """Return the memory as the native code knows it; it lives as long as this object."""
+        """Return the native description of the memory, which is valid as long as this object."""
         addresses = [tensor.ctypes.data for tensor in self.memory]
         return Pool(self.layout, addresses, self.pool_blocks, self.layout.block_bytes + self.gap_bytes)
 

@@ -1,1 +1,1 @@
-"""The gateway in tests: what acts behind it, the stage with a real one, and one attempt's machine by itself."""
+"""The gateway in tests: actors behind it, a stage with a real gateway, and one attempt's state machine alone."""

@@ -2,7 +2,7 @@
 
 The actors speak the real messages. A worker's output depends only on how many tokens came before, so an
 answer that moves between workers must read as if nothing had happened. Each actor can be told to lose,
-repeat, delay and swap what it sends, to refuse, to fall silent and to die.
+repeat, delay and reorder its messages, to refuse tasks, to fall silent and to die.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CORPUS: Final = ("the quick brown fox jumps over the lazy dog, and then it stops
 
 
 def make_tokenizer(folder: Path) -> Path:
-    """Write a small byte-level BPE tokenizer with a ChatML template, as a model's folder holds it."""
+    """Write a small byte-level BPE tokenizer with a ChatML template, laid out like a model's folder."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -99,7 +99,7 @@ def tiny_model() -> tuple[Path, ModelTokenizer]:
 
 @dataclass
 class Attempt:
-    """What a worker knows of one task."""
+    """A worker's state of one task."""
 
     task: PrefillTask | DecodeTask
     prompt: list[int]
@@ -110,28 +110,28 @@ class Attempt:
 
 @dataclass
 class Script:
-    """How a worker behaves. Every field is read at the moment it matters, so tests change them at any time."""
+    """A worker's behaviour. Every field is read when it is needed, so tests may change it at any time."""
 
     interval_s: float = 0.0
     tokens_per_frame: int = 1
     busy: str = ""
-    """Reason with which tasks are answered."""
+    """Refuse tasks with this reason."""
     refuse: BatonError | None = None
     silent: bool = False
-    """Tasks are not answered and not run."""
+    """Neither answer nor run tasks."""
     stall_at: int | None = None
-    """Stop producing after so many tokens of an attempt, but stay alive."""
+    """Stop producing after this many tokens of an attempt, but stay alive."""
     die_at: int | None = None
-    """Stop everything, heartbeats included, after so many tokens of an attempt."""
+    """Stop everything, heartbeats included, after this many tokens of an attempt."""
     fail_at: int | None = None
     failure: BatonError | None = None
     """End an attempt with this error after `fail_at` tokens."""
     twist: Callable[[list[Frame]], list[Frame]] = lambda frames: frames
-    """What the network does to a frame: loses it ([]), repeats it, changes it."""
+    """The network's effect on a frame: lost ([]), repeated or changed."""
     capacity: int = 1 << 30
     cached_tokens: int = 0
     forget: bool = False
-    """Digests list nothing."""
+    """Send empty digests."""
 
 
 class Worker:
@@ -145,7 +145,7 @@ class Worker:
         self.model = model
         self.script = Script()
         self.parameters: tuple[str, ...] = ("guided_choice", "guided_regex")
-        """Extension parameters that its heartbeats declare."""
+        """Extension parameters that heartbeats declare."""
         self.alive = True
         self.attempts: dict[tuple[str, int], Attempt] = {}
         self.chunks: dict[tuple[str, int], bytes] = {}
@@ -343,7 +343,7 @@ class Worker:
 
 
 class Scheduler:
-    """Places on the first live worker that is not excluded. Workers are of one kind: what one refuses, all do."""
+    """Places on the first live worker that is not excluded. All workers are alike: what one refuses, all refuse."""
 
     def __init__(self, actors: Actors) -> None:
         self.actors = actors
@@ -388,7 +388,7 @@ class Scheduler:
 
 
 class Actors:
-    """The cast of one test. `say` sets what every request is answered with."""
+    """All actors of one test. `say` sets the answer to every request."""
 
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self.model_path, self.tokenizer = tiny_model()
@@ -397,7 +397,7 @@ class Actors:
         self.workers: dict[str, Worker] = {}
         self.scheduler = Scheduler(self)
         self.origins: dict[str, int] = {}
-        """Length of each request's prompt in its first attempt."""
+        """Prompt length of each request's first attempt."""
         self.answer: list[int] = [65, 66, 67, EOS]
         self._group: asyncio.TaskGroup | None = None
         self._tasks: list[asyncio.Task[None]] = []

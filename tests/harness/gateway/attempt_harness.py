@@ -1,4 +1,4 @@
-"""An attempt machine on a clock of the test's own, with a record of everything it did."""
+"""An attempt's state machine on the test's own clock, with a record of every action."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def frame(
 
 
 class AttemptHarness:
-    """See the module."""
+    """Steps an attempt's state machine and records its actions."""
 
     def __init__(self, sampling: Sampling = GREEDY, *, queued: bool = False, deadline_s: float = 300.0) -> None:
         self.now_s = 0.0
@@ -73,7 +73,7 @@ class AttemptHarness:
         self.step(ev.FrameArrived(worker.worker, worker.generation, shown))
 
     def run_on(self, decode: str = "d1", prefill: str = "") -> None:
-        """Bring the present attempt onto workers."""
+        """Place the current attempt on workers."""
         self.step(ev.PlaceGranted(self.machine.attempt, placement(decode, prefill)))
         for worker in filter(None, (decode, prefill)):
             self.step(ev.TaskAccepted(self.machine.attempt, worker))

@@ -1,4 +1,4 @@
-"""A stage for the gateway: a real one in front, actors behind, one bus in memory between them."""
+"""A real gateway in front of scripted actors, with one in-memory bus between them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.harness.nodes import living
 
 
 class Stage(Actors):
-    """Everything of one test. `base_url` is set while it stands."""
+    """The gateway and the actors of one test. `base_url` is set while the gateway serves."""
 
     def __init__(self, settings: Settings, intake: IntakePool | None = None) -> None:
-        # It need not hear of workers before the first request: tests wait until it has.
+        # The gateway need not learn the workers before its first request: tests wait until it knows them.
         settings = structs.replace(settings, learn_s=0.0)
         clock = SystemClock()
 
@@ -78,7 +78,7 @@ class Stage(Actors):
 
 @asynccontextmanager
 async def open_stage(settings: Settings | None = None, intake: IntakePool | None = None) -> AsyncGenerator[Stage]:
-    """A stage with one decode worker, d1, that the gateway knows, served over HTTP."""
+    """Serve a stage over HTTP with one decode worker, d1, that the gateway knows."""
     stage = Stage(settings or Settings(port=0), intake)
     async with stage.standing(), stage.serving():
         await stage.add("d1")

@@ -1,4 +1,4 @@
-"""An intake process whose model loads at once, for tests of the processes: prompts say what happens to them.
+"""An intake process whose model loads at once, for tests of the processes. The prompt selects the behaviour.
 
     python -m tests.harness.gateway.stub_intake
 

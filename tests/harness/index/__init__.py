@@ -1,1 +1,1 @@
-"""The index in tests: a worker as it sees it, its spill by itself, and its services beside real NATS and Redis."""
+"""The index in tests: a worker as the index sees it, its spill alone, and its services with real NATS and Redis."""

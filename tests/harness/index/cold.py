@@ -1,4 +1,4 @@
-"""An index with no memory to spare, a store for what is cold that can be away, and workers."""
+"""An index with too little memory, a cold store that can be unavailable, and workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATH = "a prompt that is long enough"
 
 
 class Elsewhere:
-    """A `ColdStore` in memory, which can be away."""
+    """A `ColdStore` in memory that can be made unavailable."""
 
     def __init__(self) -> None:
         self.branches: dict[bytes, bytes] = {}
@@ -95,7 +95,7 @@ class World:
             await self.spill.reload(address, cold)
 
     async def match(self, blocks: bytes) -> dict[str, int]:
-        """Return who holds how much of a prompt, of what is cold as well."""
+        """Return each worker's leading blocks of a prompt, cold branches included."""
         return await self.spill.complete(self.reconciler.match(MODEL, blocks), MODEL, blocks)
 
     def state(self, cache: Cache) -> SyncState:
@@ -106,7 +106,7 @@ class World:
 
 
 async def cold_prompt() -> tuple[World, Cache]:
-    """Return a worker of which one prompt is cold."""
+    """Return a world and one of its workers, which has one cold prompt."""
     world, cache = World(), Cache()
     world.tell(cache, PATH)
     await world.spill.make_room()

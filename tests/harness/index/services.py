@@ -1,4 +1,4 @@
-"""The index beside real NATS and Redis, in this process or as two processes."""
+"""The index with real NATS and Redis, in this process or as two processes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Pair:
             await asyncio.sleep(0.02)
 
     async def until_written(self, condition: Callable[[dict[bytes, bytes]], bool]) -> None:
-        """Wait until what Redis has of the worker is as wanted."""
+        """Wait until the worker's entries in Redis satisfy `condition`."""
         async with asyncio.timeout(15.0):
             while True:
                 if condition(await written(self.redis.url, PREFIX, self.worker)):
@@ -61,7 +61,7 @@ class Pair:
                 await asyncio.sleep(0.02)
 
     async def assert_true(self) -> None:
-        """What both answer and what is written is what the worker holds."""
+        """Assert that both answers and the stored state match the worker's cache."""
         await self.until_written(lambda blocks: blocks == self.worker.held)
         for _ in range(20):
             held = await match(self.bus, next(iter(self.worker.held)))
@@ -99,7 +99,7 @@ async def running_pair(folder: Path) -> AsyncGenerator[Pair]:
 
 @asynccontextmanager
 async def indexing(nats_url: str, redis_url: str, prefix: str, **changes: Any) -> AsyncGenerator[IndexService]:
-    """The index on its own connection, until the block ends."""
+    """Run the index on its own connection until the block ends."""
     plain = IndexSettings(nats_url=nats_url, redis_url=redis_url, redis_prefix=prefix, write_interval_s=0.02)
     settings = msgspec.structs.replace(plain, **changes)
     bus = await NatsBus.connect(nats_url, name="kvindex")

@@ -1,4 +1,4 @@
-"""The index as dictionaries: the oracle of the tests."""
+"""An index of plain dictionaries: the oracle of the tests."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def chain(path: str) -> bytes:
 
 @dataclass
 class Cache:
-    """What a worker holds, and the messages that tell of it."""
+    """A worker's cached blocks and the messages that report them."""
 
     name: str = "w"
     generation: int = 1
@@ -116,7 +116,7 @@ class Worker(Cache):
     silent: bool = False
     queries: int = 0
     page_blocks: int = 3
-    """Pages are cut anew for each answer: a map that changes while it is read must fit into one."""
+    """Pages are cut again for each answer, so a map that changes while it is read must fit into one page."""
 
     async def store(self, path: str, *, lost: bool = False) -> None:
         event = self.stored(path)
@@ -138,7 +138,7 @@ class Worker(Cache):
             await asyncio.sleep(0.1)
 
     async def answer(self, delivery: Delivery) -> None:
-        """Page through the shadow map."""
+        """Answer with a page of the shadow map."""
         self.queries += 1
         assert isinstance(delivery.message, ShadowQuery)
         if not self.answers_queries:
@@ -148,7 +148,7 @@ class Worker(Cache):
 
 @asynccontextmanager
 async def working(bus: Bus, kind: type[Worker] = Worker) -> AsyncGenerator[Worker]:
-    """A worker with a name of its own, so that tests can share one server."""
+    """Run a worker with a unique name, so that tests can share one server."""
     worker = kind(bus=bus, name=f"w-{uuid4().hex[:8]}")
     subscription = await bus.subscribe(subjects.shadow(worker.name), worker.answer)
     beating = asyncio.create_task(worker.beat())
@@ -161,7 +161,7 @@ async def working(bus: Bus, kind: type[Worker] = Worker) -> AsyncGenerator[Worke
 
 
 async def match(bus: Bus, blocks: bytes, model_digest: str = MODEL) -> dict[str, int] | None:
-    """Ask as the scheduler does; None while no index answers."""
+    """Query the index as the scheduler does; None while no index answers."""
     message = Match(context=Context(request="r", budget_s=1.0), model_digest=model_digest, blocks=blocks)
     try:
         answer = await bus.request(subjects.MATCH, message, timeout_s=1.0)
@@ -172,7 +172,7 @@ async def match(bus: Bus, blocks: bytes, model_digest: str = MODEL) -> dict[str,
 
 
 async def until_held(bus: Bus, worker: Worker, path: str, count: int, *, within_s: float = 5.0) -> None:
-    """Wait until the index says that the worker holds `count` leading blocks of `path`."""
+    """Wait until the index reports that the worker holds `count` leading blocks of `path`."""
     async with asyncio.timeout(within_s):
         while True:
             held = await match(bus, chain(path))
@@ -183,7 +183,7 @@ async def until_held(bus: Bus, worker: Worker, path: str, count: int, *, within_
 
 @dataclass(frozen=True)
 class Saved:
-    """All that is written down."""
+    """The complete content of a store."""
 
     stream_sequence: int = 0
     workers: dict[str, SavedWorker] = field(default_factory=dict[str, SavedWorker])
@@ -199,7 +199,7 @@ async def load_all(store: Store) -> Saved:
 
 
 async def written(redis_url: str, prefix: str, worker: Worker) -> dict[bytes, bytes]:
-    """Return what Redis has of a worker."""
+    """Return a worker's entries in Redis."""
     store = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=1.0)
     try:
         saved = await load_all(store)
