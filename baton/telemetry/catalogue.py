@@ -274,7 +274,7 @@ INDEX_RESYNCS: Final = _counter(
     "Resyncs of a worker from its shadow map, by reason: it `joined` with events behind it, `gap` in"
     " its events, `behind` its heartbeats, an invalid event (`unknown_parent`, `malformed`, `oversized`) or one without"
     " room (`full`), `drift`: its fingerprint differed though every event had arrived, `audit`: half of its hits were"
-    " lastingly missing, or `cold`: Redis lost spilled blocks.",
+    " persistently missing, or `cold`: Redis lost spilled blocks.",
     "reason",
     known=(*("joined", "behind", "gap", "unknown_parent", "malformed", "oversized", "full", "drift", "audit", "cold"),),
 )
