@@ -1,4 +1,4 @@
-"""The deployment that `baton up` starts: the user's wishes, checked, and one `Program` per process."""
+"""The deployment that `baton up` starts: the user's choices, checked, and one `Program` per process."""
 
 from __future__ import annotations
 
@@ -114,9 +114,9 @@ class Wishes:
 
 
 def settle(wishes: Wishes, *, gpu: bool) -> Wishes:
-    """Return the wishes with device and disaggregation decided; `gpu`: this machine has an NVIDIA driver.
+    """Return the choices with device and disaggregation decided; `gpu`: this machine has an NVIDIA driver.
 
-    Raises ConfigurationError where the device cannot do what is wished.
+    Raises ConfigurationError if the device does not support them.
     """
     device, engines = wishes.device, set(wishes.engines.values())
     if device == "auto":

@@ -35,7 +35,7 @@ def die_with_parent(parent_pid: int, with_signal: signal.Signals) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """How to start one process."""
+    """One process to start: its command, environment and probes."""
 
     name: str
     command: Sequence[str]

@@ -34,7 +34,7 @@ class EngineRequest:
     sampling: Sampling
     cache_salt: str = ""
     source: KvSource | None = None
-    """Set exactly when `leg` is DECODE."""
+    """Source of the prompt's KV, set exactly when `leg` is DECODE."""
     sink_ranks: int = 0
     """Agents that will pull (PREFILL only), one per rank of the decode engine; 0: as many as this engine has."""
     budget_s: float

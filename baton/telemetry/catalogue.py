@@ -1,7 +1,7 @@
 """Every metric of Baton, once: code and the table in `docs/metrics.md` both come from here.
 
 Names end in their unit, counters in `_total`. Labels take few values: words of our own, models and workers as
-they name themselves in heartbeats, never what a client sent. The `gen_ai_*` histograms are those of
+they name themselves in heartbeats, never a client's input. The `gen_ai_*` histograms are those of
 OpenTelemetry's conventions for generative AI, with their boundaries and attributes, in Prometheus' spelling.
 """
 
@@ -37,7 +37,7 @@ class Row:
     help: str
     labels: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
-    """Values of the only label that are shown from the start, as 0: Prometheus sees no rise of what appears at 1."""
+    """Values of the only label, shown as 0 from the start: Prometheus sees no increase in a series that begins at 1."""
     buckets: tuple[float, ...] = ()
 
 
@@ -74,12 +74,12 @@ def rows_of(service: str) -> list[Row]:
 BUILD: Final = _gauge("baton_build_info", EVERYONE, "1; the labels say what runs.", "service", "version")
 READY: Final = _gauge("baton_ready", EVERYONE, "1 while the service can do its work, as `/ready` says, else 0.")
 DRAINING: Final = _gauge(
-    "baton_draining", EVERYONE, "1 once the service was told to end and finishes its work, else 0."
+    "baton_draining", EVERYONE, "1 while the service drains: told to end, it finishes its work; else 0."
 )
 EVENT_LOOP_LAG: Final = _histogram(
     "baton_event_loop_lag_seconds",
     EVERYONE,
-    "How late the event loop ran what was due, asked four times a second.",
+    "Lag of the event loop behind its timers, measured four times a second.",
     buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0),
 )
 BUS_CONNECTED: Final = _gauge("baton_bus_connected", EVERYONE, "1 while NATS can be reached, else 0.")
@@ -94,7 +94,7 @@ BUS_DROPPED: Final = _counter(
     "baton_bus_dropped_messages_total", EVERYONE, "Messages dropped because the handler was too slow.", "subject"
 )
 BUS_MALFORMED: Final = _counter(
-    "baton_bus_malformed_messages_total", EVERYONE, "Payloads that were no message of ours.", "subject"
+    "baton_bus_malformed_messages_total", EVERYONE, "Payloads that are no valid message.", "subject"
 )
 
 # ---------------------------------------------------------------- gateway
@@ -104,7 +104,7 @@ REQUEST_DURATION: Final = _histogram(
     "gen_ai_server_request_duration_seconds",
     GATEWAY,
     "Time of a generation request from its arrival to the last byte of its answer; its count is the requests."
-    " `error_type` is empty for answers that are whole, else a code of `baton/errors.py`.",
+    " `error_type` is empty for complete answers, else a code of `baton/errors.py`.",
     *_GEN_AI,
     "error_type",
     buckets=(0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92),
@@ -112,28 +112,28 @@ REQUEST_DURATION: Final = _histogram(
 TIME_TO_FIRST_TOKEN: Final = _histogram(
     "gen_ai_server_time_to_first_token_seconds",
     GATEWAY,
-    "Time from a request's arrival to the first token of an answer, of answers that became whole.",
+    "Time from a request's arrival to the first token of an answer, for complete answers.",
     *_GEN_AI,
     buckets=(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
 )
 TIME_PER_OUTPUT_TOKEN: Final = _histogram(
     "gen_ai_server_time_per_output_token_seconds",
     GATEWAY,
-    "Time per token after the first, of answers of at least two tokens that became whole.",
+    "Time per token after the first, for complete answers of at least two tokens.",
     *_GEN_AI,
     buckets=(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
 )
 HTTP_RESPONSES: Final = _counter(
     "baton_http_responses_total",
     GATEWAY,
-    "HTTP responses begun; `route` is `other` for what is not served.",
+    "HTTP responses begun; `route` is `other` for paths that are not served.",
     "route",
     "status",
 )
 ANSWERS: Final = _counter(
     "baton_answers_total",
     GATEWAY,
-    "Answers (choices of a request) that ended: a finish reason, or a code of `baton/errors.py`.",
+    "Answers (choices of a request) by their end: a finish reason, or a code of `baton/errors.py`.",
     "end",
     known=(
         *("stop", "length", "client_gone", "invalid_request", "overloaded", "no_workers", "no_responders"),
@@ -144,13 +144,13 @@ ANSWERS: Final = _counter(
 GOOD_ANSWERS: Final = _counter(
     "baton_good_answers_total",
     GATEWAY,
-    "Whole answers within both goals: `goal_ttft_s` to the first token, `goal_tpot_s` for each after it.",
+    "Complete answers within both goals: `goal_ttft_s` to the first token, `goal_tpot_s` for each after it.",
 )
 ANSWERS_RUNNING: Final = _gauge("baton_answers_running", GATEWAY, "Answers in progress, waiting ones included.")
 ATTEMPTS: Final = _counter(
     "baton_attempts_total",
     GATEWAY,
-    "Attempts sent to workers, by what ended them. Most that are not `done` are retried and no client notices.",
+    "Attempts sent to workers, by their end. Most that are not `done` are retried, unnoticed by clients.",
     "end",
     known=(
         *("done", "busy", "no_responders", "bus_unavailable", "client_gone", "deadline_exceeded", "worker_lost"),
@@ -159,32 +159,38 @@ ATTEMPTS: Final = _counter(
     ),
 )
 ADMISSION_WAITING: Final = _gauge(
-    "baton_admission_waiting", GATEWAY, "Answers that wait for a worker that has room.", "model"
+    "baton_admission_waiting", GATEWAY, "Answers that wait for a worker with room.", "model"
 )
 ADMISSION_WAIT: Final = _histogram(
     "baton_admission_wait_seconds",
     GATEWAY,
-    "How long answers that had to wait for room waited, until workers accepted them or they were refused.",
+    "Waiting time of answers that had to wait for room, until a worker accepted them or they were refused.",
     buckets=(0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
-PROMPT_TOKENS: Final = _counter("baton_prompt_tokens_total", GATEWAY, "Prompt tokens of whole answers.")
-OUTPUT_TOKENS: Final = _counter("baton_output_tokens_total", GATEWAY, "Tokens delivered to whole answers.")
+PROMPT_TOKENS: Final = _counter("baton_prompt_tokens_total", GATEWAY, "Prompt tokens of complete answers.")
+OUTPUT_TOKENS: Final = _counter("baton_output_tokens_total", GATEWAY, "Output tokens of complete answers.")
 CACHED_PREDICTED: Final = _counter(
     "baton_predicted_cached_tokens_total",
     GATEWAY,
-    "Prompt tokens that the placement of a whole answer's last attempt took to be cached.",
+    "Prompt tokens of complete answers that the last attempt's placement predicted to be cached.",
 )
 CACHED_ACTUAL: Final = _counter(
-    "baton_cached_tokens_total", GATEWAY, "Prompt tokens that were cached indeed, as its workers reported."
+    "baton_cached_tokens_total",
+    GATEWAY,
+    "Prompt tokens of complete answers that were actually cached, as the last attempt's workers reported.",
 )
 TTFT_PREDICTION: Final = _histogram(
     "baton_ttft_prediction_ratio",
     GATEWAY,
-    "Time from an attempt's placement to its first token, as a multiple of what the scheduler predicted.",
+    "Time from an attempt's placement to its first token, divided by the scheduler's prediction.",
     buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0, 10.0, 100.0),
 )
 WORKERS: Final = _gauge(
-    "baton_workers", ("gateway", "scheduler"), "Workers heard of lately, as this service sees it.", "role", "model"
+    "baton_workers",
+    ("gateway", "scheduler"),
+    "Workers with recent heartbeats, seen from this service.",
+    "role",
+    "model",
 )
 
 # ---------------------------------------------------------------- scheduler
@@ -192,7 +198,7 @@ WORKERS: Final = _gauge(
 PLACEMENTS: Final = _counter(
     "baton_placements_total",
     SCHEDULER,
-    "Placements answered, gateways' probes included; a refusal by its code.",
+    "Placements answered, gateways' probes included; refusals by their code.",
     "result",
     known=(
         *("disaggregated", "aggregated", "overloaded", "no_workers", "model_not_found", "invalid_request"),
@@ -202,17 +208,17 @@ PLACEMENTS: Final = _counter(
 PLACE_DURATION: Final = _histogram(
     "baton_place_duration_seconds",
     SCHEDULER,
-    "Time to place an attempt, the question to the index included.",
+    "Time to place an attempt, the index query included.",
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
 )
-PLACING: Final = _gauge("baton_placing", SCHEDULER, "Placements that are being decided.")
+PLACING: Final = _gauge("baton_placing", SCHEDULER, "Placements in progress.")
 WITHOUT_INDEX: Final = _counter(
-    "baton_placements_without_index_total", SCHEDULER, "Placements made without the index, which did not answer."
+    "baton_placements_without_index_total", SCHEDULER, "Placements made without the index, because it did not answer."
 )
 ASKED_AGAIN: Final = _counter(
     "baton_index_asked_again_total",
     SCHEDULER,
-    "Matches for which all indexes were asked, since the first that was asked was late.",
+    "Match queries sent to all indexes, because the first that was asked was late.",
 )
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
@@ -220,7 +226,7 @@ SOFT_PLACEMENTS: Final = _gauge(
 INCOMPATIBLE_PAIRS: Final = _gauge(
     "baton_incompatible_pairs",
     SCHEDULER,
-    "Pairs of a prefill and a decode worker of one model that cannot hand over, since their KV does not mean the same.",
+    "Pairs of a prefill and a decode worker of one model that cannot hand off, because their KV is incompatible.",
     "model",
 )
 
@@ -229,70 +235,73 @@ INCOMPATIBLE_PAIRS: Final = _gauge(
 MATCH_DURATION: Final = _histogram(
     "baton_match_duration_seconds",
     KVINDEX,
-    "Time to find in memory who holds how much of a prompt.",
+    "Time to find in memory which workers hold how much of a prompt.",
     buckets=(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01),
 )
 INDEX_BLOCKS: Final = _gauge(
-    "baton_index_blocks", KVINDEX, "Distinct blocks that a worker holds; the one tier so far is `engine`.", "tier"
+    "baton_index_blocks", KVINDEX, "Distinct blocks that workers hold; the only tier so far is `engine`.", "tier"
 )
 INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
 INDEX_COLD: Final = _gauge(
-    "baton_index_cold_blocks", KVINDEX, "Those of the distinct blocks for which memory has no room: they are in Redis."
+    "baton_index_cold_blocks",
+    KVINDEX,
+    "Distinct blocks that are spilled to Redis, for lack of memory.",
 )
 INDEX_MEMORY: Final = _gauge("baton_index_memory_bytes", KVINDEX, "Memory that blocks take, bounded by a setting.")
 INDEX_FORGOTTEN: Final = _gauge(
     "baton_index_forgotten_blocks",
     KVINDEX,
-    "Blocks that workers hold and that were let go, since memory has no room even for where they are in Redis.",
+    "Blocks that workers hold and the index has dropped: memory has no room even for their place in Redis.",
 )
-INDEX_RELOADS: Final = _counter(
-    "baton_index_reloads_total", KVINDEX, "Times that blocks were looked for among those in Redis."
-)
+INDEX_RELOADS: Final = _counter("baton_index_reloads_total", KVINDEX, "Lookups of spilled blocks in Redis.")
 INDEX_WORKERS: Final = _gauge("baton_index_workers", KVINDEX, "Workers that the index follows.")
 INDEX_SPECULATIVE: Final = _gauge(
     "baton_index_speculative_blocks",
     KVINDEX,
-    "Blocks of prompts that were placed on workers and are not held there yet.",
+    "Speculative blocks: those of prompts placed on workers that do not hold them yet.",
 )
 INDEX_MESSAGES: Final = _counter(
     "baton_index_messages_total",
     KVINDEX,
-    "Messages of KV events and hints; `stale` ones are of a life that is over. From `malformed` on they were refused,"
-    " and where something may be missing now, the worker is read anew.",
+    "Messages of KV events and hints; `stale` ones are of an earlier generation. From `malformed` on they were refused,"
+    " and if blocks may be missing now, the worker is resynced.",
     "result",
     known=(*("applied", "duplicate", "stale", "malformed", "oversized", "foreign_model", "unknown_worker", "full"),),
 )
 INDEX_RESYNCS: Final = _counter(
     "baton_index_resyncs_total",
     KVINDEX,
-    "Resyncs of a worker from its shadow map, by what they were needed for: it `joined` with events behind it, `gap` in"
-    " its events, `behind` its heartbeats, an event that made no sense (`unknown_parent`, `malformed`, `oversized`) or"
-    " had no room (`full`), `drift`: its fingerprint was another one though every event had come, `audit`: half of its"
-    " hits were lastingly missing, or `cold`: Redis lost what memory had no room for.",
+    "Resyncs of a worker from its shadow map, by reason: it `joined` with events behind it, `gap` in"
+    " its events, `behind` its heartbeats, an invalid event (`unknown_parent`, `malformed`, `oversized`) or one without"
+    " room (`full`), `drift`: its fingerprint differed though every event had arrived, `audit`: half of its hits were"
+    " persistently missing, or `cold`: Redis lost spilled blocks.",
     "reason",
     known=(*("joined", "behind", "gap", "unknown_parent", "malformed", "oversized", "full", "drift", "audit", "cold"),),
 )
 INDEX_AUDIT_PREDICTED: Final = _counter(
     "baton_index_audit_predicted_tokens_total",
     KVINDEX,
-    "Prompt tokens that placements took a worker to hold when they sent it a prompt to compute.",
+    "Prompt tokens that placements predicted a worker to hold when they sent it a prompt to compute.",
     "worker",
 )
 INDEX_AUDIT_CACHED: Final = _counter(
-    "baton_index_audit_cached_tokens_total", KVINDEX, "Those of them that the worker held indeed.", "worker"
+    "baton_index_audit_cached_tokens_total",
+    KVINDEX,
+    "Those of them that the worker actually held.",
+    "worker",
 )
 INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")
 INDEX_UNWRITTEN: Final = _gauge(
     "baton_index_unwritten", KVINDEX, "1 on the writer while changes wait for Redis, else 0."
 )
 INDEX_SEQUENCE: Final = _gauge(
-    "baton_index_stream_sequence", KVINDEX, "Newest message of the event stream that was read."
+    "baton_index_stream_sequence", KVINDEX, "Sequence number of the newest message read from the event stream."
 )
 
 # ---------------------------------------------------------------- prefill, decode
 
 WORKER: Final = _gauge(
-    "baton_worker_info", PREFILL_DECODE, "1; the labels say who this worker is.", "worker", "role", "model", "engine"
+    "baton_worker_info", PREFILL_DECODE, "1; the labels identify the worker.", "worker", "role", "model", "engine"
 )
 HELD: Final = _gauge(
     "baton_worker_attempts",
@@ -314,7 +323,7 @@ ENDED: Final = _counter(
 REFUSED: Final = _counter(
     "baton_worker_refusals_total",
     PREFILL_DECODE,
-    "Tasks refused, by reason; `parameters`: the engine does not take what the request asks.",
+    "Tasks refused, by reason; `parameters`: the engine does not support what the request asks.",
     "reason",
     known=(
         *("full", "leases", "draining", "generation", "role", "tombstone", "expired", "incomplete", "malformed"),
@@ -339,7 +348,7 @@ KV_BLOCKS: Final = _gauge(
 KV_CACHED: Final = _gauge(
     "baton_kv_cached_blocks", PREFILL_DECODE, "Engine blocks with a prefix that new requests can use, in use or free."
 )
-KV_RESERVED: Final = _gauge("baton_kv_reserved_blocks", PREFILL_DECODE, "Engine blocks that the ledger has promised.")
+KV_RESERVED: Final = _gauge("baton_kv_reserved_blocks", PREFILL_DECODE, "Engine blocks that the ledger has reserved.")
 ENGINE_REQUESTS: Final = _gauge("baton_engine_requests", PREFILL_DECODE, "Requests in the engine.", "state")
 ENGINE_BUSY: Final = _counter(
     "baton_engine_busy_seconds_total", PREFILL_DECODE, "Time in which the engine had something to compute."
@@ -347,12 +356,12 @@ ENGINE_BUSY: Final = _counter(
 ENGINE_PROMPT: Final = _counter(
     "baton_engine_prompt_tokens_total",
     PREFILL_DECODE,
-    "Prompt tokens: `computed` here, `cached` here, `pulled`.",
+    "Prompt tokens by source: `computed` here, `cached` here, `pulled`.",
     "source",
 )
 ENGINE_OUTPUT: Final = _counter("baton_engine_output_tokens_total", PREFILL_DECODE, "Tokens generated here.")
 PREEMPTIONS: Final = _counter(
-    "baton_engine_preemptions_total", PREFILL_DECODE, "Requests that the engine took blocks from."
+    "baton_engine_preemptions_total", PREFILL_DECODE, "Preemptions of requests by the engine."
 )
 PREFILL_QUEUED: Final = _gauge(
     "baton_prefill_queued_tokens", PREFILL_DECODE, "Prompt tokens accepted and not yet computed."
@@ -360,25 +369,25 @@ PREFILL_QUEUED: Final = _gauge(
 PREFILL_RATE: Final = _gauge(
     "baton_prefill_rate_tokens_per_second",
     PREFILL_DECODE,
-    "How fast prompts are computed, as placements reckon with it.",
+    "Prefill speed that placements assume.",
 )
 DECODE_RATE: Final = _gauge(
-    "baton_decode_rate_tokens_per_second", PREFILL_DECODE, "How fast one sequence grows, as placements reckon with it."
+    "baton_decode_rate_tokens_per_second", PREFILL_DECODE, "Decode speed of one sequence that placements assume."
 )
 TRANSFER_RATE: Final = _gauge(
-    "baton_transfer_rate_bytes_per_second", PREFILL_DECODE, "How fast pulls move, as placements reckon with it."
+    "baton_transfer_rate_bytes_per_second", PREFILL_DECODE, "Speed of pulls that placements assume."
 )
 PULLS: Final = _counter(
-    "baton_pulls_total", ("decode",), "Pulls that arrived whole and verified, rank by rank.", "backend"
+    "baton_pulls_total", ("decode",), "Pulls that arrived completely and verified, counted per rank.", "backend"
 )
 PULL_FAILURES: Final = _counter(
     "baton_pull_failures_total",
     ("decode",),
-    "Pulls that did not, by cause.",
+    "Pulls that failed, by cause.",
     "cause",
     known=tuple(cause for cause in Cause if cause is not Cause.NONE),
 )
-PULLED: Final = _counter("baton_pulled_bytes_total", ("decode",), "KV that was pulled.", "backend")
+PULLED: Final = _counter("baton_pulled_bytes_total", ("decode",), "KV pulled by decode.", "backend")
 PULL_MOVING: Final = _counter(
     "baton_pull_moving_seconds_total",
     ("decode",),
@@ -394,31 +403,31 @@ PULL_WAITING: Final = _counter(
 PULL_FALLBACKS: Final = _counter(
     "baton_pull_fallbacks_total",
     PREFILL_DECODE,
-    "Pulls whose preferred way failed where it should work: both ends have what it needs, and reach each other so. "
-    "The agent's log says once which way was taken, and why.",
+    "Pulls whose preferred backend failed although both ends support it and reach each other by it. "
+    "The agent's log says once which backend was used instead, and why.",
 )
 LANES_RETIRED: Final = _counter(
     "baton_transfer_lanes_retired_total",
     PREFILL_DECODE,
-    "Connections to a source that were lost, or given up because they hung while others got on.",
+    "Connections to a source that were lost, or given up because they hung while others progressed.",
 )
 AGENT_OPEN: Final = _gauge(
     "baton_agent_transfers",
     PREFILL_DECODE,
-    "In the transfer agents now: `leases`, `pulls`, asks `parked` for a lease to come.",
+    "Open in the transfer agents: `leases`, `pulls`, and asks `parked` until their lease opens.",
     "kind",
 )
 SERVED: Final = _counter("baton_served_bytes_total", PREFILL_DECODE, "KV that peers pulled from here.")
 LEASES_LOST: Final = _counter(
     "baton_leases_lost_total",
     PREFILL_DECODE,
-    "Leases that nobody fetched in time (`expired`) or that were `revoked`.",
+    "Leases that no peer fetched in time (`expired`) or that were `revoked`.",
     "cause",
 )
 CHECKSUM_FAILURES: Final = _counter(
     "baton_checksum_failures_total",
     PREFILL_DECODE,
-    "Blocks that arrived with other bytes than were sent, and were discarded.",
+    "Blocks that arrived with a wrong checksum, and were discarded.",
 )
 EVENTS_PUBLISHED: Final = _counter(
     "baton_kv_published_messages_total", PREFILL_DECODE, "Messages of KV events that the stream has stored."
