@@ -67,11 +67,13 @@ class Answer:
 class EngineProcess:
     def __init__(self, settings: dict[str, Any], gate: Path, python: str = sys.executable) -> None:
         self.gate = gate
+        # For the connector of these tests.
+        path = filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH")))
         self._process = subprocess.Popen(
             [python, str(DRIVER), json.dumps(settings)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=os.environ | {"BATON_TEST_GATE": str(gate)},
+            env=os.environ | {"BATON_TEST_GATE": str(gate), "PYTHONPATH": os.pathsep.join(path)},
             text=True,
         )
         self._numbers = itertools.count(1)
