@@ -25,7 +25,7 @@ TOKENS = len(SINK_BLOCKS) * BLOCK_TOKENS
 
 
 NATIVE_ONLY = pytest.mark.parametrize("make_agent", ["native"], indirect=True)
-"""Skip the test unless the agent has sockets."""
+"""Restricts a test to the agent with sockets."""
 
 
 @pytest.fixture(params=["native", "memory"])

@@ -20,7 +20,7 @@ LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 2, 64, 4, 100
 TERMINAL = {"pull_done", "pull_failed"}
 SLOTS = 2
 CHUNKS = 14
-"""Chunks of a complete pull, one per block: no honest sink has more in flight, so a source that counts more lost some."""
+"""Chunks of a complete pull, one per block: an honest sink has no more in flight, so a higher count means lost ones."""
 
 
 def crc_of(labels: list[Label]) -> int:

@@ -11,7 +11,7 @@ BLOCK = 32
 
 
 def block_bytes(pair: Pair) -> int:
-    """Of one block, all layers."""
+    """Bytes of one block, all layers."""
     return pair.decode.facts["kv_bytes_per_token"] * BLOCK
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler believes of its workers between two heartbeats."""
+"""The scheduler's estimate of its workers' loads between two heartbeats."""
 
 from __future__ import annotations
 
