@@ -33,7 +33,7 @@ class UcxContext {
   // Both throw std::runtime_error.
   void check_usable() const;
   void check(ucx::Status status, const char* what) const;
-  // Of the pool.
+  // The pool's memory, registered with UCX.
   [[nodiscard]] const std::vector<UcxMemory>& layers() const { return layers_; }
   [[nodiscard]] std::string text(ucx::Status status) const { return calls.status_string(status); }
 

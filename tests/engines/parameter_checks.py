@@ -1,4 +1,4 @@
-"""Prints the results of an engine's own parameter checks. Needs the engine's packages but runs no engine; see the tests."""
+"""Prints the results of an engine's own parameter checks. Needs the engine's packages, but runs no engine."""
 
 # pyright: basic, reportMissingImports=false
 

@@ -1,4 +1,4 @@
-"""Membership on the bus: processes that join, restart, leave and are lost, against an oracle that keeps all messages."""
+"""Membership on the bus: processes that join, restart, leave and are lost, against an oracle that keeps every one."""
 
 from __future__ import annotations
 
