@@ -468,7 +468,7 @@ class EngineSuite:
         await pair.settled()
 
     async def test_kv_of_another_prompt_is_not_found(self, pair: Pair) -> None:
-        """Whoever mixed them up: the attempt is the same, and so is the length."""
+        """The attempt is the same, and so is the length, so they are easily mixed up."""
         prefill = pair.request(pair.prompt(100), leg=Leg.PREFILL)
         await collect(pair.prefill, prefill)
         decode = pair.request(pair.prompt(100), leg=Leg.DECODE, name=prefill.request, budget_s=0.4)

@@ -228,7 +228,7 @@ def test_the_cuda_part_is_loaded_and_says_what_it_finds() -> None:
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["split", "fused"])
 def test_a_gpu_converts_as_the_host_does(fake_gpu: FakeGpu, order: Order, form: Form) -> None:
-    """From split NHD blocks of 16 tokens, directly and through the wire form. The planner's own test is in C++."""
+    """Conversions from split NHD blocks of 16 tokens, direct and by the wire form. The planner's own test is in C++."""
 
     def made(order: Order, form: Form, block_tokens: int) -> tuple[layout.Layout, DeviceMemory, layout.Pool]:
         like = layout.Layout(

@@ -36,7 +36,7 @@ GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 _pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
 BFLOAT16_TOLERANCE = 0.25
-"""Of a log-probability: logits of 8 to 16 are rounded to sixteenths. Of 120 prompts' 0.06 was the median, 0.18 most."""
+"""For a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
 PAIRS = (
     "sglang-64-to-sglang-1",
     "vllm-32-to-vllm-128",

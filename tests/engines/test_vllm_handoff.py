@@ -16,7 +16,7 @@ def block_bytes(pair: Pair) -> int:
 
 
 def sum_of_done_pulls(pair: Pair, figure: str) -> float:
-    """As the metrics count them: without what failed pulls had moved."""
+    """The bytes that the metrics count: without those of failed pulls."""
     return sum(totals[figure] for totals in pair.decode.ask("transfers")["pulls"].get("done", {}).values())
 
 

@@ -194,7 +194,7 @@ def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("way", ["shm"])
 def test_a_way_that_is_none_for_the_pool_is_not_fallen_back_from(start_peer: StartPeer) -> None:
-    """Of the defaults `direct` is for memory of our own, and engines have theirs."""
+    """The default backend `direct` needs memory of the agent's own, but engines have theirs."""
     sink = Node(NativeAgent(AgentOptions(secret="shared")))
     peer = start_peer(",".join(AgentOptions().backends))
     peer.lease(seed=1)

@@ -1,4 +1,4 @@
-"""Where an attempt runs, as a pure function."""
+"""The placement of an attempt, as a pure function."""
 
 from __future__ import annotations
 
