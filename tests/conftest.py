@@ -17,7 +17,7 @@ pytest_plugins = ["tests.contract.transfer_fixtures"]
 LEFT_OUT: Final = pytest.StashKey[int]()
 """Number of nightly tests that this run leaves out."""
 
-# `make test-nightly` takes many. A busy machine must not fail a property: how long an example takes is none.
+# `make test-nightly` runs many examples. No deadline per example: a busy machine must not fail a property.
 settings.register_profile("few", max_examples=50, deadline=None)
 settings.register_profile("many", max_examples=1000, deadline=None)
 settings.load_profile("few")
@@ -50,13 +50,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    # One that crashed has said nothing.
+    # A crashed worker has reported nothing.
     if output := getattr(node, "workeroutput", None):
         node.config.stash[LEFT_OUT] = output["left_out"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Say what was not run and how to have it run: the reason of a skip names it."""
+    """Report the tests that were not run; the reason of each skip names the way to run it."""
     skipped = Counter(str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", []))
     lines = [f"{count} skipped: {reason.removeprefix('Skipped: ')}" for reason, count in sorted(skipped.items())]
     if left_out := config.stash.get(LEFT_OUT, 0):
@@ -72,6 +72,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests see no `BATON_` variable of the developer's shell."""
+    """Hide the `BATON_` variables of the developer's shell from the tests."""
     for variable in [name for name in os.environ if name.startswith("BATON_")]:
         monkeypatch.delenv(variable)

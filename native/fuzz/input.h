@@ -1,4 +1,4 @@
-// What a fuzz target makes of its bytes: numbers, blobs, and frames that are well formed and may say anything.
+// A fuzz target's input, decoded from bytes: numbers, blobs, and well-formed frames with any content.
 #pragma once
 
 #include <cstdlib>
@@ -11,7 +11,7 @@ namespace baton::fuzz {
 
 using namespace baton::transfer;
 
-// What must never be false, whatever a peer sends.
+// Checks a condition that must hold whatever a peer sends.
 inline void require(bool good) {
   if (!good) std::abort();
 }
@@ -65,7 +65,7 @@ class Input {
   Bytes rest_;
 };
 
-// As the core gets it: without the length.
+// A frame without its length, as the core gets it.
 template <class Frame>
 Blob body(Frame frame) {
   Blob bytes = encode(std::move(frame));

@@ -239,7 +239,7 @@ BatonGpuStatus baton_gpu_ended(BatonGpuQueue* queue, BatonGpuResult* results, ui
     if (queue->taken == queue->launched) return;
     const OnDevice on(queue->gpu->device);
     if (queue->ended.load(std::memory_order_acquire) == queue->taken) {
-      // After an error nobody is told any more.
+      // After an error no one is notified any more.
       const cudaError_t error = cudaStreamQuery(queue->stream);
       if (error != cudaErrorNotReady) check(error, "the launch failed");
       return;

@@ -6,7 +6,7 @@ namespace baton::radix {
 
 Tree::Tree(bool counts_copies) : holdings_(counts_copies) {
   nodes_.take();  // kRoot
-  nodes_.take();  // kLost: above the nodes whose parents nobody told yet.
+  nodes_.take();  // kLost: the parent of nodes whose parents are still unknown.
 }
 
 void Tree::prepare() {

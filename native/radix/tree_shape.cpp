@@ -134,7 +134,7 @@ Tree::NodeNumber Tree::join(NodeNumber upper, NodeNumber lower) {
   if (upper <= kLost) return lower;
   Node& above = nodes_[upper];
   Node& below = nodes_[lower];
-  // What nobody holds is about to go, or rare.
+  // Nodes without holders are about to be freed, or rare.
   if (above.set != below.set || above.set == kNobody || above.end() != below.first ||
       above.length + below.length > kEdgeBlocksMax || above.first_child != lower || below.next != kNoNode ||
       below.first % Arena::kChunkSlots == 0) {
@@ -163,7 +163,7 @@ void Tree::join_around(NodeNumber number) {
   if (const NodeNumber child = nodes_[number].first_child; child != kNoNode) join(number, child);
 }
 
-// Hangs a node that nobody knew a place for where it belongs. Ids that contradict each other could close a circle.
+// Hangs a node without a place where it belongs. Ids that contradict each other could close a circle.
 void Tree::adopt(NodeNumber number, Place place) {
   if (place == kNowhere) return;
   if (place != kAtRoot) {

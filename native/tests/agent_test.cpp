@@ -194,7 +194,7 @@ void run_many_at_once(const std::string& backend) {
   }
 }
 
-// Agents die in the middle of everything, over and over; nothing is leaked and nobody hangs.
+// Agents die in the middle of everything, over and over; nothing leaks and no agent hangs.
 void run_sudden_ends(const std::string& backend) {
   for (std::uint32_t round = 0; round < 12; ++round) {
     Node source(backend), sink(backend);

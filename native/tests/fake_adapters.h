@@ -1,4 +1,4 @@
-// What stands in for hardware in tests/fabric meets in a folder.
+// The fake hardware of tests/fabric meets in a folder.
 #pragma once
 
 #include <cstdint>

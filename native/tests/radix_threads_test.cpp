@@ -1,4 +1,4 @@
-// Readers beside writers: every answer is one that the index could have given, and nobody waits for a whole call.
+// Readers beside writers: every answer is one that the index could have given, and no reader waits for a whole call.
 #include <atomic>
 #include <chrono>
 #include <thread>

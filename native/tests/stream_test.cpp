@@ -142,7 +142,7 @@ TEST(streams_write_nothing_of_a_payload_that_was_stopped) {
   CHECK(ends.sink.place(place, {{memory->data(), memory->size()}}));
   CHECK(!ends.sink.place(place, {{memory->data(), memory->size()}}));
   ends.sink.stop_placing(1);
-  memory->assign(memory->size(), 0xEE);  // It is somebody else's from here on.
+  memory->assign(memory->size(), 0xEE);  // It belongs to another owner from here on.
   CHECK(ends.source.send(encode(frames::KeepAlive{5})) && ends.run());
   CHECK(*memory == std::vector<std::uint8_t>(memory->size(), 0xEE));
   CHECK(ends.at_sink.empty() && ends.order() == std::vector<std::int64_t>({5}));

@@ -1,4 +1,4 @@
-// A queue pair by itself, over the fake adapters: what it may read, and that nobody may write.
+// A queue pair alone, over the fake adapters: the memory it may read, and the refusal of all writes.
 #include <poll.h>
 
 #include "tests/check.h"

@@ -48,10 +48,10 @@ class Agent {
  private:
   struct Connection {
     std::unique_ptr<Stream> stream;
-    std::unique_ptr<Converter> converter;  // Sink, where the source's blocks are not its own.
-    std::unique_ptr<DataPath> tried;       // Between offer and agreement.
+    std::unique_ptr<Converter> converter;  // On a sink whose blocks differ from the source's.
+    std::unique_ptr<DataPath> tried;       // The path tried between offer and agreement.
     const Backend* tried_backend = nullptr;
-    double answer_by_s = 0;  // Sink, while its proof is awaited.
+    double answer_by_s = 0;  // On a sink whose proof is pending.
     std::unique_ptr<DataPath> path;
     bool connecting = false;
     std::uint32_t watched = 0;
@@ -60,11 +60,11 @@ class Agent {
   // A stopped pull whose last writes an adapter still carries out.
   struct Fence {
     PullId pull = 0;
-    double until_s = 0;  // Then the connections that write are closed, which ends them.
+    double until_s = 0;  // After this the writing connections are closed, which ends their writes.
   };
 
-  // What epoll says of the agent's own descriptors; every other token is a connection's id, with a bit of its own for
-  // the descriptor of its data path.
+  // epoll tokens of the agent's own descriptors. Every other token is a connection's id, with an extra bit for the
+  // descriptor of its data path.
   static constexpr std::uint64_t kListenToken = ~std::uint64_t{0};
   static constexpr std::uint64_t kWakeToken = kListenToken - 1;
   static constexpr std::uint64_t kPathBit = std::uint64_t{1} << 63;
@@ -80,7 +80,7 @@ class Agent {
   void check_usable_locked() const;
   void wake() const;
 
-  // The progress thread's own.
+  // Called by the progress thread only.
   void run();
   void run_until_stopped();
   [[nodiscard]] int timeout_ms();
@@ -119,7 +119,7 @@ class Agent {
   int wake_fd_ = -1;
   int notify_fd_ = -1;
 
-  std::mutex mutex_;  // Guards what follows, up to the blank line.
+  std::mutex mutex_;  // Guards the members below, up to the blank line.
   Core core_;
   std::vector<Action> actions_;
   std::deque<Report> reports_;
@@ -127,17 +127,17 @@ class Agent {
   bool closed_ = false;
 
   std::atomic<bool> stopping_ = false;
-  Pool pool_;                                // Written once, before any chunk can be asked for, as are the next two.
+  Pool pool_;                                // Written once, before any chunk can be requested, as are the next two.
   std::optional<layout::Pool> layout_pool_;  // The same with its layout, if it has one.
   Fabrics fabrics_;
   std::unordered_map<ConnectionId, Connection> connections_;
   std::vector<Event> happened_;
   std::vector<ConnectionId> dirty_;    // Have something to send.
   std::vector<ConnectionId> working_;  // May have chunks to copy.
-  std::vector<ConnectionId> proving_;  // Of some the answer may be given meanwhile.
+  std::vector<ConnectionId> proving_;  // Some may have answered meanwhile.
   std::vector<Fence> fences_;
   ConnectionId next_accepted_ = 1;
-  double accept_again_s_ = 0;  // 0: newcomers are watched for.
+  double accept_again_s_ = 0;  // 0: new connections are accepted.
   std::size_t reports_max_;
   std::thread thread_;
 };

@@ -260,7 +260,7 @@ void Agent::accept_all(int listener) {
   }
 }
 
-// Without a free descriptor whoever waits cannot be accepted, and epoll would say so without end.
+// Without a free descriptor waiting connections cannot be accepted, and epoll would report them endlessly.
 void Agent::pause_accepting() {
   for (const int listener : listen_fds_) ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listener, nullptr);
   accept_again_s_ = now_s() + kAcceptPauseS;

@@ -1,4 +1,4 @@
-// The progress thread's side of staging: the memory, and the conversions from there into the pool.
+// The progress thread's side of staging: the memory, and the conversions from it into the pool.
 #pragma once
 
 #include <deque>
@@ -15,15 +15,15 @@ class Converter {
   // `own` must outlive it. Throws std::bad_alloc.
   Converter(const Geometry& source, const Limits& limits, const layout::Pool& own);
 
-  // What chunks are placed into: blocks like the source's. A chunk has its slot to itself, whatever its tensor is, so
-  // all tensors share one piece of memory.
+  // The destination of chunks: blocks like the source's. Each chunk has a slot of its own, whatever its tensor, so all
+  // tensors share one piece of memory.
   [[nodiscard]] const Pool& pool() const { return pool_; }
   [[nodiscard]] std::uint64_t chunk_bytes_max() const { return chunk_bytes_max_; }
 
   void convert(const Convert& chunk) { waiting_.push_back(chunk); }
-  // After this returns nothing of the pull is written.
+  // Once this returns, nothing of the pull is written.
   void stop(PullId pull);
-  // Converts one chunk; whether there are more.
+  // Converts one chunk; returns whether there are more.
   bool advance(std::vector<Event>& happened);
 
  private:
@@ -32,7 +32,7 @@ class Converter {
   Pool pool_;
   layout::Pool staged_;
   const layout::Pool& own_;
-  std::deque<Convert> waiting_;  // At most one for each slot.
+  std::deque<Convert> waiting_;  // At most one per slot.
 };
 
 }  // namespace baton::transfer

@@ -1,5 +1,5 @@
 // The transfer agent as a state machine: events in, actions out. No I/O, no clock, no threads, no randomness of its
-// own: the same options and events give the same actions. Who owns it carries the actions out (agent.h, or a test).
+// own: the same options and events give the same actions. Its owner carries the actions out (agent.h, or a test).
 #pragma once
 
 #include <map>
@@ -24,10 +24,10 @@ class Core {
   // `now_s` never falls. A command with bad arguments throws std::invalid_argument; it must stand alone in its step.
   [[nodiscard]] std::vector<Action> step(double now_s, std::span<const Event> events);
 
-  // When `step` wants to be called though nothing happens; infinity: never.
+  // The time at which `step` must be called even without an event; infinity: never.
   [[nodiscard]] double wake_s() const { return out_.wake_s(); }
 
-  // Of a lease, 0 when the key is unknown.
+  // Generation of a lease; 0 if the key is unknown.
   [[nodiscard]] std::uint64_t generation(const Key& key) const { return source_.generation(key); }
   [[nodiscard]] Stats stats() const;
   [[nodiscard]] const Geometry& geometry() const { return geometry_; }
@@ -51,7 +51,7 @@ class Core {
   void open_connection(double now_s, ConnectionId connection, Handshake::Side side);
   [[nodiscard]] Digest make_nonce();
 
-  Options options_;  // Only its faults ever change.
+  Options options_;  // Only the faults change.
   Geometry geometry_;
   Outbox out_;
   Stats stats_;

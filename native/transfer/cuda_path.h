@@ -1,4 +1,4 @@
-// What the ways through CUDA memory share: chunks wait, go together in one launch, and are judged by its results.
+// Code shared by the data paths through CUDA memory: chunks wait, go together in one launch, and end by its results.
 #pragma once
 
 #include <list>
@@ -8,11 +8,11 @@
 
 namespace baton::transfer {
 
-// Throws std::runtime_error where this agent has none that can be used.
+// Throws std::runtime_error if this agent has no usable one.
 [[nodiscard]] CudaPool& cuda_pool(const Site& site);
-// What such backends keep.
+// Prepares the state that these backends keep per agent.
 void prepare_cuda(const FabricOptions& options, const Pool& pool, Fabrics& fabrics);
-// Makes one end of a path; of what it throws, `why` tells.
+// Makes one end of a path. Returns null, with the reason in `why`, if its constructor throws.
 template <class Path, class... Arguments>
 [[nodiscard]] std::unique_ptr<DataPath> try_cuda(std::string& why, Arguments&&... arguments) {
   try {
@@ -23,7 +23,7 @@ template <class Path, class... Arguments>
   }
 }
 
-// Chunks of the source's, each of which the device handles before the sink is told.
+// The source's end: the device handles each chunk before the sink is told.
 class CudaServing : public DataPath {
  public:
   explicit CudaServing(const Site& site) : site_(site), cuda_(cuda_pool(site)), queue_(*cuda_.device()) {}
@@ -45,12 +45,12 @@ class CudaServing : public DataPath {
   };
 
   enum class Way : std::uint8_t { later, device, served };
-  // Where the chunk goes, if it goes by the device.
+  // Decides whether the device moves the chunk, and where to.
   [[nodiscard]] virtual Way direct(Serving& serving, BatonGpuGate& gate, std::uint64_t& dense) = 0;
   virtual void served(const Serving& serving, std::uint32_t sum) = 0;
-  // What was directed somewhere comes to nothing.
+  // A directed chunk was not moved.
   virtual void dropped(const Serving&) {}
-  // Of a launch without a chunk.
+  // A launch without a chunk has ended.
   virtual void proven() {}
 
   Site site_;
@@ -68,12 +68,12 @@ class CudaServing : public DataPath {
   std::string why_;
 
  protected:
-  gpu::Queue queue_;  // Goes first: until then kernels may use the rest.
+  gpu::Queue queue_;  // Destroyed first: until then kernels may use the rest.
 };
 
 static_assert(sizeof(Token) <= BATON_GPU_SCRATCH_BYTES);
 
-// Chunks of the sink's, which the device writes into its blocks.
+// The sink's end: the device writes chunks into the sink's blocks.
 class CudaPlacing : public ReadingSink {
  public:
   CudaPlacing(const Site& site, RemotePool remote) : ReadingSink(site, std::move(remote)), cuda_(cuda_pool(site)) {}
@@ -84,7 +84,7 @@ class CudaPlacing : public ReadingSink {
 
  protected:
   [[nodiscard]] virtual BatonGpuGate gate_of(const Read& read) = 0;
-  // Begins to read the source's token as chunks are read.
+  // Begins to read the source's token in the same way as chunks.
   void prove(std::uint64_t token_address, const BatonGpuGate& gate);
   bool poll() override;
   bool begin(Read& read) override;
@@ -100,7 +100,7 @@ class CudaPlacing : public ReadingSink {
   std::string why_;
 
  protected:
-  gpu::Queue queue_{*cuda_.device()};  // Goes first: it is the fence.
+  gpu::Queue queue_{*cuda_.device()};  // Destroyed first: it is the fence.
 };
 
 }  // namespace baton::transfer

@@ -1,12 +1,12 @@
-// A pool in CUDA memory: what its agent tells peers on the device itself, and what it sees of a peer's.
+// A pool in CUDA memory: the words that its agent publishes to peers on the device, and the view of a peer's pool.
 //
 // Beside the pool lies one page of words, the control memory, which peers map and read, never write:
 //
 //    | token, 32 bytes | released | rest of 64 bytes | epoch 0 | epoch 1 | …
 //
-// `released` only grows: layers that were posted behind a stream's work are released once it has the value that they
-// were posted with. An epoch belongs to one pull over one connection; it changes when the source serves that pull no
-// longer, and no value comes twice.
+// `released` only grows: layers posted behind a stream's work are released once it has the value that they were posted
+// with. An epoch belongs to one pull over one connection; it changes when the source stops serving that pull, and no
+// value repeats.
 #pragma once
 
 #include <chrono>
@@ -22,7 +22,7 @@
 
 namespace baton::transfer {
 
-// By which a peer's kernel knows that it reads what it is meant to.
+// The token by which a peer's kernel verifies that it reads the right memory.
 struct CudaGrant {
   static constexpr std::size_t kBytes = 20;
   std::uint64_t released = 0;
@@ -36,37 +36,37 @@ struct CudaGrant {
 void put_handle(class Writer& writer, const BatonGpuHandle& handle);
 [[nodiscard]] BatonGpuHandle get_handle(class Reader& reader);
 
-// The pieces of a chunk, in its order, between the pool and a place where it lies dense. `dense` 0: none, only summed.
+// The pieces of a chunk, in order, between the pool and a dense copy at `dense`; 0: no copy, only summed.
 [[nodiscard]] std::vector<BatonGpuPiece> cuda_pieces(const Pool& pool, std::uint32_t layer,
                                                      std::span<const std::uint32_t> blocks, std::uint64_t dense);
 
-// Of one agent.
+// One agent's pool in CUDA memory.
 class CudaPool {
   using Clock = std::chrono::steady_clock;
 
  public:
-  // What is not to be had is said by `device`.
+  // Does not throw if the device is unusable: `device` does.
   CudaPool(const FabricOptions& options, const Pool& pool);
 
-  // Throws std::runtime_error where the pool's device cannot be used.
+  // Throws std::runtime_error if the pool's device cannot be used.
   [[nodiscard]] const std::shared_ptr<gpu::Device>& device() const;
   [[nodiscard]] const Token& token() const { return token_; }
-  // What a peer needs to see the pool: see CudaPeer.
+  // Writes the handles from which a peer makes its CudaPeer.
   void put(class Writer& writer) const;
   [[nodiscard]] const Pool& pool() const { return pool_; }
 
-  // Any thread. The value that `released` has once what is in the stream now has ended. Throws gpu::Error.
+  // Any thread. Returns the value of `released` once the work now in the stream has ended. Throws gpu::Error.
   [[nodiscard]] std::uint64_t release_after(std::uint64_t stream);
   [[nodiscard]] std::uint64_t released_address() const;
 
-  // Nothing where all are taken.
+  // Returns nothing if all are taken.
   [[nodiscard]] std::optional<std::uint32_t> take_epoch();
   [[nodiscard]] std::uint64_t epoch_is(std::uint32_t epoch) const { return epochs_[epoch]; }
-  // From here on peers that read by it know better. Throws gpu::Error.
+  // From now on peers that read under this epoch find it changed. Throws gpu::Error.
   void end_epoch(std::uint32_t epoch);
 
-  // Memory that one peer may write into, all zeros. It is used again only when no kernel of an earlier peer can still
-  // write there, and freed with the pool: who maps it need not have let go. Throws gpu::Error.
+  // Zeroed memory that one peer may write into. It is reused only when no kernel of an earlier peer can still write
+  // there, and freed with the pool, even while a peer still maps it. Throws gpu::Error.
   [[nodiscard]] std::unique_ptr<gpu::Memory> take_window(std::uint64_t bytes);
   void rest_window(std::unique_ptr<gpu::Memory> window);
 
@@ -81,9 +81,9 @@ class CudaPool {
   BatonGpuHandle control_handle_{};
   std::vector<BatonGpuHandle> allocations_;
   std::vector<std::uint32_t> allocation_of_;  // By layer.
-  RemotePool offsets_;                        // Of the layers, within their allocations.
+  RemotePool offsets_;                        // Offsets of the layers within their allocations.
   std::mutex mutex_;
-  std::uint64_t released_ = 0;  // Under the mutex.
+  std::uint64_t released_ = 0;  // Guarded by the mutex.
   std::vector<std::uint64_t> epochs_;
   std::vector<std::uint32_t> free_epochs_;
   struct Resting {
@@ -93,10 +93,10 @@ class CudaPool {
   std::deque<Resting> resting_;
 };
 
-// A source's pool and words, as this process sees them.
+// A source's pool and words, mapped into this process.
 class CudaPeer {
  public:
-  // Throws std::runtime_error where they cannot be seen, or do not lie where the source says.
+  // Throws std::runtime_error if they cannot be mapped, or do not lie where the source says.
   CudaPeer(const CudaPool& own, class Reader& reader);
 
   [[nodiscard]] RemotePool pool() const { return pool_; }

@@ -129,7 +129,7 @@ class CudaPutSink : public CudaPlacing {
     try {
       cuda_.device()->write(window_->address() + kEpochAt, 1);
     } catch (const std::runtime_error&) {
-      // The device has failed: nobody puts anything there.
+      // The device has failed: nothing is written there.
     }
     cuda_.rest_window(std::move(window_));
   }

@@ -1,8 +1,8 @@
-// How a connection's chunks travel: one interface, and one file for each way (see backends.cpp for the list).
+// The data path of a connection's chunks: one interface, and one file per backend (see backends.cpp for the list).
 //
-// All calls come from the agent's progress thread and return without waiting. What an implementation completes, at once
-// or later, it appends to the events it was made with. What takes time, it does in `advance`, a chunk at a time, so
-// that commands, frames and other connections get their turn in between.
+// All calls come from the agent's progress thread and return without waiting. An implementation appends completions, at
+// once or later, to the events it was made with. Slow work happens in `advance`, one chunk at a time, so that commands,
+// frames and other connections get their turn in between.
 //
 //   inline       source: serve ─▶ Served, the payload goes before its trailer          sink: place ─▶ Placed
 //   slots        source: serve ─▶ Served(slot), once the slot is filled                sink: place ─▶ Placed(slot)
@@ -25,15 +25,15 @@ class VerbsDevices;
 class UcxContext;
 class CudaPool;
 
-// What backends keep for all connections of an agent, since the pool is registered with an adapter once. Made when it
-// is first needed; every connection goes before it does.
+// State that backends keep for all connections of an agent, since the pool is registered with an adapter only once.
+// Made on first use; outlives every connection.
 struct Fabrics {
   std::shared_ptr<VerbsDevices> verbs;
   std::shared_ptr<UcxContext> ucx;
   std::shared_ptr<CudaPool> cuda;
 };
 
-// What one end of a connection's data path may use.
+// The objects that one end of a connection's data path may use.
 struct Site {
   ConnectionId connection = 0;
   Stream& stream;
@@ -52,39 +52,39 @@ class DataPath {
   DataPath& operator=(const DataPath&) = delete;
   virtual ~DataPath() = default;
 
-  // Handshake. Source: what the sink needs to try this way. Sink: the proof that it works; nothing: `advance` is still
-  // at it. Source: whether that is one, or whether there is more to say: then it is asked for one more offer, to
-  // which the sink is resumed.
+  // Handshake. Source, `offer`: the data for the sink to try this way. Sink, `proof`: the proof that it works; nothing
+  // while `advance` still works on it. Source, `check`: whether the proof is valid; `has_more_to_offer`: whether there
+  // is one more offer, which the sink gets by `resume`.
   [[nodiscard]] virtual Blob offer() const { return {}; }
   [[nodiscard]] virtual std::optional<Blob> proof() const { return Blob{}; }
   [[nodiscard]] virtual bool check(const Blob&) { return true; }
   [[nodiscard]] virtual bool has_more_to_offer() const { return false; }
   [[nodiscard]] virtual bool resume(const Blob&) { return false; }
-  // Sink, with its proof: what else its owner should know of this way.
+  // Sink, with its proof: a note about this way for its owner.
   [[nodiscard]] virtual std::string note() const { return {}; }
   virtual void use(bool checksum) = 0;
 
-  // Source: let the sink have the chunk's blocks; ends in `Served` or `Granted`.
+  // Source: serves the chunk's blocks to the sink; ends in `Served` or `Granted`.
   virtual void serve(const Serve& chunk) = 0;
-  // Source: forget chunks of a pull whose reading has not begun.
+  // Source: forgets a pull's chunks that are not being read yet.
   virtual void stop_serving(PullId pull) = 0;
   // Source: a slot is empty again. False: the peer broke the protocol, as below.
   [[nodiscard]] virtual bool credit(std::int32_t) { return false; }
-  // Sink: write the chunk into its blocks; ends in `Placed`.
+  // Sink: writes the chunk into its blocks; ends in `Placed`.
   [[nodiscard]] virtual bool place(const Place& chunk) = 0;
-  // Sink: after this returns nothing of a pull's earlier `place` begins to write. What an adapter has begun may go on,
-  // while `places` says so; nothing writes any more once the path is destroyed.
+  // Sink: once this returns, no earlier `place` of the pull begins to write. Writes that an adapter has begun may go on
+  // while `places` returns true; nothing writes once the path is destroyed.
   virtual void stop_placing(PullId pull) = 0;
   [[nodiscard]] virtual bool places(PullId) const { return false; }
-  // Does the next piece of work. `more`: call again, with no need to wait for anything.
+  // Does the next piece of work. `more`: call again without waiting.
   [[nodiscard]] virtual Turn advance() { return Turn::idle; }
-  // Readable when `advance` has something to do; -1: never of itself.
+  // Readable when `advance` has something to do; -1: there is no such descriptor.
   [[nodiscard]] virtual int fd() const { return -1; }
-  // Of a path that is broken.
+  // The reason why the path is broken.
   [[nodiscard]] virtual std::string why() const { return "the peer's memory cannot be read"; }
 };
 
-// A way whose chunks the progress thread copies itself, one per turn.
+// A data path whose chunks the progress thread copies itself, one per turn.
 class CopyingPath : public DataPath {
  public:
   explicit CopyingPath(const Site& site) : site_(site) {}
@@ -98,36 +98,36 @@ class CopyingPath : public DataPath {
  protected:
   [[nodiscard]] virtual bool can_serve() const { return true; }
   virtual void serve_now(const Serve& chunk) = 0;
-  // Returns whether the chunk could be read; `crc` is of what was written.
+  // Returns whether the chunk could be read; `crc` is that of the bytes written.
   [[nodiscard]] virtual bool place_now(const Place& chunk, std::uint32_t& crc) = 0;
 
   Site site_;
   bool checksum_ = true;
 
  private:
-  // Bounded by what the core asks for per pull.
+  // Bounded by the core's limit on requests per pull.
   std::deque<Serve> serving_;
   std::deque<Place> placing_;
 };
 
 struct Backend {
   std::string_view name;
-  // Both return null where this way does not work, and then say why.
+  // Both return null, with the reason in `why`, if this way does not work.
   std::unique_ptr<DataPath> (*at_source)(const Site& site, std::string& why);
   std::unique_ptr<DataPath> (*at_sink)(const Site& site, const Blob& offer, std::string& why);
-  // Whether several connections move more than one. Not where one core of this host copies anyway.
+  // Whether several connections are faster than one. False if a single core of this host copies anyway.
   bool striped = false;
-  // What this backend keeps; takes as long as it takes to pin the pool's memory. Null: nothing.
+  // Makes the state that this backend keeps, which takes as long as pinning the pool's memory. Null: no state.
   void (*prepare)(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) = nullptr;
-  // Whether it moves pools in CUDA memory, which no host code may touch.
+  // Whether it moves pools in CUDA memory, which host code must not touch.
   bool device = false;
   // Whether both ends must be on one host.
   bool local = false;
-  // Whether the source has what this way needs: the pool, the adapter. Null: any has. Where it has not, nothing failed.
+  // Whether the source has what this way needs: the pool, the adapter. Null: always. False is not a failure.
   bool (*fits)(const Site& site) = nullptr;
 };
 
-// One per file.
+// The backends, one per file.
 extern const Backend kCudaIpc;
 extern const Backend kCudaPut;
 extern const Backend kDirect;
@@ -137,7 +137,7 @@ extern const Backend kVerbs;
 extern const Backend kUcx;
 extern const Backend kTcp;
 
-// All of this build, the fastest first.
+// All backends of this build, the fastest first.
 [[nodiscard]] std::span<const Backend* const> backends();
 [[nodiscard]] const Backend* find_backend(std::string_view name);
 

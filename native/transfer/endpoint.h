@@ -1,5 +1,5 @@
-// How an agent is named to others: its rails and its life, "host:port[@label][~distance],.../incarnation". Opaque
-// outside this folder.
+// An agent's endpoint: its rails and its incarnation, "host:port[@label][~distance],.../incarnation". Opaque outside
+// this folder.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@ inline constexpr std::size_t kRailsMax = 16;
 // One address of an agent.
 struct Rail {
   std::string address;         // host:port
-  std::string label;           // Of letters, digits, '_', '.' and '-'; may be empty.
-  std::uint32_t distance = 0;  // The nearest rails that work carry all; farther ones step in when those are lost.
+  std::string label;           // Letters, digits, '_', '.' and '-'; may be empty.
+  std::uint32_t distance = 0;  // The nearest working rails carry all; farther ones take over when those are lost.
   [[nodiscard]] const std::string& name() const { return label.empty() ? address : label; }
 };
 
@@ -24,7 +24,7 @@ struct Endpoint {
   std::uint64_t incarnation = 0;
 };
 
-// Both give nothing for text that is none; port 0 is for listening only.
+// Both return nothing for malformed text; port 0 is for listening only.
 [[nodiscard]] std::optional<Rail> parse_rail(const std::string& text, bool listening);
 [[nodiscard]] std::optional<Endpoint> parse_endpoint(const std::string& text);
 [[nodiscard]] std::string format_endpoint(const Endpoint& endpoint);

@@ -1,4 +1,4 @@
-// What goes into the core (events) and what comes out of it (actions). All are plain values.
+// The core's inputs (events) and outputs (actions). All are plain values.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct PostReady {
   std::uint64_t generation = 0;
   std::int32_t layer = 0;  // -1: all.
   std::uint32_t tokens = 0;
-  std::uint64_t released = 0;  // What of the device's work they follow, for the data path; 0: none.
+  std::uint64_t released = 0;  // The point of the device's work that they follow, for the data path; 0: none.
 };
 struct CompleteLease {
   Key key{};
@@ -56,11 +56,11 @@ struct ReleaseLease {
   Key key{};
   std::string endpoint;
 };
-// From now on; a pull that has its first bytes keeps its delay.
+// Takes effect from now on; a pull that has its first bytes keeps its delay.
 struct SetFaults {
   Faults faults;
 };
-struct Shutdown {};  // Every pull fails, every lease ends.
+struct Shutdown {};  // Fails every pull and ends every lease.
 
 // ---------------------------------------------------------------- events: what happened outside
 
@@ -70,7 +70,7 @@ struct Accepted {
 struct Connected {
   ConnectionId connection = 0;
 };
-// Nothing of this connection is read, written or placed any more.
+// From now on nothing of this connection is read, written or placed.
 struct Closed {
   ConnectionId connection = 0;
   std::string detail;
@@ -86,7 +86,7 @@ struct DataArrived {
   std::uint32_t sequence = 0;
   std::uint64_t bytes = 0;
 };
-// All bytes of a chunk have been read from the pool: what happens to them from now on does not matter.
+// All bytes of a chunk have been read from the pool: they may change from now on.
 struct Served {
   ConnectionId connection = 0;
   PullId pull = 0;
@@ -94,15 +94,15 @@ struct Served {
   std::int32_t slot = -1;  // -1: the payload went inline.
   std::uint32_t crc = 0;
 };
-// The sink may read a chunk where it lies; `crc` was taken there.
+// The sink may read a chunk in the source's blocks; `crc` was computed there.
 struct Granted {
   ConnectionId connection = 0;
   PullId pull = 0;
   std::uint32_t sequence = 0;
   std::uint32_t crc = 0;
-  Blob where;  // For the sink's data path.
+  Blob where;  // The location, for the sink's data path.
 };
-// A chunk lies in its destination blocks; `crc` is of what was written there. Its slot, if it had one, is empty again.
+// A chunk is in its destination blocks; `crc` is of the bytes written. Its slot, if it had one, is empty again.
 struct Placed {
   ConnectionId connection = 0;
   PullId pull = 0;
@@ -110,13 +110,13 @@ struct Placed {
   std::int32_t slot = -1;
   std::uint32_t crc = 0;
 };
-// What was staged of a chunk has been written into the pool's blocks.
+// A staged chunk's tokens have been written into the pool's blocks.
 struct Converted {
   ConnectionId connection = 0;
   PullId pull = 0;
   std::uint32_t sequence = 0;
 };
-// Answer to `StopPlacing`: nothing writes this pull's blocks before the next `Place` or `Convert`.
+// The answer to `StopPlacing`: nothing writes this pull's blocks before the next `Place` or `Convert`.
 struct PlacingStopped {
   PullId pull = 0;
 };
@@ -124,15 +124,15 @@ struct BackendOffered {
   ConnectionId connection = 0;
   bool ok = false;
   Blob offer;
-  std::string why;   // Not, if so.
+  std::string why;   // The reason if it is not available.
   bool fits = true;  // Whether the source has what this way needs.
 };
 struct BackendAccepted {
   ConnectionId connection = 0;
   bool ok = false;
   Blob proof;
-  std::string why;   // Not, or, if so, what else there is to know of this way.
-  bool fits = true;  // Whether this is a way between the two pools.
+  std::string why;   // The reason if it failed, otherwise a note about this way.
+  bool fits = true;  // Whether this way suits the two pools.
 };
 struct BackendChecked {
   ConnectionId connection = 0;
@@ -149,7 +149,7 @@ using Event =
 struct Connect {
   ConnectionId connection = 0;
   std::string address;  // host:port
-  std::string label;    // Leave from the own rail of this label, if there is one.
+  std::string label;    // Connect from this agent's rail with this label, if there is one.
 };
 struct Close {
   ConnectionId connection = 0;
@@ -159,7 +159,7 @@ struct Send {
   ConnectionId connection = 0;
   Blob frame;
 };
-// Let the sink have blocks of the pool; answered by `Served` or `Granted`, unless stopped before it began.
+// Serve blocks of the pool to the sink; answered by `Served` or `Granted`, unless stopped before it began.
 struct Serve {
   ConnectionId connection = 0;
   PullId pull = 0;
@@ -167,7 +167,7 @@ struct Serve {
   std::uint32_t layer = 0;  // Counts tensors, as in `Place`.
   std::vector<std::uint32_t> blocks;
   std::uint64_t released = 0;  // As posted with this layer.
-  // Injected, after the checksum was taken, or before it.
+  // Injected corruption, after the checksum or before it.
   Corruption corruption = Corruption::none;
   bool before_checksum = false;
 };
@@ -189,29 +189,29 @@ struct Place {
   std::int32_t slot = -1;
   std::uint32_t layer = 0;
   std::vector<std::uint32_t> blocks;
-  Blob where;  // Of a granted chunk.
+  Blob where;  // The location of a granted chunk.
 };
-// The source's blocks are not this side's: from here on chunks of this connection are placed into blocks of its own,
-// the numbers of which `Place` then means.
+// The source's blocks differ from this side's: from now on chunks of this connection are placed into staging blocks,
+// and `Place` carries their numbers.
 struct Stage {
   ConnectionId connection = 0;
   Geometry source;
 };
-// Write tokens of a chunk, which lies whole in staged blocks, into blocks of the pool; answered by `Converted`, unless
-// the pull is stopped or the connection closes.
+// Write tokens of a complete chunk in staging blocks into blocks of the pool; answered by `Converted`, unless the pull
+// is stopped or the connection closes.
 struct Convert {
   ConnectionId connection = 0;
   PullId pull = 0;
   std::uint32_t sequence = 0;
   std::uint32_t layer = 0;  // Counts the source's tensors.
   std::vector<std::uint32_t> staged;
-  std::uint32_t staged_origin = 0;  // The position in the sequence at which the first of these blocks begins.
+  std::uint32_t staged_origin = 0;  // Position in the sequence at which the first of these blocks begins.
   std::vector<std::uint32_t> blocks;
   std::uint32_t origin = 0;
   std::uint32_t first_token = 0;
   std::uint32_t tokens = 0;
 };
-// Throw away the inline payload that was announced.
+// Discard the announced inline payload.
 struct Discard {
   ConnectionId connection = 0;
 };
@@ -232,7 +232,7 @@ struct CheckBackend {
   std::string backend;
   Blob proof;
 };
-// From here on chunks of this connection take this way.
+// From now on chunks of this connection take this way.
 struct UseBackend {
   ConnectionId connection = 0;
   std::string backend;

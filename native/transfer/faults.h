@@ -1,4 +1,4 @@
-// Injected faults, for tests and benchmarks; the words are those of baton.transfer.TransferFaults.
+// Injected faults, for tests and benchmarks; the names are those of baton.transfer.TransferFaults.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace baton::transfer {
 
-// What becomes of a chunk's bytes.
+// The damage to a chunk's bytes.
 enum class Corruption : std::uint8_t { none, flip, zero, shift };
 inline constexpr std::uint8_t kCorruptions = 4;
 
@@ -21,7 +21,7 @@ struct Faults {
 };
 
 inline void corrupt(std::span<std::uint8_t> bytes, Corruption corruption) {
-  constexpr std::size_t kShift = 64;  // Of any number format some whole numbers.
+  constexpr std::size_t kShift = 64;  // A multiple of the size of every number format.
   const auto middle = bytes.begin() + static_cast<std::ptrdiff_t>(bytes.size() / 2);
   switch (corruption) {
     case Corruption::none:

@@ -1,4 +1,4 @@
-// How two agents meet. One object per connection, on each side.
+// The handshake between two agents. One object per connection, on each side.
 //
 //   sink                                    source
 //    Hello(version, nonce)            ──▶
@@ -9,7 +9,7 @@
 //    Answer(ok, proof, why, fits)     ──▶                                 one works; tcp needs no offer
 //                                     ◀──   Agreed(backend, checksum, declined, fallback)
 //
-// The secret proves who speaks; it does not encrypt or sign what follows.
+// The secret authenticates the two agents; it does not encrypt or sign the later traffic.
 #pragma once
 
 #include <string>
@@ -25,7 +25,7 @@ class Handshake {
   enum class Side : std::uint8_t { sink, source };
   enum class Outcome : std::uint8_t { going, agreed, refused, malformed };
 
-  // `expected_incarnation`: of the source, as its endpoint says; 0 on the source's side.
+  // `expected_incarnation`: the source's, from its endpoint; 0 on the source's side.
   Handshake(Side side, ConnectionId connection, const Options& options, const Geometry& geometry, const Digest& nonce,
             std::uint64_t expected_incarnation);
 
@@ -39,16 +39,16 @@ class Handshake {
   [[nodiscard]] bool agreed() const { return step_ == Step::agreed; }
   [[nodiscard]] const std::string& backend() const { return backend_; }
   [[nodiscard]] bool checksum() const { return checksum_; }
-  // Sink, once agreed: how long the source's leases live without a word.
+  // Sink, once agreed: lifetime of the source's leases without a keep-alive.
   [[nodiscard]] double lease_ttl_s() const { return lease_ttl_s_; }
   [[nodiscard]] const std::string& declined() const { return declined_; }
-  // Once agreed: whether a preferred way failed that should work here.
+  // Once agreed: whether a preferred backend that should work here failed.
   [[nodiscard]] bool fallback() const { return fallback_; }
-  // Once agreed: what the other side's blocks are.
+  // Once agreed: the shape of the other side's blocks.
   [[nodiscard]] const Geometry& peer() const { return peer_; }
   // Whether the source's blocks must be converted into the sink's.
   [[nodiscard]] bool converts() const { return converts_; }
-  // After `refused`: why, and under which cause pulls fail.
+  // After `refused`: the reason, and the cause under which pulls fail.
   [[nodiscard]] const std::string& detail() const { return detail_; }
   [[nodiscard]] Cause cause() const { return cause_; }
 
@@ -57,7 +57,7 @@ class Handshake {
 
   [[nodiscard]] frames::Identity identity() const;
   [[nodiscard]] Digest proof(Side of, const frames::Identity& identity) const;
-  // Whether blocks can go from one side to the other; `peer_` is set.
+  // Whether blocks can move from one side to the other; sets `peer_`.
   Outcome compare(const frames::Identity& identity, Outbox& out);
   Outcome refuse(std::string detail, Outbox& out, Cause cause = Cause::refused);
   Outcome on_hello(const frames::Hello& hello, Outbox& out);
@@ -85,7 +85,7 @@ class Handshake {
   std::string declined_;
   bool fallback_ = false;
   bool elsewhere_ = false;  // The sink is on another host.
-  std::string note_;        // Of the backend that is tried.
+  std::string note_;        // Note of the backend that is tried.
   double lease_ttl_s_ = 0;
   std::string detail_;
   Cause cause_ = Cause::none;

@@ -14,33 +14,33 @@ namespace baton::transfer {
 
 struct Lane {
   static constexpr double kNever = std::numeric_limits<double>::infinity();
-  static constexpr double kMeasureS = 10e-3;  // Busy, for one measurement.
+  static constexpr double kMeasureS = 10e-3;  // Busy time for one measurement.
   static constexpr double kNewest = 0.2;      // Share of the newest measurement.
-  static constexpr double kHoldsS = 1;        // A measurement does for so long after the lane was last asked.
+  static constexpr double kHoldsS = 1;        // A measurement is valid for this long after the lane's last request.
 
   ConnectionId connection = 0;
-  std::size_t rail = 0;  // Of the source's.
-  bool agreed = false;   // The handshake is through.
+  std::size_t rail = 0;  // Index of the source's rail.
+  bool agreed = false;   // The handshake is complete.
   bool closing = false;  // Given up; `Closed` is awaited.
   std::string backend;
   std::string declined;
   bool fallback = false;
   bool checksum = true;
-  std::optional<Staging> staging;  // Where the source's blocks are not this side's.
-  std::uint32_t in_flight = 0;     // Chunks of all pulls.
+  std::optional<Staging> staging;  // If the source's blocks differ from this side's.
+  std::uint32_t in_flight = 0;     // Chunks, over all pulls.
   std::uint64_t in_flight_bytes = 0;
   std::uint64_t asked_bytes = 0;
   double bytes_per_s = 0;  // 0: not measured yet.
   double busy_from_s = 0;
-  double busy_s = 0;  // Since the last measurement, as the bytes.
+  double busy_s = 0;  // Since the last measurement, as are the bytes.
   std::uint64_t busy_bytes = 0;
-  double asked_s = 0;            // When a chunk was last asked for.
-  double heard_s = 0;            // When the source last said something here, or it was asked to connect.
-  double owed_since_s = kNever;  // Since when it has owed an answer.
-  double suspected_s = kNever;   // Since when it seems to hang.
+  double asked_s = 0;            // When a chunk was last requested.
+  double heard_s = 0;            // When the source last sent something here, or the connection was started.
+  double owed_since_s = kNever;  // Since when an answer is due.
+  double suspected_s = kNever;   // Since when the lane seems to hang.
 
   [[nodiscard]] bool ready() const { return agreed && !closing; }
-  // 0: not known. What was slow, and therefore left alone, is asked again after a while: it may have been a moment.
+  // 0: unknown. A lane that is unused because it was slow is tried again after a while: it may have recovered.
   [[nodiscard]] double speed(double now_s) const {
     return in_flight > 0 || now_s < asked_s + kHoldsS ? bytes_per_s : 0;
   }
@@ -57,7 +57,7 @@ struct Lane {
     asked_s = now_s;
     expect_answer(now_s);
   }
-  // A chunk that is not waited for any more.
+  // Stops waiting for a chunk.
   void let_go(std::uint64_t bytes) {
     in_flight_bytes -= bytes;
     if (--in_flight == 0) owed_since_s = kNever;

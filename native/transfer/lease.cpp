@@ -127,7 +127,7 @@ void Source::revoke(double now_s, const RevokeLease& command) {
       return end(now_s, found, Cause::revoked, detail);
     }
     if (ended_.contains(command.key)) return;
-    // Prefill may fail before it opens the lease; whoever waits for it, or comes later, must not wait in vain.
+    // Prefill may fail before it opens the lease; sinks that wait for it, now or later, must not wait in vain.
     const auto [first, last] = parked_.equal_range(command.key);
     for (auto at = first; at != last; ++at) {
       out_.send(at->second.first, frames::Ended{at->second.second, Cause::revoked, detail});

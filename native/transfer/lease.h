@@ -1,4 +1,4 @@
-// The source: leases, the sinks that read them, asks that wait for a lease. See baton/transfer.py for the contract.
+// The source: leases, their readers, and asks that wait for a lease. See baton/transfer.py for the contract.
 //
 //   open ──▶ OPEN(g) ──revoke──▶ REVOKED(g+1) ──open──▶ OPEN(g+1)
 //              │                     │
@@ -19,7 +19,7 @@ class Source {
  public:
   Source(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats);
 
-  // Commands of the owner. They throw std::invalid_argument before anything has changed.
+  // Commands of the owner. They throw std::invalid_argument before anything changes.
   void open(double now_s, const OpenLease& command);
   void extend(const ExtendLease& command);
   void post_ready(const PostReady& command);
@@ -46,19 +46,19 @@ class Source {
  private:
   using ReaderId = std::pair<ConnectionId, PullId>;
 
-  // A chunk that is being read, by this side or by the sink.
+  // A chunk that this side or the sink is reading.
   struct Reading {
     std::uint64_t bytes = 0;
     bool granted = false;
-    std::uint32_t crc = 0;  // Of a granted chunk.
+    std::uint32_t crc = 0;  // The checksum of a granted chunk.
   };
 
-  // One sink's pull of one lease, parked while there is none.
+  // One sink's pull of one lease, parked while there is no such lease.
   struct Reader {
     frames::Ask ask;
     double keep_alive_s = 0;
     double serve_after_s = -1;                   // Injected delay; negative until the first request.
-    std::vector<frames::Request> held;           // In flight, and not begun.
+    std::vector<frames::Request> held;           // Requests in flight, not begun.
     std::map<std::uint32_t, Reading> in_flight;  // By sequence.
   };
 
@@ -80,7 +80,7 @@ class Source {
     Cause cause = Cause::none;
     std::string detail;
     double forget_s = 0;
-    bool by_sink = false;  // The sink is done with this key, whatever its source does next.
+    bool by_sink = false;  // The sink has finished with this key, whatever the source does next.
   };
 
   using Leases = std::unordered_map<Key, Lease, KeyHash>;
@@ -108,7 +108,7 @@ class Source {
   std::map<ReaderId, Reader> readers_;
   std::unordered_multimap<Key, ReaderId, KeyHash> parked_;
   std::unordered_map<Key, EndedLease, KeyHash> ended_;
-  std::deque<std::pair<Key, double>> ended_order_;  // With each key's `forget_s`: an entry made anew has another.
+  std::deque<std::pair<Key, double>> ended_order_;  // With each key's `forget_s`, which a newer entry changes.
   std::uint64_t chunks_served_ = 0;
 };
 

@@ -1,4 +1,4 @@
-// A shared library that is looked for at run time, so that neither the build nor the start needs it.
+// A shared library that is loaded at run time, so that neither the build nor the start needs it.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@ namespace baton::transfer {
 class Library {
  public:
   explicit Library(const std::string& name);
-  // Null where there is none, or it could not be loaded; `why` then says why.
+  // Null if it is absent or cannot be loaded; `why` then gives the reason.
   [[nodiscard]] void* find(const std::string& symbol) const;
   template <class Call>
   [[nodiscard]] bool find(const std::string& symbol, Call*& call) {

@@ -1,8 +1,8 @@
 // Chunks that the sink reads straight out of the source's blocks: one copy, on the sink's core.
 //
-// The source grants a chunk by naming its blocks, and sums them for the trailer meanwhile. Since nobody stops the
-// source's owner from overwriting a block under the read, the trailer, with the lease's generation, is sent only once
-// the sink says that it has read.
+// The source grants a chunk by naming its blocks, and meanwhile computes their checksum for the trailer. Nothing stops
+// the source's owner from overwriting a block during the read, so the trailer, with the lease's generation, is sent
+// only once the sink reports the end of its read.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +14,12 @@
 
 namespace baton::transfer {
 
-// What a sink reads to prove that it can: random, of this connection only.
+// The random token of one connection. A sink proves its access by reading it.
 using Token = std::array<std::uint8_t, 32>;
 [[nodiscard]] Token make_token();
 
-// What a sink reads through adapters to prove that it can: large enough that packets of full size must come through,
-// which networks drop that are set up only for small ones. The token is at its end.
+// The memory that a sink reads through adapters to prove its access, with the token at its end. It is large enough for
+// packets of full size, which networks set up only for small ones drop.
 class ProofMemory {
  public:
   ProofMemory() : bytes_(16 << 10) {}
@@ -33,26 +33,26 @@ class ProofMemory {
   Blob bytes_;
 };
 
-// Where a source's blocks lie, in whatever address space the offer means.
+// The location of a source's blocks, in the address space of the offer.
 struct RemotePool {
   std::vector<std::uint64_t> layers;
   std::uint64_t stride_bytes = 0;
   std::uint32_t blocks = 0;
 
   void put(class Writer& writer) const;
-  // Nothing where the offer does not fit this side's pool.
+  // Returns nothing if the offer does not fit this side's pool.
   [[nodiscard]] static std::optional<RemotePool> get(class Reader& reader, const Pool& pool);
   // This side's pool, by its addresses.
   [[nodiscard]] static RemotePool of(const Pool& pool);
-  // Whether all blocks of a layer that begins at `offset` lie in memory of so many bytes.
+  // Whether all blocks of a layer that begins at `offset` lie in memory of `bytes` bytes.
   [[nodiscard]] bool fits(std::uint64_t offset, std::uint64_t bytes, std::uint64_t block_bytes) const;
 };
 
-// Pairs of what is to be written and what is to be read there, of equal lengths.
+// Pairs of equally long pieces: the local one to write and the remote one to read.
 struct Pieces {
   std::vector<iovec> local;
   std::vector<iovec> remote;
-  // False: the grant does not fit the chunk or the source's pool. `more_bytes`: what the grant says beyond the blocks.
+  // False: the grant does not fit the chunk or the source's pool. `more_bytes`: length of the grant beyond the blocks.
   [[nodiscard]] bool match(const Place& chunk, const Pool& pool, const RemotePool& remote_pool,
                            std::size_t more_bytes = 0);
 };
@@ -71,7 +71,7 @@ class OneSidedSink : public CopyingPath {
   OneSidedSink(const Site& site, RemotePool remote) : CopyingPath(site), remote_(std::move(remote)) {}
 
  protected:
-  // Copies `local` from `remote`, piece by piece of equal lengths. False: the source's memory cannot be read.
+  // Copies `remote` to `local` in pieces of equal lengths. False: the source's memory cannot be read.
   [[nodiscard]] virtual bool read(std::span<const iovec> local, std::span<const iovec> remote, std::uint32_t& crc) = 0;
   void serve_now(const Serve&) override {}
   bool place_now(const Place& chunk, std::uint32_t& crc) override;
@@ -81,7 +81,7 @@ class OneSidedSink : public CopyingPath {
   Pieces pieces_;
 };
 
-// A sink whose reads an adapter or a GPU carries out, so that they end later, some of them after their pull.
+// A sink whose reads are carried out by an adapter or a GPU, so that they end later, some of them after their pull.
 class ReadingSink : public DataPath {
  public:
   ReadingSink(const Site& site, RemotePool remote) : site_(site), remote_(std::move(remote)) {}
@@ -100,27 +100,27 @@ class ReadingSink : public DataPath {
     std::size_t begun = 0;  // Pieces.
     std::size_t ended = 0;
     bool stopped = false;
-    std::uint32_t sum = 0;  // Where `sum_of` is not taken from memory.
+    std::uint32_t sum = 0;  // For a `sum_of` that does not read memory.
     std::list<Read>::iterator self;
   };
 
-  // Where to read a chunk. False: the peer broke the protocol.
+  // Finds the pieces of a chunk. False: the peer broke the protocol.
   [[nodiscard]] virtual bool match(const Place& chunk, Pieces& pieces) {
     return pieces.match(chunk, site_.pool, remote_);
   }
-  // Of what was written.
+  // Checksum of the bytes written.
   [[nodiscard]] virtual std::uint32_t sum_of(const Read& read) const;
 
-  // Learns of pieces that have ended, and says so by `ended`. False: broken.
+  // Calls `ended` for pieces that have ended. False: the path is broken.
   [[nodiscard]] virtual bool poll() = 0;
-  // Begins further pieces, as many as there is room for now; those that end at once call `ended`, too. False: broken.
+  // Begins as many further pieces as there is room for; calls `ended` for those that end at once. False: broken.
   [[nodiscard]] virtual bool begin(Read& read) = 0;
-  // Asks for notice of what ends next; false: something has, already.
+  // Requests a notification of the next end; false: something has ended already.
   [[nodiscard]] virtual bool rest() { return true; }
   void ended(Read& read, std::size_t pieces);
-  // Whether a chunk has ended of which the source has not been told.
+  // Whether there is a finished chunk that the source has not been told of.
   [[nodiscard]] bool has_read() const { return !read_.empty(); }
-  // What was begun has come to nothing. Not to be tried again: it waits for its pull's end, of which the source knows.
+  // The read has failed. Unless it is tried `again`, it waits for the end of its pull, of which the source knows.
   void undo(Read& read, bool again);
 
   Site site_;
@@ -131,12 +131,12 @@ class ReadingSink : public DataPath {
   void settle(Read& read);
   void forget(std::list<Read>& reads, std::list<Read>::iterator read);
 
-  // Bounded by what the core asks for per pull.
+  // Bounded by the core's limit on requests per pull.
   std::list<Read> waiting_;
   std::list<Read> reading_;
   std::list<Read> read_;
   std::list<Read> undone_;
-  Read* beginning_ = nullptr;  // The one of `reading_` of which not all pieces are begun.
+  Read* beginning_ = nullptr;  // The read in `reading_` with pieces not begun.
 };
 
 }  // namespace baton::transfer

@@ -1,4 +1,4 @@
-// Where the parts of the core put what they want done, and when they want to be woken.
+// The output of the core's parts: actions, and the time of the next tick.
 #pragma once
 
 #include <algorithm>

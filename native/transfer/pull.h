@@ -1,4 +1,4 @@
-// The sink: pulls, and the sources they pull from. See baton/transfer.py for the contract.
+// The sink: pulls and their sources. See baton/transfer.py for the contract.
 //
 //   WANTED ──opened──▶ PULLING ──all bytes placed──▶ VERIFYING ──all trailers good──▶ done
 //     ▲  ╰─────────────┬──╯ ╰──────────┬──────────────────╯
@@ -24,7 +24,7 @@ class Sink {
  public:
   Sink(const Options& options, const Geometry& geometry, Outbox& out, Stats& stats);
 
-  // Commands of the owner. They throw std::invalid_argument before anything has changed.
+  // Commands of the owner. They throw std::invalid_argument before anything changes.
   void pull(double now_s, const StartPull& command);
   void cancel(const CancelPull& command);
   void release(double now_s, const ReleaseLease& command);
@@ -32,12 +32,12 @@ class Sink {
 
   // Connections to sources.
   [[nodiscard]] std::uint64_t expected_incarnation(ConnectionId connection) const;
-  // False: the source says something else on this connection than on another.
+  // False: the source contradicts what it said on another connection.
   [[nodiscard]] bool on_agreed(double now_s, ConnectionId connection, const Handshake& handshake);
   void on_refused(double now_s, ConnectionId connection, Cause cause, const std::string& detail);
   void on_closed(double now_s, ConnectionId connection, const std::string& detail);
 
-  // Before every frame of a source: its connection lives.
+  // Called before every frame of a source, as proof that its connection works.
   void hear(double now_s, ConnectionId connection);
   // Frames of sources. False: the peer broke the protocol.
   [[nodiscard]] bool on_opened(double now_s, ConnectionId connection, const frames::Opened& frame);
@@ -68,9 +68,9 @@ class Sink {
   };
   struct Chunk {
     Run run;
-    ConnectionId connection = 0;  // On which it was asked for.
+    ConnectionId connection = 0;  // The connection of its request.
     std::int32_t slot = -1;
-    std::uint32_t staged = 0;  // Its slot of the lane's staging, if that has one.
+    std::uint32_t staged = 0;  // The slot in the lane's staging, if the lane has one.
     bool granted = false;
     bool placing = false;
     bool placed = false;
@@ -80,9 +80,9 @@ class Sink {
     std::uint64_t trailer_generation = 0;
   };
   struct SourceRail : Rail {
-    double retry_s = 0;  // Left alone until then, while others work.
+    double retry_s = 0;  // Not tried before this time while others work.
   };
-  // What a pull has to do with a lane.
+  // A pull's use of a lane.
   struct Share {
     std::uint32_t in_flight = 0;
     std::uint64_t in_flight_bytes = 0;
@@ -92,18 +92,18 @@ class Sink {
     std::string endpoint;
     std::vector<SourceRail> rails;  // The nearest first.
     std::uint64_t incarnation = 0;
-    Geometry pool;  // The source's; of no layers while no handshake has succeeded.
+    Geometry pool;  // The source's; without layers until a handshake succeeds.
     std::map<ConnectionId, Lane> lanes;
-    ConnectionId control = 0;  // The lane on which pulls are asked for and told of; 0: none is ready.
+    ConnectionId control = 0;  // The lane for pull requests and their answers; 0: none is ready.
     std::size_t lanes_wanted = 1;
     double lease_ttl_s = 0;
     bool lingering = false;  // Only kept to deliver releases.
-    double give_up_s = 0;    // While no lane is ready.
-    double retry_s = 0;      // As long: when one more rail is tried.
+    double give_up_s = 0;    // Deadline while no lane is ready.
+    double retry_s = 0;      // Meanwhile: when one more rail is tried.
     double idle_since_s = 0;
     std::string lost_detail;
-    std::size_t pulls = 0;                 // Not counting those that fence.
-    std::deque<frames::Release> releases;  // To be sent once connected.
+    std::size_t pulls = 0;                 // Without fencing ones.
+    std::deque<frames::Release> releases;  // Sent once connected.
   };
   struct Pull {
     PullId id = 0;
@@ -111,25 +111,25 @@ class Sink {
     std::string endpoint;
     std::uint32_t first_token = 0;
     std::uint32_t tokens = 0;
-    std::vector<std::uint32_t> blocks;  // Of this side's pool, from that of the first token on.
-    // What is asked for, in blocks of the source's pool, as in all that follows; known with that pool.
+    std::vector<std::uint32_t> blocks;  // In this side's pool, from the first token's block on.
+    // The request in blocks of the source's pool, as are all blocks below; known once that pool is known.
     Geometry pool;
     std::uint32_t first_block = 0;
     std::uint32_t pool_blocks = 0;
     State state = State::wanted;
     bool stopping = false;  // `PlacingStopped` is awaited.
-    bool reopened = false;  // `Opened` came while it was.
-    bool revoked = false;   // The source gave a generation up and has not opened the next.
+    bool reopened = false;  // `Opened` arrived while stopping.
+    bool revoked = false;   // The source revoked a generation and has not opened the next.
     bool ever_opened = false;
     std::uint64_t generation = 0;
     std::vector<std::uint32_t> ready_tokens;  // Per layer, as the source posts.
     std::vector<std::uint32_t> requested;     // Per tensor, blocks from the first on.
     std::vector<std::uint32_t> verified;      // Per tensor, a count of blocks.
-    std::vector<Run> again;                   // Lost with a connection; asked for first.
-    std::map<ConnectionId, Share> shares;     // Of the lanes on which the source knows this pull.
+    std::vector<Run> again;                   // Lost with a connection; requested first.
+    std::map<ConnectionId, Share> shares;     // The lanes on which the source knows this pull.
     std::map<std::string, RailShare> rails;
     std::map<std::uint32_t, Chunk> in_flight;   // By sequence.
-    std::map<std::uint32_t, Chunk> converting;  // Verified, and not yet in the blocks of this pool.
+    std::map<std::uint32_t, Chunk> converting;  // Verified, not yet in this pool's blocks.
     std::uint32_t next_sequence = 0;
     std::uint32_t layers_reported = 0;
     std::uint64_t blocks_verified = 0;
@@ -145,7 +145,7 @@ class Sink {
     std::string backend;
     std::string declined;
     bool fallback = false;
-    std::string lost;  // Why its connection was lost last, if it was.
+    std::string lost;  // Reason of the last lost connection, if any.
     Cause cause = Cause::none;
     std::string detail;
   };
@@ -182,7 +182,7 @@ class Sink {
   void restart(Pull& pull);
   void forget_progress(Pull& pull);
   void forget_requests(Pull& pull);
-  // `held`: as far as this side knows, the source still holds the lease for this pull.
+  // `held`: whether, to this side's knowledge, the source still holds the lease for this pull.
   void fail(Pull& pull, Cause cause, std::string detail, bool held = true);
   void fail_all(const std::string& endpoint, Cause cause, const std::string& detail);
   void send_release(Peer& peer, const Key& key, Cause cause);

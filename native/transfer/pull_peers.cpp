@@ -117,7 +117,7 @@ void Sink::on_refused(double now_s, ConnectionId connection, Cause cause, const 
   if (peer == nullptr) return;
   const auto refused = peer->lanes.extract(connection);
   endpoints_.erase(connection);
-  // Who answered on one rail may be somebody else; only when no rail is left, that was the source's answer.
+  // The answer on one rail may come from another agent; it counts as the source's only when no rail is left.
   peer->rails[refused.mapped().rail].retry_s = Lane::kNever;
   const auto open = [](const SourceRail& rail) { return rail.retry_s != Lane::kNever; };
   if (peer->control != 0) return;

@@ -31,7 +31,7 @@ std::shared_ptr<Region> Region::create(std::uint64_t bytes) {
   const int fd = ::memfd_create("baton-kv", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) fail("cannot make a region");
   std::shared_ptr<Region> region(new Region(fd, bytes));
-  // Reserved here and now: too little memory is an error of whoever asks for it, not a SIGBUS of whoever writes it.
+  // Reserves the memory now: too little memory is an error of this call, not a SIGBUS on a later write.
   if (::posix_fallocate(fd, 0, static_cast<off_t>(kHeaderBytes + bytes)) != 0) {
     throw std::system_error(ENOMEM, std::generic_category(), "no memory for a region of " + std::to_string(bytes));
   }

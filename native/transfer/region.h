@@ -2,8 +2,8 @@
 //
 //   | token, 32 bytes | rest of a page | the memory |
 //
-// It has no name anywhere, so nothing is left behind when its process is killed. It cannot shrink, so that who maps it
-// is never struck by a SIGBUS.
+// It has no name, so nothing is left behind when its process is killed. It cannot shrink, so a process that maps it
+// never gets a SIGBUS.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ class Region {
 
   // Throws std::invalid_argument or std::system_error.
   [[nodiscard]] static std::shared_ptr<Region> create(std::uint64_t bytes);
-  // Maps another process's region for reading; null, with `errno` set, where that does not work.
+  // Maps another process's region for reading; null, with `errno` set, on failure.
   [[nodiscard]] static std::shared_ptr<Region> open(int pid, int fd, std::uint64_t bytes);
   ~Region();
   Region(const Region&) = delete;

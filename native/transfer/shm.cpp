@@ -166,7 +166,7 @@ class RingPath : public CopyingPath {
   Blob offer() const override { return segment_->offer(); }
   std::optional<Blob> proof() const override { return segment_->token(); }
   bool check(const Blob& proof) override {
-    // Both have it open now; without its name nobody else can, and nothing outlives the two.
+    // Both have it open now; without its name no other process can open it, and nothing outlives the two.
     segment_->unlink();
     return proof == segment_->token();
   }

@@ -1,6 +1,6 @@
-// Where the chunks of a lane lie until they are converted, if the source's blocks are not the sink's: slots of a
-// chunk's size beside the pool. A chunk gets its slot before it is asked for, so that nothing ever has to wait on the
-// connection for one: the trailers that would set others free may be behind it.
+// Slots of a chunk's size beside the pool, for a lane's chunks until their conversion, if the source's blocks differ
+// from the sink's. A chunk gets its slot before its request, so that no chunk on the connection waits for a slot: the
+// trailers that would free other slots may be behind it.
 //
 //   take ──▶ asked for ──▶ placed into its slot ──▶ verified ──▶ converted into the pool ──▶ release
 #pragma once
@@ -22,26 +22,26 @@ class Staging {
     return static_cast<std::uint32_t>(std::clamp<std::uint64_t>(limits.staging_bytes / bytes, 2, 64));
   }
 
-  // Whether a pull may have one more, where so many share the slots.
+  // Whether a pull may take one more when this many pulls share the slots.
   [[nodiscard]] bool has_room(PullId pull, std::size_t pulls) const {
     const auto held = static_cast<std::size_t>(std::count(owners_.begin(), owners_.end(), pull));
     return held < std::max<std::size_t>(1, owners_.size() / std::max<std::size_t>(1, pulls)) &&
            std::find(owners_.begin(), owners_.end(), kNobody) != owners_.end();
   }
-  // There is room.
+  // Precondition: there is room.
   [[nodiscard]] std::uint32_t take(PullId pull) {
     const auto free = std::find(owners_.begin(), owners_.end(), kNobody);
     *free = pull;
     return static_cast<std::uint32_t>(free - owners_.begin());
   }
   void release(std::uint32_t slot) { owners_[slot] = kNobody; }
-  // A pull gives all its slots back.
+  // Releases all slots of a pull.
   void forget(PullId pull) { std::replace(owners_.begin(), owners_.end(), pull, kNobody); }
 
  private:
   static constexpr PullId kNobody = 0;  // Pulls are numbered from 1 on.
 
-  std::vector<PullId> owners_;  // By slot.
+  std::vector<PullId> owners_;  // Indexed by slot.
 };
 
 }  // namespace baton::transfer

@@ -1,8 +1,8 @@
 // A non-blocking connection between two agents: their frames, and the chunks that travel inline among them.
 //
-// Payloads are gathered by the kernel straight from the source's blocks and received straight into the sink's: the
-// destination is nobody's until PULL_DONE, so bytes that turn out stale or corrupted there harm no one, and a staging
-// copy would only cost bandwidth.
+// The kernel gathers payloads directly from the source's blocks and receives them directly into the sink's. No one uses
+// the destination before PULL_DONE, so stale or corrupted bytes there do no harm, and a staging copy would only cost
+// bandwidth.
 #pragma once
 
 #include <deque>
@@ -25,10 +25,10 @@ class Stream {
   [[nodiscard]] bool wants_write() const { return !control_.empty() || !payloads_.empty(); }
   void allow_payloads(std::uint64_t bytes_max, bool checksum);
 
-  // All return false when the connection is of no more use; `why` then says why.
+  // All return false once the connection is unusable; `why` then gives the reason.
   [[nodiscard]] bool send(Blob frame);
   [[nodiscard]] bool flush();
-  // Takes what the socket holds, up to a bound. `more`: call again.
+  // Reads available bytes from the socket, up to a bound. `more`: call again.
   [[nodiscard]] bool receive(bool& more);
   // Appends at most one batch of frames; stops after a data header until `place` or `discard`.
   [[nodiscard]] bool parse(std::vector<Event>& frames);
@@ -45,10 +45,10 @@ class Stream {
     Serve chunk;
     Blob header;
     std::vector<iovec> pieces;
-    Blob copy;  // Only of a chunk that is to be corrupted.
+    Blob copy;  // Only for a chunk with injected corruption.
     std::uint32_t crc = 0;
     bool prepared = false;
-    std::size_t piece = 0;        // The first piece that is not sent whole; the header is the first of all.
+    std::size_t piece = 0;        // The first piece not completely sent; the header is the first of all.
     std::size_t piece_bytes = 0;  // Sent of that piece.
     [[nodiscard]] bool on_the_way() const { return piece > 0 || piece_bytes > 0; }
   };
@@ -75,7 +75,7 @@ class Stream {
   bool checksum_ = true;
   std::string why_;
 
-  std::deque<Blob> control_;  // Goes before payloads that are not on the way.
+  std::deque<Blob> control_;  // Sent before payloads that have not begun.
   std::size_t control_sent_ = 0;
   std::size_t control_bytes_ = 0;
   std::deque<Payload> payloads_;

@@ -1,4 +1,4 @@
-// What of libucp's binary interface is used here, so that the build needs no package of UCX's.
+// The part of libucp's binary interface used here, so that the build needs no UCX package.
 //
 // Written after UCX's public <ucp/api/ucp.h>, 1.13 and 1.22. Masks say which members are given, so later versions add
 // at the ends and read only what they are told of. Where the original is installed, tests/abi_test.cpp compares every
@@ -16,7 +16,7 @@ using Status = std::int8_t;  // A packed enumeration.
 inline constexpr Status kOk = 0, kInProgress = 1, kBusy = -15, kLastError = -100;
 
 inline constexpr unsigned kApiMajor = 1, kApiMinor = 13;
-inline constexpr unsigned kTransportsMinor = 14;  // Since then an endpoint says which it uses.
+inline constexpr unsigned kTransportsMinor = 14;  // From this version on an endpoint reports its transports.
 
 enum ContextMask : std::uint64_t { kSetFeatures = 1 << 0 };
 enum Features : std::uint64_t { kRemoteMemory = 1 << 1, kWakeup = 1 << 4 };
@@ -32,7 +32,7 @@ enum RequestMask : std::uint32_t {
 enum CloseFlags : std::uint32_t { kCloseForce = 1 << 0 };
 enum EndpointAttrMask : std::uint64_t { kGetTransports = 1 << 3 };
 
-// Handles; nothing of them is ours to look into.
+// Opaque handles.
 struct Context;
 struct Worker;
 struct Endpoint;

@@ -1,8 +1,8 @@
-// UCX, as far as it is used here: a library, a context with the pool registered once per agent, and for each connection
-// a worker of its own with one endpoint, if it is the sink's.
+// The use of UCX: a library, a context with the pool registered once per agent, and for each connection a worker of its
+// own, which on the sink has one endpoint.
 //
-// A worker for each connection costs some milliseconds when it is made, and makes its end a fence: once a worker is
-// destroyed nothing of it is written any more. Since all its calls come from the agent's thread, none of them locks.
+// A worker per connection takes some milliseconds to make, and its destruction is a fence: afterwards nothing of it is
+// written. All calls come from the agent's thread, so none of them locks.
 #pragma once
 
 #include <functional>
@@ -21,10 +21,10 @@ namespace baton::transfer {
 
 class UcxMemory;
 
-// Of one agent.
+// One agent's UCX context.
 class UcxContext {
  public:
-  // What is not to be had is said by `check_usable`.
+  // Does not throw if UCX is unusable: `check_usable` does.
   UcxContext(const FabricOptions& options, const Pool& pool);
   ~UcxContext();
   UcxContext(const UcxContext&) = delete;
@@ -33,7 +33,7 @@ class UcxContext {
   // Both throw std::runtime_error.
   void check_usable() const;
   void check(ucx::Status status, const char* what) const;
-  // Of the pool.
+  // The pool's memory, registered with UCX.
   [[nodiscard]] const std::vector<UcxMemory>& layers() const { return layers_; }
   [[nodiscard]] std::string text(ucx::Status status) const { return calls.status_string(status); }
 
@@ -76,12 +76,12 @@ class UcxWorker {
   [[nodiscard]] Blob address() const;
   // Readable when `progress` should be called, after `rest` returned true.
   [[nodiscard]] int fd() const { return fd_; }
-  // One step; false: there was none to do.
+  // Does one step; false: there was nothing to do.
   bool progress();
-  // Asks for notice of what happens next; false: something has, already.
+  // Requests a notification of the next event; false: one has happened already.
   [[nodiscard]] bool rest();
 
-  // Sink: the way to the source's worker, and its keys.
+  // Sink: connects to the source's worker and takes its keys.
   void connect(const Blob& address, const std::vector<Blob>& keys);
   // Begins to read; `ended` is called with `tag` when it is done, from here or from `progress`. False: see `why`.
   [[nodiscard]] bool read(void* to, std::uint64_t from, std::size_t bytes, std::size_t key, const UcxMemory& memory,
@@ -91,11 +91,11 @@ class UcxWorker {
   // False after the peer failed or a read did.
   [[nodiscard]] bool good() const { return why_.empty(); }
   [[nodiscard]] const std::string& why() const { return why_; }
-  // What reads go over, such as "rc_mlx5/mlx5_0:1"; empty where UCX does not say.
+  // Transports of the reads, such as "rc_mlx5/mlx5_0:1"; empty if UCX does not report them.
   [[nodiscard]] std::string transports() const;
 
  private:
-  // What a request carries.
+  // The data of a request.
   struct Get {
     UcxWorker* worker;
     void* tag;
@@ -110,7 +110,7 @@ class UcxWorker {
   ucx::Worker* worker_ = nullptr;
   ucx::Endpoint* endpoint_ = nullptr;
   bool watches_peer_ = false;
-  bool stirs_ = false;  // The last step may not be the last that there is to do.
+  bool stirs_ = false;  // There may be more to do after the last step.
   std::vector<ucx::RemoteKey*> keys_;
   int fd_ = -1;
   std::list<Get> under_way_;

@@ -1,4 +1,4 @@
-// What of libibverbs' binary interface is used here, so that the build needs no package of rdma-core's.
+// The part of libibverbs' binary interface used here, so that the build needs no rdma-core package.
 //
 // Written after rdma-core's public <infiniband/verbs.h> (v44; unchanged in these parts since v1.1). Structures that the
 // library hands out are declared as far as they are read; those that it reads or fills are declared whole. Where the
@@ -116,7 +116,7 @@ struct DeviceAttr {
   std::uint8_t phys_port_cnt;
 };
 
-// The exported `ibv_query_port` fills all but the last member.
+// The exported `ibv_query_port` fills all members but the last.
 struct PortAttr {
   int state;
   int max_mtu;

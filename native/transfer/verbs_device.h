@@ -30,7 +30,7 @@ class VerbsMemory {
   ibv::Mr* mr_;
 };
 
-// What `FabricOptions::verbs_devices` names; -1: whatever suits.
+// An entry of `FabricOptions::verbs_devices`; -1: any that suits.
 struct VerbsChoice {
   std::string device;
   int port = -1;
@@ -66,17 +66,17 @@ class VerbsDevice {
   [[nodiscard]] int choose_gid(const ibv::PortAttr& attr) const;
 };
 
-// Of one agent.
+// One agent's adapters.
 class VerbsDevices {
  public:
-  // What is not to be had is said when a device is asked for.
+  // Does not throw if no adapter is usable: the calls that return a device do.
   VerbsDevices(const FabricOptions& options, const Pool& pool);
 
-  // Whether this host has adapters at all, in order or not.
+  // Whether this host has adapters, working or not.
   [[nodiscard]] bool present() const { return present_; }
-  // In turn, for one connection after the other. Throws std::runtime_error where there is none.
+  // Returns the ports in turn, one per connection. Throws std::runtime_error if there is none.
   [[nodiscard]] VerbsDevice& next();
-  // The one that belongs with the peer's `rail`, so that equal rails meet, as fabrics with several are built.
+  // Returns the port for the peer's `rail`: fabrics with several rails connect equal ones.
   [[nodiscard]] VerbsDevice& of_rail(std::uint32_t rail);
   [[nodiscard]] std::uint32_t rail_of(const VerbsDevice& device) const;
 

@@ -2,8 +2,8 @@
 //
 //   created, address() ──▶ the peer     connect(its address) ──▶ reads are posted, poll() says which have ended
 //
-// Destroying it is a fence: it goes to the error state, where the adapter ends whatever it still does and says so, and
-// is then destroyed; afterwards nothing is written any more.
+// Its destruction is a fence: the queue pair enters the error state, in which the adapter ends all pending work and
+// reports that, and is then destroyed; afterwards nothing is written.
 #pragma once
 
 #include <sys/uio.h>
@@ -15,7 +15,7 @@
 
 namespace baton::transfer {
 
-// What the peer needs to connect, and what must suit both.
+// Connection data for the peer, and parameters that must suit both.
 struct VerbsAddress {
   std::uint32_t queue = 0;
   std::uint32_t first_packet = 0;
@@ -23,7 +23,7 @@ struct VerbsAddress {
   std::array<std::uint8_t, sizeof(ibv::Gid)> gid{};
   std::uint8_t link_layer = 0;
   std::uint8_t mtu = 0;
-  std::uint8_t reads_served = 0;  // At the same time.
+  std::uint8_t reads_served = 0;  // Concurrently.
   std::uint32_t message_bytes_max = 0;
 
   void put(class Writer& writer) const;
@@ -32,7 +32,7 @@ struct VerbsAddress {
 
 class VerbsQueue {
  public:
-  // Throws std::runtime_error. `reads`: that this side will have under way; 0: it only serves.
+  // Throws std::runtime_error. `reads`: this side's reads in flight at most; 0: it only serves.
   VerbsQueue(VerbsDevice& device, std::uint32_t reads);
   ~VerbsQueue();
   VerbsQueue(const VerbsQueue&) = delete;
@@ -45,14 +45,14 @@ class VerbsQueue {
   [[nodiscard]] int fd() const { return channel_ == nullptr ? -1 : channel_->fd; }
 
   [[nodiscard]] std::size_t room() const { return room_; }
-  // Begins reads, at most as many as there is room for, which end together under `tag`. False: see `why`.
+  // Begins reads, at most as many as there is room for, that end together under `tag`. False: see `why`.
   [[nodiscard]] bool read(std::span<const iovec> local, std::uint32_t lkey, std::span<const iovec> remote,
                           std::uint32_t rkey, void* tag);
   struct Batch {
     void* tag = nullptr;
     std::size_t reads = 0;
   };
-  // Adds batches that have ended, in the order of their beginning. False: see `why`.
+  // Appends the batches that have ended, in the order of their start. False: see `why`.
   [[nodiscard]] bool poll(std::vector<Batch>& ended);
   [[nodiscard]] const std::string& why() const { return why_; }
   [[nodiscard]] ibv::Qp* handle() const { return qp_; }
@@ -70,7 +70,7 @@ class VerbsQueue {
   VerbsAddress address_;
   std::size_t room_ = 0;
   std::deque<Batch> under_way_;
-  std::vector<ibv::SendWr> requests_;  // Kept for their memory.
+  std::vector<ibv::SendWr> requests_;  // Kept to reuse its memory.
   std::vector<ibv::Sge> targets_;
   std::string why_;
 };

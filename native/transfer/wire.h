@@ -78,9 +78,9 @@ struct Identity {
   std::uint32_t chunk_blocks = 0;
   std::string backends;  // Joined by commas, the preferred first.
   bool checksum = true;
-  std::uint32_t lease_ttl_ms = 0;  // Of the leases of this side.
-  std::string layout;              // Empty: it does not say.
-  std::string host;                // Equal ones share memory; empty: it does not say.
+  std::uint32_t lease_ttl_ms = 0;  // For the leases of this side.
+  std::string layout;              // Empty: not declared.
+  std::string host;                // Equal hosts share memory; empty: not declared.
   auto fields() {
     return std::tie(incarnation, fingerprint, layers, block_bytes, block_tokens, chunk_blocks, backends, checksum,
                     lease_ttl_ms, layout, host);
@@ -114,20 +114,20 @@ struct Answer {  // sink → source
   static constexpr auto type = FrameType::answer;
   bool ok = false;
   Blob proof;
-  std::string why;   // Not; or, if so, what else there is to know of this way.
-  bool fits = true;  // Whether this is a way between the two pools.
+  std::string why;   // The reason if it failed, otherwise a note about this way.
+  bool fits = true;  // Whether this way suits the two pools.
   auto fields() { return std::tie(ok, proof, why, fits); }
 };
 struct Agreed {  // source → sink
   static constexpr auto type = FrameType::agreed;
   std::string backend;
   bool checksum = true;
-  std::string declined;   // The ways that both sides prefer and that do not work, with the reasons; and a note.
-  bool fallback = false;  // Whether one of them should work: it is a way for both pools and hosts.
+  std::string declined;   // Preferred backends that do not work, with the reasons; and a note.
+  bool fallback = false;  // Whether one of them should work, since it suits both pools and hosts.
   auto fields() { return std::tie(backend, checksum, declined, fallback); }
 };
 
-// A pull's life.
+// The frames of a pull.
 struct Ask {  // sink → source
   static constexpr auto type = FrameType::ask;
   PullId pull = 0;
@@ -135,7 +135,7 @@ struct Ask {  // sink → source
   std::uint32_t first_block = 0;  // Counted in the lease, not in a pool.
   std::uint32_t blocks = 0;
   std::uint32_t tokens = 0;
-  bool data_only = false;  // Only requests come on this connection: what the sink is told, it is told on another.
+  bool data_only = false;  // Carries only requests and their data; all else uses the control connection.
   auto fields() { return std::tie(pull, key, first_block, blocks, tokens, data_only); }
 };
 struct Opened {  // source → sink
@@ -155,7 +155,7 @@ struct Ready {  // source → sink
 struct Revoked {  // source → sink
   static constexpr auto type = FrameType::revoked;
   PullId pull = 0;
-  std::uint64_t generation = 0;  // The one that the next `opened` will name.
+  std::uint64_t generation = 0;  // The generation of the next `opened`.
   auto fields() { return std::tie(pull, generation); }
 };
 struct Ended {  // source → sink
@@ -163,7 +163,7 @@ struct Ended {  // source → sink
   PullId pull = 0;
   Cause cause = Cause::none;
   std::string detail;
-  bool held = false;  // The lease goes on, and ends sooner by a release than by its time.
+  bool held = false;  // The lease continues; a release ends it before its time is up.
   auto fields() { return std::tie(pull, cause, detail, held); }
 };
 struct Request {  // sink → source

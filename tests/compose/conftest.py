@@ -1,4 +1,4 @@
-"""These need a Docker engine: `make test-compose`."""
+"""Tests that need a Docker engine: `make test-compose`."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def test_scaling_drops_no_stream(project: Project, client: OpenAI) -> None:
 
 
 def test_the_edge_lets_its_streams_end(project: Project) -> None:
-    """It is one process, so new clients wait for its return; whoever is connected does not notice."""
+    """It is one process, so new clients wait for its return; connected ones do not notice."""
     with connect(project.url, retries=20) as client, under_load(client, PROMPT, tokens=200, threads=4) as load:
         for container in project.containers("edge"):
             docker("restart", container, timeout_s=350.0)

@@ -1,4 +1,4 @@
-"""compose.yaml as it comes: real vLLM on the CPU and the tiny model, made by the first start."""
+"""compose.yaml unchanged: real vLLM on the CPU and the tiny model, made by the first start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the bus suites run, and what they send."""
+"""The buses and messages of the bus suites."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def _close_raw(raw: Client) -> None:
 
 
 class Inbox:
-    """A handler that keeps what it gets."""
+    """A handler that records its deliveries."""
 
     def __init__(self) -> None:
         self.deliveries: list[Delivery] = []
@@ -108,7 +108,7 @@ async def echo(delivery: Delivery) -> None:
 
 
 async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5) -> None:
-    """Wait for what another connection brings about, of which no event tells."""
+    """Wait for an effect of another connection that raises no event."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)

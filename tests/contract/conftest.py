@@ -1,4 +1,4 @@
-"""What contract suites share."""
+"""Fixtures that the contract suites share."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
     ]
 )
 def way(request: pytest.FixtureRequest) -> str:
-    """Name a backend and, of UCX, which of its transports it may use; or that it is the real one."""
+    """Name a backend, for UCX with the transports it may use, or the real library."""
     return request.param
 
 
@@ -128,6 +128,6 @@ def sink(make_node: MakeNode) -> Node:
 
 @pytest.fixture(scope="session")
 def spilling() -> Iterator[None]:
-    """Give indexes that keep everything in Redis one."""
+    """Provide a Redis for indexes that spill everything."""
     with spilled_indexes():
         yield

@@ -1,4 +1,4 @@
-"""What every engine must do: one suite over all implementations of `baton.engines.engine.Engine`.
+"""The contract of every engine: one suite over all implementations of `baton.engines.engine.Engine`.
 
 A subclass gives a fixture `pair`: a prefill and a decode engine over the same model, started, and shared by as many
 tests as the engine's start is expensive. So each test uses prompts of its own (`Pair.prompt`) and compares loads before
@@ -47,7 +47,7 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 @dataclass
 class Shadow:
-    """What an engine's events say of its prefix cache, counted as the protocol asks."""
+    """An engine's prefix cache as reconstructed from its events, by the protocol's rules."""
 
     held: Counter[bytes] = field(default_factory=Counter[bytes])
     sequence: int = 0
@@ -79,7 +79,7 @@ class Shadow:
         children = {
             (parent, run.tokens[index * run.block_tokens : (index + 1) * run.block_tokens]): block
             for run in {id(run): run for run in self.stored.values()}.values()
-            # What follows on a parent is of the parent's tenant.
+            # A block belongs to its parent's tenant.
             if run.parent is not None or run.cache_salt == salt
             for index, (parent, block) in enumerate(zip((run.parent, *run.hashes), run.hashes, strict=False))
         }
@@ -94,7 +94,7 @@ class Shadow:
 
 @dataclass
 class Pair:
-    """Two engines that hand off to each other, and what a test needs to know of them."""
+    """Two engines that hand off to each other, and the facts that tests need."""
 
     prefill: Engine
     decode: Engine
@@ -102,18 +102,18 @@ class Pair:
     decode_facts: EngineFacts
     vocabulary: int
     dead_agent: str
-    """A well-formed endpoint at which nobody is any more."""
+    """A well-formed endpoint of an agent that no longer exists."""
     prefill_shadow: Shadow = field(default_factory=Shadow)
     decode_shadow: Shadow = field(default_factory=Shadow)
     settle_s: float = 5.0
-    """How long freeing may take after a request has ended."""
+    """Time within which resources must be freed after a request has ended."""
     budget_s: float = 15.0
-    """Of requests whose budget is not the point."""
+    """Time budget of requests whose budget is not under test."""
     numbers: itertools.count[int] = field(default_factory=itertools.count)
-    """Of prompts and requests."""
+    """Counter for unique prompts and requests."""
 
     def prompt(self, tokens: int) -> list[int]:
-        """Return a prompt that no test had before."""
+        """Return a prompt that no test has used before."""
         source = random.Random(next(self.numbers) * 7919 + tokens)
         return [source.randrange(300, self.vocabulary) for _ in range(tokens)]
 
@@ -149,7 +149,7 @@ class Pair:
         return answer
 
     async def settled(self) -> tuple[EngineLoad, EngineLoad]:
-        """Return both loads once nothing is left of any request; fail if something stays."""
+        """Return both loads once all requests' resources are free; fail if some stay."""
 
         def is_settled() -> bool:
             loads = (self.prefill.load(), self.decode.load())
@@ -199,7 +199,7 @@ async def collect(engine: Engine, request: EngineRequest) -> Answer:
 
 
 def moved_bytes(engine: Engine) -> int:
-    """Return what all pulls have moved, by the figures for metrics."""
+    """Return the total moved by all pulls, from the metrics' figures."""
     return sum(totals.moved_bytes for totals in engine.transfers().pulls.done.values())
 
 
@@ -209,7 +209,7 @@ async def first_delta(engine: Engine, request: EngineRequest) -> tuple[AsyncIter
 
 
 async def eventually(condition: Callable[[], bool], *, timeout_s: float = 5.0) -> None:
-    """Wait until a condition holds; fail when it does not within the time."""
+    """Wait until a condition holds; fail if it does not in time."""
     for _ in range(int(timeout_s / POLL_S)):
         if condition():
             return
@@ -388,7 +388,7 @@ class EngineSuite:
         sampling = Sampling(max_tokens=16, temperature=0.9, top_p=0.9, seed=11, ignore_eos=True, logprobs=2)
         prompt = pair.prompt(100)
         answer = await pair.hand_off(prompt, sampling)
-        # Decode's own: what a seed means is each engine's to say.
+        # Compared with decode's own answer: each engine defines the meaning of a seed.
         aggregated = await collect(pair.decode, pair.request(prompt, sampling, salt="computed here"))
         assert answer.tokens == aggregated.tokens
         assert len(answer.logprobs) == 16
@@ -417,7 +417,7 @@ class EngineSuite:
         after = pair.decode.load()
         held = (len(prompt) + len(first.tokens) - 1) // size * size
         assert second.last.cached_tokens == held
-        # Whole blocks, of the side whose are larger.
+        # Whole blocks of the side with the larger ones.
         size = max(size, pair.prefill_facts.block_tokens)
         blocks_moved = -(-(len(turn) - 1) // size) - held // size
         assert after.bytes_pulled - before.bytes_pulled <= blocks_moved * size * pair.decode_facts.kv_bytes_per_token
@@ -468,7 +468,7 @@ class EngineSuite:
         await pair.settled()
 
     async def test_kv_of_another_prompt_is_not_found(self, pair: Pair) -> None:
-        """Whoever mixed them up: the attempt is the same, and so is the length."""
+        """The attempt is the same, and so is the length, so they are easily mixed up."""
         prefill = pair.request(pair.prompt(100), leg=Leg.PREFILL)
         await collect(pair.prefill, prefill)
         decode = pair.request(pair.prompt(100), leg=Leg.DECODE, name=prefill.request, budget_s=0.4)

@@ -1,4 +1,4 @@
-"""A shared library of our own in place of one for hardware; see native/tests/fabric."""
+"""A fake shared library in place of a hardware library; see native/tests/fabric."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORD = struct.Struct("@i")
 
 
 def compiler() -> list[str]:
-    """Return the command of the C++ compiler; skip the test where there is none."""
+    """Return the command of the C++ compiler; skip the test if there is none."""
     command = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if command is None:
         pytest.skip("there is no C++ compiler: install one, or name it in CXX")
@@ -30,7 +30,7 @@ def compiler() -> list[str]:
 
 @cache
 def _sources() -> bytes:
-    """Return the digest of all that may be compiled into one."""
+    """Return the digest of all sources that may be compiled into a fake."""
     headers = (path for path in NATIVE.rglob("*.h") if not path.is_relative_to(NATIVE / "build"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted((*headers, *FABRIC.glob("*.cpp"))))).digest()
 
@@ -40,18 +40,18 @@ def _digest(command: list[str]) -> str:
 
 
 class FakeLibrary:
-    """Compiles it and sets its faults; subclasses name the words that it has in its files."""
+    """Compiles a fake library and sets its faults; subclasses name the words in its files."""
 
     source: str
-    """Under native/tests/fabric."""
+    """Source file, under native/tests/fabric."""
     file: str
     folder_variable: str
-    """Read when the library is first used, and by child processes."""
+    """Environment variable, read on the first use of the library and by child processes."""
     controls: tuple[str, ...]
     open: tuple[str, ...]
-    """Counts of what a process has open; they come first."""
+    """Counts of a process's open objects; they come first."""
     done: tuple[str, ...]
-    """Counts of what was done for it."""
+    """Counts of completed operations."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self.library = self.compiled()
@@ -61,7 +61,7 @@ class FakeLibrary:
 
     @classmethod
     def compiled(cls) -> str:
-        """Return the library: the first process that wants it makes it for all, until a source changes."""
+        """Return the library. The first process that needs it compiles it for all, until a source changes."""
         command = [*compiler(), "-std=c++20", "-shared", "-fPIC", f"-I{NATIVE}", str(FABRIC / cls.source), "-lpthread"]
         folder = BUILT / _digest(command)
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class FakeLibrary:
                 _WORD.pack_into(control, self.controls.index(name) * _WORD.size, value)
 
     def reset(self) -> None:
-        """Forget all faults and counts, but not what is open."""
+        """Reset all faults and counts, except those of open objects."""
         self.set(**dict.fromkeys(self.controls, 0))
         if (path := self.tables / str(os.getpid())).exists():
             with path.open("r+b") as file:
@@ -89,7 +89,7 @@ class FakeLibrary:
                 file.write(bytes(_WORD.size * len(self.done)))
 
     def counts(self) -> dict[str, int]:
-        """Return what this process has open, and how much the fake has done for it."""
+        """Return counts of this process's open objects, and of the operations the fake has done for it."""
         names = self.open + self.done
         path = self.tables / str(os.getpid())
         words = path.read_bytes()[: _WORD.size * len(names)] if path.exists() else bytes(_WORD.size * len(names))
@@ -144,6 +144,6 @@ class FakeGpu(FakeLibrary):
 
 
 if __name__ == "__main__":
-    # Ahead of the tests, as `make test-fast` does: on a busy machine it takes longer than a test may.
+    # Compiles ahead of the tests, as `make test-fast` does: on a busy machine it takes longer than a test may.
     for library in (FakeVerbs, FakeGpu):
         library.compiled()

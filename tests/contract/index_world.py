@@ -1,4 +1,4 @@
-"""What the tests of every index share: its implementations, and prompts as letters."""
+"""Shared code of the tests of every index: the implementations, and prompts as letters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.harness.index.table import TableIndex
 
 Implementation = type[TableIndex] | type[FlatIndex] | type[RadixIndex]
 COUNTING: list[Implementation] = [TableIndex, FlatIndex, RadixIndex]
-"""What is cold has no copies: kvindex follows workers that count themselves."""
+"""Cold branches have no copies: kvindex follows workers that count copies themselves."""
 IMPLEMENTATIONS: list[Implementation] = [*COUNTING, SpilledIndex]
 
 
 def parameter(kind: Implementation, *more: object) -> object:
-    """Return a parameter of a test; the first test of the flat table compiles it, in `make test-fast` before them."""
+    """Return a parameter of a test. The first test of the flat table compiles it, or `make test-fast` beforehand."""
     return pytest.param(kind, *more, marks=[pytest.mark.timeout(300)] if kind is FlatIndex else [])
 
 
 def make(kind: Implementation, *, counts_copies: bool = False) -> TableIndex | FlatIndex | RadixIndex:
-    """Return an empty index; skip the test where it cannot be compiled."""
+    """Return an empty index; skip the test if it cannot be compiled."""
     if kind is FlatIndex:
         try:
             flat_table()

@@ -52,7 +52,7 @@ class Peer:
     def signal(self, number: signal.Signals) -> None:
         os.kill(self.process.pid, number)
         if number == signal.SIGSTOP:
-            wait_until(self._is_stopped)  # A thread that runs goes on until the kernel comes by.
+            wait_until(self._is_stopped)  # A running thread continues until it next enters the kernel.
 
     def _is_stopped(self) -> bool:
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()

@@ -1,4 +1,4 @@
-"""Tree and Redis with so little memory that everything goes cold: after each call, and back for the next one."""
+"""Tree and Redis with so little memory that each call spills everything and the next call reloads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class SpilledIndex(ColdIndex):
-    """The service's own index and its own store, called one after the other instead of beside others."""
+    """The service's own index and store, called in sequence instead of concurrently."""
 
     runner: asyncio.Runner
     stores: RedisStore
@@ -81,7 +81,7 @@ class SpilledIndex(ColdIndex):
 
 @contextmanager
 def spilled_indexes() -> Generator[None]:
-    """Give every index made inside a Redis."""
+    """Give every index made inside the block a Redis."""
     with start_redis() as server, asyncio.Runner() as runner:
         SpilledIndex.runner = runner
         SpilledIndex.stores = RedisStore(server.url, clock=SystemClock(), prefix="contract", timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""What only a real NATS server can do: die, come back, stop answering, ask for credentials, end a connection."""
+"""Behaviour of a real NATS server only: crash, return, silence, credentials, closed connections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.harness.servers import Server, start_nats
 
 @pytest.fixture
 async def server() -> AsyncIterator[Server]:
-    """A server of this test's own, to be mistreated; no task may be left afterwards."""
+    """A server of the test's own for fault injection; no task may be left afterwards."""
     with start_nats() as started:
         yield started
     leftover = asyncio.all_tasks() - {asyncio.current_task()}
@@ -261,7 +261,7 @@ async def test_the_payload_limit_is_the_servers() -> None:
 
 
 class Answering:
-    """Requests that JetStream answers with nothing to say."""
+    """Requests that JetStream answers with an empty message."""
 
     async def ask(self, *_: object) -> SimpleNamespace:
         return SimpleNamespace(data=b"{}")

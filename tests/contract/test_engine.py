@@ -66,7 +66,7 @@ async def test_a_corrupted_transfer_is_noticed(make_agent: MakeAgent, corruption
 
 
 async def test_without_checksums_a_corrupted_transfer_gives_another_answer(make_agent: MakeAgent) -> None:
-    """The engine's answers would show it if the agent missed a wrong byte: the control of all equality tests."""
+    """The control of all equality tests: answers differ if the agent misses a wrong byte."""
     faulty = AgentOptions(faults=TransferFaults(corrupt_every=3), checksum=False)
     async with open_pair(make_agent, prefill_agent=faulty, decode_agent=AgentOptions(checksum=False)) as pair:
         prompt = pair.prompt(300)

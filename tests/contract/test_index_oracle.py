@@ -1,4 +1,4 @@
-"""Whatever is done to it, an implementation of the index answers as the dictionary does."""
+"""Any implementation of the index answers like the dictionary after any sequence of operations."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SameAsTable(RuleBasedStateMachine):
                 assert self.index.fingerprint(worker, tier) == self.table.fingerprint(worker, tier)
 
     def teardown(self) -> None:
-        """A tree that nobody holds anything of is empty: no ghost stays."""
+        """A tree without holders is empty: no ghost stays."""
         for worker in WORKERS:
             self.index.clear(worker)
         if isinstance(self.index, RadixIndex):

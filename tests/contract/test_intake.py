@@ -1,4 +1,4 @@
-"""Where a body is taken in makes no difference: here, or in a process of its own."""
+"""Intake gives the same result in this process and in a process of its own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def pool_of(kind: str) -> AsyncGenerator[IntakePool]:
 
 
 def taken_in(operation: Operation, payload: bytes) -> tuple[Parsed, Plan] | BatonError:
-    """Return what comes of a body, or the error."""
+    """Return the plan of a body, or the error."""
     intake = Intake()
     try:
         return intake.parse(operation, payload), intake.plan(TOKENIZER, MODEL, model_defaults=True)

@@ -1,4 +1,4 @@
-"""How a transfer agent moves KV: the suite of every implementation and backend."""
+"""The movement of KV between transfer agents: the suite of every implementation and backend."""
 
 from __future__ import annotations
 

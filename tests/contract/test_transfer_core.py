@@ -1,7 +1,7 @@
 """Random schedules against the transfer agent's real state machine, on a simulated wire, as simulators drive it.
 
-It is native/tests/model that looks for what the state machine does wrong; this shows that its events and actions come
-through the binding unharmed.
+native/tests/model searches for errors of the state machine; these tests show that events and actions pass the binding
+unchanged.
 
 Whatever the order of deliveries, revocations (with the blocks overwritten at once), cancels, cut
 connections and expired timers: a pull that reports success holds the right KV; nothing writes a
@@ -28,13 +28,13 @@ PLACES = 3
 
 @dataclass
 class Request:
-    """One attempt as its two sides see it."""
+    """One attempt with the state of both sides."""
 
     key: bytes
     source_blocks: list[int]
     sink_blocks: list[int]
     generation: int = 0
-    """0: not open, as far as the source's owner knows."""
+    """0 if, to the knowledge of the source's owner, it is not open."""
     ready_blocks: list[int] = field(default_factory=lambda: [0] * LAYERS)
     opened: bool = False
     revoked: bool = False
@@ -172,7 +172,7 @@ class Schedule:
             self.world.cut(self.random.choice(ends))
 
     def hang(self, _: Request) -> None:
-        """Let one of several connections hang for a while: what it still brings comes late."""
+        """Let one of several connections hang for a while, which delays its deliveries."""
         ends = self.world.ends()
         if hanging := [end for end in ends if end.hangs]:
             hanging[0].hangs = False
@@ -183,7 +183,7 @@ class Schedule:
         self.world.reachable = not self.world.reachable
 
     def renew(self, request: Request) -> None:
-        """Put a new request in the place of one that is over on both sides."""
+        """Replace a request that has ended on both sides by a new one."""
         if request.pulled and request.key not in self.world.dest and not request.generation:
             place = self.requests.index(request)
             self.requests[place] = self.new_request(place)

@@ -1,4 +1,4 @@
-"""CUDA memory over the stand-in for GPUs, what only it has: epochs, releases by the device, what is missing."""
+"""CUDA memory over the fake GPUs, as far as it is special: epochs, releases by the device, missing parts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def make(make_node: MakeNode, fake_gpu: FakeGpu) -> Iterator[MakeNode]:
-    """Make nodes; nothing is held back any more when they are closed."""
+    """Make nodes; delays end before they are closed."""
     yield make_node
     fake_gpu.set(hold=0, hold_streams=0)
 
@@ -65,7 +65,7 @@ def test_bytes_that_change_on_their_way_never_count(make: MakeNode, fake_gpu: Fa
 
 @pytest.mark.parametrize("way", ["cuda-ipc"], indirect=True)
 def test_a_chunk_that_is_stale_on_the_device_alone_never_counts(make: MakeNode, fake_gpu: FakeGpu) -> None:
-    """Nobody but the sink's GPU saw the epoch change: the pull fails, though the source says that all is well."""
+    """Only the sink's GPU saw the epoch change: the pull fails, although the source reports success."""
     source, sink = make(), make(stall_timeout_s=0.4)
     source.offer(KEY, SOURCE_BLOCKS)
     fake_gpu.set(stale=5)
@@ -87,7 +87,7 @@ def test_a_put_into_a_window_that_was_given_up_ends_the_connection(make: MakeNod
 def test_the_gpu_waits_for_layers_that_are_released_by_a_stream(
     make: MakeNode, fake_gpu: FakeGpu, checksum: bool
 ) -> None:
-    """What was posted behind a stream is asked for at once, and read only when that stream has come there."""
+    """A layer posted behind a stream is requested at once, and read only when the stream has reached that point."""
     source, sink = make(checksum=checksum), make(checksum=checksum)
     generation = source.lease(KEY, SOURCE_BLOCKS)
     fake_gpu.set(hold_streams=1)
@@ -143,7 +143,7 @@ def test_a_pull_that_waits_on_the_device_ends_at_once(make: MakeNode, fake_gpu: 
     ("control", "options", "why"),
     [
         ({"no_share": 1}, {}, "the memory cannot be shared"),
-        # What the sink offers and the source cannot map, the sink only knows not to have been reached.
+        # If the source cannot map the sink's memory, the sink only learns that it was not reached.
         ({"no_map": 1}, {}, "cannot be mapped|reached something else"),
         ({}, {"gpu_library": "/nowhere/libbaton_gpu.so"}, "/nowhere/libbaton_gpu.so: cannot open"),
         ({}, {"gpu_library": "libm.so.6"}, "baton_gpu_abi"),
@@ -228,7 +228,7 @@ def test_the_cuda_part_is_loaded_and_says_what_it_finds() -> None:
 @pytest.mark.parametrize("order", ["NHD", "HND"])
 @pytest.mark.parametrize("form", ["split", "fused"])
 def test_a_gpu_converts_as_the_host_does(fake_gpu: FakeGpu, order: Order, form: Form) -> None:
-    """From split NHD blocks of 16 tokens, directly and through the wire form. The planner's own test is in C++."""
+    """Conversions from split NHD blocks of 16 tokens, direct and by the wire form. The planner's own test is in C++."""
 
     def made(order: Order, form: Form, block_tokens: int) -> tuple[layout.Layout, DeviceMemory, layout.Pool]:
         like = layout.Layout(
@@ -270,7 +270,7 @@ def test_a_conversion_that_does_not_end_is_given_up(fake_gpu: FakeGpu) -> None:
 
 
 def test_the_gpu_check_finds_all_right(fake_gpu: FakeGpu, tmp_path: Path) -> None:
-    """What `make test-gpu` runs; on a GPU its figures mean something."""
+    """The benchmark of `make test-gpu`, whose figures are meaningful only on a GPU."""
     out = tmp_path / "gpu.json"
     arguments = ["--library", fake_gpu.library, "--tokens", "256", "--layers", "1", "--out", str(out)]
     run = [sys.executable, "-m", "baton_native.bench_cuda", *arguments]

@@ -1,4 +1,4 @@
-"""How a pull or a lease ends early: the suite of every implementation and backend."""
+"""Early ends of pulls and leases: the suite of every implementation and backend."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ def test_a_lease_expires_under_a_read(make_node: MakeNode) -> None:
 
 
 def test_a_live_sink_keeps_its_lease(make_node: MakeNode) -> None:
-    # How often the sink says that it lives follows the source's time to live, not its own.
-    # A busy machine may stop anybody for some tenths of a second.
+    # The sink's keep-alive interval follows the source's TTL, not its own.
+    # A busy machine may stop any process for some tenths of a second.
     source, sink = make_node(lease_ttl_s=1.0, unclaimed_ttl_s=1.0), make_node(lease_ttl_s=30.0)
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
@@ -240,7 +240,7 @@ def test_caches_that_cannot_be_converted_refuse_each_other(make_node: MakeNode, 
 
 def test_equal_layouts_move_whole_blocks(make_node: MakeNode) -> None:
     source, sink, silent = make_node(layout=LAYOUT), make_node(layout=LAYOUT), make_node()
-    for number, node in enumerate((sink, silent)):  # Who says nothing of a layout is believed if the sizes fit.
+    for number, node in enumerate((sink, silent)):  # Without a declared layout, equal sizes are enough.
         source.offer(key := lease_key("equal", number), SOURCE_BLOCKS)
         pull(node, source, key)
         assert node.wait_end(key).kind == EventKind.PULL_DONE

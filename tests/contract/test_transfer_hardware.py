@@ -1,6 +1,6 @@
-"""Backends of adapters and of GPUs alike, over stand-ins: work that fails, never ends, or ends after its pull.
+"""Backends of adapters and of GPUs over fakes: work that fails, never ends, or ends after its pull.
 
-What only one of them has is in `test_transfer_verbs.py` and `test_transfer_cuda.py`.
+Tests of only one of them are in `test_transfer_verbs.py` and `test_transfer_cuda.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def fake(request: pytest.FixtureRequest, way: str, make_node: MakeNode) -> Iterator[FakeLibrary]:
-    """Lend what stands in for the hardware; nothing is held back any more when the nodes are closed."""
+    """Provide the fake hardware; delays end before the nodes are closed."""
     fake: FakeLibrary = request.getfixturevalue("fake_verbs" if way == "verbs" else "fake_gpu")
     yield fake
     fake.set(hold=0)
@@ -172,6 +172,6 @@ def test_an_idle_connection_costs_nothing(make_node: MakeNode, fake: FakeLibrary
 
 
 def test_the_stand_in_counts_what_is_open(make_node: MakeNode, fake: FakeLibrary) -> None:
-    """Else nothing would be left open in any test."""
+    """The control of the tests that look for resources left open."""
     pull_whole(make_node(), make_node())
     assert set(fake.left_open()) == set(fake.open)

@@ -1,4 +1,4 @@
-"""Pulls between caches that are laid out differently: what arrives is compared with a naive oracle's memory."""
+"""Pulls between caches with different layouts, compared with a naive oracle's memory."""
 
 from __future__ import annotations
 

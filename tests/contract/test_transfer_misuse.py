@@ -1,4 +1,4 @@
-"""What a transfer agent answers to wrong arguments, strangers, and the end of its own life."""
+"""A transfer agent's reactions to wrong arguments, unauthenticated peers, and its own shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOKENS = len(SINK_BLOCKS) * BLOCK_TOKENS
 
 
 NATIVE_ONLY = pytest.mark.parametrize("make_agent", ["native"], indirect=True)
-"""For what only an agent with sockets can meet."""
+"""Restricts a test to the agent with sockets."""
 
 
 @pytest.fixture(params=["native", "memory"])
@@ -269,7 +269,7 @@ def test_another_life_of_the_source_is_not_the_source(node: Node, other: Node) -
 
 @NATIVE_ONLY
 def test_without_free_descriptors_an_agent_waits(node: Node, other: Node) -> None:
-    """Newcomers are accepted once there are descriptors again, and until then nothing spins."""
+    """New connections are accepted once descriptors are free again; until then nothing spins."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     port = int(node.agent.endpoint.split(":")[1].split("/")[0])
     spare: list[int] = []

@@ -16,9 +16,9 @@ from transfer_rig import BLOCK_TOKENS, KEY, LAYERS, OPTIONS, RAILS, Node, assert
 from baton.transfer import AgentOptions, Cause, EventKind, NativeAgent, RailShare, TransferEvent, lease_key
 
 BLOCK_BYTES = 520 << 10
-"""So that a chunk is one block, and a pull has enough of them to be spread."""
+"""Makes a chunk one block, so that a pull has enough chunks to spread."""
 MIDDLE = BLOCK_BYTES * 5 // 2
-"""Of a chunk, so that one is owed when a rail breaks."""
+"""Delay of a chunk, so that one is outstanding when a rail breaks."""
 BLOCKS = list(range(16))
 MANY = list(range(40))
 TOKENS = len(BLOCKS) * BLOCK_TOKENS
@@ -70,7 +70,7 @@ def rails_of(node: Node) -> list[str]:
 
 
 def endpoint(node: Node, rails: list[str]) -> str:
-    """Return the agent's name with other addresses in it."""
+    """Return the agent's endpoint with other addresses in it."""
     return ",".join(rails) + "/" + node.agent.endpoint.partition("/")[2]
 
 
@@ -85,7 +85,7 @@ def carried(done: TransferEvent) -> dict[str, RailShare]:
 
 
 def use_every_rail(source: Node, sink: Node, rails: list[str]) -> None:
-    """Pull until each rail has carried its part, then forget what came."""
+    """Pull until each rail has carried a part, then drop the events."""
     used: set[str] = set()
     while len(used) < len(rails):
         source.offer(WARMING, MANY)
@@ -147,7 +147,7 @@ def test_equal_rails_carry_equal_bytes(make_agent: MakeAgent) -> None:
 @pytest.mark.parametrize("hangs", [False, True])
 @pytest.mark.parametrize("broken", [0, 2])
 def test_a_rail_dies_in_the_middle(make_agent: MakeAgent, make_proxy: MakeProxy, broken: int, hangs: bool) -> None:
-    """Rail 0 is the first to be connected: asks and answers go there."""
+    """Rail 0 connects first, so it carries asks and answers."""
     source, sink = make_agent(len(MANY), rails=RAILS, **IMPATIENT), make_agent(len(MANY), **IMPATIENT)
     rails = rails_of(source)
     proxy = make_proxy(rails[broken], hangs=hangs)
@@ -205,7 +205,7 @@ def test_a_stranger_at_any_rail_reads_nothing(make_agent: MakeAgent, source: Nod
 @pytest.mark.parametrize("secret", ["other", "shared"])
 @pytest.mark.parametrize("rail", [0, 3])
 def test_a_stranger_behind_a_rail_writes_nothing(make_agent: MakeAgent, source: Node, rail: int, secret: str) -> None:
-    """Also when it knows the secret, but is another life of the source, with other leases."""
+    """The same holds for another incarnation of the source, which knows the secret but has other leases."""
     sink, stranger = make_agent(), make_agent(rails=("127.0.0.6:0",), secret=secret)
     stranger.offer(KEY, BLOCKS, seed=7)
     source.offer(KEY, BLOCKS)

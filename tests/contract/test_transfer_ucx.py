@@ -1,4 +1,4 @@
-"""UCX itself: what it goes over is said, a source that stops under a read, what is left afterwards."""
+"""UCX's own behaviour: reported transports, a source that stops during a read, and resources left afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RDMA over the fake adapters, what only it has: proofs, bounds, which device is taken, what is registered."""
+"""RDMA over the fake adapters, as far as it is special: proofs, bounds, choice of devices, memory registration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def way() -> str:
 
 @pytest.fixture
 def make(make_node: MakeNode, fake_verbs: FakeVerbs) -> Iterator[MakeNode]:
-    """Make nodes that have another way, too."""
+    """Make nodes that have a second backend."""
 
     def make(**changes: object) -> Node:
         return make_node(**{"backends": ("verbs", "tcp"), **changes})
@@ -52,7 +52,7 @@ def test_a_proof_that_does_not_come_leaves_the_next_way(make: MakeNode, fake_ver
 
 
 def test_reading_outside_of_what_the_source_offers_fails(make: MakeNode, fake_verbs: FakeVerbs) -> None:
-    """The source's adapter knows less of its pool than the source says: no read gets anything, and none hangs."""
+    """The source's adapter registers less of its pool than the source claims: every read fails, and none hangs."""
     fake_verbs.set(shrink=1)
     source, sink = make(), make()
     source.offer(KEY, SOURCE_BLOCKS)
@@ -64,7 +64,7 @@ def test_reading_outside_of_what_the_source_offers_fails(make: MakeNode, fake_ve
 
 
 def test_the_end_of_a_cancelled_pull_waits_for_its_reads(make: MakeNode, fake_verbs: FakeVerbs) -> None:
-    """An adapter cannot take a read back, and its connection is as good as before once all have ended."""
+    """An adapter cannot cancel a read, and its connection is usable again once all reads have ended."""
     source, sink = make(), make()
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
@@ -157,7 +157,7 @@ def test_devices_that_make_no_sense_are_refused_at_the_start(make: MakeNode, dev
         make(verbs_devices=devices)
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- resources
 
 
 def test_the_pool_is_registered_once(make: MakeNode, fake_verbs: FakeVerbs) -> None:

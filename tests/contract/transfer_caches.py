@@ -1,4 +1,4 @@
-"""Agents over caches of any layout, and what a pull between two of them must leave in memory, byte for byte."""
+"""Agents over caches of any layout, and the memory expected after a pull between two of them, byte for byte."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.harness.transfer import Cache
 
 
 class CacheNode(Party):
-    """An agent, and one rank's cache that holds junk, or as a source the KV of one sequence."""
+    """An agent and one rank's cache, which holds random bytes or, on a source, the KV of one sequence."""
 
     def __init__(self, agent: TransferAgent, cache: Cache, *, shared: bool = False) -> None:
         super().__init__(agent)
@@ -49,13 +49,13 @@ class CacheNode(Party):
         return generation
 
     def pull(self, key: bytes, source: CacheNode, first: int, tokens: int) -> None:
-        """Pull tokens [first, tokens) to where they belong in this cache."""
+        """Pull tokens [first, tokens) to their places in this cache."""
         size = self.cache.layout.block_tokens
         blocks = self.cache.blocks[first // size : -(-tokens // size)]
         self.agent.pull(key, source.agent.endpoint, first_token=first, tokens=tokens, blocks=blocks, budget_s=10.0)
 
     def expect(self, source: CacheNode, first: int, tokens: int) -> None:
-        """From now on tokens [first, tokens) are to be those of the source, of all heads that both hold."""
+        """Expect the source's tokens [first, tokens) from now on, in all heads that both hold."""
         theirs, ours = source.cache, self.cache
         head, heads = common_heads(theirs.layout, ours.layout)
         from_head, to_head = head - theirs.layout.heads[0], head - ours.layout.heads[0]
@@ -67,14 +67,14 @@ class CacheNode(Party):
         return b"".join(tensor.tobytes() for tensor in self.cache.memory)
 
     def is_part_of(self, before: bytes) -> bool:
-        """Return whether every byte is still what it was, or what it is to be."""
+        """Return whether every byte has its old or its expected value."""
         after, now = b"".join(tensor.tobytes() for tensor in self.cache.expected()), self.snapshot()
         old, new, got = (np.frombuffer(data, dtype=np.uint8) for data in (before, after, now))
         return bool(np.all((got == old) | (got == new)))
 
 
 def scattered(layout: Layout, tokens: int, seed: int) -> Cache:
-    """Return a cache with room for some tokens, in blocks of no order, with gaps between."""
+    """Return a cache with room for some tokens, in blocks in random order with gaps between them."""
     needed = -(-tokens // layout.block_tokens)
     pool_blocks = needed + 3
     blocks = tuple(random.Random(seed).sample(range(pool_blocks), needed))

@@ -1,4 +1,4 @@
-"""Fixtures of what a backend of the transfer agent needs here. A module gives `way`: a backend, and what it may use."""
+"""Fixtures for a backend of the transfer agent. A module gives `way`: a backend and its resources."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
 
 @pytest.fixture
 def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
-    """Lend the fake RDMA adapters; afterwards nothing of them may be in use."""
+    """Provide the fake RDMA adapters; afterwards none of their resources may be in use."""
     fake_verbs_library.reset()
     yield fake_verbs_library
     assert not fake_verbs_library.left_open()
@@ -33,7 +33,7 @@ def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
 
 @pytest.fixture
 def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
-    """Lend the fake GPUs; afterwards nothing of them may be in use."""
+    """Provide the fake GPUs; afterwards none of their resources may be in use."""
     fake_gpu_library.reset()
     yield fake_gpu_library
     if fake_gpu_library.left_open():
@@ -48,7 +48,7 @@ def backend(way: str) -> str:
 
 @pytest.fixture
 def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyPatch) -> Fabric:
-    """Return the options that the backend needs here."""
+    """Return the options that the backend needs on this machine."""
     lanes: Fabric = {"rails": RAILS, "streams": 2, "lane_bytes": 1} if way.endswith("lanes") else {}
     if way.startswith("verbs"):
         fake: FakeVerbs = request.getfixturevalue("fake_verbs")

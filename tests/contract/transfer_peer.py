@@ -1,7 +1,7 @@
-"""An agent in a process of its own, told what to do line by line; it says its endpoint first.
+"""An agent in a process of its own. It prints its endpoint first, then takes one command per line.
 
-Arguments: backends (comma-separated), lease TTL in seconds, most bytes of a file it may write (0: no limit), further
-options of the agent as JSON.
+Arguments: backends (comma-separated), lease TTL in seconds, maximum bytes of a file it may write (0: no limit),
+further options of the agent as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rail that can die: what an agent's address looks like through a network that somebody cuts or that goes silent."""
+"""A rail that can fail: a proxy before an agent's address that cuts its connections or goes silent."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Proxy:
         self._start(self._accept)
 
     def break_after(self, more_bytes: int) -> None:
-        """Break once so many bytes more have come from the address."""
+        """Break once this many more bytes have come from the address."""
         self._limit_bytes = self.passed_bytes + more_bytes
 
     def break_now(self) -> None:
@@ -41,7 +41,7 @@ class Proxy:
         self.broke.set()
 
     def mend(self) -> None:
-        """Let what hangs go on."""
+        """Resume the connections that hang."""
         self._goes_on.set()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What the transfer agents' contract tests share: an agent with memory behind it, and waiting with a deadline."""
+"""Shared code of the transfer agents' contract tests: an agent with its memory, and waits with a deadline."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 
 
 class Fabric(TypedDict, total=False):
-    """What an agent needs to take one way in these tests."""
+    """The configuration of an agent for one backend in these tests."""
 
     verbs_library: str
     ucx_library: str
@@ -71,7 +71,7 @@ class HostMemory:
 
 
 class Party:
-    """An agent, and waiting for what it reports."""
+    """An agent, and waits for its events."""
 
     def __init__(self, agent: TransferAgent) -> None:
         self.agent = agent
@@ -85,7 +85,7 @@ class Party:
     def wait(
         self, *kinds: EventKind, key: bytes | None = None, layers: int = 0, timeout_s: float = WAIT_S
     ) -> TransferEvent:
-        """Return the first event of these kinds, taking it out; earlier events of other kinds stay in `events`."""
+        """Remove and return the first event of these kinds; earlier events of other kinds stay in `events`."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             for event in self.events:
@@ -109,7 +109,7 @@ class Party:
 
 
 class Node(Party):
-    """An agent and the pool it reads and writes; between two blocks lies a gap that nothing may touch."""
+    """An agent and its pool; between two blocks lies a gap that must stay untouched."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Node(Party):
         shared: bool = False,
         gpu_library: str | None = None,
     ) -> None:
-        """`gpu_library`: the pool lies in CUDA memory of that library's."""
+        """`gpu_library`: the library whose CUDA memory holds the pool."""
         super().__init__(agent)
         self.block_bytes = block_bytes
         self.stride_bytes = block_bytes + GAP_BYTES
@@ -147,7 +147,7 @@ class Node(Party):
         )
 
     def close(self) -> None:
-        """Close the agent and let go of the memory."""
+        """Close the agent and release the memory."""
         self.agent.close()
         del self.memory
 
@@ -176,7 +176,7 @@ class Node(Party):
         )
 
     def fill(self, blocks: Sequence[int], seed: int = 0) -> None:
-        """Write content that names layer, position in the lease and `seed`."""
+        """Write content that encodes layer, position in the lease and `seed`."""
         for layer in range(LAYERS):
             for position, block in enumerate(blocks):
                 self.write(layer, block, content(layer, position, seed, self.block_bytes))
@@ -191,7 +191,7 @@ class Node(Party):
         )
 
     def offer(self, key: bytes, blocks: Sequence[int], *, seed: int = 0) -> int:
-        """Fill the blocks and lease them, all ready."""
+        """Fill the blocks and open a lease of them, with all layers ready."""
         self.fill(blocks, seed)
         generation = self.lease(key, blocks)
         tokens = len(blocks) * BLOCK_TOKENS
@@ -207,7 +207,7 @@ def all_poison(size: int) -> bytes:
 
 @lru_cache(maxsize=512)
 def content(layer: int, position: int, seed: int, size: int = BLOCK_BYTES) -> bytes:
-    """Return bytes of which no part is another's, be it of the same block."""
+    """Return bytes that differ between any two parts, even of the same block."""
     return Random(f"{layer} {position} {seed}").randbytes(size)
 
 
@@ -219,13 +219,13 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None
 
 
 MakeAgent = Callable[..., TransferAgent]
-"""Of the fixture `make_agent`: fields of AgentOptions may be given."""
+"""The type of the fixture `make_agent`, which takes fields of AgentOptions."""
 MakeNode = Callable[..., Node]
-"""Of the fixture `make_node`: beside those what `Node` takes; `host`: not in a GPU's memory."""
+"""The type of the fixture `make_node`, which also takes arguments of `Node`; `host`: not in a GPU's memory."""
 
 
 def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, budget_s: float = 10.0) -> None:
-    """Pull all that `SOURCE_BLOCKS` hold, from `first_token` on, into `SINK_BLOCKS`."""
+    """Pull the content of `SOURCE_BLOCKS`, from `first_token` on, into `SINK_BLOCKS`."""
     blocks = SINK_BLOCKS[first_token // BLOCK_TOKENS :]
     sink.agent.pull(
         key, source.agent.endpoint, first_token=first_token, tokens=TOKENS, blocks=blocks, budget_s=budget_s
@@ -233,7 +233,7 @@ def pull(sink: Node, source: Node, key: bytes = KEY, *, first_token: int = 0, bu
 
 
 def pull_whole(sink: Node, source: Node) -> TransferEvent:
-    """Offer all and pull it; return the end of the pull, having looked at every byte where it is done."""
+    """Offer all blocks and pull them; return the pull's last event, and check every byte if it is done."""
     source.offer(KEY, SOURCE_BLOCKS, seed=3)
     pull(sink, source)
     end = sink.wait_end(KEY)
@@ -247,5 +247,5 @@ def assert_nothing_left(*nodes: Party) -> None:
         stats = node.agent.stats()
         return (stats.leases, stats.leased_blocks, stats.pulls, stats.parked) == (0, 0, 0, 0)
 
-    # The last release may still be on its way.
+    # The last release may still be in flight.
     wait_until(lambda: all(is_empty(node) for node in nodes), 1.0)

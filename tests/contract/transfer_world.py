@@ -1,6 +1,6 @@
-"""Two cores of the transfer agent, stepped over a simulated wire: nothing real but the decisions.
+"""Two cores of the transfer agent, stepped over a simulated wire: only the decisions are real.
 
-Time, the order of deliveries, how far a read or a write has come and every loss are the caller's choice.
+The caller chooses time, the order of deliveries, the progress of each read or write, and every loss.
 Blocks hold labels instead of bytes: the label of the KV that belongs there, or GARBAGE once overwritten.
 """
 
@@ -20,7 +20,7 @@ LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 2, 64, 4, 100
 TERMINAL = {"pull_done", "pull_failed"}
 SLOTS = 2
 CHUNKS = 14
-"""Of a whole pull, a block each: no honest sink has more in flight, so a source that counts more has lost some."""
+"""Chunks of a complete pull, one per block: an honest sink has no more in flight, so a higher count means lost ones."""
 
 
 def crc_of(labels: list[Label]) -> int:
@@ -38,11 +38,11 @@ class Data:
 
 @dataclass
 class Writing:
-    """A chunk that is being written, block by block."""
+    """A chunk whose blocks are being written one by one."""
 
     placing: core.Place
     labels: list[Label] | None
-    """None: read from the source's pool as it is written."""
+    """None if it is read from the source's pool during the write."""
     written: int = 0
 
 
@@ -55,21 +55,21 @@ class End:
     peer: End | None = None
     arriving: deque[bytes | Data] = field(default_factory=deque[bytes | Data])
     reading: deque[core.Serve] = field(default_factory=deque[core.Serve])
-    """Chunks to be served; the first may be half read."""
+    """Chunks to serve; the first may be half read."""
     read: list[Label] = field(default_factory=list[Label])
     payload: Data | None = None
-    """Announced to the core, which has not said where it goes, or is being written."""
+    """An announced chunk that the core has not directed yet, or that is being written."""
     writing: list[Writing] = field(default_factory=list["Writing"])
-    """In any order, since nothing promises that a later write is not sooner done."""
+    """Writes in progress, completed in any order: a later write may end first."""
     slots: dict[int, list[Label]] = field(default_factory=dict[int, list[Label]])
-    """Of the ring that this end serves from: what is in use."""
+    """Used slots of the ring that this end serves from."""
     backend: str = ""
     hangs: bool = False
-    """Nothing arrives here, and nobody is told."""
+    """Drop everything that arrives here, without notice."""
 
     @property
     def blocked(self) -> bool:
-        """Whether frames behind an inline payload must wait for it."""
+        """Whether frames behind an inline payload wait for it."""
         return self.payload is not None
 
 
@@ -91,10 +91,10 @@ class Node:
         self.reports: list[core.Report] = []
         self.accepted = 1
         self.writable: dict[int, int] = {}
-        """Blocks of this pool that pulls may write, with the number of pulls that may."""
+        """Blocks of this pool that pulls may write, each with the number of those pulls."""
 
     def step(self, *events: core.Event) -> None:
-        """Step the core and do what it asks for."""
+        """Step the core and carry out its actions."""
         for action in self.core.step(self.world.now_s, list(events)):
             if isinstance(action, core.Report):
                 self.world.on_report(self, action)
@@ -164,14 +164,14 @@ class World:
     def __init__(self, sources: list[core.Options], *, backend: str) -> None:
         self.now_s = 100.0
         self.backend = backend
-        """What works between these nodes: "direct" (or any that is one-sided), "shm" or "tcp"."""
+        """The backend that works between these nodes: "direct" (or any one-sided one), "shm" or "tcp"."""
         self.queue: deque[tuple[Node, core.Event]] = deque()
         self.nodes = [Node(self, number, options) for number, options in enumerate(sources)]
         self.reachable = True
         self.dest: dict[bytes, list[int]] = {}
         """Destination blocks of each pull that has not ended."""
 
-    # What cores ask for.
+    # The cores' actions.
 
     def connect(self, node: Node, action: core.Connect) -> None:
         number = int(action.address.split(":")[1]) - 1
@@ -189,7 +189,7 @@ class World:
         self.queue.append((node, core.Connected(ours.connection)))
 
     def cut(self, end: End) -> None:
-        """Close a connection for both sides; what was on the way is lost."""
+        """Close a connection for both sides and lose everything in flight."""
         for side in (end, end.peer):
             if side is not None and side.node.ends.pop(side.connection, None) is not None:
                 self.queue.append((side.node, core.Closed(side.connection, "cut")))
@@ -224,13 +224,13 @@ class World:
                     "success with wrong bytes"
                 )
 
-    # What happens by itself, one small thing at a time.
+    # Events from outside, one small step at a time.
 
     def ends(self) -> list[End]:
         return [end for node in self.nodes for end in node.ends.values()]
 
     def advance_one(self, choice: int) -> bool:
-        """Let one of the possible next things happen; return whether there was any."""
+        """Do one of the possible next steps; return whether there was one."""
         moves: list[Callable[[], None]] = [self.take_from_queue] if self.queue else []
         moves += [partial(self.deliver, end) for end in self.ends() if end.arriving and not (end.blocked or end.hangs)]
         moves += [

@@ -1,4 +1,4 @@
-"""Where the tests' UCX is."""
+"""The location of the tests' UCX."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ENVIRONMENT = Path(__file__).parents[2] / ".venv-ucx"
 
 
 def ucx_library() -> str:
-    """Return the library of `.venv-ucx`, or the system's; skip the test where there is none."""
+    """Return the library of `.venv-ucx`, or the system's; skip the test if there is none."""
     for library in ENVIRONMENT.glob("lib/python*/site-packages/libucx/lib/libucp.so.0"):
         return str(library)
     try:

@@ -32,7 +32,7 @@ def raw(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def attention(isa: str, dtype: str, block_tokens: int, dim: int) -> tuple[dict[str, Any], list[torch.Tensor]]:
-    """Return what was written, and the cache with K and V as they were."""
+    """Return a description of the writes, and the cache with the K and V written to it."""
     blocks = [3, 0, 1][: -(-TOKENS // block_tokens)]
     float8 = dtype.startswith("float8")
     k, v = (randn(TOKENS, HEADS, dim, seed=seed).to(DTYPES["bfloat16" if float8 else dtype]) for seed in (1, 2))

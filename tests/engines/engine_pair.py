@@ -1,4 +1,4 @@
-"""A prefill and a decode engine, and what a test does with both."""
+"""A prefill and a decode engine, and operations of tests on both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine_process import Answer, EngineProcess, until
 
 LEASE_TTL_S: Final = 2.0
 NUMBERS: Final = itertools.count()
-"""Of requests: an engine may stand in several pairs."""
+"""Counter of requests, global because an engine may belong to several pairs."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 class EngineError(Exception):
-    """What the engine raised, by its code."""
+    """An error that the engine raised, with its code."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(f"{code}: {detail}")

@@ -1,4 +1,4 @@
-"""Whether vLLM's attention over a prompt is causal for a model with latent attention (MLA): prints, and exits 0 if so.
+"""A check that vLLM's attention over a prompt is causal for a model with latent attention (MLA): exits 0 if so.
 
     python latent_attention.py FOLDER      makes a tiny DeepSeek-type model there, in float32
 

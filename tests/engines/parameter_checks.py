@@ -1,4 +1,4 @@
-"""Prints what an engine's own checks make of parameters. No engine runs, but its packages are needed: see the tests."""
+"""Prints the results of an engine's own parameter checks. Needs the engine's packages, but runs no engine."""
 
 # pyright: basic, reportMissingImports=false
 

@@ -1,4 +1,4 @@
-"""A transfer agent that moves nothing: it records what it is told and says what the test wants."""
+"""A transfer agent that moves nothing: it records its calls and reports the test's events."""
 
 from __future__ import annotations
 

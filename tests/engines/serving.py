@@ -1,4 +1,4 @@
-"""What tests of a whole Baton over real engines ask of it."""
+"""Operations of the tests of a complete deployment over real engines."""
 
 from __future__ import annotations
 

@@ -36,14 +36,14 @@ GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 _pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
 BFLOAT16_TOLERANCE = 0.25
-"""Of a log-probability: logits of 8 to 16 are rounded to sixteenths. Of 120 prompts' 0.06 was the median, 0.18 most."""
+"""For a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
 PAIRS = (
     "sglang-64-to-sglang-1",
     "vllm-32-to-vllm-128",
     "vllm-128-to-sglang-1",
     "sglang-1-to-vllm-128",
 )
-"""Each with the size of its blocks or pages, in tokens."""
+"""Engines, each with its block or page size in tokens."""
 RUNNING_MAX = 4
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
@@ -63,9 +63,9 @@ class Running:
 
 
 class Engines:
-    """Engines by name, started when they are first wanted.
+    """Engines by name, started on first use.
 
-    Each takes 1 to 2 GB, so few run at a time: the one that was not wanted for longest ends first.
+    Each takes 1 to 2 GB, so few run at a time: the least recently used one ends first.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,7 +158,7 @@ def over(*pairs: str) -> pytest.MarkDecorator:
 class TestSuite(EngineSuite):
     @pytest.mark.parametrize("endpoint", ["malformed"])
     async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
-        """Real engines refuse what is no endpoint, rather than look for somebody there."""
+        """Real engines refuse a malformed endpoint instead of connecting to it."""
         with pytest.raises(TransferFailed, match="is not an endpoint"):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=("no endpoint",)))
         with pytest.raises(PeerUnreachable):
@@ -333,7 +333,7 @@ async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
 
 @pytest.mark.nightly
 async def test_a_killed_sglang_fails_its_requests_and_takes_nothing_with_it(engines: Engines) -> None:
-    """The last test here: nobody wants this engine after it."""
+    """Keep this last: no test uses this engine after it."""
     running = await engines.get("sglang-bfloat16-32")
     engine, worker = running.engine, psutil.Process(running.engine.pid)
     pair = await make_pair(engines, "sglang-bfloat16-32", "sglang-bfloat16-32")

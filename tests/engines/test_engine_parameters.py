@@ -1,4 +1,4 @@
-"""What engines declare and refuse by their own checks, in their own environments; no engine runs here."""
+"""Parameters that engines declare, and refuse by their own checks, in their own environments; no engine runs here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines that are killed: whoever waits for them is told, and nothing of them stays."""
+"""Engines that are killed: every waiter gets an error, and nothing of them stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong between prefill and decode ends typed, leaves nothing behind and never a wrong token."""
+"""Failures between prefill and decode end with a typed error, leave nothing behind and never give a wrong token."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_lease_that_expires_under_a_read(pair: Pair) -> None:
     prefill.wait()
     until(lambda: pair.decode.ask("stats")["pulls"] == 1, 5)
     time.sleep(0.5)
-    # A sink that stalls stops to say that it is there; the source gives its blocks to others.
+    # A stalled sink sends no keep-alives; the source gives its blocks to others.
     os.kill(sink, signal.SIGSTOP)
     try:
         pair.prefill.settled(timeout_s=15)

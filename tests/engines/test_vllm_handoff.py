@@ -11,12 +11,12 @@ BLOCK = 32
 
 
 def block_bytes(pair: Pair) -> int:
-    """Of one block, all layers."""
+    """Bytes of one block, all layers."""
     return pair.decode.facts["kv_bytes_per_token"] * BLOCK
 
 
 def sum_of_done_pulls(pair: Pair, figure: str) -> float:
-    """As the metrics count them: without what failed pulls had moved."""
+    """The bytes that the metrics count: without those of failed pulls."""
     return sum(totals[figure] for totals in pair.decode.ask("transfers")["pulls"].get("done", {}).values())
 
 

@@ -1,4 +1,4 @@
-"""What engine steps report about transfers, gathered over ranks; no engine runs here."""
+"""Reports of engine steps about transfers, gathered over ranks; no engine runs here."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests.harness.scheduling import GroupScheduling
 from tests.harness.servers import start_nats, start_redis
 
 TOGETHER: Final = ("/test_metrics.py", "/test_up.py")
-"""Modules with a system that takes long to start: one worker runs all of their tests, first of all."""
+"""Modules with a system that takes long to start: one worker runs all tests of a module, and they start first."""
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:

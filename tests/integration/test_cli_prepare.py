@@ -1,4 +1,4 @@
-"""What a one-shot container leaves for the workers: a model, and settings that they can read."""
+"""The output of a one-shot container for the workers: a model, and settings that they can read."""
 
 from __future__ import annotations
 

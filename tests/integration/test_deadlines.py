@@ -23,7 +23,7 @@ from tests.harness.gateway.stage import Stage, forward, open_stage
 PROGRESS_S = 3.0
 TOKENS = 60
 STEADY = {"speed": 1.0, "step_fixed_s": 0.06, "eos_probability": 0.0, "seed": 1}
-"""About 4 s for an answer."""
+"""Slows an answer down to about 4 s."""
 
 
 @pytest.fixture

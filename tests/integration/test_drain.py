@@ -1,4 +1,4 @@
-"""Every service in turn is told to end and replaced by a new process, while streams run: no client notices."""
+"""Every service in turn is terminated and replaced by a new process while streams run: no client notices."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ OUTPUT_TOKENS = 200
 ENGINE = {"speed": 1.0, "step_fixed_s": 0.015, "prefill_token_s": 0.0002, "blocks": 1024, "eos_probability": 0.0}
 """An answer takes about four seconds."""
 DRAIN_S = {Role.PREFILL: 30.0, Role.DECODE: 2.0}
-"""Decode leaves before an answer ends: some are moved. Prefill leaves when nothing needs it any more."""
+"""Decode ends before its answers do, so some are moved. Prefill ends once nothing needs it any more."""
 PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--lost-after-s", "20")
-"""On a busy machine nobody is taken for lost, so that nothing but draining makes answers move."""
+"""No worker counts as lost on a busy machine, so that only draining moves answers."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Clients:
-    """Streams that follow one upon another, each from the gateway that takes new ones at the time."""
+    """Consecutive streams, each from the gateway that accepts new ones at the time."""
 
     def __init__(self, cluster: Cluster, gateway: str) -> None:
         self._cluster = cluster
@@ -73,7 +73,7 @@ class Clients:
 
     @asynccontextmanager
     async def asking(self) -> AsyncGenerator[None]:
-        """Ask all the time; on the way out the last answers are awaited. Raises what a client sees."""
+        """Send requests continuously; await the last answers at the end. Raises any client error."""
         self._asking = True
         async with asyncio.TaskGroup() as group:
             for prompt in PROMPTS:
@@ -83,7 +83,7 @@ class Clients:
 
 
 class Bystander:
-    """Counts what gateways gave up, by their reason."""
+    """Counts the attempts that gateways cancelled, by reason."""
 
     def __init__(self) -> None:
         self.cancels: Counter[str] = Counter()
@@ -120,13 +120,13 @@ async def start(cluster: Cluster, name: str) -> Service:
 
 
 def leaving_line(cluster: Cluster, name: str) -> str:
-    """Return what a process said that it had to finish."""
+    """Return the work that a process logged as unfinished at the start of its drain."""
     lines = (cluster.folder / f"{name}.log").read_text().splitlines()
     return next(line for line in reversed(lines) if "draining: " in line)
 
 
 async def replace(cluster: Cluster, clients: Clients, name: str) -> float:
-    """Start a process in the place of another one, then have that one end; return how long it took to leave."""
+    """Start a process in place of another one, then end that one; return the time its drain took."""
     role, number = name.split("-")
     successor = f"{role}-{int(number) + 10}"
     await start(cluster, successor)
@@ -199,7 +199,7 @@ async def test_without_another_worker_an_answer_ends_where_it_is(cluster: Cluste
 
 
 async def test_what_cannot_go_on_exactly_has_the_whole_budget_and_then_its_typed_error(cluster: Cluster) -> None:
-    """With a penalty the rest depends on what was said before, which another worker would take for the prompt."""
+    """With a penalty the rest depends on the earlier output, which another worker would take for the prompt."""
     clients = await small(cluster, "prefill-0", "decode-0", "decode-1", drain_s=1.0)
     answer = asyncio.create_task(clients.ask(PROMPTS[0], presence_penalty=0.5))
     runs = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)

@@ -1,4 +1,4 @@
-"""Engines that take different parameters, side by side: a request goes where it is taken, or is the client's error."""
+"""Engines with different parameters side by side: a request goes to one that takes it, or is the client's error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def ask(cluster: Cluster, **parameters: object) -> str:
 async def test_a_request_goes_to_the_engines_that_take_it(cluster: Cluster) -> None:
     assert {await ask(cluster, colour={"any": 1}) for _ in range(4)} == {"decode-slow"}
     assert {await ask(cluster, mode="slow", colour=2) for _ in range(4)} == {"decode-slow"}
-    # Both declare `mode`; which values they take only they know.
+    # Both declare `mode`; only the engines know which values they take.
     modes = ["fast", "slow"] * 6
     assert [await ask(cluster, mode=mode) for mode in modes] == [f"decode-{mode}" for mode in modes]
     answers = await asyncio.gather(*(_text(cluster, mode=mode) for mode in modes))

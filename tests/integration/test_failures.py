@@ -1,4 +1,4 @@
-"""A killed or frozen worker is never a hang: each state of `docs/handoff.md`, on real processes.
+"""A killed or frozen worker never hangs a request: each state of `docs/handoff.md`, on real processes.
 
 Simulated engines, whose next token is a function of the KV bytes: an answer that is byte-identical to
 the undisturbed one shows that no wrong, stale or missing block was used on the way.
@@ -99,7 +99,7 @@ def strike(cluster: Cluster, worker: str, how: signal.Signals) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, how: signal.Signals) -> None:
-    """Two workers of each role; the one that has the attempt is struck, and replaced before the next case."""
+    """Two workers of each role. The fault hits the one with the attempt; it is replaced before the next case."""
     for role in Role:
         for number in range(2):
             await start_worker(cluster, role, number)
@@ -125,7 +125,7 @@ async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, ho
 async def test_a_task_for_a_worker_that_has_just_been_lost_goes_elsewhere(
     cluster: Cluster, how: signal.Signals
 ) -> None:
-    """Before anyone can know: the attempt is PLACING, and RESERVED on nobody."""
+    """A worker is lost before it is noticed: the attempt is PLACING, and RESERVED on no worker."""
     for role in Role:
         for number in range(2):
             await start_worker(cluster, role, number)
@@ -218,7 +218,7 @@ async def test_a_client_that_leaves_frees_both_engines(cluster: Cluster) -> None
 
 
 async def assert_nothing_left(cluster: Cluster) -> None:
-    """No attempt, reservation or KV block is held by any live worker, within less time than a lease lives."""
+    """Assert that no live worker holds an attempt, reservation or KV block, within less time than a lease TTL."""
 
     def idle() -> bool:
         now = {name for name, service in cluster.services.items() if "--worker" in service.command}

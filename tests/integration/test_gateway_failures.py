@@ -1,4 +1,4 @@
-"""What goes wrong between gateway and workers, and what clients see of it: nothing, or a typed error."""
+"""Failures between gateway and workers. Clients see nothing of them, or a typed error."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ async def stream(client: httpx.AsyncClient, **fields: object) -> list[dict[str, 
 
 
 async def check_clean(stage: Stage) -> None:
-    """Nothing of any request is left anywhere."""
+    """Assert that nothing is left of any request."""
     await stage.wait_for(lambda: not stage.gateway.routes)
     await stage.wait_for(lambda: all(not worker.attempts for worker in stage.workers.values() if worker.alive))
     assert stage.gateway.admission.waiting() == {}
 
 
 class Chaos:
-    """Loses, repeats, delays and swaps frames, by a seed."""
+    """Loses, repeats, delays and reorders frames, driven by a seed."""
 
     def __init__(self, seed: int) -> None:
         self._random = Random(seed)
@@ -209,7 +209,7 @@ async def test_an_answer_that_nobody_has_seen_starts_over(
 
 
 async def test_a_stream_starts_over_as_long_as_all_of_it_is_held_back(stage: Stage, client: httpx.AsyncClient) -> None:
-    """What could be the start of a stop string is not sent."""
+    """Text that could begin a stop string is held back."""
     await stage.add("d2")
     await forward(stage, "d2")
     stage.workers["d1"].script.die_at = 3
@@ -262,7 +262,7 @@ async def test_a_failed_transfer_goes_to_another_prefill_worker(stage: Stage, cl
 
 
 async def test_a_worker_that_is_not_there(stage: Stage, client: httpx.AsyncClient) -> None:
-    """The scheduler still places on a worker that nobody hears any more."""
+    """The scheduler still places on a worker that has gone silent."""
     await stage.add("d2")
     await forward(stage, "d2")
     stage.workers["d1"].script.silent = True
@@ -361,7 +361,7 @@ async def test_busy_workers_make_requests_wait_in_turn(stage: Stage, client: htt
 
 @pytest.mark.timeout(180)
 async def test_two_thousand_requests_at_once_over_eight_idle_workers_are_all_served() -> None:
-    # Every limit is the default. Only the wait is longer, as a busy machine needs it for so much.
+    # Every limit is the default except the wait, which a busy machine needs longer for this load.
     patient = Settings(port=0, admission_wait_s=150.0)
     async with open_stage(patient) as stage:
         stage.say("ok")
@@ -494,7 +494,7 @@ async def test_a_reader_that_stalls_below_the_limit_is_cut_off_after_a_while() -
 
 
 async def test_a_worker_that_missed_its_cancel_is_told_again(stage: Stage, client: httpx.AsyncClient) -> None:
-    """Digests that list what nobody waits for are answered, so that a lost message costs a second at most."""
+    """Digests with abandoned attempts are answered, so that a lost message costs a second at most."""
     decode = stage.workers["d1"]
     assert (await client.post(CHAT, json=body())).status_code == 200
     await check_clean(stage)

@@ -128,7 +128,7 @@ async def test_sigterm_finishes_streams_and_leaves(nats_url: str) -> None:
 
 
 async def test_while_it_closes_a_gateway_is_not_ready_but_serves_and_ends_connections(nats_url: str) -> None:
-    """What a proxy needs: it sees /ready, while what it still sends is served."""
+    """A draining gateway reports it at /ready, so that a proxy sees it, and still serves requests."""
     async with AsyncExitStack() as stack:
         cast = await stack.enter_async_context(actors(nats_url))
         process, url = await stack.enter_async_context(gateway(nats_url, "--drain-delay-s", "1.5"))

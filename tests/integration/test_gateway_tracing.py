@@ -1,4 +1,4 @@
-"""The gateway's spans: one tree for each request, whatever becomes of it. Actors play the scheduler and the workers."""
+"""The gateway's spans: one tree per request, whatever its outcome. Actors play the scheduler and the workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`baton index` against real processes: what it shows is what there is."""
+"""`baton index` against real processes: its output matches their state."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def first_report(cluster: Cluster, *arguments: str) -> dict[str, Any]:
 
 
 async def report_when(cluster: Cluster, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the first report on the prompt of which this holds."""
+    """Return the first report on the prompt that satisfies the condition."""
     async with asyncio.timeout(30):
         while not holds(report := await first_report(cluster, "--prompt", PROMPT)):
             pass
@@ -68,7 +68,7 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
             (await client.post("/v1/completions", json=body)).raise_for_status()
-            # What is stored is promised from then on.
+            # Stored blocks are promised from then on.
             await report_when(cluster, lambda report: len(report.get("held", {})) == 2)
             for _ in range(REQUESTS - 1):
                 (await client.post("/v1/completions", json=body)).raise_for_status()

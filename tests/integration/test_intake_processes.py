@@ -1,4 +1,4 @@
-"""Processes that take in long bodies: bounded, replaced when they die, and gone with their gateway."""
+"""Intake processes for long bodies: bounded, replaced when they die, and ended with their gateway."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Rig:
     client: httpx.AsyncClient
 
     def processes(self) -> list[psutil.Process]:
-        """Return the intake processes that live."""
+        """Return the live intake processes."""
         children = psutil.Process().children()
         return [child for child in children if is_alive(child) and COMMAND[-1] in child.cmdline()]
 
@@ -46,7 +46,7 @@ class Rig:
         return await self.client.post(COMPLETIONS, json=body, headers=headers)
 
     async def occupy(self, group: asyncio.TaskGroup, prompt: str, *, chars: int = LONG) -> asyncio.Task[httpx.Response]:
-        """Send a prompt, and wait until a process is at it."""
+        """Send a prompt, and wait until a process works on it."""
         at_work = self.at_work()
         task = group.create_task(self.post(prompt, chars=chars))
         await self.stage.wait_for(lambda: self.at_work() > at_work, 20.0)

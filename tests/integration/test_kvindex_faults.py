@@ -1,4 +1,4 @@
-"""Seeded fault runs: whatever is killed or lost, both indexes and Redis end up with what the workers hold, soon."""
+"""Seeded fault runs: after any kill or loss, both indexes and Redis soon match the workers' caches again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATHS = ["abcdefgh", "abcdxyz", "abq", "mnopq", "mnxy", "zyxwv"]
 
 
 class Chaos:
-    """A worker whose events are lost, doubled, delayed, reordered and wrong, and that restarts, as a seed says."""
+    """A worker that restarts, and whose events are lost, doubled, delayed, reordered and wrong, driven by a seed."""
 
     def __init__(self, worker: Worker, seed: int) -> None:
         self.worker = worker
@@ -82,7 +82,7 @@ class Chaos:
 
 
 class BusFaults:
-    """Each kills something and brings it back."""
+    """Faults that kill a process and restart it."""
 
     def __init__(self, pair: Pair, random: Random) -> None:
         self.pair = pair
@@ -114,7 +114,7 @@ class BusFaults:
         service.signal(signal.SIGCONT)
 
     async def _kill_index(self, *, writes: bool) -> None:
-        # Who writes is told by its log, of which the newest word counts.
+        # The newest line of its log tells whether an index writes.
         service = max(self.pair.services, key=lambda each: (each.log.read_text().rfind(WRITES) >= 0) is writes)
         service.signal(signal.SIGKILL)
         await self._while_away()
@@ -127,7 +127,7 @@ class BusFaults:
 
 
 async def differences(pair: Pair, workers: list[Worker]) -> list[str]:
-    """Say where an index, or Redis, knows something else than the workers hold."""
+    """Describe the differences between an index, or Redis, and the workers' caches."""
     asker = uuid4().hex
     query = IndexQuery(asker=asker)
     try:

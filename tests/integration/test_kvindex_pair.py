@@ -1,4 +1,4 @@
-"""Two indexes side by side, as processes: both answer, one writes, and the other one goes on when that is lost."""
+"""Two index processes side by side: both answer, one writes, and the other one takes over when that is lost."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_the_other_index_writes_on_when_the_writer_is_killed(pair: Pair) -
 
 
 async def test_a_writer_that_slept_is_refused_by_redis(pair: Pair) -> None:
-    """It believes in its lease for longer than the other one waits, so nothing but Redis can refuse it."""
+    """The old writer trusts its lease for longer than the other one waits, so only Redis can refuse it."""
     first = await pair.start("--writer-ttl-s", "4", "--write-interval-s", "0.3")
     await until(lambda: said(first, WRITES))
     second = await pair.start("--writer-ttl-s", "1.5")
@@ -128,7 +128,7 @@ async def placing(pair: Pair) -> AsyncGenerator[None]:
 
 
 async def until_known(pair: Pair, place: Place) -> None:
-    """Wait until the scheduler knows the worker, and both indexes what it holds."""
+    """Wait until the scheduler knows the worker, and both indexes know its blocks."""
     async with asyncio.timeout(15.0):
         known = 0
         while known < 5:

@@ -1,4 +1,4 @@
-"""An index with memory for nothing, beside real NATS and Redis: all that is idle is in Redis, and nothing is lost."""
+"""An index with no spare memory, with real NATS and Redis: all idle branches are in Redis, and nothing is lost."""
 
 from __future__ import annotations
 

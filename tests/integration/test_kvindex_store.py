@@ -124,7 +124,7 @@ async def test_a_writer_that_was_replaced_writes_nothing_more(
 async def test_a_claim_between_a_late_writers_look_and_its_write_refuses_it(
     store: RedisStore, redis_url: str, prefix: str
 ) -> None:
-    """Wherever the late writer is overtaken, its whole worker is written whole, or not at all."""
+    """Wherever the late writer is overtaken, its worker is written completely or not at all."""
     (old,) = ids(1)
     other = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=2.0)
     refused = 0

@@ -1,4 +1,4 @@
-"""Every panel and rule on real processes: a real Prometheus scrapes a system under load, in which things fail."""
+"""Every panel and rule on real processes: a real Prometheus scrapes a system under load and faults."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STORY: Final = " ".join(f"line {number}: the quick brown fox" for number in rang
 
 @dataclass
 class Watched:
-    """A system that worked and failed for a while, and what Prometheus kept of it."""
+    """A system that has run under load and faults for a while, and its Prometheus."""
 
     cluster: Cluster
     prometheus: Prometheus
@@ -89,11 +89,11 @@ async def ask(cluster: Cluster, prompt: str, *, tokens: int = 24, chat: bool = F
 
 
 async def work_and_fail(cluster: Cluster) -> None:
-    """Load the system, overload it, damage bytes, kill a worker under an answer, ask nonsense, leave."""
+    """Load the system, overload it, damage bytes, kill a worker during an answer, send invalid requests, disconnect."""
     assert await ask(cluster, STORY, temperature=-1) == 400
     for number in range(4):
         assert await ask(cluster, f"{STORY} {number % 2}", chat=bool(number % 2), stream=True) == 200
-    # Twice what two decode workers of four slots take.
+    # Twice the capacity of two decode workers with four slots each.
     assert set(await asyncio.gather(*(ask(cluster, f"{number} {STORY}") for number in range(16)))) == {200}
     # Killed while it pulls, it leaves a lease behind.
     bereft = asyncio.create_task(ask(cluster, f"new {STORY} {STORY}"))
@@ -136,7 +136,7 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
 @pytest.mark.parametrize(("name", "expression"), [pytest.param(*each, id=each[0]) for each in expressions()])
 @pytest.mark.asyncio(loop_scope="module")
 async def test_each_expression_returns_data(watched: Watched, name: str, expression: str) -> None:
-    """Of an alert the condition itself is for promtool's test; here what it compares must be there."""
+    """Promtool's test covers an alert's condition; here the series that it compares must exist."""
     asked = COMPARISON.split(expression)[0] if name.startswith("Baton") and name[5].isupper() else expression
     asked = asked.removeprefix("absent(").removesuffix(")") if asked.startswith("absent(") else asked
     assert await watched.prometheus.values(asked, since_s=watched.since_s, until_s=watched.until_s), asked

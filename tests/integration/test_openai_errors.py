@@ -114,7 +114,7 @@ async def test_a_body_that_never_comes(stage: Stage) -> None:
 
 
 async def exchange(stage: Stage, sent: bytes) -> tuple[int, bytes]:
-    """Send bytes; return the status and the body of what comes until the connection ends."""
+    """Send bytes; return the status and the body received until the connection ends."""
     host, port = stage.base_url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
@@ -214,7 +214,7 @@ async def test_an_output_that_no_context_has_room_for(client: httpx.AsyncClient)
 async def test_an_output_is_cut_to_the_room_that_the_prompt_leaves(
     stage: Stage, client: httpx.AsyncClient, asked: dict[str, int]
 ) -> None:
-    """The rule of vLLM's server, for outputs that are asked for as for the default of 16."""
+    """The rule of vLLM's server, for requested output lengths and for the default of 16."""
     stage.say("and so on " * 10, ends=False)
     body = {"model": MODEL, "prompt": [5] * (CONTEXT_TOKENS - 5), **asked}
     answer = (await client.post(COMPLETIONS, json=body)).json()

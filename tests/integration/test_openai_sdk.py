@@ -36,7 +36,7 @@ async def client(stage: Stage) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 def connect(url: str, key: str = "none") -> openai.AsyncOpenAI:
-    """Return a client that reads no certificates first, which takes longer than most tests here."""
+    """Return a client that skips reading certificates, which takes longer than most tests here."""
     plain = openai.DefaultAsyncHttpxClient(verify=False)
     return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, http_client=plain)
 

@@ -1,6 +1,6 @@
-"""Traces in a real back end: Arize Phoenix, asked over REST what it received.
+"""Traces in a real back end: Arize Phoenix, queried over REST.
 
-Phoenix has an environment of its own, `.venv-phoenix`, which `make test` makes where it can be had.
+Phoenix has an environment of its own, `.venv-phoenix`, which `make test` creates if the packages are available.
 """
 
 from __future__ import annotations

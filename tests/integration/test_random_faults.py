@@ -1,4 +1,4 @@
-"""A short run of `make test-faults`: no request fails and no byte is wrong, whatever process dies or stands still."""
+"""A short run of `make test-faults`: no request fails and no byte is wrong, whichever process is killed or stopped."""
 
 from __future__ import annotations
 

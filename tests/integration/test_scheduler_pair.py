@@ -1,4 +1,4 @@
-"""Two schedulers side by side, under load: each hears the workers, the workers' ledgers decide, nothing is lost."""
+"""Two schedulers under load: each gets all heartbeats, the workers' ledgers decide, and no request is lost."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ WORKERS = 3
 SLOTS = 8
 REQUESTS = 300
 AT_ONCE = 16
-"""Of 24 slots: full enough for two schedulers to choose the last one of a worker now and then."""
+"""Load on 24 slots: full enough that both schedulers sometimes choose the last slot of a worker."""
 BUSY_SHARE_MAX = 0.1
 ENGINE = {"speed": 1.0, "step_fixed_s": 0.01, "prefill_token_s": 0.0001, "blocks": 1024, "eos_probability": 0.0}
 
 PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--lost-after-s", "10")
-"""On a busy machine nobody is taken for lost, so that what is counted here is the schedulers' doing."""
+"""No worker counts as lost on a busy machine, so the counts here come from the schedulers alone."""
 
 
 class Tasks:
-    """What gateways sent to workers: decode tasks by attempt, and the attempts that met a busy worker."""
+    """The tasks that gateways sent to workers: decode tasks by attempt, and the attempts that met a busy worker."""
 
     def __init__(self) -> None:
         self.sent: Counter[tuple[str, int]] = Counter()

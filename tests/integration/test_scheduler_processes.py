@@ -56,7 +56,7 @@ async def process(folder: Path, module: str, *flags: str) -> AsyncGenerator[asyn
 
 @dataclass
 class Plane:
-    """A control plane on a server of its own, since workers of other tests would be placed on here."""
+    """A control plane on a server of its own, so that it does not place on workers of other tests."""
 
     bus: NatsBus
     nats_url: str
@@ -102,7 +102,7 @@ async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
 
 
 async def ask(bus: NatsBus, request: str = "r") -> Placement | None:
-    """Return a placement, or None while nobody places."""
+    """Return a placement, or None while no scheduler answers."""
     message = Place(
         context=Context(request=request, budget_s=2.0),
         model="tiny",
@@ -129,8 +129,8 @@ async def ask_until(bus: NatsBus, *, hints: bool, within_s: float = 15.0) -> Pla
 
 
 def cached(placement: Placement) -> dict[str, int]:
-    """Return what the scheduler knew to be held by each prefill worker. Which one it took depends on what it placed
-    before, and what is only expected there as well."""
+    """Return the blocks of each prefill worker known to the scheduler. Its choice also depends on earlier placements
+    and their speculative blocks."""
     return {each.prefill: each.cached_tokens - each.speculative_tokens for each in placement.candidates}
 
 

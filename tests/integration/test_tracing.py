@@ -1,4 +1,4 @@
-"""Traces of real processes: what a collector gets of them, and what `baton trace` shows without one."""
+"""Traces of real processes: received by a collector, and shown by `baton trace` without one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture
 async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
-    """NATS and Redis; the test says what its services export and starts them."""
+    """NATS and Redis; the test configures the services' export and starts them."""
     async with running_cluster(tmp_path, model=model) as cluster:
         yield cluster
 

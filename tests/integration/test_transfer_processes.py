@@ -55,7 +55,7 @@ def node(backend: str, fabric: Fabric) -> Generator[Node]:
 
 
 def backends_of(backend: str) -> tuple[str, ...]:
-    """Return it with a fallback, but for pools in CUDA memory, for which there is none."""
+    """Return the backend with a fallback, except for pools in CUDA memory, which have none."""
     return (backend,) if backend.startswith("cuda") else (backend, "tcp")
 
 
@@ -64,7 +64,7 @@ def pull(sink: Node, endpoint: str) -> None:
 
 
 def segments() -> list[str]:
-    """Return the shared-memory segments that this process maps; of one without a name Linux says that it is deleted."""
+    """Return the shared-memory segments that this process maps; Linux marks one without a name as deleted."""
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/baton-" in line]
 
 
@@ -194,7 +194,7 @@ def test_what_does_not_work_is_named(start_peer: StartPeer, caplog: pytest.LogCa
 
 @pytest.mark.parametrize("way", ["shm"])
 def test_a_way_that_is_none_for_the_pool_is_not_fallen_back_from(start_peer: StartPeer) -> None:
-    """Of the defaults `direct` is for memory of our own, and engines have theirs."""
+    """The default backend `direct` needs memory of the agent's own, but engines have theirs."""
     sink = Node(NativeAgent(AgentOptions(secret="shared")))
     peer = start_peer(",".join(AgentOptions().backends))
     peer.lease(seed=1)

@@ -1,4 +1,4 @@
-"""`baton up` as a user runs it: it serves, tells, and leaves nothing behind."""
+"""`baton up` as a user runs it: it serves, reports, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_kill_9_leaves_nothing_behind(folder: Path) -> None:
 
 
 def test_with_its_parent_killed_it_ends_itself(folder: Path) -> None:
-    """As `make up` when `make` is killed."""
+    """The same as `make up` when `make` is killed."""
     with launched(folder, "--die-with-parent", shell="wait") as launcher:
         children = launcher.descendants()
         assert len(children) == PROCESSES + 1

@@ -67,7 +67,7 @@ def worker_process(log: Path, *arguments: str) -> Generator[subprocess.Popen[byt
 
 
 class Gateway:
-    """Speaks to workers as a gateway does, and remembers what they say."""
+    """Speaks to workers as a gateway does, and records their messages."""
 
     def __init__(self, bus: NatsBus) -> None:
         self.bus = bus
@@ -373,7 +373,7 @@ async def test_a_worker_survives_a_restart_of_the_bus(tmp_path: Path) -> None:
         async with open_gateway(nats.url, "survives") as gateway:
             await gateway.ask("survives", decode_task(gateway, "after", worker="survives", source=None))
             await gateway.until(lambda: "after" in gateway.ends)
-            # What the stream could not store meanwhile comes now.
+            # Now the messages arrive that the stream could not store meanwhile.
             await gateway.until(lambda: gateway.heartbeats["survives"].events_sequence >= 3)
         assert process.poll() is None
 

@@ -1,4 +1,4 @@
-"""What vLLM's connector says of its cache, and when it says nothing."""
+"""The layout that vLLM's connector declares for its cache, and the cases in which it declares none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `baton up` starts: wishes checked, programs described."""
+"""The programs that `baton up` starts, and the checks of its options."""
 
 from __future__ import annotations
 

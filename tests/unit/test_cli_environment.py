@@ -1,4 +1,4 @@
-"""What `make` says and skips while it sets up environments."""
+"""Messages and skipped steps of `make` while it sets up environments."""
 
 from __future__ import annotations
 

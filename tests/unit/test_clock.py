@@ -1,4 +1,4 @@
-"""Both clocks behave alike, and the manual one only moves when told."""
+"""Both clocks behave alike, and the manual one moves only on request."""
 
 from __future__ import annotations
 

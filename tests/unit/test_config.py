@@ -1,4 +1,4 @@
-"""Settings: where they come from, which source wins, and what stops the start."""
+"""Settings: their sources, the precedence of sources, and errors that stop the start."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_every_panel_says_what_it_shows_and_leads_to_traces() -> None:
 
 
 def test_every_figure_is_declared() -> None:
-    """Also in the rules; and labels that an expression names are labels of the metric, or Prometheus' own."""
+    """The rules are checked too, and an expression's labels must be labels of the metric, or Prometheus' own."""
     rows = {row.name: row for service in catalogue.EVERYONE for row in catalogue.rows_of(service)}
     rules = [rule for group in yaml.safe_load(RULES.read_text())["groups"] for rule in group["rules"]]
     known = rows.keys() | {rule["record"] for rule in rules if "record" in rule}

@@ -1,4 +1,4 @@
-"""Time in which this process could hear nothing is measured whole, and once."""
+"""Pauses of this process, in which it could receive nothing, are measured completely and once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random networks and random orders of events against an oracle: what the client of an attempt machine gets."""
+"""Random networks and orders of events: an attempt machine's output to its client, against an oracle."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_any_order_of_events_ends_in_time_by_one_cause(
         if not bench.machine.ended:
             happens = possible(bench, length)
             happens[choice % len(happens)]()
-    # From here on nobody answers: each wait ends by itself, long before the request's own deadline.
+    # From here on nothing answers: each wait ends by itself, long before the request's own deadline.
     bench.wait(1000.0)
     (end,) = bench.ends
     whole = list(range(100, 100 + length))

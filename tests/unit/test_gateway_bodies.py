@@ -1,4 +1,4 @@
-"""What clients may send: each hostile or contradictory body is named, and none passes."""
+"""Validation of clients' bodies: each hostile or contradictory one is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a body to its plan: the model's defaults, the room in its context, its template's roles."""
+"""The plan of a body: the model's defaults, the room in its context, its template's roles."""
 
 from __future__ import annotations
 

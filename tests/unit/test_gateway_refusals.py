@@ -14,7 +14,7 @@ REFUSAL = InvalidRequest("mode is one of fast, slow", param="mode")
 
 
 def refuse(bench: AttemptHarness, decode: str, *, prefill: str = "", late: bool = False) -> None:
-    """Refuse the present attempt: at once, or from within the engine."""
+    """Refuse the current attempt: at once, or from within the engine."""
     attempt = bench.machine.attempt
     if late:
         bench.run_on(decode, prefill)

@@ -1,4 +1,4 @@
-"""Where digests go: the answers that a worker has a part in at present, and nothing of those that are over."""
+"""Routing of digests: to the answers in which the worker currently takes part, and to none that have ended."""
 
 from __future__ import annotations
 

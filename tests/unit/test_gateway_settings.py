@@ -1,4 +1,4 @@
-"""A gateway that other machines reach asks for keys, or is told that somebody else does."""
+"""A gateway that other machines can reach needs keys, or a setting that says that a proxy checks them."""
 
 from __future__ import annotations
 

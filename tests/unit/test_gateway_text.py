@@ -1,4 +1,4 @@
-"""Tokens to text: no character cut, stop strings wherever they fall, the same text however it came."""
+"""Conversion of tokens to text: whole characters, stop strings at any position, the same text for any split."""
 
 from __future__ import annotations
 

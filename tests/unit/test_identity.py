@@ -1,4 +1,4 @@
-"""What engines say of their KV, so that only those hand over whose KV means the same."""
+"""The identity of engines' KV, so that only engines with equivalent KV hand over to each other."""
 
 from __future__ import annotations
 

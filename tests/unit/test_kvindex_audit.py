@@ -1,4 +1,4 @@
-"""Hits that are lastingly fewer than promised have a worker read anew; what eviction explains does not."""
+"""Hits that stay below the promise make the index resync the worker, unless eviction explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages that no honest sender sends: each is counted, costs a bounded amount, and disturbs nobody else."""
+"""Messages that no honest sender sends: each is counted, has bounded cost, and disturbs no other worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is cold: when branches leave, what brings them back, and what happens to a worker's blocks meanwhile."""
+"""Cold branches: their eviction, their reload, and changes of a worker's blocks meanwhile."""
 
 from __future__ import annotations
 

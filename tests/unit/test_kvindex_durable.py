@@ -1,4 +1,4 @@
-"""What waits to be written: coalesced, bounded, and never half of a truth."""
+"""Pending writes: coalesced, bounded, and never partial."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which index writes: the lease alone, and writers with one bucket and one store on a manual clock."""
+"""The election of the writing index: the lease alone, and writers with one bucket and store on a manual clock."""
 
 from __future__ import annotations
 

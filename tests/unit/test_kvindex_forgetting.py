@@ -1,4 +1,4 @@
-"""Memory that is too little even to know what is cold: the idlest is forgotten, and all that is known stays exact."""
+"""Memory too small even for the stubs of cold branches: the idlest are dropped, and the rest stays exact."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine of one worker: what calls for a resync, what ends it, and what waits meanwhile."""
+"""The state machine of one worker: causes and ends of a resync, and the events that wait meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only the radix tree does: branches, recency, its shape and size; and input that nobody should send."""
+"""The radix tree's own features: branches, recency, shape and size; and hostile input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The reconciler: whatever happens to events, the index ends up with what the workers hold."""
+"""The reconciler: after any fault in the events, the index ends up equal to the workers' caches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speculative entries: a placement is seen by the next match at once, and ends with the truth."""
+"""Speculative blocks: the next match sees a placement at once, until real events replace it."""
 
 from __future__ import annotations
 

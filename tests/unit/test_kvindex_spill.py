@@ -1,4 +1,4 @@
-"""The place for what is cold is away, was emptied or damaged: memory answers, and what is lost is read anew."""
+"""A cold store that is unavailable, emptied or damaged: memory answers, and lost blocks are resynced."""
 
 from __future__ import annotations
 

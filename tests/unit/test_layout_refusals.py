@@ -1,4 +1,4 @@
-"""Descriptors, ranges, pools and peers that make no sense or do not fit: typed errors, and nothing is written."""
+"""Invalid or unsuitable descriptors, ranges, pools and peers: typed errors, and nothing is written."""
 
 from __future__ import annotations
 

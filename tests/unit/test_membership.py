@@ -1,4 +1,4 @@
-"""Who is on the bus: lives that join, restart, leave and are lost, against an oracle that never forgets a message."""
+"""Membership on the bus: processes that join, restart, leave and are lost, against an oracle that keeps every one."""
 
 from __future__ import annotations
 

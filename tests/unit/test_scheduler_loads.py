@@ -1,4 +1,4 @@
-"""What the scheduler believes of its workers between two heartbeats."""
+"""The scheduler's estimate of its workers' loads between two heartbeats."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_an_older_generation_is_ignored_and_a_newer_one_starts_empty(loads: Load
 
 
 def test_pairs_that_cannot_hand_over_are_counted_by_model(loads: Loads) -> None:
-    """Of three decode workers one is alike, one says something else, one says nothing; another model is no matter."""
+    """Three decode workers: one alike, one that differs, one that declares nothing. Other models do not matter."""
     alike = "digest=digest dtype=float32"
     for name in ("p1", "p2"):
         loads.take(heartbeat(name, Role.PREFILL, kv_identity=alike), 0.0)

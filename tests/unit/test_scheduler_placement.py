@@ -1,4 +1,4 @@
-"""Where an attempt runs, as a pure function."""
+"""The placement of an attempt, as a pure function."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_workers_of_two_versions_of_a_model_are_never_paired() -> None:
 
 
 def test_workers_whose_kv_means_something_else_are_never_paired() -> None:
-    """And whoever would have liked a pair reads why there is none."""
+    """A client that asked for a pair gets the reason why there is none."""
     bf16 = {"kv_identity": "model=qwen3 dtype=bfloat16 scales=none"}
     fp8 = {"kv_identity": "model=qwen3 dtype=float8_e4m3 scales=1.0/1.0"}
     why = "p1 has dtype=bfloat16 scales=none, d1 has dtype=float8_e4m3 scales=1.0/1.0"

@@ -53,7 +53,7 @@ class Run:
 
 
 class World:
-    """Engines on one manual clock and one memory fabric, none of which moves by itself."""
+    """Engines on one manual clock and one memory fabric; neither advances by itself."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()

@@ -1,4 +1,4 @@
-"""What the simulated engine knows of a model, and how it chooses tokens."""
+"""The simulated engine's knowledge of a model, and its choice of tokens."""
 
 from __future__ import annotations
 

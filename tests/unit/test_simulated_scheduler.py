@@ -1,4 +1,4 @@
-"""The simulated engine's scheduler: what it plans, and what holds whatever happens to it."""
+"""The simulated engine's scheduler: its plans, and its invariants under any events."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_a_preempted_decode_computes_instead_of_pulling_again() -> None:
         harness.step()
     assert harness.scheduler.preemptions == 1
     harness.end(first)
-    # What it pulled may have been evicted; nobody holds it for this attempt any more.
+    # The pulled blocks may have been evicted: this attempt no longer holds them.
     step = harness.step()
     assert step.pulls == ()
     assert step.chunks[0].attempt is decode

@@ -1,4 +1,4 @@
-"""The first signal asks, the second one insists."""
+"""The first signal starts a drain, the second one forces the end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans on their way to a collector that is there, is not there, or hangs."""
+"""The export of spans to a collector that works, is absent, or hangs."""
 
 from __future__ import annotations
 

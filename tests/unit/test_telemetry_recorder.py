@@ -1,4 +1,4 @@
-"""What a service remembers of its spans, what it exports of them, and how it answers when asked."""
+"""A service's memory of its spans, their export, and its answers to queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The status endpoint over real sockets: what it answers, and what it survives."""
+"""The status endpoint over real sockets: its answers, and the input it survives."""
 
 from __future__ import annotations
 

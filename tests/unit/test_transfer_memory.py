@@ -1,4 +1,4 @@
-"""Agents in memory on a clock that the test moves: what the suite of all implementations cannot ask of the others."""
+"""In-memory agents on a clock that the test moves: tests that are impossible with other implementations."""
 
 from __future__ import annotations
 

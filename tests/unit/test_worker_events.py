@@ -53,7 +53,7 @@ class World:
         self.engine.publish(EngineBlocksStored(parent=parent, hashes=hashes, tokens=tokens, block_tokens=32))
 
     async def settle(self) -> None:
-        """Wait until threads, too, are done: they do not follow the clock."""
+        """Wait until threads, which do not follow the clock, are done too."""
         for _ in range(40):
             await asyncio.sleep(0.002)
             await self.clock.settle()

@@ -330,7 +330,7 @@ def test_a_tombstone_lasts_as_long_as_its_latest_deadline() -> None:
 
 
 class LedgerMachine(RuleBasedStateMachine):
-    """Random lives of attempts. The engine's side is played by the rules: it ends what it was given, once."""
+    """Random attempts. The engine's side follows the rules: it ends each attempt once."""
 
     keys = Bundle("keys")
 

@@ -1,4 +1,4 @@
-"""Rates: what really happened, in seconds that count."""
+"""Rates: measured work per second of busy time."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ NO_AGENTS = WorkerAddress(worker="p1", generation=3)
 
 
 class World:
-    """One worker, and one gateway's ears."""
+    """One worker, and the messages that one gateway receives."""
 
     def __init__(self, role: Role, engine: ScriptedEngine | None = None) -> None:
         self.clock = ManualClock()
@@ -119,7 +119,7 @@ class World:
         return [frame for message in self.heard if isinstance(message, Frames) for frame in message.frames]
 
     async def state(self, key: tuple[str, int] = ("r", 0)) -> AttemptState | None:
-        """Return what the next digest says of an attempt."""
+        """Return an attempt's state in the next digest."""
         self.heard.clear()
         await self.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
         await self.clock.advance(1.0)

@@ -1,6 +1,6 @@
 // The baseline: a flat hash table from block to holders, one record for each block.
 //
-// What a tree must beat. It shares the tree's parts (table, sets, counts) and has its answers; it lacks runs, so every
+// The tree's baseline. It shares the tree's parts (table, sets, counts) and has its answers; it lacks runs, so every
 // block of a prompt is looked up, and a way from a block to what hangs behind it.
 #pragma once
 

@@ -46,7 +46,7 @@ struct Writing {
   std::size_t written = 0;
 };
 
-// What both ends of a connection share.
+// State that both ends of a connection share.
 struct Link {
   bool silent = false;  // Nothing arrives any more, and nobody is told.
   double silent_since_s = 0;

@@ -20,7 +20,7 @@ using transfer::Key;
 
 inline constexpr std::uint32_t kLayers = 3, kBlocks = 64, kBlockTokens = 4;
 
-// What the code under test must never let happen.
+// An error that the code under test must never cause.
 struct Violation : std::runtime_error {
   using std::runtime_error::runtime_error;
 };

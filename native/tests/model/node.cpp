@@ -123,7 +123,7 @@ void Node::complete(LeaseBook& lease, std::uint32_t tokens) {
   lease.completed = command(CompleteLease{lease.key, lease.generation, tokens});
 }
 
-// As preemption does: the blocks are somebody else's as soon as the call returns.
+// Acts like preemption: the blocks have another owner as soon as the call returns.
 void Node::revoke(LeaseBook& lease) {
   lease.open = false;
   memory->give_back(lease.blocks);

@@ -333,7 +333,7 @@ void World::lie_about_chunk(End& end) {
   end.arriving.insert(end.arriving.begin() + 1, lies.begin(), lies.end());
 }
 
-// A frame that is well formed and that nobody should send now.
+// A frame that is well formed, but must not be sent now.
 void World::say_anything(const std::shared_ptr<End>& end, Random& random) {
   const PullId latest = nodes_[end->node]->latest_pull;
   const PullId pull = random.chance(0.5) ? 1 + random.below(30) : latest - std::min<PullId>(latest, random.below(4));
