@@ -129,7 +129,7 @@ async def test_a_restart_that_never_gets_ready_is_a_failed_start(tmp_path: Path)
 
 
 async def test_silences_that_end_are_no_hang(tmp_path: Path) -> None:
-    """Such as the launcher's own pause, in which a probe's time runs out."""
+    """A pause of the launcher itself lets a probe's time run out, and counts as one silence."""
     answers = iter([True, False, False, True, False, False, True])
     asked_all = asyncio.Event()
 
