@@ -92,10 +92,14 @@ class Gateway:
 
 @asynccontextmanager
 async def scheduling(
-    network: MemoryNetwork, stop: Stop | None = None, random: Randomness | None = None, **changes: Any
+    network: MemoryNetwork,
+    stop: Stop | None = None,
+    random: Randomness | None = None,
+    bus: MemoryBus | None = None,
+    **changes: Any,
 ) -> AsyncGenerator[asyncio.Task[None]]:
     settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.001), **changes)
-    bus = MemoryBus(network)
+    bus = bus or MemoryBus(network)
     node = make_node("scheduler", bus)
     if random is not None:
         node = replace(node, ports=replace(node.ports, random=random))
@@ -236,10 +240,22 @@ async def test_schedulers_count_each_others_placements_before_a_heartbeat_tells(
     """Two workers with one free slot each: without a word between the schedulers both would choose by chance."""
     network = gateway.bus.network
     for request in range(8):
-        async with scheduling(network), scheduling(network):
+        buses = [MemoryBus(network), MemoryBus(network)]
+
+        async def handled(subject: str, count: int, buses: list[MemoryBus] = buses) -> None:
+            subscriptions = [each for bus in buses for each in bus.subscriptions if each.subject == subject]
+            while any(each.handled_messages < count for each in subscriptions):  # noqa: ASYNC110 - the bus counts.
+                await asyncio.sleep(0)
+
+        async with scheduling(network, bus=buses[0]), scheduling(network, bus=buses[1]):
             await gateway.hear(heartbeat("d1", running_max=1), heartbeat("d2", running_max=1))
-            chosen = [await gateway.place(f"r{request}-{number}", blocks=b"") for number in range(2)]
-            assert {placement.decode.worker for placement in chosen} == {"d1", "d2"}
+            # One that does not know a worker yet counts nothing for it.
+            await handled(subjects.HEARTBEAT, 2)
+            chosen: set[str] = set()
+            for number in range(2):
+                chosen.add((await gateway.place(f"r{request}-{number}", blocks=b"")).decode.worker)
+                await handled(subjects.PLACED, number + 1)
+            assert chosen == {"d1", "d2"}
             assert await gateway.refusal(place("one-too-many", blocks=b"")) == "overloaded"
 
 
