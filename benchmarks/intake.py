@@ -54,7 +54,7 @@ def bodies() -> Mapping[str, tuple[str, bytes, int]]:
         "five million empty lists": (COMPLETIONS, head + b'"prompt":"x","x":' + listed(b"[]", 5_000_000) + b"}", 400),
         "1.2 million fields": (COMPLETIONS, head + b'"prompt":"x",' + numbered + b"}", 400),
         "7 million levels": (COMPLETIONS, head + b'"prompt":"x","x":' + b"[" * 7 * MIB + b"]" * 7 * MIB + b"}", 400),
-        "a schema of 256 KiB": (COMPLETIONS, head + b'"prompt":"x","x":' + schema + b"}", 200),
+        "a schema of 256 KiB": (COMPLETIONS, head + b'"prompt":"x","guided_choice":' + schema + b"}", 200),
         "a prompt of 4,000 tokens": (COMPLETIONS, head + b'"prompt":' + listed(b"5", 4_000) + b"}", 200),
     }
 
