@@ -374,6 +374,11 @@ class AnswerDriver:
             except DeadlineExceeded as error:
                 span.fail(error)
                 return  # The machine's own timer handles silence.
+            except asyncio.CancelledError:
+                # That timer may be the first to ring; the answer may end on other workers before this one does.
+                if attempt != self.machine.attempt:
+                    span.fail(DeadlineExceeded(f"worker {worker} has not answered the task"))
+                raise
             except NoResponders as error:
                 span.fail(error)
                 self.post(ev.TaskFailed(attempt, worker, NoResponders(f"worker {worker} does not listen")))
