@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
+from baton.errors import BatonError
+
 Role = Literal["prefill", "decode", "aggregated"]
 
 
@@ -31,6 +33,8 @@ class Route:
     decode: str
     prefill: str | None = None
     """None: the decode worker computes the prompt itself."""
+    predicted_ttft_s: float | None = None
+    """The router's own prediction, from this placement on; None where it makes none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +53,10 @@ class WorkerSpec:
 class Measured:
     """Raw measurements of one worker since its last heartbeat."""
 
-    entered_s: Sequence[float] = ()
-    """Times at which prompts to compute entered the engine."""
-    computed: Sequence[tuple[float, int]] = ()
-    """(time, tokens) of each prompt computed: tokens that were not cached."""
+    entered: Sequence[tuple[float, str]] = ()
+    """(time, request) of each prompt to compute that entered the engine."""
+    computed: Sequence[tuple[float, str, int]] = ()
+    """(time, request, tokens) of each prompt computed: tokens that were not cached."""
     decoded_tokens: int = 0
     """Tokens after the first of all sequences."""
     decoded_s: float = 0.0
@@ -122,6 +126,6 @@ class HoldingRouter(Router, Protocol):
         """Time at which `wake` is to be called; infinite while nothing is held."""
         ...
 
-    def wake(self, now_s: float) -> Sequence[tuple[Arrival, Route]]:
-        """Return the held requests that can run now, in order."""
+    def wake(self, now_s: float) -> Sequence[tuple[Arrival, Route | BatonError]]:
+        """Return the held requests that can run now, in order, and those that are refused after all."""
         ...
