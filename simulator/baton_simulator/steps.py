@@ -12,7 +12,7 @@ class StepModel(Protocol):
     """Time of one worker's steps. A step computes parts of prompts and one token of each sequence in decode."""
 
     def prompt_s(self, start: int, end: int) -> float:
-        """Return the time for the prompt's tokens from `start` to `end`. Additive: cutting it in two changes nothing."""
+        """Return the time for the prompt's tokens from `start` to `end`. Additive: two parts take as long as the whole."""
         ...
 
     def step_s(self, kv_share: float, sequences: int, prompts: int) -> float:

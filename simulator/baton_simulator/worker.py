@@ -94,6 +94,10 @@ class Run:
         """Return the number of whole steps done."""
         elapsed_s = now_s - self.start_s
         low, high = 0, self.steps
+        if not self.chunks:
+            # All steps take the same time; rounding is left to the search.
+            guess = int(elapsed_s / (self.factor * self.base_s))
+            low, high = max(min(guess - 1, high), 0), min(guess + 1, high)
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.time_s(middle) <= elapsed_s else (low, middle - 1)

@@ -7,11 +7,14 @@ the gateway's admission queue. One scheduler places, so what it places a ledger 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 from random import Random
 from typing import Final
+
+from baton_scheduler.loads import Loads, LoadsOptions
+from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_placements
 
 from baton.errors import BatonError, Overloaded
 from baton.messages.base import Context, WorkerAddress
@@ -19,8 +22,6 @@ from baton.messages.placement import Disaggregation, Placed, Placement
 from baton.messages.workers import Heartbeat
 from baton.messages.workers import Role as WorkerRole
 from baton.worker.rates import Rates
-from baton_scheduler.loads import Loads, LoadsOptions
-from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_placements
 from baton_simulator.routers.prefix_index import PrefixIndex
 from baton_simulator.routers.protocol import Arrival, Measured, Route, WorkerSpec, WorkerState
 
@@ -39,7 +40,7 @@ class BatonOptions:
     index_lag_s: float = 0.05
     admission_wait_s: float = 10.0
     """Longest time in the gateway's queue."""
-    placement: PlacementOptions = PlacementOptions()
+    placement: PlacementOptions = field(default_factory=PlacementOptions)
 
 
 @dataclass(slots=True)
