@@ -1,38 +1,76 @@
-"""Load as a share of what the workers could do with an infinite shared cache and perfect balance."""
+"""Load as a share of what the workers could do with an infinite shared cache and perfect balance.
+
+Capacity is the highest rate at which no kind of resource is exhausted: the time of engines that prefill, the memory of
+engines that decode, the links; and on aggregated workers, where prompts are computed between the steps of decode, the
+TPOT goal.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from baton_simulator.goals import GOAL_TPOT_S
 from baton_simulator.replay import Fleet
 from baton_simulator.steps import MockerSteps, StepModel
 from baton_simulator.traffic.trace import Request, Trace
 
 WINDOW_REQUESTS: Final = 150
+BISECTIONS: Final = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Least engine and link time of one request."""
+    """Least work of one request."""
 
     prefill_s: float
-    decode_s: float
+    decode_shares: float
+    """Sum over the decode steps of the share of one worker's memory that the request holds."""
     link_s: float
 
 
-def work_of(request: Request, cached_tokens: int, fleet: Fleet, block_tokens: int, model: StepModel) -> Work:
-    """Return the work of a request whose prompt is cached up to `cached_tokens`, in steps as full as memory allows."""
+def works_of(trace: Trace, fleet: Fleet, model: StepModel, window: int) -> list[Work]:
+    """Return the least work of each request: steps are as full as memory allows, and no block is computed twice.
+
+    Running requests on one worker hold a block together. How many there are at a time is unknown here; counted are
+    those of the same window of the trace, one of each session, spread evenly over the workers.
+    """
+    workers = fleet.decode or fleet.aggregated
+    works: list[Work] = []
+    cached = ideal_cached_tokens(trace)
+    for first in range(0, len(trace.requests), window):
+        requests = trace.requests[first : first + window]
+        users = Counter(block for blocks in _blocks_of_users(requests) for block in blocks)
+        works += [
+            _work(request, next(cached), sum(1 / max(users[block] / workers, 1) for block in request.blocks), trace, fleet, model)
+            for request in requests
+        ]
+    return works
+
+
+def _blocks_of_users(requests: Sequence[Request]) -> Iterable[Iterable[int]]:
+    """Return the blocks of each session, and of each request that has none."""
+    sessions: dict[str, set[int]] = {}
+    for number, request in enumerate(requests):
+        sessions.setdefault(request.session or f"request {number}", set()).update(request.blocks)
+    return sessions.values()
+
+
+def _work(
+    request: Request, cached_tokens: int, shared_blocks: float, trace: Trace, fleet: Fleet, model: StepModel
+) -> Work:
+    """Return the work of a request whose whole blocks count as `shared_blocks` in decode's memory."""
     uncached_tokens = request.prompt_tokens - cached_tokens
     chunk_tokens = fleet.prefill_chunk_tokens if fleet.prefill else fleet.chunk_tokens
-    # A full step is shared by the prompts in it, and a step with all memory in use by the sequences that hold it.
     prefill_s = model.prompt_s(cached_tokens, request.prompt_tokens)
     prefill_s += uncached_tokens / chunk_tokens * model.step_s(0.0, 0, 1)
-    held_tokens = -(-(request.prompt_tokens + request.output_tokens) // block_tokens) * block_tokens
-    decode_s = (request.output_tokens - 1) * held_tokens / fleet.kv_tokens_in_use * model.step_s(1.0, 1, 0)
+    blocks = -(-(request.prompt_tokens + request.output_tokens) // trace.block_tokens)
+    held_tokens = (blocks - len(request.blocks) + shared_blocks) * trace.block_tokens
+    decode_shares = (request.output_tokens - 1) * held_tokens / fleet.kv_tokens_in_use
     link_s = uncached_tokens * fleet.kv_bytes_per_token / fleet.link_bytes_per_s
-    return Work(prefill_s, decode_s, link_s)
+    return Work(prefill_s, decode_shares, link_s)
 
 
 def ideal_cached_tokens(trace: Trace) -> Iterator[int]:
@@ -44,13 +82,33 @@ def ideal_cached_tokens(trace: Trace) -> Iterator[int]:
         yield min(held * trace.block_tokens, request.prompt_tokens - 1)
 
 
-def busiest_s(works: Sequence[Work], fleet: Fleet) -> float:
-    """Return the least time in which the fleet can do the work: that of its busiest kind of resource."""
-    prefill_s, decode_s = sum(work.prefill_s for work in works), sum(work.decode_s for work in works)
+def least_time_s(works: Sequence[Work], fleet: Fleet, model: StepModel) -> float:
+    """Return the least time in which the fleet can do the work."""
+    prefill_s = sum(work.prefill_s for work in works)
+    decode_shares = sum(work.decode_shares for work in works)
     if fleet.aggregated:
-        return (prefill_s + decode_s) / fleet.aggregated
+        return _least_time_aggregated_s(prefill_s / fleet.aggregated, decode_shares / fleet.aggregated, model)
     link_s = sum(work.link_s for work in works)
-    return max(prefill_s / fleet.prefill, decode_s / fleet.decode, link_s / fleet.prefill, link_s / fleet.decode)
+    decode_s = decode_shares * model.step_s(1.0, 1, 0)
+    return max(prefill_s / fleet.prefill, decode_s / fleet.decode, link_s / min(fleet.prefill, fleet.decode))
+
+
+def _least_time_aggregated_s(prefill_s: float, decode_shares: float, model: StepModel) -> float:
+    """Return the least time in which one worker prefills and decodes with a token interval of at most the goal."""
+
+    def is_enough(time_s: float) -> bool:
+        # Sequences that get a token each `GOAL_TPOT_S` hold this share of the memory, on average.
+        kv_share = decode_shares * GOAL_TPOT_S / time_s
+        return kv_share <= 1 and model.step_s(kv_share, 1, 0) <= GOAL_TPOT_S * (1 - prefill_s / time_s)
+
+    low_s = max(prefill_s, decode_shares * GOAL_TPOT_S)
+    high_s = low_s
+    while not is_enough(high_s):
+        high_s *= 2
+    for _ in range(BISECTIONS):
+        middle_s = (low_s + high_s) / 2
+        low_s, high_s = (low_s, middle_s) if is_enough(middle_s) else (middle_s, high_s)
+    return high_s
 
 
 def at_load(trace: Trace, fleet: Fleet, load: float, *, copies: int = 1, model: StepModel | None = None) -> Trace:
@@ -60,17 +118,14 @@ def at_load(trace: Trace, fleet: Fleet, load: float, *, copies: int = 1, model: 
     """
     model = model or MockerSteps()
     requests = trace.requests
-    works = [
-        work_of(request, cached_tokens, fleet, trace.block_tokens, model)
-        for request, cached_tokens in zip(requests, ideal_cached_tokens(trace), strict=True)
-    ]
-    stretched: list[Request] = []
     start_s, size = 0.0, WINDOW_REQUESTS * copies
+    works = works_of(trace, fleet, model, size)
+    stretched: list[Request] = []
     for first in range(0, len(requests), size):
         window = requests[first : first + size]
         begin_s = window[0].at_s
         end_s = requests[first + size].at_s if first + size < len(requests) else window[-1].at_s
-        length_s = busiest_s(works[first : first + size], fleet) / load
+        length_s = least_time_s(works[first : first + size], fleet, model) / load
         factor = length_s / (end_s - begin_s) if end_s > begin_s else 0.0
         stretched += [
             replace(each, at_s=start_s + (each.at_s - begin_s) * factor, gap_s=each.gap_s * factor) for each in window

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import floor
 from random import Random
-from typing import Protocol
 
 from baton.errors import BatonError, ContextLengthExceeded
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
 from baton_simulator.links import Links, Pull
 from baton_simulator.routers.protocol import Arrival, HoldingRouter, Route, Router, WorkerSpec
-from baton_simulator.steps import MockerSteps, StepModel
+from baton_simulator.steps import StepModel, mocker_steps
 from baton_simulator.traffic.trace import Request, Trace
 from baton_simulator.worker import Leg, Worker
 
@@ -42,6 +41,9 @@ class Fleet:
     def workers(self) -> int:
         return self.aggregated + self.prefill + self.decode
 
+    def __str__(self) -> str:
+        return f"{self.aggregated} aggregated" if self.aggregated else f"{self.prefill} prefill + {self.decode} decode"
+
     def specs(self, block_tokens: int) -> list[WorkerSpec]:
         counts = (("aggregated", self.aggregated), ("prefill", self.prefill), ("decode", self.decode))
         return [
@@ -53,16 +55,9 @@ class Fleet:
         ]
 
 
-class RouterFactory(Protocol):
-    def __call__(self, workers: Sequence[WorkerSpec], random: Random) -> Router: ...
-
-
+RouterFactory = Callable[[Sequence[WorkerSpec], Random], Router]
 StepsOf = Callable[[WorkerSpec, Random], StepModel]
-"""The step model of one worker."""
-
-
-def mocker_steps(_spec: WorkerSpec, _random: Random) -> StepModel:
-    return MockerSteps()
+"""Returns the step model of one worker."""
 
 
 @dataclass(slots=True)

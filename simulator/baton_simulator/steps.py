@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
+from baton_simulator.routers.protocol import WorkerSpec
+
 
 class StepModel(Protocol):
     """Time of one worker's steps. A step computes parts of prompts and one token of each sequence in decode."""
 
     def prompt_s(self, start: int, end: int) -> float:
-        """Return the time for the prompt's tokens from `start` to `end`. Additive: two parts take as long as the whole."""
+        """Return the time for the prompt's tokens from `start` to `end`. Additive: parts sum up to the whole."""
         ...
 
     def step_s(self, kv_share: float, sequences: int, prompts: int) -> float:
@@ -65,3 +67,12 @@ class RoughSteps:
     @staticmethod
     def _potential_ms(tokens: int) -> float:
         return 0.0165 * tokens + 1.1e-6 * tokens**1.9
+
+
+def mocker_steps(_spec: WorkerSpec, _random: Random) -> StepModel:
+    return MockerSteps()
+
+
+def rough_steps(_spec: WorkerSpec, random: Random) -> StepModel:
+    """Return a model of a worker that runs at 70 to 130 % of the usual speed."""
+    return RoughSteps(random, speed=random.uniform(0.7, 1.3))
