@@ -44,7 +44,14 @@ def works_of(trace: Trace, fleet: Fleet, model: StepModel, window: int) -> list[
         requests = trace.requests[first : first + window]
         users = Counter(block for blocks in _blocks_of_users(requests) for block in blocks)
         works += [
-            _work(request, next(cached), sum(1 / max(users[block] / workers, 1) for block in request.blocks), trace, fleet, model)
+            _work(
+                request,
+                next(cached),
+                sum(1 / max(users[block] / workers, 1) for block in request.blocks),
+                trace,
+                fleet,
+                model,
+            )
             for request in requests
         ]
     return works

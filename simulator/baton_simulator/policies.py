@@ -8,6 +8,7 @@ from random import Random
 from baton.messages.placement import Disaggregation
 from baton_simulator.replay import RouterFactory
 from baton_simulator.routers.baton import BatonOptions, BatonRouter
+from baton_simulator.routers.peers import PEERS
 from baton_simulator.routers.protocol import Router, WorkerSpec
 
 
@@ -25,4 +26,5 @@ def _baton(disaggregation: Disaggregation) -> RouterFactory:
 POLICIES: Mapping[str, RouterFactory] = {
     "baton": _baton(Disaggregation.ALWAYS),
     "baton-auto": _baton(Disaggregation.AUTO),
+    **PEERS,
 }
