@@ -123,10 +123,10 @@ class Replay:
         self._fleet = fleet
         self._queue = EventQueue()
         self._links = Links(self._queue, fleet.link_bytes_per_s)
-        self._workers: dict[str, Worker] = {}
+        self.workers: dict[str, Worker] = {}
         specs = fleet.specs(trace.block_tokens)
         for spec in specs:
-            self._workers[spec.name] = worker = Worker(
+            self.workers[spec.name] = worker = Worker(
                 spec,
                 PrefixCache(in_use_max=spec.kv_blocks_total, blocks_max=fleet.kv_tokens // trace.block_tokens),
                 steps_of(spec, noise),
@@ -203,7 +203,7 @@ class Replay:
         outcome.placed_s = self._queue.now_s
         outcome.predicted_ttft_s = route.predicted_ttft_s
         outcome.decode = route.decode
-        decode = self._workers[route.decode]
+        decode = self.workers[route.decode]
         leg = flight.sink = self._leg(flight, request.output_tokens)
         if not decode.can_hold(leg):
             self._router.ended(flight.arrival, self._queue.now_s)
@@ -214,7 +214,7 @@ class Replay:
             outcome.prefill = route.prefill
             leg.is_pull = True
             flight.source = self._leg(flight, 0)
-            self._workers[route.prefill].submit(flight.source)
+            self.workers[route.prefill].submit(flight.source)
 
     def _leg(self, flight: _Flight, output_tokens: int) -> Leg:
         request, block_tokens = flight.outcome.request, self._trace.block_tokens
@@ -250,8 +250,8 @@ class Replay:
         if not leg.is_pull:
             flight.outcome.cached_tokens = leg.cached_tokens
             if leg is flight.source and flight.sink is not None:
-                # Decode's memory is asked for once the prompt is computed: no memory waits for a queue of prompts.
-                self._workers[flight.outcome.decode].submit(flight.sink)
+                # Only now, so that no memory of decode waits for a queue of prompts.
+                self.workers[flight.outcome.decode].submit(flight.sink)
             return
         assert flight.source is not None
         uncached_tokens = flight.source.prompt_tokens - flight.source.cached_tokens
@@ -271,8 +271,8 @@ class Replay:
     def _on_pulled(self, flight: _Flight, pull: Pull) -> None:
         assert flight.source is not None
         assert flight.sink is not None
-        self._workers[pull.source].release(flight.source)
-        self._workers[pull.sink].pulled(flight.sink, pull.size_bytes, self._queue.now_s - pull.began_s)
+        self.workers[pull.source].release(flight.source)
+        self.workers[pull.sink].pulled(flight.sink, pull.size_bytes, self._queue.now_s - pull.began_s)
 
     def on_computed(self, worker: Worker, leg: Leg) -> None:
         stored = leg.blocks[leg.cached_blocks :]
@@ -299,7 +299,7 @@ class Replay:
 
     def _beat_all(self) -> None:
         now_s = self._queue.now_s
-        for worker in self._workers.values():
+        for worker in self.workers.values():
             if worker.beat_at_s <= now_s:
                 self._beat(worker, now_s)
 

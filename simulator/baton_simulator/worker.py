@@ -141,6 +141,8 @@ class Worker:
         self._listener = listener
         self._waiting: deque[Leg] = deque()
         """Prompts without memory, first in first out."""
+        self._waiting_tokens = 0
+        """Their tokens to compute."""
         self._waiting_pulls: deque[Leg] = deque()
         self._pulling = 0
         self._prompts: deque[Leg] = deque()
@@ -170,8 +172,7 @@ class Worker:
             done = run.steps_at(now_s)
             self._count(run, done)
             computing = sum(tokens * done for _, tokens in run.chunks)
-        queued = sum(leg.prompt_tokens - leg.cached_tokens for leg in self._waiting)
-        queued += sum(leg.prompt_tokens - leg.position for leg in self._prompts) - computing
+        queued = self._waiting_tokens + sum(leg.prompt_tokens - leg.position for leg in self._prompts) - computing
         measured, self._meter = self._meter.read(), _Meter()
         return WorkerState(
             name=self.spec.name,
@@ -196,10 +197,13 @@ class Worker:
         if leg.is_pull:
             self._waiting_pulls.append(leg)
             self._admit_pulls()
-        else:
-            leg.cached_tokens = self._tokens(leg, self.cache.match(leg.blocks))
-            self._waiting.append(leg)
-            self._meter.entered.append((self._queue.now_s, leg.request))
+            # If it was admitted, the KV share has changed, and with it the time of the steps to come.
+            self._proceed(cut=not self._waiting_pulls)
+            return
+        leg.cached_tokens = self._tokens(leg, self.cache.match(leg.blocks))
+        self._waiting_tokens += leg.prompt_tokens - leg.cached_tokens
+        self._waiting.append(leg)
+        self._meter.entered.append((self._queue.now_s, leg.request))
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
         self._proceed(cut=len(self._waiting) == 1 and self._run is not None and not self._run.chunks)
 
@@ -265,11 +269,10 @@ class Worker:
             tokens = min(leg.prompt_tokens - leg.position, budget)
             chunks.append((leg, tokens))
             budget -= tokens
-        while budget and self._waiting:
-            leg = self._waiting[0]
-            if not self.cache.fits(leg.blocks, leg.private_blocks):
-                break
-            self._prompts.append(self._waiting.popleft())
+        while budget and self._waiting and self._fits(self._waiting[0]):
+            leg = self._waiting.popleft()
+            self._prompts.append(leg)
+            self._waiting_tokens -= leg.prompt_tokens - leg.cached_tokens
             self._admit(leg)
             tokens = min(leg.prompt_tokens - leg.position, budget)
             chunks.append((leg, tokens))
@@ -277,15 +280,12 @@ class Worker:
         return chunks
 
     def _admit_pulls(self) -> None:
-        while self._waiting_pulls:
-            leg = self._waiting_pulls[0]
-            if not self.cache.fits(leg.blocks, leg.private_blocks):
-                return
-            self._waiting_pulls.popleft()
+        while self._waiting_pulls and self._fits(self._waiting_pulls[0]):
             self._pulling += 1
-            self._admit(leg)
-            # The KV share has changed, and with it the time of the steps to come.
-            self._proceed(cut=True)
+            self._admit(self._waiting_pulls.popleft())
+
+    def _fits(self, leg: Leg) -> bool:
+        return self.cache.fits(leg.blocks, leg.private_blocks)
 
     def _admit(self, leg: Leg) -> None:
         leg.cached_blocks, evicted = self.cache.admit(leg.blocks, leg.private_blocks)
