@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import floor
+from math import ceil, floor, inf
 from random import Random
+from typing import Final
 
 from baton.errors import BatonError, ContextLengthExceeded
 from baton_simulator.cache import PrefixCache
@@ -54,6 +55,9 @@ class Fleet:
             for n in range(count)
         ]
 
+
+IDLE_BEATS: Final = 40
+"""Heartbeats that an idle worker sends: after 10 s they would say nothing new."""
 
 RouterFactory = Callable[[Sequence[WorkerSpec], Random], Router]
 StepsOf = Callable[[WorkerSpec, Random], StepModel]
@@ -124,6 +128,7 @@ class Replay:
         self._queue = EventQueue()
         self._links = Links(self._queue, fleet.link_bytes_per_s)
         self.workers: dict[str, Worker] = {}
+        self._phases_s: dict[str, float] = {}
         specs = fleet.specs(trace.block_tokens)
         for spec in specs:
             self.workers[spec.name] = worker = Worker(
@@ -134,7 +139,7 @@ class Replay:
                 queue=self._queue,
                 listener=self,
             )
-            worker.beat_at_s = phases.uniform(0, fleet.beat_s)
+            worker.beat_at_s = self._phases_s[spec.name] = phases.uniform(0, fleet.beat_s)
         self._router = new_router(specs, routing)
         self._holding = self._router if isinstance(self._router, HoldingRouter) else None
         self._output_tokens_max = output_tokens_max
@@ -149,7 +154,7 @@ class Replay:
         queue, holding = self._queue, self._holding
         while True:
             if holding is not None and holding.wake_at_s <= queue.next_s:
-                if holding.wake_at_s == float("inf"):
+                if holding.wake_at_s == inf:
                     break
                 queue.advance(holding.wake_at_s)
                 self._beat_all()
@@ -304,12 +309,22 @@ class Replay:
                 self._beat(worker, now_s)
 
     def before_change(self, worker: Worker) -> None:
-        if worker.beat_at_s <= self._queue.now_s:
-            self._beat(worker, self._queue.now_s)
+        now_s = self._queue.now_s
+        if worker.beat_at_s <= now_s:
+            self._beat(worker, now_s)
+        elif worker.idle_beats >= IDLE_BEATS:
+            worker.beat_at_s = self._phases_s[worker.spec.name]
+            worker.beat_at_s += ceil((now_s - worker.beat_at_s) / self._fleet.beat_s) * self._fleet.beat_s
+        worker.idle_beats = 0
 
     def _beat(self, worker: Worker, now_s: float) -> None:
         """Send the newest heartbeat that is due; no decision can have seen those before it."""
         beat_s = self._fleet.beat_s
         at_s = worker.beat_at_s + floor((now_s - worker.beat_at_s) / beat_s) * beat_s
         worker.beat_at_s = at_s + beat_s
-        self._router.beat(worker.report(at_s), at_s)
+        state = worker.report(at_s)
+        if state.running + state.waiting == 0:
+            worker.idle_beats += 1
+            if worker.idle_beats >= IDLE_BEATS:
+                worker.beat_at_s = inf
+        self._router.beat(state, at_s)

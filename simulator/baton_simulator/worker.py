@@ -134,7 +134,9 @@ class Worker:
         self.spec = spec
         self.cache = cache
         self.beat_at_s = 0.0
-        """Time of the next heartbeat; the replay's."""
+        """Time of the next heartbeat, which the replay sends."""
+        self.idle_beats = 0
+        """Heartbeats since the last change, of which each found the worker idle."""
         self._model = model
         self._chunk_tokens = chunk_tokens
         self._queue = queue

@@ -247,9 +247,3 @@ def test_a_summary_counts_what_was_asked_not_only_what_was_served() -> None:
 def test_percentiles_are_nearest_ranks() -> None:
     ranks = [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.0, 0.25, 0.5, 0.99, 1.0)]
     assert ranks == [1.0, 1.0, 2.0, 4.0, 4.0]
-        1.0,
-        1.0,
-        2.0,
-        4.0,
-        4.0,
-    ]

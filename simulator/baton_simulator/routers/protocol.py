@@ -112,8 +112,11 @@ class Router(Protocol):
         ...
 
     def beat(self, state: WorkerState, now_s: float) -> None:
-        """A heartbeat: each worker sends one every 0.25 s, at a random phase. Those that no `route` can see between
-        them are left out, their measurements added to the next one."""
+        """A heartbeat: each worker sends one every 0.25 s, at a random phase.
+
+        Those that no `route` sees are left out, with their measurements in the next one, and so are those of workers
+        that have been idle for 10 s.
+        """
         ...
 
 
