@@ -12,7 +12,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, InvalidRequest
 from baton_simulator.capacity import at_load
 from baton_simulator.policies import POLICIES
 from baton_simulator.replay import Fleet, Outcome, Replay
@@ -81,6 +81,8 @@ def run(parsed: argparse.Namespace) -> int:
 
         require_plots()
     trace = PARTS[parsed.part](load(parsed.trace, parsed.seed))
+    if not trace.requests:
+        raise InvalidRequest(f"{parsed.trace}: the {parsed.part} part has no requests")
     trace = overlay(trace, parsed.copies, Random(f"{parsed.seed} copies"))
     if parsed.load is not None:
         trace = at_load(trace, fleet, parsed.load, copies=parsed.copies)
@@ -102,7 +104,10 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.out is not None:
         from baton_simulator.plots import write
 
-        write(parsed.out, title, outcomes, summaries, result)
+        try:
+            write(parsed.out, title, outcomes, summaries, result)
+        except OSError as error:
+            raise ConfigurationError(f"--out {parsed.out}: {error.filename}: {error.strerror}") from error
     print(result if parsed.json else f"{title}, {len(trace.requests)} requests\n{as_text(table(summaries))}")
     return 0
 

@@ -12,7 +12,7 @@ from baton.errors import BatonError, ContextLengthExceeded
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
 from baton_simulator.links import Links, Pull
-from baton_simulator.routers.protocol import Arrival, HoldingRouter, Route, Router, WorkerSpec
+from baton_simulator.routers.protocol import Arrival, HoldingRouter, Role, Route, Router, WorkerSpec
 from baton_simulator.steps import StepModel, mocker_steps
 from baton_simulator.traffic.trace import Request, Trace
 from baton_simulator.worker import Leg, Worker
@@ -46,7 +46,11 @@ class Fleet:
         return f"{self.aggregated} aggregated" if self.aggregated else f"{self.prefill} prefill + {self.decode} decode"
 
     def specs(self, block_tokens: int) -> list[WorkerSpec]:
-        counts = (("aggregated", self.aggregated), ("prefill", self.prefill), ("decode", self.decode))
+        counts: tuple[tuple[Role, int], ...] = (
+            ("aggregated", self.aggregated),
+            ("prefill", self.prefill),
+            ("decode", self.decode),
+        )
         return [
             WorkerSpec(
                 f"{role}-{n}", role, self.kv_tokens_in_use // block_tokens, block_tokens, self.kv_bytes_per_token

@@ -149,7 +149,7 @@ COLUMNS: Final = (
 
 def table(summaries: Mapping[str, Summary]) -> list[list[str]]:
     """Return the heading and one row per policy."""
-    rows = [["policy", *(name for name, _ in COLUMNS), "predicted/actual"]]
+    rows = [["policy", *(name for name, _ in COLUMNS), "predicted/actual p10 p50 p90"]]
     for policy, summary in summaries.items():
         ratios = (summary.predicted_p10, summary.predicted_p50, summary.predicted_p90)
         predicted = " ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
