@@ -316,7 +316,7 @@ class AnswerDriver:
         tokens, prompt_tokens = self._prompt()
         sampling = resumed(order.sampling, prompt_tokens - order.prompt_tokens)
         decode, prefill = placement.decode, placement.prefill
-        for address in filter(None, (decode, prefill)):
+        for address in placement.addresses:
             links.routes.give(order.request, address.worker)
 
         def prefill_task(context: Context, tail: bytes) -> PrefillTask:
