@@ -92,6 +92,8 @@ class AttemptMachine:
         """Error that ended the previous attempt."""
         self.cached_tokens = 0
         """Prompt tokens that the present attempt's workers had cached, as far as reported."""
+        self.starts_at = 0
+        """Delivered tokens before the present attempt."""
         self._shown = False
         self._sampling = sampling
         self._timers = timers
@@ -104,7 +106,6 @@ class AttemptMachine:
         self._phase_until_s = inf
         self._resend_at_s = inf
         self._move_again_at_s = -inf
-        self._attempt_start = 0
         self._awaited: set[str] = set()
         self._absences = 0
         self._actions: list[ev.Action] = []
@@ -134,7 +135,7 @@ class AttemptMachine:
     @property
     def _emitted(self) -> int:
         """Tokens delivered from the present attempt."""
-        return len(self.delivered) - self._attempt_start
+        return len(self.delivered) - self.starts_at
 
     @property
     def _token_s(self) -> float:
@@ -233,7 +234,7 @@ class AttemptMachine:
     def _dispatch(self, now_s: float, placement: Placement) -> None:
         self.phase = Phase.DISPATCHED
         self.placement = placement
-        self._attempt_start = len(self.delivered)
+        self.starts_at = len(self.delivered)
         self._absences = 0
         self.cached_tokens = 0
         self._awaited = {address.worker for address in placement.addresses}

@@ -49,6 +49,7 @@ from baton_gateway.order import Order, Outcome
 from baton_gateway.publisher import Publisher
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
+from baton_gateway.timeline import Timeline
 from baton_gateway.tracing import AnswerTrace
 
 ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generation", "role"})
@@ -98,10 +99,9 @@ class AnswerDriver:
         self.machine = AttemptMachine(
             order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
         )
-        self._spans = AnswerTrace(
-            links.tracing, links.publisher, links.clock, self.machine, request=order.request, root=order.trace
-        )
-        self._figures = AnswerMetrics(links.figures, self.machine, order)
+        self._spans = AnswerTrace(links.tracing, links.publisher, self.machine, request=order.request, root=order.trace)
+        self._timeline = Timeline(self.machine, links.clock)
+        self._figures = AnswerMetrics(links.figures, self.machine, self._timeline, order)
         self._ticket = Ticket(order.model.name, lambda: self.post(ev.TurnCame()))
         self._events: deque[ev.Event] = deque()
         self._stepping = False
@@ -180,8 +180,9 @@ class AnswerDriver:
     # ------------------------------------------------------------ actions
 
     def _perform(self, actions: list[ev.Action]) -> None:
-        self._spans.observe()
-        self._figures.observe()
+        if (change := self._timeline.observe()) is not None:
+            self._spans.note(change)
+            self._figures.note(change)
         for action in actions:
             match action:
                 case ev.Deliver(tokens, logprobs, ends):
