@@ -294,20 +294,9 @@ class _MemorySubscription:
     ) -> None:
         self._network = network
         self.subject = interest.pattern
+        self.counts = interest.mailbox.counts
         self._interest = interest
         self._on_end = on_end
-
-    @property
-    def handled_messages(self) -> int:
-        return self._interest.mailbox.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return self._interest.mailbox.dropped_messages
-
-    @property
-    def malformed_messages(self) -> int:
-        return self._interest.mailbox.malformed_messages
 
     async def unsubscribe(self) -> None:
         self._network.remove(self._interest)

@@ -6,8 +6,7 @@ They are recorded at phase changes and at ends, never per token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,7 +34,7 @@ class GatewayMetrics:
 
     def __init__(self, metrics: Metrics, clock: Clock, goals: Goals) -> None:
         self.observe = metrics.observe
-        self.clock = clock
+        self._clock = clock
         self.goals = goals
         self.answers = Counter[str]()
         self.attempts = Counter[str]()
@@ -51,18 +50,11 @@ class GatewayMetrics:
         """Count a response that begins. Clients choose paths, so only the gateway's own become labels."""
         self._responses[path if path in ROUTES else "other", str(status)] += 1
 
-    @contextmanager
-    def measured_request(self) -> Generator[_Measured]:
-        """Time the body as one generation request; the caller gives it the request's trace."""
-        started_s = self.clock.now_s()
-        measured = _Measured()
-        try:
-            yield measured
-        finally:
-            if (trace := measured.trace) is not None:
-                labels = (trace.operation, PROVIDER, trace.model, trace.error_type)
-                duration_s = self.clock.now_s() - started_s
-                self.observe(catalogue.REQUEST_DURATION, duration_s, *labels, trace=trace.trace)
+    def note_request(self, trace: RequestTrace) -> None:
+        """Record the duration of a generation request that has ended."""
+        labels = (trace.operation, PROVIDER, trace.model, trace.error_type)
+        duration_s = self._clock.now_s() - trace.began_at_s
+        self.observe(catalogue.REQUEST_DURATION, duration_s, *labels, trace=trace.trace)
 
     def _readings(self) -> Iterator[Reading]:
         yield Reading(catalogue.GOOD_ANSWERS, self.good_answers)
@@ -76,11 +68,6 @@ class GatewayMetrics:
             yield Reading(catalogue.ANSWERS, count, (end,))
         for end, count in self.attempts.items():
             yield Reading(catalogue.ATTEMPTS, count, (end,))
-
-
-@dataclass(slots=True)
-class _Measured:
-    trace: RequestTrace | None = None
 
 
 class AnswerMetrics:

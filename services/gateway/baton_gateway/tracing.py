@@ -13,7 +13,7 @@ chat MODEL                    the request, from its first byte to its answer's l
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final
 
@@ -53,6 +53,7 @@ class RequestTrace:
         self._span = span
         self._produced_s: float | None = None
         self.failed = False
+        self.began_at_s = clock.now_s()
         self.trace = span.trace
         self.operation = operation
         self.model = ""
@@ -99,9 +100,14 @@ class RequestTrace:
 
 @contextmanager
 def traced_request(
-    tracing: Tracing, publisher: Publisher, clock: Clock, operation: str, request: Request
+    tracing: Tracing,
+    publisher: Publisher,
+    clock: Clock,
+    operation: str,
+    request: Request,
+    on_end: Callable[[RequestTrace], None],
 ) -> Generator[RequestTrace]:
-    """Trace the body as one request. The trace of a failed request is exported, sampled or not."""
+    """Trace the body as one request, then call `on_end`. The trace of a failed request is exported, sampled or not."""
     span = tracing.start(
         operation,
         {
@@ -125,6 +131,7 @@ def traced_request(
         trace.end()
         if trace.failed:
             want(publisher, trace.trace)
+        on_end(trace)
 
 
 class AnswerTrace:
