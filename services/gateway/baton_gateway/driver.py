@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
@@ -169,13 +170,10 @@ class AnswerDriver:
     async def _sleep(self) -> None:
         """Wait until the machine's next deadline, or until that deadline moves earlier."""
         self._sleeps_until_s = self.machine.wake_at_s
-        try:
+        with suppress(TimeoutError):
             async with self._links.clock.timeout(max(0.0, self._sleeps_until_s - self._links.clock.now_s())):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._sleeps_until_s = inf
+        self._sleeps_until_s = inf
         self._wake.clear()
 
     # ------------------------------------------------------------ actions
