@@ -130,7 +130,7 @@ class IndexService:
         yield Reading(catalogue.INDEX_SPECULATIVE, reconciler.speculative_blocks)
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
-        yield Reading(catalogue.INDEX_UNWRITTEN, writes and reconciler.has_unwritten)
+        yield Reading(catalogue.INDEX_UNWRITTEN, writes and bool(reconciler.journal))
         yield Reading(catalogue.INDEX_SEQUENCE, reconciler.stream_sequence)
         for result, count in (
             ("applied", counters.applied),
