@@ -121,7 +121,7 @@ class NatsBus:
         check_subject(subject, wildcards=True)
         self._check_open()
         follower = NatsFollower(
-            lambda: self._requests, stream, subject, handler, after, self._limits, self._end_follower
+            lambda: self._requests, stream, subject, handler, after, self._limits, self._followers.discard
         )
         self._followers.add(follower)
         try:
@@ -291,33 +291,19 @@ class NatsBus:
     def end_subscription(self, subscription: _NatsSubscription) -> None:
         self._subscriptions.discard(subscription)
 
-    def _end_follower(self, follower: NatsFollower) -> None:
-        self._followers.discard(follower)
-
 
 class _NatsSubscription:
     """A mailbox that a NATS subscription fills; it outlives connections."""
 
     def __init__(self, bus: NatsBus, subject: str, group: str, handler: Handler, limits: BusLimits) -> None:
         self.mailbox = Mailbox(subject, handler, limits)
+        self.counts = self.mailbox.counts
         self.attached: ClientSubscription | None = None
         self._requests: Requests | None = None
         self._bus = bus
         self.subject = subject
         self._group = group
         self._limits = limits
-
-    @property
-    def handled_messages(self) -> int:
-        return self.mailbox.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return self.mailbox.dropped_messages
-
-    @property
-    def malformed_messages(self) -> int:
-        return self.mailbox.malformed_messages
 
     async def attach(self, requests: Requests) -> None:
         async def on_message(message: Msg) -> None:

@@ -177,22 +177,11 @@ class NatsFollower:
         self._limits = limits
         self._on_end = on_end
         self._runner = HandlerRunner(handler)
+        self.counts = self._runner.counts
         # Bounded by the messages of one pull and the few status messages around them.
         self._arrived: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def handled_messages(self) -> int:
-        return self._runner.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return 0
-
-    @property
-    def malformed_messages(self) -> int:
-        return self._runner.malformed_messages
 
     async def start(self) -> None:
         """Start to follow. Raises BusUnavailable if the stream cannot be reached now."""
@@ -206,13 +195,8 @@ class NatsFollower:
     async def unsubscribe(self) -> None:
         self._closed = True
         self._on_end(self)
-        if self._task is None or asyncio.current_task() is self._task:
-            return
-        try:
-            await self._runner.finish(self._limits.handler_grace_s)
-        finally:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if self._task is not None:
+            await self._runner.stop(self._task, self._limits.handler_grace_s)
 
     async def _follow(self) -> None:
         while not self._closed:

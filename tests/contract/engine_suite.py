@@ -38,7 +38,7 @@ from baton.errors import (
     PeerUnreachable,
     TransferFailed,
 )
-from baton.messages.attempts import FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 
 POLL_S = 0.005
@@ -136,7 +136,7 @@ class Pair:
             tokens=tokens,
             sampling=sampling,
             cache_salt=salt,
-            source=KvSource(address=address) if leg is Leg.DECODE else None,
+            source=address if leg is Leg.DECODE else None,
             budget_s=self.budget_s if budget_s is None else budget_s,
         )
 

@@ -144,8 +144,8 @@ async def test_a_slow_handler_loses_its_own_messages_only_and_counts_them(world:
     gate.set()
     # One was running and ten waited: what came first is kept.
     assert await slow_inbox.wait(11) == [str(number) for number in range(11)]
-    assert slow_one.dropped_messages == 39
-    assert quick_one.dropped_messages == 0
+    assert slow_one.counts.dropped == 39
+    assert quick_one.counts.dropped == 0
     await sender.publish(f"{name}.a", message("after"))
     assert (await slow_inbox.wait(12))[-1] == "after"
 
@@ -165,10 +165,10 @@ async def test_waiting_bytes_are_bounded_as_well(world: World, name: str) -> Non
     await asyncio.sleep(0.05)
     for _ in range(6):
         await sender.publish(f"{name}.a", sized(30_000))
-    await eventually(lambda: subscription.dropped_messages >= 3)
+    await eventually(lambda: subscription.counts.dropped >= 3)
     gate.set()
     await eventually(lambda: got >= 4)
-    assert subscription.dropped_messages == 3
+    assert subscription.counts.dropped == 3
 
 
 async def test_malformed_payloads_are_counted_and_refused(world: World, name: str) -> None:
@@ -181,9 +181,9 @@ async def test_malformed_payloads_are_counted_and_refused(world: World, name: st
     assert refusal.error.code == "malformed_message"
     await bus.publish(f"{name}.a", message("good"))
     assert await inbox.wait(1) == ["good"]
-    assert subscription.malformed_messages == 3
-    assert subscription.dropped_messages == 0
-    assert subscription.handled_messages == 1
+    assert subscription.counts.malformed == 3
+    assert subscription.counts.dropped == 0
+    assert subscription.counts.handled == 1
     assert [each.subject for each in bus.subscriptions] == [f"{name}.a"]
     await subscription.unsubscribe()
     assert not bus.subscriptions

@@ -154,7 +154,7 @@ async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server
     await raw.close()
     await bus.append("S", "s.a", message("good"), message_id="1")
     assert await inbox.wait(1) == ["good"]
-    assert subscription.malformed_messages == 1
+    assert subscription.counts.malformed == 1
 
 
 async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: Server, connect: Connect) -> None:

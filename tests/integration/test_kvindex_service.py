@@ -185,7 +185,7 @@ async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: Nats
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix, **changes) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
-            await until(lambda: not service.reconciler.has_unwritten)
+            await until(lambda: not service.reconciler.journal)
             redis.kill()
             await worker.store("abcd", lost=False)
             await until_held(bus, worker, "abcd", 4, within_s=1.0)
@@ -198,7 +198,7 @@ async def test_a_redis_that_lost_everything_is_written_anew(nats_url: str, prefi
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
-            await until(lambda: not service.reconciler.has_unwritten)
+            await until(lambda: not service.reconciler.journal)
             redis.kill()
             for saved in redis.folder.glob("appendonly*"):
                 saved.unlink()

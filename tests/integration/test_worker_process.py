@@ -27,7 +27,6 @@ from baton.messages.attempts import (
     DecodeTask,
     Digest,
     Frames,
-    KvSource,
     PrefillTask,
     Resend,
     Sampling,
@@ -155,7 +154,7 @@ def decode_task(
         prompt_tokens=len(prompt),
         sampling=Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True),
         cache_salt=salt or request,
-        source=KvSource(address=gateway.heartbeats[source].address) if source else None,
+        source=gateway.heartbeats[source].address if source else None,
     )
 
 

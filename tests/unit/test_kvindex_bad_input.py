@@ -53,10 +53,10 @@ def test_what_waits_to_be_written_is_bounded_however_many_workers_come_and_go(re
         other = Cache(f"{number}")
         reconciler.on_events(other.stored("x"), 2, 0.0)
         reconciler.on_goodbye(Goodbye(address=other.address), 0.0)
-    assert not reconciler.knows_all_changes, "the writer must look at what is written"
+    assert not reconciler.journal.is_complete, "the writer must look at what is written"
     assert len(reconciler.take_batch().workers) <= WORKERS_MAX
     reconciler.go_on_from({name: state for name, state in written.items() if state is not None})
-    assert reconciler.knows_all_changes
+    assert reconciler.journal.is_complete
     assert reconciler.take_batch().workers == {"gone": None}
 
 

@@ -244,7 +244,7 @@ async def test_schedulers_count_each_others_placements_before_a_heartbeat_tells(
 
         async def handled(subject: str, count: int, buses: list[MemoryBus] = buses) -> None:
             subscriptions = [each for bus in buses for each in bus.subscriptions if each.subject == subject]
-            while any(each.handled_messages < count for each in subscriptions):  # noqa: ASYNC110 - the bus counts.
+            while any(each.counts.handled < count for each in subscriptions):  # noqa: ASYNC110 - the bus counts.
                 await asyncio.sleep(0)
 
         async with scheduling(network, bus=buses[0]), scheduling(network, bus=buses[1]):

@@ -25,7 +25,6 @@ from baton.messages.attempts import (
     FinishReason,
     Frame,
     Frames,
-    KvSource,
     Prefilled,
     PrefillFailed,
     PrefillTask,
@@ -164,7 +163,7 @@ def decode_task(request: str = "r", attempt: int = 0, *, pulls: bool = True, bud
         tokens=pack_tokens(PROMPT),
         prompt_tokens=len(PROMPT),
         sampling=Sampling(max_tokens=10),
-        source=KvSource(address=PREFILL_ADDRESS) if pulls else None,
+        source=PREFILL_ADDRESS if pulls else None,
     )
 
 
@@ -350,7 +349,7 @@ async def test_prefill_leases_to_as_many_ranks_as_the_task_says(prefill: World, 
 
 async def test_a_source_of_another_number_of_ranks_is_taken(decode: World) -> None:
     two = WorkerAddress(worker="p0", generation=3, agents=("a", "b"))
-    task = msgspec.structs.replace(decode_task(), source=KvSource(address=two))
+    task = msgspec.structs.replace(decode_task(), source=two)
     assert isinstance(await decode.ask(task), Accepted)
 
 
@@ -374,7 +373,7 @@ async def test_a_prompt_in_chunks(decode: World) -> None:
         (msgspec.structs.replace(decode_task(), gateway="a.*"), "malformed"),
         (msgspec.structs.replace(decode_task(), sampling=Sampling(max_tokens=0)), "malformed"),
         (decode_task(request=""), "malformed"),
-        (msgspec.structs.replace(decode_task(), source=KvSource(address=NO_AGENTS)), "malformed"),
+        (msgspec.structs.replace(decode_task(), source=NO_AGENTS), "malformed"),
         (decode_task(budget_s=0.0), "expired"),
     ],
 )

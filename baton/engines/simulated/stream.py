@@ -106,5 +106,5 @@ def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max
         )
     if (request.source is not None) != (request.leg is Leg.DECODE):
         raise AttemptFailed(f"a {request.leg} leg {'needs a' if request.source is None else 'has no'} source")
-    if request.source is not None and len(request.source.address.agents) != 1:
-        raise AttemptFailed(f"the source has {len(request.source.address.agents)} agents; this engine has one")
+    if request.source is not None and len(request.source.agents) != 1:
+        raise AttemptFailed(f"the source has {len(request.source.agents)} agents; this engine has one")
