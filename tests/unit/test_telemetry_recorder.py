@@ -146,14 +146,14 @@ async def test_services_tell_what_they_remember_of_a_request_while_it_runs_and_a
         with worker.span("decode", parent=root.trace):
             pass
         running = await ask(bus, "mine")
-        assert [(told.record.name, told.record.end_ns) for told in running.spans] == [("chat", 0)]
+        assert [(span.record.name, span.record.end_ns) for span in running.spans] == [("chat", 0)]
         assert running.services == 2, "those that know nothing answer, too"
     ended = await ask(bus, trace_id(root.trace))
-    assert {(told.service, told.instance if told.service == "decode" else "") for told in ended.spans} == {
+    assert {(span.service, span.instance if span.service == "decode" else "") for span in ended.spans} == {
         ("gateway", ""),
         ("decode", "decode-0"),
     }
-    assert all(told.record.end_ns >= told.record.start_ns > 0 for told in ended.spans)
+    assert all(span.record.end_ns >= span.record.start_ns > 0 for span in ended.spans)
     assert (await ask(bus, "theirs")).spans == ()
     await bus.close()
     await network.close()

@@ -86,8 +86,8 @@ class IndexService:
                 (subjects.AUDITS, self._on_hint),
                 (subjects.INDEX_QUERIES, self._on_query),
             ):
-                heard = await self._bus.subscribe(subject, handler)
-                stack.push_async_callback(heard.unsubscribe)
+                subscription = await self._bus.subscribe(subject, handler)
+                stack.push_async_callback(subscription.unsubscribe)
             events = await self._bus.follow(
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.reconciler.stream_sequence
             )
