@@ -67,12 +67,12 @@ async def test_odd_questions_are_refused_and_harm_nothing(
         await bus.publish(subjects.HEARTBEAT, wrong)
         await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), wrong, message_id=uuid4().hex)
         # Told by another one, about a worker whose name is no part of a subject, and hints about nobody.
-        told = worker.stored("abc")
-        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), told, message_id=uuid4().hex)
+        events = worker.stored("abc")
+        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), events, message_id=uuid4().hex)
         await bus.publish(subjects.HEARTBEAT, Cache(name="no subject.*", sequence=3).heartbeat())
         for subject in (subjects.PLACED, subjects.AUDITS):
             await bus.publish(subject, wrong)
-        await worker.send(told)
+        await worker.send(events)
         await until_held(bus, worker, "abc", 3)
         await until(lambda: service.reconciler.counters.malformed == 2)
         await asyncio.sleep(0.2)

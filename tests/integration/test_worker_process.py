@@ -72,7 +72,7 @@ class Gateway:
     def __init__(self, bus: NatsBus) -> None:
         self.bus = bus
         self.name = f"g-{uuid.uuid4().hex[:8]}"
-        self.heard: list[AnyMessage] = []
+        self.received: list[AnyMessage] = []
         self.heartbeats: dict[str, Heartbeat] = {}
         self.goodbyes: set[str] = set()
         self.states: dict[tuple[str, str], AttemptState] = {}
@@ -98,7 +98,7 @@ class Gateway:
                     if frame.finish is not None:
                         self.ends[frame.request] = frame.finish
             case other:
-                self.heard.append(other)
+                self.received.append(other)
         self._changed.set()
 
     async def beat(self) -> None:

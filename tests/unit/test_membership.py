@@ -275,5 +275,5 @@ def test_of_too_many_departed_lives_the_oldest_is_forgotten_first() -> None:
     members = Membership[str](lost_after_s=LOST_AFTER_S, members_max=4)
     for name in "abcde":
         members.goodbye(name, 1, 0.0)
-    heard = [event for name in "abcde" for event in members.hear(name, 1, "late", 0.1)]
-    assert heard == [Joined("a", 1)]
+    events = [event for name in "abcde" for event in members.hear(name, 1, "late", 0.1)]
+    assert events == [Joined("a", 1)]

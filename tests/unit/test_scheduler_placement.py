@@ -294,7 +294,7 @@ def test_candidates_are_the_best_few_in_order() -> None:
     assert placement.candidates[0] == placement.predicted
 
 
-def told(placement: Placement, asked: Demand) -> Placed:
+def placed(placement: Placement, asked: Demand) -> Placed:
     return Placed(
         context=Context(request="r", attempt=2, budget_s=5.0),
         model_digest="digest",
@@ -307,19 +307,19 @@ def told(placement: Placement, asked: Demand) -> Placed:
 
 
 def test_a_hint_of_an_older_scheduler_takes_nothing() -> None:
-    hint = msgspec.structs.replace(told(place(demand(), decode()), demand()), predicted=None)
+    hint = msgspec.structs.replace(placed(place(demand(), decode()), demand()), predicted=None)
     assert soft_placements(hint, now_s=0.0, options=OPTIONS) == {}
 
 
 def test_soft_placements_take_from_both_sides_what_the_attempt_will_use() -> None:
     asked = demand(ALWAYS)
     pair = place(asked, prefill(), decode(), held={"p1": 10})
-    taken = soft_placements(told(pair, asked), now_s=10.0, options=OPTIONS)
+    taken = soft_placements(placed(pair, asked), now_s=10.0, options=OPTIONS)
     assert (taken["p1"].prefill_tokens, taken["p1"].kv_tokens) == (680, 1000)
     assert (taken["d1"].prefill_tokens, taken["d1"].kv_tokens) == (0, 1100)
     assert taken["d1"].until_s == pytest.approx(10.0 + pair.predicted.predicted_ttft_s + 100 * 0.01)
     asked = demand(NEVER)
-    taken = soft_placements(told(place(asked, decode()), asked), now_s=0.0, options=OPTIONS)
+    taken = soft_placements(placed(place(asked, decode()), asked), now_s=0.0, options=OPTIONS)
     assert taken["d1"].prefill_tokens == 1000
 
 
