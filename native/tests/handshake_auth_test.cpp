@@ -97,7 +97,7 @@ void welcome(MetSink& sink, const frames::Identity& who) {
 
 }  // namespace
 
-TEST(strangers_are_not_served) {
+TEST(a_handshake_refuses_sinks_without_proof) {
   const auto knock = [](const frames::Identity& claimed, const Digest& shown) {
     MetSource source;
     source.hear(kAtSource, frames::Identify{claimed, shown});
@@ -119,7 +119,7 @@ TEST(strangers_are_not_served) {
   knock(other, proof("sink", MetSource::sink_nonce(), nonce, other));
 }
 
-TEST(friends_among_strangers_are_served) {
+TEST(a_handshake_accepts_peers_with_proof) {
   MetSource source;
   source.hear(kAtSource,
               frames::Identify{identity(), proof("sink", MetSource::sink_nonce(), source.nonce, identity())});
@@ -135,7 +135,7 @@ TEST(friends_among_strangers_are_served) {
   (void)sink.last<frames::Ask>();
 }
 
-TEST(strangers_are_not_pulled_from) {
+TEST(a_handshake_refuses_sources_without_proof) {
   const auto meet = [](const frames::Identity& claimed, const Digest& shown) {
     MetSink sink;
     sink.hear(kAtSink, frames::Welcome{claimed, shown});
@@ -150,7 +150,7 @@ TEST(strangers_are_not_pulled_from) {
   meet(identity(9), proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another life of the source.
 }
 
-TEST(strangers_say_what_their_blocks_hold) {
+TEST(a_handshake_compares_layouts) {
   constexpr const char* kOwn =
       "layers=2 kv_heads=1 dim=4 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=4 tp=0/1";
   const auto meet = [&](const frames::Identity& who) {
@@ -185,7 +185,7 @@ TEST(strangers_say_what_their_blocks_hold) {
   }
 }
 
-TEST(strangers_among_friends_cannot_weaken_what_was_agreed) {
+TEST(a_handshake_refuses_what_was_not_offered) {
   const auto agree = [](const frames::Agreed& agreed) {
     MetSink sink;
     welcome(sink, identity());
@@ -196,7 +196,7 @@ TEST(strangers_among_friends_cannot_weaken_what_was_agreed) {
   agree({"shm", true, ""});
 }
 
-TEST(strangers_say_nothing_else_first) {
+TEST(a_handshake_precedes_all_other_frames) {
   const auto knock = [](auto frame) {
     MetSource source;
     source.hear(kAtSource, frame);
@@ -209,7 +209,7 @@ TEST(strangers_say_nothing_else_first) {
   knock(frames::Answer{true, {}, {}});
 }
 
-TEST(strangers_do_not_stay_and_do_not_crowd) {
+TEST(handshakes_are_bounded_in_time_and_number) {
   MetSource source;
   for (const ConnectionId connection : {3u, 5u}) source.step(0, Accepted{connection});
   CHECK(!source.closed && source.core.stats().connections == 3);

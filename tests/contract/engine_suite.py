@@ -259,7 +259,7 @@ class EngineSuite:
             assert pair.decode.load().running == 1
         await pair.settled()
 
-    async def test_a_reader_that_does_not_read_stops_nobody(self, pair: Pair) -> None:
+    async def test_a_reader_that_does_not_read_stops_no_other(self, pair: Pair) -> None:
         stream, _ = await first_delta(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=60)))
         await collect(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=80)))
         rest = [token async for delta in stream for token in delta.tokens]
@@ -452,7 +452,7 @@ class EngineSuite:
         await pair.settled()
 
     @pytest.mark.parametrize("endpoint", ["dead", "malformed"])
-    async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+    async def test_an_unreachable_source_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
         before, failed_before = pair.decode.load(), pair.decode.transfers().pulls.failed.total()
         agent = pair.dead_agent if endpoint == "dead" else "no endpoint"
         with pytest.raises(PeerUnreachable):

@@ -157,7 +157,7 @@ def over(*pairs: str) -> pytest.MarkDecorator:
 @over(*PAIRS)
 class TestSuite(EngineSuite):
     @pytest.mark.parametrize("endpoint", ["malformed"])
-    async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+    async def test_an_unreachable_source_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
         """Real engines refuse a malformed endpoint instead of connecting to it."""
         with pytest.raises(TransferFailed, match="is not an endpoint"):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=("no endpoint",)))

@@ -193,7 +193,7 @@ async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: Nats
         assert await written(redis.url, prefix, worker) == worker.held
 
 
-async def test_a_redis_that_lost_everything_is_written_anew(nats_url: str, prefix: str, bus: NatsBus) -> None:
+async def test_a_redis_that_lost_everything_is_rewritten(nats_url: str, prefix: str, bus: NatsBus) -> None:
     with start_redis() as redis:
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix) as service:
             await worker.store("abc")

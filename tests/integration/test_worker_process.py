@@ -349,7 +349,9 @@ async def test_sigterm_drains(server: Server, tmp_path: Path) -> None:
         assert await asyncio.to_thread(process.wait, 5.0) == 0
 
 
-async def test_kill_9_leaves_no_child_and_the_next_life_has_a_higher_generation(server: Server, tmp_path: Path) -> None:
+async def test_kill_9_leaves_no_child_and_the_next_start_has_a_higher_generation(
+    server: Server, tmp_path: Path
+) -> None:
     arguments = command(Role.PREFILL, server.url, "dies")
     with worker_process(tmp_path / "first", *arguments) as process:
         async with open_gateway(server.url, "dies") as gateway:

@@ -22,7 +22,9 @@ def members() -> Membership[str]:
     return Membership(lost_after_s=LOST_AFTER_S)
 
 
-def test_silence_loses_a_member_and_its_next_heartbeat_brings_the_same_life_back(members: Membership[str]) -> None:
+def test_silence_loses_a_member_and_its_next_heartbeat_brings_the_same_generation_back(
+    members: Membership[str],
+) -> None:
     assert members.hear("a", 1, "first", 10.0) == [Joined("a", 1)]
     assert members.hear("a", 1, "second", 10.5) == []
     assert list(members.beats()) == ["second"]
@@ -33,7 +35,7 @@ def test_silence_loses_a_member_and_its_next_heartbeat_brings_the_same_life_back
     assert members.hear("a", 1, "it was paused", 14.0) == [Joined("a", 1)]
 
 
-def test_a_newer_life_replaces_the_older_one_of_which_nothing_counts_any_more(members: Membership[str]) -> None:
+def test_a_newer_generation_replaces_the_older_one_for_good(members: Membership[str]) -> None:
     members.hear("a", 1, "old", 0.0)
     assert members.hear("a", 3, "new", 0.1) == [Restarted("a", 3, 1)]
     assert members.hear("a", 1, "late", 1.5) == []
@@ -44,7 +46,7 @@ def test_a_newer_life_replaces_the_older_one_of_which_nothing_counts_any_more(me
     assert members.hear("a", 2, "later", 1.7) == []
 
 
-def test_a_goodbye_ends_its_life_for_good(members: Membership[str]) -> None:
+def test_a_goodbye_ends_its_generation_for_good(members: Membership[str]) -> None:
     members.hear("a", 1, "", 0.0)
     assert members.goodbye("a", 1, 0.1) == [Left("a", 1)]
     assert members.goodbye("a", 1, 0.1) == [], "a duplicate"
@@ -55,7 +57,7 @@ def test_a_goodbye_ends_its_life_for_good(members: Membership[str]) -> None:
     assert members.hear("b", 5, "overtaken by its goodbye", 0.5) == []
 
 
-def test_departed_lives_are_forgotten_after_a_while(members: Membership[str]) -> None:
+def test_departed_generations_are_forgotten_after_a_while(members: Membership[str]) -> None:
     """A generation that went back, as after a set-back clock, hides a member for no longer than that."""
     members.hear("a", 9, "", 0.0)
     members.expire(2.0)
@@ -64,21 +66,21 @@ def test_departed_lives_are_forgotten_after_a_while(members: Membership[str]) ->
     assert members.hear("a", 3, "", 62.2) == [Joined("a", 3)]
 
 
-def test_leaving_is_told_once(members: Membership[str]) -> None:
+def test_leaving_is_reported_once(members: Membership[str]) -> None:
     assert members.hear("a", 1, "", 0.0, leaving=True) == [Joined("a", 1), Leaving("a", 1)]
     assert members.hear("a", 1, "", 0.1, leaving=True) == []
     assert members.hear("a", 2, "", 0.2) == [Restarted("a", 2, 1)]
     assert members.hear("a", 2, "", 0.3, leaving=True) == [Leaving("a", 2)]
 
 
-def test_a_life_that_something_else_named_has_its_time_to_send_a_heartbeat(members: Membership[str]) -> None:
+def test_a_generation_that_another_message_named_has_its_time_to_send_a_heartbeat(members: Membership[str]) -> None:
     assert members.meet("a", 1, 0.0) == [Joined("a", 1)]
     assert members.meet("a", 1, 1.0) == []
     assert list(members.beats()) == []
     assert members.expire(1.6) == [Lost("a", 1)], "naming it again is no heartbeat"
 
 
-def test_a_pause_of_this_process_is_nobodys_silence(members: Membership[str]) -> None:
+def test_a_pause_of_this_process_does_not_count_as_silence(members: Membership[str]) -> None:
     members.hear("a", 1, "", 0.0)
     members.extend_deadlines(60.0, 61.0)
     assert members.expire(61.5) == []
@@ -271,7 +273,7 @@ def test_members_and_models_are_bounded_whatever_comes(steps: list[tuple[int, in
         assert sum(workers.newest(f"m{number}") is not None for number in range(41)) <= 4
 
 
-def test_of_too_many_departed_lives_the_oldest_is_forgotten_first() -> None:
+def test_of_too_many_departed_generations_the_oldest_is_forgotten_first() -> None:
     members = Membership[str](lost_after_s=LOST_AFTER_S, members_max=4)
     for name in "abcde":
         members.goodbye(name, 1, 0.0)

@@ -70,7 +70,7 @@ def names(placement: Placement) -> tuple[str, str]:
 # ---------------------------------------------------------------- prediction
 
 
-def test_what_is_coming_counts_as_cached_and_is_told_apart() -> None:
+def test_speculative_blocks_count_as_cached_and_are_told_apart() -> None:
     hints = PrefixMatch(held={"p1": 10}, speculative={"p1": 12, "p2": 20})
     placement = choose(demand(ALWAYS), [prefill("p1"), prefill("p2"), decode()], hints, OPTIONS, Random(0))
     assert names(placement) == ("p2", "d1")

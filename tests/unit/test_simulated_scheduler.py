@@ -139,7 +139,7 @@ def test_decode_that_lacks_nothing_pulls_nothing() -> None:
     assert [(chunk.start, chunk.end) for chunk in step.chunks] == [(8, 9)]
 
 
-def test_a_pull_that_waits_stops_nobody_behind_it() -> None:
+def test_a_pull_that_waits_stops_no_attempt_behind_it() -> None:
     harness = Harness()
     harness.submit(list(range(20)), Leg.DECODE)
     behind = harness.submit([1, 2, 3])

@@ -124,7 +124,7 @@ def test_one_huge_trace_does_not_push_out_the_others_and_says_what_is_missing() 
     assert len(remembered.find(trace_id(small.trace))[0]) == 1
 
 
-def test_wanting_traces_that_nobody_has_seen_is_bounded() -> None:
+def test_wanting_unknown_traces_is_bounded() -> None:
     _, remembered = traced_within(spans_max=10)
     for number in range(1000):
         remembered.want(f"{number:032x}")

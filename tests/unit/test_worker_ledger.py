@@ -302,7 +302,7 @@ def test_an_engine_that_ignores_an_abort_is_overruled() -> None:
     assert ledger.slots_used == 0
 
 
-def test_a_gateway_without_attempts_gets_an_empty_digest_while_it_is_heard() -> None:
+def test_a_gateway_without_attempts_gets_an_empty_digest_while_it_beats() -> None:
     ledger = Ledger(LIMITS)
     ledger.hear_gateway("g", 0.0)
     assert ledger.digests() == {"g": ()}

@@ -37,7 +37,7 @@ class Flat {
   static constexpr std::uint32_t kNoBlock = 0;
   struct Block {
     Id id, parent;
-    SetNumber set = kNobody;
+    SetNumber set = kNoHolders;
     std::uint32_t before_in_set = kNoBlock, next_in_set = kNoBlock;
     bool is_root = false;
   };

@@ -60,6 +60,6 @@ MUTATIONS = [
         "transfer/handshake.cpp",
         "    check(geometry);\n",
         "",
-        "strangers",
+        "handshake",
     ),
 ]
