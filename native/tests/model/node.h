@@ -95,7 +95,7 @@ class Node {
   void hear_frame(ConnectionId connection, const Blob& frame);
   void forget(ConnectionId connection);
   // Every sink that reads a lease has been told what became of it.
-  void check_told(const Key& key, const char* what) const;
+  void check_notified(const Key& key, const char* what) const;
   void check_place(const Place& chunk);
   void check_limits() const;
   void place(const std::shared_ptr<End>& end, const Place& chunk);
@@ -130,7 +130,7 @@ class Node {
   double heard_last_s_ = -1e9;
   std::set<ConnectionId> known_;  // To the core.
   std::set<ConnectionId> closing_;
-  std::set<ReaderId> told_;  // Of the last revocation.
+  std::set<ReaderId> notified_;  // Of the last revocation.
   ConnectionId accepted_ = static_cast<ConnectionId>(-1);
 };
 

@@ -59,7 +59,7 @@ void Node::forget(ConnectionId connection) {
   std::erase_if(served_, [&](const auto& entry) { return entry.first.first.first == connection; });
 }
 
-void Node::check_told(const Key& key, const char* what) const {
+void Node::check_notified(const Key& key, const char* what) const {
   for (const auto& [id, asked] : asks_) require(asked.ask.key != key, what);
 }
 
@@ -74,7 +74,7 @@ void Node::check_send(const Send& send) {
     asks_.erase(reader);
     std::erase_if(served_, [&](const auto& entry) { return entry.first.first == reader; });
   } else if (type == FrameType::revoked) {
-    told_.insert({send.connection, decode<frames::Revoked>(body)->pull});
+    notified_.insert({send.connection, decode<frames::Revoked>(body)->pull});
   } else if (type == FrameType::ask) {
     latest_pull = std::max(latest_pull, decode<frames::Ask>(body)->pull);
   } else if (type == FrameType::chunk_end) {

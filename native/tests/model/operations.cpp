@@ -277,7 +277,7 @@ static Blob said(Frame frame) {
 }
 
 template <class Frame>
-static std::optional<Frame> heard(const Message& message) {
+static std::optional<Frame> frame_of(const Message& message) {
   const auto* bytes = std::get_if<Blob>(&message);
   if (bytes == nullptr || bytes->empty() || bytes->front() != static_cast<std::uint8_t>(Frame::type)) return {};
   return decode<Frame>(Bytes(*bytes).subspan(1));
@@ -307,7 +307,7 @@ void World::lie_about_chunk(End& end) {
   const Message& next = end.arriving.front();
   Random random(end.lie);
   std::vector<Message> lies;
-  if (auto request = heard<frames::Request>(next)) {
+  if (auto request = frame_of<frames::Request>(next)) {
     const std::uint32_t lie = random.below(6);
     if (lie == 0) request->first_block = random.below(10);
     if (lie == 1) request->first_block = random.below(4);
@@ -320,7 +320,7 @@ void World::lie_about_chunk(End& end) {
       if (lie != 4) request->sequence += 1000;
       lies.emplace_back(said(*request));
     }
-  } else if (const auto grant = heard<frames::Grant>(next)) {
+  } else if (const auto grant = frame_of<frames::Grant>(next)) {
     lies.push_back(next);
     if (random.chance(0.7)) lies[0] = said(frames::ChunkEnd{grant->pull, grant->sequence, 1 + random.below(2), -1, 0});
   } else if (const auto* transit = std::get_if<std::shared_ptr<Transit>>(&next)) {
