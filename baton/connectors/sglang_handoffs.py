@@ -163,7 +163,7 @@ class Handoffs:
         if leased is None or torch.equal(leased, self._row_pages(req, len(leased) * self._cache.page_size)):
             return
         # Another request computed the same prompt meanwhile, and its slots were first. Ours are free now: their
-        # lease is revoked before anything else is written there, and opened anew on the slots that hold the KV now.
+        # lease is revoked before anything else is written there, and opened again on the slots that hold the KV now.
         self._decisions.preempted(req.rid)
         self._moved.append(self._lease(req, tokens, tokens))
 

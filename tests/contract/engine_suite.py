@@ -145,7 +145,7 @@ class Pair:
         prefill = self.request(tokens, sampling, leg=Leg.PREFILL, salt=salt)
         decode = self.request(tokens, sampling, leg=Leg.DECODE, name=prefill.request, salt=salt)
         first, answer = await asyncio.gather(collect(self.prefill, prefill), collect(self.decode, decode))
-        assert first.tokens == [], "prefill's token is nobody's"
+        assert first.tokens == [], "prefill's token belongs to no answer"
         return answer
 
     async def settled(self) -> tuple[EngineLoad, EngineLoad]:
@@ -163,7 +163,7 @@ class Pair:
 
 @asynccontextmanager
 async def shadowed(pair: Pair) -> AsyncGenerator[Pair]:
-    """Follow the events of both engines for as long as the pair lives."""
+    """Follow the events of both engines until the pair is closed."""
     async with asyncio.TaskGroup() as group:
         followers = [
             group.create_task(pair.prefill_shadow.follow(pair.prefill)),
@@ -434,7 +434,7 @@ class EngineSuite:
         first, second = ("decode", "prefill") if decode_first else ("prefill", "decode")
         waiting = asyncio.create_task(collect(*legs[first]))
         await asyncio.sleep(0.3)
-        assert waiting.done() is not decode_first, "decode waits for prefill, and prefill for nobody"
+        assert waiting.done() is not decode_first, "decode waits for prefill, and prefill for no other"
         answers = {second: await collect(*legs[second]), first: await waiting}
         expected = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
         assert answers["decode"].tokens == expected.tokens

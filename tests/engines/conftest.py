@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without vLLM there is nothing to test here; with it, the first test also pays for the engines' start."""
+    """Skip vLLM's tests without vLLM; with it, give them time: the first one also waits for the engines' start."""
     items.sort(key=lambda item: item.get_closest_marker("ends_engines") is not None)
     here = Path(__file__).parent
     for item in items:

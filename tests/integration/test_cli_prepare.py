@@ -25,7 +25,7 @@ def read(file: Path) -> DecodeSettings:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all engines: a model is made once, settings are written anew."""
+    """Prepare for each engine in turn: the model is made once, the settings are rewritten."""
     return tmp_path_factory.mktemp("prepared")
 
 

@@ -149,7 +149,7 @@ def test_no_prefill_worker_is_fine_where_nothing_needs_one(tmp_path: Path) -> No
 
 
 def test_on_a_gpu_decode_workers_serve_whole(tmp_path: Path) -> None:
-    """What `make up` starts on a machine with an NVIDIA driver, where nobody named a device or a placement."""
+    """`make up` on a machine with an NVIDIA driver, without a device or a placement among its settings."""
     programs = {program.name: program for program in all_programs(make_deployment(tmp_path, decode=2), gpu=True)}
     assert sorted(programs) == ["decode-0", "decode-1", "gateway", "kvindex", "scheduler"]
     assert flags(programs["scheduler"])["--disaggregation"] == "never"

@@ -369,7 +369,7 @@ def test_absent_twice_means_lost() -> None:
     assert bench.step(ev.DigestArrived("d1", 1, None)) == []
     listed = DigestEntry(request=REQUEST, attempt=0, emitted=0, state=AttemptState.QUEUED)
     bench.step(ev.DigestArrived("d1", 1, listed))
-    assert bench.step(ev.DigestArrived("d1", 1, None)) == [], "listed in between: counted anew"
+    assert bench.step(ev.DigestArrived("d1", 1, None)) == [], "listed in between: counted from zero"
     bench.step(ev.DigestArrived("d1", 1, None))
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
 

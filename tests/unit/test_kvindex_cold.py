@@ -31,7 +31,7 @@ async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory()
     assert (world.store.asked, world.index.branches) == (1, 0)
     assert await world.match(prompt(PATH)) == {"w": len(PATH)}
     assert await world.match(prompt("some other")) == {}
-    assert world.store.asked == 1, "what ends in memory asks nobody"
+    assert world.store.asked == 1, "what ends in memory asks no store"
 
 
 async def test_what_came_back_is_forgotten_elsewhere() -> None:
@@ -108,7 +108,7 @@ def test_a_branch_that_left_again_while_it_was_looked_for_is_not_lost() -> None:
     assert index.reload(found, block("a"), evictions)
     index.remove("a", block("abc"))
     newer = evict()
-    assert index.reload(found, block("a") + block("ab"), evictions), "to be looked for anew"
+    assert index.reload(found, block("a") + block("ab"), evictions), "to be looked for again"
     with pytest.raises(Cold) as cold:
         index.remove("a", block("ab"))
     assert cold.value.blocks == block("ab")

@@ -420,7 +420,7 @@ class LossyStream(RuleBasedStateMachine):
                 self.reconciler.on_pages(address, pages)
 
     def teardown(self) -> None:
-        """Once the stream is quiet, heartbeats and resyncs alone bring the index to what the worker holds."""
+        """Heartbeats and resyncs alone, once the stream is quiet, bring the index to what the worker holds."""
         for address, _ in self.resyncs:
             self.reconciler.on_resync_failed(address)
         for _ in range(140):  # Drift that was planted many times in a row is looked for ever more seldom.

@@ -42,7 +42,7 @@ def test_a_newer_generation_replaces_the_older_one_for_good(members: Membership[
     assert members.meet("a", 2, 1.5) == []
     assert members.goodbye("a", 2, 1.5) == []
     assert list(members.beats()) == ["new"]
-    assert members.expire(1.61) == [Lost("a", 3)], "late words of older lives are no sign of this one"
+    assert members.expire(1.61) == [Lost("a", 3)], "late messages of older generations are no sign of this one"
     assert members.hear("a", 2, "later", 1.7) == []
 
 
@@ -52,7 +52,7 @@ def test_a_goodbye_ends_its_generation_for_good(members: Membership[str]) -> Non
     assert members.goodbye("a", 1, 0.1) == [], "a duplicate"
     assert members.hear("a", 1, "was under way", 0.2) == []
     assert members.hear("a", 2, "", 0.3) == [Joined("a", 2)]
-    assert members.goodbye("a", 3, 0.4) == [Left("a", 2)], "the heartbeats of life 3 were lost, life 2 is over too"
+    assert members.goodbye("a", 3, 0.4) == [Left("a", 2)], "generation 3 sent no heartbeat, 2 is over, too"
     assert members.goodbye("b", 5, 0.4) == []
     assert members.hear("b", 5, "overtaken by its goodbye", 0.5) == []
 
@@ -134,7 +134,7 @@ class Life:
 
 @dataclass
 class Oracle:
-    """Keeps every life and every departure for ever, and looks through all of it at each question.
+    """Keeps every generation and every departure for ever, and searches all of them at each question.
 
     It counts time in which this process could hear: a pause does not move `heard_s`.
     """

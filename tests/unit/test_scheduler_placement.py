@@ -271,7 +271,7 @@ def test_among_equals_the_less_loaded_is_chosen_more_often() -> None:
     asked = demand(ALWAYS)
     chosen = Counter(names(place(asked, prefill(), *pool, seed=seed))[1] for seed in range(100))
     assert chosen["busy"] == 0
-    assert min(chosen[f"d{number}"] for number in range(3)) > 10, "nobody is the one that all choose"
+    assert min(chosen[f"d{number}"] for number in range(3)) > 10, "no worker is the one that all choose"
 
 
 def test_decode_workers_that_break_the_limit_take_no_place_on_the_shortlist() -> None:
@@ -427,7 +427,7 @@ def test_more_cached_tokens_never_make_a_prediction_worse(
 
 @given(asked=demands, pool=pools(), held=held_blocks)
 def test_the_shortlist_keeps_the_best_prediction(asked: Demand, pool: list[WorkerLoad], held: dict[str, int]) -> None:
-    """With one bandwidth everywhere, pairing only the best of each side loses nothing."""
+    """Pairing only the best of each side loses nothing where all bandwidths are equal."""
     even = [
         dataclasses.replace(
             load, heartbeat=msgspec.structs.replace(load.heartbeat, transfer_bytes_per_s=1e9, model_digest="digest")

@@ -193,7 +193,7 @@ async def test_refusals_are_typed(gateway: Gateway) -> None:
         assert await gateway.refusal(place(blocks=b"odd")) == "malformed_message"
         assert await gateway.refusal(Matched(held={})) == "malformed_message"
         await gateway.place()
-        while not isinstance(answer := await gateway.ask(place()), Refused):  # noqa: ASYNC110 - each asks anew.
+        while not isinstance(answer := await gateway.ask(place()), Refused):  # noqa: ASYNC110 - each asks again.
             await asyncio.sleep(0.02)
         assert answer.error.code == "no_workers", "lost is not unknown"
         await gateway.hear(Goodbye(address=PREFILL.address), Goodbye(address=DECODE.address))

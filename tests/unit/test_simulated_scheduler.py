@@ -57,7 +57,7 @@ class Harness:
             assert chunk.start == attempt.computed < chunk.end <= len(attempt.tokens)
             written = attempt.blocks[chunk.start // BLOCK : -(-chunk.end // BLOCK)]
             assert len(attempt.blocks) * BLOCK >= chunk.end
-            assert all(holders[block] == 1 for block in written), "nobody writes what another one reads"
+            assert all(holders[block] == 1 for block in written), "no attempt writes what another one reads"
         for pull in step.pulls:
             assert all(holders[block] == 1 for block in pull.blocks), "a pull fills blocks of its own"
         for attempt in step.preempted:
@@ -157,7 +157,7 @@ def test_an_aborted_pull_keeps_its_blocks_until_it_is_over() -> None:
         getattr(harness.scheduler, ending)(decode)
         assert decode.phase is SimulatedPhase.ENDED
         assert harness.cache.used_blocks == 0
-        assert harness.cache.drain_events() == (), "nobody knows what a cancelled pull left in the blocks"
+        assert harness.cache.drain_events() == (), "what a cancelled pull left in the blocks is unknown"
 
 
 def test_a_finished_prefill_holds_its_blocks_but_no_run_slot() -> None:

@@ -176,7 +176,7 @@ async def test_long_traces_come_in_pages_and_a_wanted_one_is_exported_everywhere
     await ask(bus, "mine")
     assert len(exported) == 501
     await bus.publish(subjects.TRACES, TraceQuery(id="mine", asker="not a subject *"))
-    assert (await ask(bus, "mine")).services == 1, "a malformed question harms nobody"
+    assert (await ask(bus, "mine")).services == 1, "a malformed question does no harm"
     await bus.close()
     await network.close()
 

@@ -370,7 +370,7 @@ class LedgerMachine(RuleBasedStateMachine):
             wanted = ask(request, attempt, leg=leg, prompt=prompt, output=output, budget_s=budget_s, gateway=gateway)
             got = self.ledger.reserve(wanted, self.now_s)
             if isinstance(got, Attempt):
-                assert self.dead.get(key, 0.0) <= self.now_s, "a dead attempt lives again"
+                assert self.dead.get(key, 0.0) <= self.now_s, "an ended attempt runs again"
                 self.accepted += 1
                 self.dead[key] = got.deadline_s
         return key

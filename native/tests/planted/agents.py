@@ -1,4 +1,4 @@
-"""Who gets in, and the shell: handshakes, connections, wake-ups, fences."""
+"""Faults in admission and in the shell: handshakes, connections, wake-ups, fences."""
 
 # The texts are lines as they stand in the sources.
 # ruff: noqa: E501
