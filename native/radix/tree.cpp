@@ -41,7 +41,7 @@ Place Tree::place_of(const std::optional<Id>& parent) {
   arena_.owner(slot) = ghost;
   table_.insert(hash_of(*parent), slot);
   hang(ghost, kLost);
-  unheld_.push_back(ghost);  // Until something hangs behind it.
+  unheld_.push_back(ghost);  // Listed until something hangs behind it.
   return slot;
 }
 
@@ -170,7 +170,7 @@ bool Tree::sweep() {
   while (!unheld_.empty() && budget > 0) {
     const NodeNumber number = unheld_.back();
     Node& node = nodes_[number];
-    // What was a ghost for a moment may be held by now, or part of another node.
+    // A node that was a ghost may be held by now, or part of another node.
     if (node.length == 0 || node.set != kNoHolders || node.first_child != kNoNode) {
       unheld_.pop_back();
       continue;

@@ -1,4 +1,4 @@
-// What the tree answers.
+// Queries of the tree.
 #include <algorithm>
 #include <map>
 #include <utility>

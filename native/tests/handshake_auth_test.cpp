@@ -1,5 +1,5 @@
 // The handshake against peers that do not know the secret, know it and lie, or repeat what others said. The world of
-// tests/model is one of agents that have met; this is about who gets in, and what is too rare there.
+// tests/model is one of agents that have met; here it is about admission, and about cases that are too rare there.
 #include "tests/check.h"
 #include "tests/proof.h"
 #include "transfer/core.h"
@@ -108,9 +108,9 @@ TEST(a_handshake_refuses_sinks_without_proof) {
   knock(identity(), Digest{});
   knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(), "guessed"));
   knock(identity(), proof("source", MetSource::sink_nonce(), nonce, identity()));   // One's own proof, sent back.
-  knock(identity(), proof("sink", MetSource::sink_nonce(), Digest{}, identity()));  // Heard in another handshake.
-  knock(identity(), proof("sink", Digest{}, nonce, identity()));                    // Not for this Hello.
-  knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(8)));    // Of another identity.
+  knock(identity(), proof("sink", MetSource::sink_nonce(), Digest{}, identity()));  // From another handshake.
+  knock(identity(), proof("sink", Digest{}, nonce, identity()));                    // For another Hello.
+  knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(8)));    // For another identity.
   frames::Identity other = identity();
   other.block_bytes = 128;
   knock(other, proof("sink", MetSource::sink_nonce(), nonce, other));
@@ -147,7 +147,8 @@ TEST(a_handshake_refuses_sources_without_proof) {
   meet(identity(), proof("sink", nonce, MetSink::source_nonce(), identity()));
   meet(identity(), proof("source", Digest{}, MetSink::source_nonce(), identity()));
   meet(identity(), proof("source", nonce, MetSink::source_nonce(), identity(9)));
-  meet(identity(9), proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another life of the source.
+  meet(identity(9),
+       proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another incarnation of the source.
 }
 
 TEST(a_handshake_compares_layouts) {

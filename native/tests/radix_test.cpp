@@ -188,7 +188,7 @@ class Fuzz {
     oracle_.of({worker, Tier::history}).clear();
   }
 
-  // What one holder has is dumped and loaded into another, in any order.
+  // Blocks of one holder are dumped and loaded into another, in any order.
   void reload(Holder into, Holder from) {
     std::vector<Run> runs = index_.dump(from);
     std::shuffle(runs.begin(), runs.end(), random_);

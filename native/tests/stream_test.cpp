@@ -1,4 +1,4 @@
-// A connection by itself: frames and payloads that are cut anywhere, stopped, too long, or for nobody.
+// A connection by itself: frames and payloads that are cut anywhere, stopped, too long, or unrequested.
 #include <sys/socket.h>
 #include <unistd.h>
 

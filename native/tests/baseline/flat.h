@@ -55,7 +55,7 @@ class Flat {
   HolderSets sets_;
   Pool<Block> blocks_;
   Holdings holdings_;
-  Id loose_parent_;  // Of the run to be inserted, where that parent itself is not held.
+  Id loose_parent_;  // Parent of the run to be inserted, if it is not held itself.
 };
 
 }  // namespace baton::radix

@@ -1,4 +1,4 @@
-// What may be done to the world: by the owners of its agents, to its network, and by agents that lie.
+// Operations on the world: by the owners of its agents, on its network, and by agents that lie.
 #include <algorithm>
 
 #include "tests/model/world.h"
@@ -214,7 +214,7 @@ void World::cut(Random& random) {
   if (end != nullptr) nodes_[end->node]->drop(end, "cut", random.chance(0.5));
 }
 
-// Where chunks travel beside the frames about their lease, a trailer may come before what happened to the lease sooner.
+// A trailer may overtake earlier frames about its lease, where chunks travel beside them.
 void World::overtake(Random& random) {
   const auto type_of = [](const Message& message) {
     const auto* frame = std::get_if<Blob>(&message);
@@ -249,7 +249,7 @@ void World::silence(Random& random) {
   end->link->silent_since_s = now_s;
 }
 
-// The new life has the old one's address, and nothing else of it.
+// The new incarnation has the old one's address, and nothing else of it.
 void World::kill(Random& random) {
   Node& node = any_node(random);
   const bool vanishes = random.chance(0.3);
@@ -269,7 +269,7 @@ void World::shut_down(Random& random) {
 
 // ---------------------------------------------------------------- lies
 
-// As an end gets it: without its length.
+// Encodes a frame as an end gets it: without its length.
 template <class Frame>
 static Blob said(Frame frame) {
   const Blob bytes = encode(std::move(frame));
@@ -360,7 +360,7 @@ void World::say_anything(const std::shared_ptr<End>& end, Random& random) {
       return say(frames::KeepAliveAnswer{pull});
     case 8:
     case 9: {
-      // Asks that nobody meant, as many as they like.
+      // Asks without a pull, any number of them.
       for (std::uint32_t i = random.below(6); i > 0; --i) {
         say(frames::Ask{
             .pull = 1000 + random.below(50), .key = random.chance(0.5) ? Key{1} : key, .blocks = 1, .tokens = 1});
