@@ -287,7 +287,7 @@ INDEX_AUDIT_PREDICTED: Final = _counter(
 INDEX_AUDIT_CACHED: Final = _counter(
     "baton_index_audit_cached_tokens_total",
     KVINDEX,
-    "Those of them that the worker actually held.",
+    "Predicted tokens that the worker actually held.",
     "worker",
 )
 INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")
