@@ -130,7 +130,7 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
             ("shared by workers", "blocks", "last block"),
             [(str(each.workers), str(each.blocks), each.last.hex()) for each in model.prefixes],
         )
-    header = ("worker", "generation", "blocks", "event", "state", "hits promised", "found")
+    header = ("worker", "generation", "blocks", "event", "state", "predicted hits", "found")
     yield from _table(header, [_row(worker) for worker in report.workers])
     if report.left_out:
         yield f"    and {report.left_out} workers more"

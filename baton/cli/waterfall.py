@@ -90,7 +90,7 @@ def _label(node: Node) -> str:
             workers = [attributes.get(f"baton.placement.{role}", "") for role in ("prefill", "decode")]
             return f"attempt {attributes.get('baton.attempt', '')}  {', '.join(str(one) for one in workers if one)}"
         case "dispatch":
-            return f"dispatch  for the word of {attributes.get('baton.worker', 'a worker')}"
+            return f"dispatch  for {attributes.get('baton.worker', 'a worker')} to accept"
         case "transfer":
             return f"transfer  for {_size(attributes.get('baton.transfer.bytes'))} of KV"
         case "layers":

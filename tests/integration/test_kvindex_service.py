@@ -66,7 +66,7 @@ async def test_odd_questions_are_refused_and_harm_nothing(
         wrong = Refused(error=ErrorReport.of(ModelNotFound("not for the index")))
         await bus.publish(subjects.HEARTBEAT, wrong)
         await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), wrong, message_id=uuid4().hex)
-        # Events from another subject, a worker whose name is no part of a subject, and hints about no worker.
+        # Events from another subject, a worker whose name is no part of a subject, and notices about no worker.
         events = worker.stored("abc")
         await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), events, message_id=uuid4().hex)
         await bus.publish(subjects.HEARTBEAT, Cache(name="no subject.*", sequence=3).heartbeat())

@@ -71,8 +71,8 @@ def names(placement: Placement) -> tuple[str, str]:
 
 
 def test_speculative_blocks_count_as_cached_and_are_told_apart() -> None:
-    hints = PrefixMatch(held={"p1": 10}, speculative={"p1": 12, "p2": 20})
-    placement = choose(demand(ALWAYS), [prefill("p1"), prefill("p2"), decode()], hints, OPTIONS, Random(0))
+    match = PrefixMatch(held={"p1": 10}, speculative={"p1": 12, "p2": 20})
+    placement = choose(demand(ALWAYS), [prefill("p1"), prefill("p2"), decode()], match, OPTIONS, Random(0))
     assert names(placement) == ("p2", "d1")
     speculative = {each.prefill: (each.cached_tokens, each.speculative_tokens) for each in placement.candidates}
     assert speculative == {"p1": (384, 64), "p2": (640, 640)}
@@ -306,9 +306,9 @@ def placed(placement: Placement, asked: Demand) -> Placed:
     )
 
 
-def test_a_hint_of_an_older_scheduler_takes_nothing() -> None:
-    hint = msgspec.structs.replace(placed(place(demand(), decode()), demand()), predicted=None)
-    assert soft_placements(hint, now_s=0.0, options=OPTIONS) == {}
+def test_a_placement_without_a_prediction_takes_nothing() -> None:
+    unpredicted = msgspec.structs.replace(placed(place(demand(), decode()), demand()), predicted=None)
+    assert soft_placements(unpredicted, now_s=0.0, options=OPTIONS) == {}
 
 
 def test_soft_placements_take_from_both_sides_what_the_attempt_will_use() -> None:

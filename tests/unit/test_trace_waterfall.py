@@ -91,7 +91,7 @@ def test_the_waterfall_of_a_request_that_was_tried_twice() -> None:
         │ attempt 0  prefill-0, decode-0                       2.0 ms   98.0 ms ████████████
         │ │ place  for a scheduler                             2.0 ms    2.0 ms ▏
         │ │ │ place (scheduler)  for the index                 2.5 ms    1.0 ms ▏
-        │ │ dispatch  for the word of decode-0                 4.0 ms    2.0 ms █
+        │ │ dispatch  for decode-0 to accept                   4.0 ms    2.0 ms █
         │ │ │ decode (decode-0)                                5.0 ms >185.0 ms ███████████████████████
         │ │ │ │ transfer  for 2.4 MB of KV                    10.0 ms   10.0 ms  █
         │ │ │ │ │ layers 0-3  2.4 MB by shm, 8.0 ms of it …   10.0 ms   10.0 ms  █

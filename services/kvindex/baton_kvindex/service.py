@@ -82,8 +82,8 @@ class IndexService:
             await self._load()
             for subject, handler in (
                 (subjects.HEARTBEAT, self._on_heartbeat),
-                (subjects.PLACED, self._on_hint),
-                (subjects.AUDITS, self._on_hint),
+                (subjects.PLACED, self._on_notice),
+                (subjects.AUDITS, self._on_notice),
                 (subjects.INDEX_QUERIES, self._on_query),
             ):
                 subscription = await self._bus.subscribe(subject, handler)
@@ -188,7 +188,7 @@ class IndexService:
         speculative = self.reconciler.speculative(message.model_digest, message.blocks, held)
         return Matched(held=held, speculative=speculative)
 
-    async def _on_hint(self, delivery: Delivery) -> None:
+    async def _on_notice(self, delivery: Delivery) -> None:
         match delivery.message:
             case Placed() as placed:
                 self.reconciler.on_placed(placed, self._clock.now_s())
