@@ -219,10 +219,10 @@ class NatsFollower:
             try:
                 await self._follow_one_consumer()
             except (_Interrupted, BatonError, nats.errors.Error, OSError, TimeoutError) as error:
-                log.debug("following %s again from after %d: %s", self._stream, self._last_sequence, error)
+                log.debug("following %s again after %d: %s", self._stream, self._last_sequence, error)
             except Exception:
                 # This task is not awaited: if it ended here, its owner would receive nothing and not know.
-                log.exception("following %s again from after %d", self._stream, self._last_sequence)
+                log.exception("following %s again after %d", self._stream, self._last_sequence)
             await asyncio.sleep(_RETRY_S)
 
     async def _follow_one_consumer(self) -> None:

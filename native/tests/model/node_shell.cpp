@@ -103,7 +103,7 @@ bool Node::carry_out_one(Random& random) {
   } else if (const auto* chunk = std::get_if<Place>(&action)) {
     place(end, *chunk);
   } else if (std::holds_alternative<Discard>(action)) {
-    require(end->announced != nullptr, "a payload was thrown away that nobody announced");
+    require(end->announced != nullptr, "a payload was discarded that was not announced");
     end->discarding = true;
   } else if (const auto* use = std::get_if<UseBackend>(&action)) {
     end->backend = use->backend;
