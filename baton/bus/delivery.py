@@ -18,7 +18,7 @@ from baton.messages.codec import AnyMessage, decode
 log = logging.getLogger(__name__)
 
 _BURST_MESSAGES: Final = 256
-"""After this many messages a handler that never waits yields to other tasks."""
+"""Number of messages after which a handler that never waits yields to other tasks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ _PINGS_OUTSTANDING_MAX: Final = 1
 _RETRY_S: Final = 0.2
 _CONNECT_ATTEMPT_S: Final = 2
 _SEND_BUFFER_BYTES: Final = 2 << 20
-"""Beyond this a publisher waits for the socket, which slows it down to the server's pace."""
+"""Unsent bytes beyond which a publisher waits for the socket, which slows it down to the server's pace."""
 _SEND_STALL_S: Final = 0.25
 
 
@@ -275,7 +275,7 @@ class NatsBus:
                 continue
             except Exception:
                 # This task is not awaited: if it ended here, the bus would stay disconnected.
-                log.exception("connecting to the message bus anew")
+                log.exception("reconnecting to the message bus")
                 await _end(self._client)
                 continue
             for follower in self._followers:

@@ -34,7 +34,7 @@ _BATCH_BYTES_MAX: Final = 16 << 20
 _PULL_EXPIRES_S: Final = 30
 _HEARTBEAT_S: Final = 2
 _SILENCE_S: Final = 5.0
-"""After this long without a message or a heartbeat the consumer counts as lost."""
+"""Silence, without a message or a heartbeat, after which the consumer counts as lost."""
 _RETRY_S: Final = 0.25
 _NS: Final = 1_000_000_000
 
@@ -203,10 +203,10 @@ class NatsFollower:
             try:
                 await self._follow_one_consumer()
             except (_Interrupted, BatonError, nats.errors.Error, OSError, TimeoutError) as error:
-                log.debug("following %s anew after %d: %s", self._stream, self._last_sequence, error)
+                log.debug("following %s again after %d: %s", self._stream, self._last_sequence, error)
             except Exception:
                 # This task is not awaited: if it ended here, its owner would receive nothing and not know.
-                log.exception("following %s anew after %d", self._stream, self._last_sequence)
+                log.exception("following %s again after %d", self._stream, self._last_sequence)
             await asyncio.sleep(_RETRY_S)
 
     async def _follow_one_consumer(self) -> None:
@@ -233,7 +233,7 @@ class NatsFollower:
     async def _make_consumer(self, requests: Requests) -> str:
         stream = await _find_or_make_stream(requests, self._stream, self.subject, self._limits)
         if stream.state.last_seq < self._last_sequence or self._stream_created not in ("", stream.created):
-            log.warning("the stream %s was made anew: reading it from its start", self._stream)
+            log.warning("the stream %s was created again: reading it from its start", self._stream)
             self._last_sequence = 0
         self._stream_created = stream.created
         config: dict[str, object] = {

@@ -51,7 +51,7 @@ class BusLimits:
     pending_bytes_max: int = 64 << 20
     """Queued bytes per subscription, and bytes that wait to be sent."""
     handler_grace_s: float = 10.0
-    """How long `unsubscribe` waits for the handler before it cancels it."""
+    """Time for which `unsubscribe` waits for the handler before it cancels it."""
     reply_timeout_s: float = 5.0
     """Timeout of the server's own answers: acknowledgements of `append`, creation of streams, round trips."""
     stream_age_s_max: float = 3600.0

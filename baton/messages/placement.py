@@ -72,7 +72,7 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
     """Scheduler to every kvindex and scheduler: these workers will soon run this attempt and hold its prompt.
 
-    A hint: it may be lost.
+    It may be lost.
     """
 
     context: Context

@@ -74,7 +74,7 @@ async def test_a_request_is_answered(world: World, name: str) -> None:
     assert [label_of(answer) for answer in answers] == [str(number) for number in range(100)]
 
 
-async def test_a_request_that_nobody_can_hear_fails_at_once(world: World, name: str) -> None:
+async def test_a_request_without_a_subscriber_fails_at_once(world: World, name: str) -> None:
     bus = await world.open()
     before_s = asyncio.get_running_loop().time()
     with pytest.raises(NoResponders):

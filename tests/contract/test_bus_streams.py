@@ -47,7 +47,7 @@ async def test_following_may_begin_before_the_first_message(world: World, name: 
     assert await inbox.wait(1) == ["first"]
 
 
-async def test_a_stream_made_anew_is_read_from_its_start(world: World, name: str) -> None:
+async def test_a_recreated_stream_is_read_from_its_start(world: World, name: str) -> None:
     bus, inbox = await world.open(), Inbox()
     await bus.append(f"{name}-s", f"{name}.s.a", message("new"), message_id="1")
     await bus.follow(f"{name}-s", f"{name}.s.*", inbox, after=1000)

@@ -132,7 +132,7 @@ def test_a_live_sink_keeps_its_lease(make_node: MakeNode) -> None:
     assert sink.wait_end(KEY).kind == EventKind.PULL_DONE
 
 
-def test_a_lease_that_nobody_asks_for_expires(source: Node) -> None:
+def test_an_unclaimed_lease_expires(source: Node) -> None:
     source.agent.open_lease(KEY, unclaimed_ttl_s=0.1)
     ended = source.wait(EventKind.LEASE_ENDED, timeout_s=3.0)
     assert (ended.cause, source.agent.stats().leases) == (Cause.EXPIRED, 0)

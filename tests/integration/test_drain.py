@@ -199,7 +199,7 @@ async def test_without_another_worker_an_answer_ends_where_it_is(cluster: Cluste
 
 
 async def test_what_cannot_go_on_exactly_has_the_whole_budget_and_then_its_typed_error(cluster: Cluster) -> None:
-    """With a penalty the rest depends on the earlier output, which another worker would take for the prompt."""
+    """Penalties make the rest depend on the earlier output, which another worker would take for the prompt."""
     clients = await small(cluster, "prefill-0", "decode-0", "decode-1", drain_s=1.0)
     answer = asyncio.create_task(clients.ask(PROMPTS[0], presence_penalty=0.5))
     runs = await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)

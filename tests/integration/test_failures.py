@@ -105,7 +105,7 @@ async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, ho
             await start_worker(cluster, role, number)
     await cluster.wait_ready()
     for case in CASES:
-        # Each case begins its prompt anew, so that no worker has it cached and every state lasts.
+        # Each case begins its prompt differently, so that no worker has it cached and every state lasts.
         prompt = f"{case.role} {case.state} {STORY}"
         answer = asyncio.create_task(ask(cluster, prompt=prompt, disaggregation=case.disaggregation))
         worker = await cluster.observer.worker_in(case.role, case.state)

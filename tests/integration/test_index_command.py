@@ -68,7 +68,7 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
             (await client.post("/v1/completions", json=body)).raise_for_status()
-            # Stored blocks are promised from then on.
+            # Hits on stored blocks are predicted from then on.
             await report_when(cluster, lambda report: len(report.get("held", {})) == 2)
             for _ in range(REQUESTS - 1):
                 (await client.post("/v1/completions", json=body)).raise_for_status()
@@ -83,9 +83,9 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         assert model["depth"] == report["held"]["p"] <= model["blocks"]
         assert model["prefixes"][0]["workers"] == 2
         assert (report["counters"]["resyncs_drift"], report["counters"]["resyncs_gap"]) == (0, 0)
-        promised, found = workers["p"]["predicted_tokens"], workers["p"]["cached_tokens"]
-        assert promised == (REQUESTS - 1) * 32 * report["held"]["p"]
-        assert 0.9 * promised <= found <= promised
+        predicted, found = workers["p"]["predicted_tokens"], workers["p"]["cached_tokens"]
+        assert predicted == (REQUESTS - 1) * 32 * report["held"]["p"]
+        assert 0.9 * predicted <= found <= predicted
         assert workers["d"].get("predicted_tokens", 0) == 0, "it computes no prompt"
         other = await first_report(cluster, "--tokens", ",".join(map(str, range(5, 105))))
         assert other.get("held", {}) == {}

@@ -138,7 +138,7 @@ async def until_known(pair: Pair, place: Place) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_nobody_writes_while_nats_is_down_and_afterwards_one_does(pair: Pair) -> None:
+async def test_no_index_writes_while_nats_is_down_and_afterwards_one_does(pair: Pair) -> None:
     for _ in range(2):
         await pair.start()
     await pair.worker.store("ab")

@@ -66,13 +66,13 @@ async def test_odd_questions_are_refused_and_harm_nothing(
         wrong = Refused(error=ErrorReport.of(ModelNotFound("not for the index")))
         await bus.publish(subjects.HEARTBEAT, wrong)
         await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), wrong, message_id=uuid4().hex)
-        # Told by another one, about a worker whose name is no part of a subject, and hints about nobody.
-        told = worker.stored("abc")
-        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), told, message_id=uuid4().hex)
+        # Events from another subject, a worker whose name is no part of a subject, and notices about no worker.
+        events = worker.stored("abc")
+        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), events, message_id=uuid4().hex)
         await bus.publish(subjects.HEARTBEAT, Cache(name="no subject.*", sequence=3).heartbeat())
         for subject in (subjects.PLACED, subjects.AUDITS):
             await bus.publish(subject, wrong)
-        await worker.send(told)
+        await worker.send(events)
         await until_held(bus, worker, "abc", 3)
         await until(lambda: service.reconciler.counters.malformed == 2)
         await asyncio.sleep(0.2)
@@ -193,7 +193,7 @@ async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: Nats
         assert await written(redis.url, prefix, worker) == worker.held
 
 
-async def test_a_redis_that_lost_everything_is_written_anew(nats_url: str, prefix: str, bus: NatsBus) -> None:
+async def test_a_redis_that_lost_everything_is_rewritten(nats_url: str, prefix: str, bus: NatsBus) -> None:
     with start_redis() as redis:
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix) as service:
             await worker.store("abc")

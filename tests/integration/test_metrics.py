@@ -168,7 +168,7 @@ async def test_what_happened_is_counted(watched: Watched, expression: str) -> No
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_declared_is_what_services_show(watched: Watched) -> None:
-    """Both ways, with kinds and labels; the table in `docs/metrics.md` is made of the same declaration."""
+    """Compare both ways, with kinds and labels; the table in `docs/metrics.md` is made of the same declaration."""
     shown: dict[str, dict[str, tuple[str, set[str]]]] = {}
     async with httpx.AsyncClient(headers=OPENMETRICS) as client:
         for name in ("gateway", "scheduler", "kvindex", "prefill-0", "decode-0", "decode-1"):

@@ -112,7 +112,7 @@ async def test_baton_trace_shows_a_request_without_any_back_end(cluster: Cluster
     async with asyncio.timeout(30):  # The last spans may still be on their way to those who keep them.
         while not shown == by_trace == by_answer != "":
             shown, by_trace, by_answer = [(await baton_trace(cluster, name, COLUMNS="120"))[1] for name in names]
-    assert "\x1b" not in shown, "no colour where nobody sees it"
+    assert "\x1b" not in shown, "no colour where output is not a terminal"
     assert all(len(line) <= 120 for line in shown.splitlines())
     for part in ("chat tiny", "tokenise", "place (scheduler)", "match (kvindex)", "prefill (prefill-0)", "by shm"):
         assert part in shown, shown

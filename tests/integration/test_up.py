@@ -83,7 +83,7 @@ def test_the_printed_curl_works(launcher: Launcher) -> None:
     )
     assert answer.stdout.count("data: ") > 5
     assert answer.stdout.rstrip().endswith("data: [DONE]")
-    assert "noise" in launcher.output, "nobody should take the tiny model's text for an answer"
+    assert "noise" in launcher.output, "the tiny model's text must not be taken for an answer"
 
 
 def test_a_killed_worker_is_said_and_comes_back(launcher: Launcher) -> None:

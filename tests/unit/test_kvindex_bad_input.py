@@ -157,4 +157,4 @@ async def test_a_map_of_more_blocks_than_a_worker_can_have_is_given_up() -> None
 async def test_a_map_that_is_read_for_too_long_is_given_up_so_that_others_have_their_turn() -> None:
     world = World(page_blocks=1, pause_s=0.9)
     await world.run(RESYNC_S_MAX + 2.0)
-    assert world.worker.begun > 1, "it is read anew, after others"
+    assert world.worker.begun > 1, "it is resynced, after others"

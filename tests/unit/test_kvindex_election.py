@@ -239,7 +239,7 @@ async def test_a_writer_that_does_not_know_that_it_was_replaced_is_refused(scene
     assert first.reconciler.journal
 
 
-async def test_without_the_bus_nobody_writes_and_with_it_one_does(scene: Scene) -> None:
+async def test_without_the_bus_no_index_writes_and_with_it_one_does(scene: Scene) -> None:
     await scene.clock.advance(0.1)
     await scene.writing()
     scene.network.reachable = False

@@ -145,7 +145,7 @@ async def test_without_an_index_it_places_and_says_so(gateway: Gateway) -> None:
         assert "index did not answer" not in (await gateway.place()).reason
 
 
-async def test_a_slow_index_delays_nobody_else(gateway: Gateway) -> None:
+async def test_a_slow_index_delays_no_other_request(gateway: Gateway) -> None:
     async with scheduling(gateway.bus.network, index_timeout_s=0.1):
         await gateway.play_index()
         gateway.index_delay_s = 1.0
@@ -193,7 +193,7 @@ async def test_refusals_are_typed(gateway: Gateway) -> None:
         assert await gateway.refusal(place(blocks=b"odd")) == "malformed_message"
         assert await gateway.refusal(Matched(held={})) == "malformed_message"
         await gateway.place()
-        while not isinstance(answer := await gateway.ask(place()), Refused):  # noqa: ASYNC110 - each asks anew.
+        while not isinstance(answer := await gateway.ask(place()), Refused):  # noqa: ASYNC110 - each asks again.
             await asyncio.sleep(0.02)
         assert answer.error.code == "no_workers", "lost is not unknown"
         await gateway.hear(Goodbye(address=PREFILL.address), Goodbye(address=DECODE.address))

@@ -358,7 +358,7 @@ async def test_preempted_decodes_answer_as_if_they_had_not_been() -> None:
         world.assert_empty()
 
 
-async def test_a_lease_that_nobody_claims_is_freed() -> None:
+async def test_an_unclaimed_lease_is_freed() -> None:
     async with open_world() as world:
         prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=10))
         held = world.run(prefill, prompt(50), leg=Leg.PREFILL)

@@ -238,7 +238,7 @@ class SimulatedEngine:
     async def _next_delta(self, stream: Stream) -> EngineDelta:
         delta = stream.take_delta(self._clock.now_s())
         while delta is None:
-            left_s = None if stream.told else max(0.0, stream.deadline_s - self._clock.now_s())
+            left_s = None if stream.delta_taken else max(0.0, stream.deadline_s - self._clock.now_s())
             try:
                 async with self._clock.timeout(left_s):
                     await stream.changed.wait()

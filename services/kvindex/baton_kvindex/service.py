@@ -82,8 +82,8 @@ class IndexService:
             await self._load()
             handlers = {
                 subjects.HEARTBEAT: self._on_heartbeat,
-                subjects.PLACED: self._on_hint,
-                subjects.AUDITS: self._on_hint,
+                subjects.PLACED: self._on_notice,
+                subjects.AUDITS: self._on_notice,
                 subjects.INDEX_QUERIES: self._on_query,
             }
             await stack.enter_async_context(subscribed(self._bus, handlers))
@@ -187,7 +187,7 @@ class IndexService:
         speculative = self.reconciler.speculative(message.model_digest, message.blocks, held)
         return Matched(held=held, speculative=speculative)
 
-    async def _on_hint(self, delivery: Delivery) -> None:
+    async def _on_notice(self, delivery: Delivery) -> None:
         match delivery.message:
             case Placed() as placed:
                 self.reconciler.on_placed(placed, self._clock.now_s())

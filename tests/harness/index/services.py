@@ -66,7 +66,7 @@ class Pair:
         for _ in range(20):
             held = await match(self.bus, next(iter(self.worker.held)))
             assert held == {self.worker.name: 1}
-        assert self.worker.queries == 0, "nobody had to ask the worker"
+        assert self.worker.queries == 0, "the worker was not asked"
 
 
 def said(service: Service, words: str) -> bool:
