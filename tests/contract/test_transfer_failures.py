@@ -266,8 +266,8 @@ def test_a_sink_that_wants_more_than_the_lease_has_is_refused(source: Node, sink
 
 def test_a_pull_has_a_deadline(source: Node, sink: Node) -> None:
     source.lease(KEY, SOURCE_BLOCKS)
-    pull(sink, source, budget_s=0.2)
     began_s = time.monotonic()
+    pull(sink, source, budget_s=0.2)
     assert sink.wait_end(KEY).cause == Cause.DEADLINE
     assert 0.1 < time.monotonic() - began_s < 5.0
     assert source.wait(EventKind.LEASE_ENDED).cause == Cause.DEADLINE
