@@ -150,7 +150,7 @@ async def test_an_index_that_does_not_answer_is_waited_for_side_by_side(gateway:
         await gateway.play_frozen_index()
         await gateway.hear(PREFILL, DECODE)
         placing = [asyncio.create_task(gateway.place(f"r{number}")) for number in range(8)]
-        while gateway.unanswered < len(placing):  # noqa: ASYNC110 - the bus tells nobody that it delivers.
+        while gateway.unanswered < len(placing):
             await asyncio.sleep(0)
             assert not any(task.done() for task in placing)
         placements = await asyncio.gather(*placing)
