@@ -168,7 +168,7 @@ async def test_a_rolling_restart_of_everything_drops_nothing(cluster: Cluster) -
 
 async def small(cluster: Cluster, *workers: str, drain_s: float, prefill_flags: Sequence[str] = ()) -> Clients:
     """Start one of each service and these workers."""
-    await cluster.start_control_plane()
+    await cluster.start_control_plane(gateway_flags=PATIENT)
     for name in workers:
         role = Role(name.split("-")[0])
         flags = prefill_flags if role is Role.PREFILL else ()
@@ -190,11 +190,11 @@ async def test_prefill_leaves_when_what_it_holds_was_pulled(cluster: Cluster) ->
 
 
 async def test_without_another_worker_an_answer_ends_where_it_is(cluster: Cluster) -> None:
-    clients = await small(cluster, "prefill-0", "decode-0", drain_s=5.0)
+    clients = await small(cluster, "prefill-0", "decode-0", drain_s=30.0)
     expected = await clients.ask(PROMPTS[0])
     answer = asyncio.create_task(clients.ask(PROMPTS[0]))
     await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
-    assert await cluster.services.pop("decode-0").end(grace_s=15.0) == 0
+    assert await cluster.services.pop("decode-0").end(grace_s=45.0) == 0
     assert await answer == expected
 
 
