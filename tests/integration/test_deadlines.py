@@ -6,17 +6,15 @@ import asyncio
 import signal
 import time
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from baton_gateway.config import Settings
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.attempts import Cancel, DecodeTask
 from baton.messages.workers import Role
-from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, forward, open_stage
 
@@ -52,15 +50,12 @@ async def test_workers_are_told_budgets_that_hold_after_the_deadline(stage: Stag
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
-    make_tiny_model(tmp_path)
-    async with running_cluster(tmp_path, model=tmp_path) as cluster:
-        await cluster.start_control_plane()
-        for role in Role:
-            for number in range(2):
-                await cluster.start_worker(role, f"{role}-{number}", options=STEADY)
-        await cluster.wait_ready()
-        yield cluster
+async def cluster(cluster: Cluster) -> Cluster:
+    for role in Role:
+        for number in range(2):
+            await cluster.start_worker(role, f"{role}-{number}", options=STEADY)
+    await cluster.wait_ready()
+    return cluster
 
 
 async def ask(cluster: Cluster, deadline_s: float) -> str:

@@ -9,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import openai
 import pytest
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
-from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster
 
 STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OUTPUT_TOKENS = 60
@@ -56,26 +54,12 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny_model(folder)
-    return folder
-
-
 async def start_worker(
     cluster: Cluster, role: Role, number: int, *flags: str, module: str = "", held_back: bool = True
 ) -> None:
     own = HELD_BACK if held_back and role is Role.PREFILL else ()
     name = f"{role}-{number}"
     await cluster.start_worker(role, name, "--digest-s", "0.1", *own, *flags, options=SLOW, module=module)
-
-
-@pytest.fixture
-async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
-    async with running_cluster(tmp_path, model=model) as cluster:
-        await cluster.start_control_plane()
-        yield cluster
 
 
 async def ask(

@@ -19,7 +19,6 @@ import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from baton.telemetry import catalogue
@@ -111,9 +110,8 @@ async def work_and_fail(cluster: Cluster) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
-    folder, model = tmp_path_factory.mktemp("metrics"), tmp_path_factory.mktemp("model")
-    make_tiny_model(model)
+async def watched(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Watched]:
+    folder = tmp_path_factory.mktemp("metrics")
     async with running_cluster(folder, model=model) as cluster:
         await cluster.start_control_plane()
         await start_worker(cluster, Role.PREFILL, 0)

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from baton.cli.servers import free_port
-from baton.cli.tiny_model import make_tiny_model
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.telemetry import (
     Answer,
@@ -30,13 +29,6 @@ from tests.harness.telemetry import (
     running_collector,
     start_all,
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny_model(folder)
-    return folder
 
 
 @pytest.fixture
