@@ -104,7 +104,7 @@ async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
 async def ask(bus: NatsBus, request: str = "r") -> Placement | None:
     """Return a placement, or None while no scheduler answers."""
     message = Place(
-        context=Context(request=request, budget_s=2.0),
+        context=Context(request=request, budget_s=10.0),
         model="tiny",
         blocks=BLOCKS,
         prompt_tokens=300,
@@ -112,7 +112,7 @@ async def ask(bus: NatsBus, request: str = "r") -> Placement | None:
         disaggregation=Disaggregation.ALWAYS,
     )
     try:
-        answer = await bus.request(subjects.PLACE, message, timeout_s=1.0)
+        answer = await bus.request(subjects.PLACE, message, timeout_s=10.0)
     except BatonError:
         return None
     return answer if isinstance(answer, Placement) else None

@@ -73,8 +73,8 @@ def said(service: Service, words: str) -> bool:
     return words in service.log.read_text()
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 15.0) -> None:
-    async with asyncio.timeout(within_s):
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15.0):
         while True:
             if condition():
                 return
