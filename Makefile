@@ -18,7 +18,7 @@ PYTHON         = python3
 export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
-# Packages are installed without bytecode; what is imported once must keep its own, or each start compiles anew.
+# Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
 unexport PYTHONDONTWRITEBYTECODE
 
 ENVIRONMENT = $(PYTHON) requirements/environment.py

@@ -5,7 +5,6 @@ BatonError
 │   ├── ContextLengthExceeded   400
 │   └── PayloadTooLarge         413
 ├── Unauthenticated             401
-├── PermissionDenied            403
 ├── ModelNotFound               404
 ├── Overloaded                  429  every worker that could serve is full; carries retry_after_s
 ├── ClientGone                  499  the client closed the connection before the answer was complete
@@ -68,12 +67,6 @@ class Unauthenticated(BatonError):
     code = "invalid_api_key"
     http_status = 401
     openai_type = "authentication_error"
-
-
-class PermissionDenied(BatonError):
-    code = "permission_denied"
-    http_status = 403
-    openai_type = "permission_error"
 
 
 class ModelNotFound(BatonError):

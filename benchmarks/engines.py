@@ -23,7 +23,7 @@ from typing import Final
 
 from baton.cli.tiny_model import HEAD_DIM, KV_HEADS, LAYERS, make_tiny_model
 from baton.engines.engine import EngineFacts, EngineRequest, Leg
-from baton.messages.attempts import KvSource, Sampling
+from baton.messages.attempts import Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.transfer.layout import Layout
@@ -70,7 +70,7 @@ def request(name: str, leg: Leg, tokens: list[int], source: EngineFacts | None =
         tokens=tokens,
         sampling=GREEDY,
         cache_salt=name,
-        source=KvSource(address=address) if address else None,
+        source=address if address else None,
         budget_s=60.0,
     )
 

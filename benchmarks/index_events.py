@@ -1,7 +1,7 @@
 """Conversion of a trace of prompts into index events: stores and removals of blocks, per worker, in batches.
 
     hash_ids of a request (512 tokens each) ──▶ 16 blocks of 32 tokens each
-    worker: by the first id at which requests differ, so that whoever shares a prefix meets the same cache
+    worker: by the first id at which requests differ, so that requests with a shared prefix meet the same cache
     its cache: least recently used blocks go first, within a prompt from the end, as engines evict
     what the cache lacks is stored, what it evicts is removed, in runs of at most `BATCH_BLOCKS`
 

@@ -1,36 +1,59 @@
 """The time for which a hostile body stalls the gateway's event loop: `make bench-intake`.
 
-A gateway with real HTTP, real intake processes and one scripted worker serves eight streams all the time. Meanwhile
-it gets one body after another of the kinds that cost most to read, and loads a second model. A task of the same loop
-wakes up every millisecond: its longest delay is the time that every stream waited. The comparison reads the bodies
-in the gateway's own process.
+A gateway with real HTTP and real intake processes serves eight streams of a simulated engine all the time; scheduler
+and worker run on its event loop. Meanwhile it gets one body after another of the kinds that cost most to read, and
+loads a second model. A task of the same loop wakes up every millisecond: its longest delay is the time that every
+stream waited. The comparison reads the bodies in the gateway's own process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import sys
 import tempfile
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import httpx
 import uvloop
+from baton_decode.config import DecodeSettings
+from baton_gateway.__main__ import load_to_stay
+from baton_gateway.api import make_app
 from baton_gateway.config import Settings
-from baton_gateway.intake_pool import IntakePool, ProcessPool
+from baton_gateway.intake_pool import IntakePool, LocalPool, ProcessPool
+from baton_gateway.models import Models
+from baton_gateway.server import listen, make_server
+from baton_gateway.service import Gateway
 from baton_gateway.tokenise import ModelTokenizer
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.service import SchedulerService
 
+from baton.bus import MemoryBus, MemoryNetwork
 from baton.cli.tiny_model import make_tiny_model
 from baton.clock import SystemClock
+from baton.messages.placement import Disaggregation
+from baton.messages.workers import Role
+from baton.node.ports import system_ports
+from baton.node.service import Node
+from baton.telemetry import Metrics, Tracing
+from baton.worker.process import LoadingWorker
 from benchmarks.report import Row, report
-from tests.harness.gateway.actors import MODEL
-from tests.harness.gateway.stage import Stage, open_stage
-from tests.harness.heartbeats import MODEL_DIGEST
 
+MODEL = "tiny"
+ENGINE_OPTIONS: dict[str, object] = {
+    "speed": 2.0,
+    "blocks": 4096,
+    "context_tokens_max": 4096,
+    "parameters": {"guided_choice": None},
+}
+"""Steps of about 10 ms, which accept all bodies that are to be answered with 200."""
 STREAMS = 8
 TICK_S = 0.001
 MIB = 1 << 20
@@ -109,6 +132,50 @@ async def clients(url: str) -> AsyncGenerator[Clients]:
         await process.wait()
 
 
+# ---------------------------------------------------------------- the system, in this process
+
+
+@dataclass(frozen=True)
+class System:
+    gateway: Gateway
+    models: Models
+    url: str
+
+
+@asynccontextmanager
+async def running_system(model: Path, intake: IntakePool) -> AsyncGenerator[System]:
+    """Run a gateway, a scheduler and a worker on this loop, over a bus in memory."""
+    async with AsyncExitStack() as stack:
+        # `load_to_stay` exempts what it finds from collection: the worker's transfer agent, too.
+        stack.callback(gc.unfreeze)
+        network = MemoryNetwork()
+        stack.push_async_callback(network.close)
+
+        def join(service: str) -> Node:
+            bus = MemoryBus(network, name=service)
+            stack.push_async_callback(bus.close)
+            return Node(ports=system_ports(bus), tracing=Tracing(service), metrics=Metrics(service))
+
+        worker_settings = DecodeSettings(
+            model=str(model), model_name=MODEL, engine="simulated", engine_options=ENGINE_OPTIONS
+        )
+        await stack.enter_async_context(LoadingWorker(Role.DECODE, worker_settings, join("decode")).serving())
+        scheduler = SchedulerService(SchedulerSettings(disaggregation=Disaggregation.NEVER), join("scheduler"))
+        await stack.enter_async_context(scheduler.serving())
+        # No limit that a stall could exceed, or the streams would end.
+        settings = Settings(port=0, accept_s=5.0, drain_s=0.0)
+        node = join("gateway")
+        models = await stack.enter_async_context(aclosing(Models(ports=node.ports, intake=intake, load=load_to_stay)))
+        gateway = Gateway(settings, gateway="gateway", node=node, models=models)
+        listener = stack.enter_context(listen(settings))
+        server = make_server(make_app(gateway), gateway, listener)
+        await stack.enter_async_context(server.serving())
+        stack.push_async_callback(server.drain)
+        [served] = gateway.workers.models()
+        await models.get(served.path, served.digest)
+        yield System(gateway, models, f"http://127.0.0.1:{listener.getsockname()[1]}")
+
+
 # ---------------------------------------------------------------- measuring
 
 
@@ -130,31 +197,26 @@ async def stall_ms(work: Callable[[], Awaitable[object]]) -> tuple[float, float]
     return max(late_s) * 1e3, max(computed_s) * 1e3
 
 
-async def measure(model: Path, scratch: Path, *, processes: bool) -> dict[str, tuple[float, float]]:
+async def measure(model: Path, other_model: Path, scratch: Path, *, processes: bool) -> dict[str, tuple[float, float]]:
     """Return the stalls, keyed by the work that caused them."""
-    pool: IntakePool | None = None
+    intake: IntakePool = LocalPool(cache(load_to_stay))
     if processes:
-        pool = ProcessPool(clock=SystemClock(), processes_max=2, waiting_bytes_max=64 << 20)
+        intake = ProcessPool(clock=SystemClock(), processes_max=2, waiting_bytes_max=64 << 20)
     found: dict[str, tuple[float, float]] = {}
-    async with open_stage(Settings(port=0, accept_s=5.0), pool) as stage:
-        stage.say("and so on ", ends=False)
-        stage.workers["d1"].script.interval_s = 0.01
-        await stage.wait_for(lambda: stage.models.known(str(stage.model_path), MODEL_DIGEST), 60.0)
-        async with clients(stage.base_url) as sending:
-            await stage.wait_for(lambda: len(stage.gateway.routes) >= STREAMS, 60.0)
-            found["nothing else"] = await stall_ms(lambda: asyncio.sleep(3.0))
-            found["the load of another model"] = await stall_ms(lambda: load(stage, model, processes=processes))
-            for name, (path, body, status) in bodies().items():
-                (scratch / "body").write_bytes(body)
-                found[name] = await stall_ms(
-                    lambda path=path, status=status: sending.post(path, scratch / "body", status)
-                )
+    async with running_system(model, intake) as system, clients(system.url) as sending:
+        while len(system.gateway.routes) < STREAMS:  # noqa: ASYNC110 - the clients are another process.
+            await asyncio.sleep(0.01)
+        found["nothing else"] = await stall_ms(lambda: asyncio.sleep(3.0))
+        found["the load of another model"] = await stall_ms(lambda: load(system, other_model, processes=processes))
+        for name, (path, body, status) in bodies().items():
+            (scratch / "body").write_bytes(body)
+            found[name] = await stall_ms(lambda path=path, status=status: sending.post(path, scratch / "body", status))
     return found
 
 
-async def load(stage: Stage, model: Path, *, processes: bool) -> None:
+async def load(system: System, model: Path, *, processes: bool) -> None:
     if processes:
-        await stage.models.get(str(model), "another")
+        await system.models.get(str(model), "another")
     else:
         await asyncio.to_thread(ModelTokenizer, str(model))
 
@@ -170,10 +232,12 @@ def main() -> None:
         return
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        model = arguments.model or Path(folder) / "model"
-        if arguments.model is None:
-            make_tiny_model(model)
-        ours, here = (asyncio.run(measure(model, Path(folder), processes=processes)) for processes in (True, False))
+        model = Path(folder) / "model"
+        make_tiny_model(model)
+        ours, here = (
+            asyncio.run(measure(model, arguments.model or model, Path(folder), processes=processes))
+            for processes in (True, False)
+        )
     rows = [
         row
         for name in ours
@@ -185,7 +249,7 @@ def main() -> None:
     notes = (
         f"{STREAMS} streams at 100 tokens/s each run meanwhile; a stall is how late a task of the loop woke up, which "
         "on a busy machine is also the time that others had its processor; a computation is the processor time that "
-        f"the loop's thread used in one go; the scripted worker shares the loop; the load was {load_before:.1f} before"
+        f"the loop's thread used in one go; scheduler and worker share the loop; the load was {load_before:.1f} before"
     )
     report("intake", rows, notes=notes)
 

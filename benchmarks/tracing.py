@@ -38,7 +38,7 @@ OUTPUT_TOKENS = 200
 CONCURRENCY = 16
 PROMPT = "the quick brown fox jumps over the lazy dog " * 40
 OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "running_max": CONCURRENCY, "blocks": 4096}
-SPEEDS = {"engines as in life": 1.0, "engines that take no time": 100.0}
+SPEEDS = {"engines at a realistic speed": 1.0, "engines that take no time": 100.0}
 ROUND_REQUESTS = {1.0: 16, 100.0: 64}
 """Requests per round by engine speed, so that a round takes seconds."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from baton.engines.engine import EngineDelta, EngineFacts, EngineRequest, Leg
 from baton.engines.vllm.engine import VllmEngine
-from baton.messages.attempts import KvSource, Sampling
+from baton.messages.attempts import Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions
@@ -27,7 +27,7 @@ BUDGET_S = 120.0
 class VllmPair:
     def __init__(self, engines: dict[Role, VllmEngine], source: EngineFacts) -> None:
         self.engines = engines
-        self._source = KvSource(address=WorkerAddress(worker="prefill", generation=1, agents=source.agents))
+        self._source = WorkerAddress(worker="prefill", generation=1, agents=source.agents)
 
     def generate(
         self, role: Role, leg: Leg, *, name: str, prompt: int, prompt_tokens: int, output_tokens: int

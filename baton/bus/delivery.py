@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from baton.bus.protocol import BusLimits, Delivery, Handler
+from baton.bus.protocol import BusLimits, Delivery, DeliveryCounts, Handler
 from baton.errors import BatonError, InvalidRequest, MalformedMessage, PayloadTooLarge
 from baton.messages.base import ErrorReport, Refused
 from baton.messages.codec import AnyMessage, decode
@@ -18,7 +18,7 @@ from baton.messages.codec import AnyMessage, decode
 log = logging.getLogger(__name__)
 
 _BURST_MESSAGES: Final = 256
-"""After this many messages a handler that never waits yields to other tasks."""
+"""Number of messages after which a handler that never waits yields to other tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,17 @@ class HandlerRunner:
     """Decodes arrivals and calls the handler, one at a time. Exceptions of the handler end here."""
 
     def __init__(self, handler: Handler) -> None:
-        self.handled_messages = 0
-        self.malformed_messages = 0
+        self.counts = DeliveryCounts()
         self._handler = handler
         self._running = False
         self._finished: asyncio.Future[None] | None = None
-        """Made by `finish` when it waits for the running handler; `handle` runs for every message and makes none."""
+        """Made by `stop` when it waits for the running handler; `handle` runs for every message and makes none."""
 
     async def handle(self, arrival: Arrival) -> None:
         self._running = True
         try:
             message = decode(arrival.payload)
-            self.handled_messages += 1
+            self.counts.handled += 1
             await self._handler(Delivery(arrival.subject, message, arrival.stream_sequence, arrival.respond))
         except Exception as error:  # noqa: BLE001
             # The one boundary of all handlers: a failure ends one message, not the service.
@@ -58,9 +57,9 @@ class HandlerRunner:
 
     async def _refuse(self, arrival: Arrival, error: Exception) -> None:
         if isinstance(error, MalformedMessage):
-            self.malformed_messages += 1
-            if _is_power_of_two(self.malformed_messages):
-                log.warning("malformed message %d on %s: %s", self.malformed_messages, arrival.subject, error)
+            self.counts.malformed += 1
+            if _is_power_of_two(self.counts.malformed):
+                log.warning("malformed message %d on %s: %s", self.counts.malformed, arrival.subject, error)
         elif isinstance(error, BatonError):
             log.warning("a message on %s was refused: %s", arrival.subject, error)
         else:
@@ -72,39 +71,38 @@ class HandlerRunner:
             except BatonError as unsent:
                 log.warning("cannot answer on %s: %s", arrival.subject, unsent)
 
-    async def finish(self, grace_s: float) -> None:
-        """Wait for the running handler, at most `grace_s`."""
-        if not self._running:
+    async def stop(self, task: asyncio.Task[None], grace_s: float) -> None:
+        """End the task that calls `handle`, after the running handler or `grace_s`.
+
+        Does not wait when called by the handler.
+        """
+        if asyncio.current_task() is task:
             return
-        self._finished = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(grace_s):
-                await self._finished
+            if self._running:
+                self._finished = asyncio.get_running_loop().create_future()
+                async with asyncio.timeout(grace_s):
+                    await self._finished
         except TimeoutError:
             log.warning("a handler still runs after %.1f s and is cancelled", grace_s)
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
 
 
 class Mailbox:
     """A bounded queue before a handler, and the one task that empties it."""
 
     def __init__(self, subject: str, handler: Handler, limits: BusLimits) -> None:
-        self.dropped_messages = 0
         self._subject = subject
         self._limits = limits
         self._runner = HandlerRunner(handler)
+        self.counts = self._runner.counts
         self._waiting: deque[Arrival] = deque()
         self._waiting_bytes = 0
         self._closed = False
         self._filled = asyncio.Event()
         self._task = asyncio.create_task(self._empty(), name=f"bus {subject}")
-
-    @property
-    def handled_messages(self) -> int:
-        return self._runner.handled_messages
-
-    @property
-    def malformed_messages(self) -> int:
-        return self._runner.malformed_messages
 
     def offer(self, arrival: Arrival) -> None:
         """Queue for the handler, or drop and count: a slow handler never delays others."""
@@ -120,9 +118,9 @@ class Mailbox:
         self._filled.set()
 
     def count_drop(self) -> None:
-        self.dropped_messages += 1
-        if _is_power_of_two(self.dropped_messages):
-            log.warning("the handler of %s is too slow: %d messages dropped", self._subject, self.dropped_messages)
+        self.counts.dropped += 1
+        if _is_power_of_two(self.counts.dropped):
+            log.warning("the handler of %s is too slow: %d messages dropped", self._subject, self.counts.dropped)
 
     async def close(self) -> None:
         """Take nothing more, and wait until queued messages are handled; does not wait when called by the handler."""

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from baton.bus.delivery import Arrival, Mailbox, check_name, check_payload, check_subject, matches
 from baton.bus.memory_stream import Follower, MemoryStream
-from baton.bus.protocol import BusLimits, Entry, Handler, Subscription
+from baton.bus.protocol import BusLimits, DeliveryCounts, Entry, Handler, Subscription
 from baton.clock import Clock, SystemClock
 from baton.errors import BusUnavailable, ConfigurationError, Conflict, DeadlineExceeded, NoResponders
 from baton.messages.codec import AnyMessage, decode, encode
@@ -39,10 +39,19 @@ class _Receiver(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class _Interest:
-    pattern: str
+class _MemorySubscription:
+    subject: str
     group: str
     mailbox: Mailbox
+    on_end: Callable[[_MemorySubscription], None]
+
+    @property
+    def counts(self) -> DeliveryCounts:
+        return self.mailbox.counts
+
+    async def unsubscribe(self) -> None:
+        self.on_end(self)
+        await self.mailbox.close()
 
 
 @dataclass(order=True, slots=True)
@@ -74,37 +83,38 @@ class MemoryNetwork:
         """Entries by bucket and key."""
         self.revision = 0
         self._random = random.Random(seed)
-        self._interests: list[_Interest] = []
-        self._routes: dict[str, list[_Interest]] = {}
+        self._subscriptions: list[_MemorySubscription] = []
+        self._routes: dict[str, list[_MemorySubscription]] = {}
         self._in_flight: list[_InFlight] = []
         self._last_due_s: dict[tuple[object, object], float] = {}
         self._sent = 0
         self._changed = asyncio.Event()
         self._carrier: asyncio.Task[None] | None = None
 
-    def add(self, interest: _Interest) -> None:
-        self._interests.append(interest)
+    def add(self, subscription: _MemorySubscription) -> None:
+        self._subscriptions.append(subscription)
         self._routes.clear()
 
-    def remove(self, interest: _Interest) -> None:
-        if interest in self._interests:
-            self._interests.remove(interest)
+    def remove(self, subscription: _MemorySubscription) -> None:
+        if subscription in self._subscriptions:
+            self._subscriptions.remove(subscription)
             self._routes.clear()
 
     def publish(self, sender: object, arrival: Arrival) -> int:
         """Send to all subscribers and to one member of each group; return the number of receivers."""
         if arrival.subject not in self._routes:
-            self._routes[arrival.subject] = [i for i in self._interests if matches(i.pattern, arrival.subject)]
-        groups: dict[str, list[_Interest]] = {}
-        receivers: list[_Interest] = []
-        for interest in self._routes[arrival.subject]:
-            if interest.group:
-                groups.setdefault(interest.group, []).append(interest)
+            matching = [each for each in self._subscriptions if matches(each.subject, arrival.subject)]
+            self._routes[arrival.subject] = matching
+        groups: dict[str, list[_MemorySubscription]] = {}
+        receivers: list[_MemorySubscription] = []
+        for subscription in self._routes[arrival.subject]:
+            if subscription.group:
+                groups.setdefault(subscription.group, []).append(subscription)
             else:
-                receivers.append(interest)
+                receivers.append(subscription)
         receivers.extend(self._random.choice(members) for members in groups.values())
-        for interest in receivers:
-            self.send(sender, interest.mailbox, arrival)
+        for subscription in receivers:
+            self.send(sender, subscription.mailbox, arrival)
         return len(receivers)
 
     def send(self, sender: object, receiver: _Receiver, arrival: Arrival) -> None:
@@ -215,9 +225,8 @@ class MemoryBus:
     async def subscribe(self, subject: str, handler: Handler, *, group: str = "") -> Subscription:
         check_subject(subject, wildcards=True)
         self._check_open()
-        interest = _Interest(subject, group, Mailbox(subject, handler, self._limits))
-        subscription = _MemorySubscription(self.network, interest, self._subscriptions.discard)
-        self.network.add(interest)
+        subscription = _MemorySubscription(subject, group, Mailbox(subject, handler, self._limits), self._end)
+        self.network.add(subscription)
         self._subscriptions.add(subscription)
         return subscription
 
@@ -267,6 +276,10 @@ class MemoryBus:
         if self._owns_network:
             await self.network.close()
 
+    def _end(self, subscription: _MemorySubscription) -> None:
+        self.network.remove(subscription)
+        self._subscriptions.discard(subscription)
+
     def _check_open(self) -> None:
         if self._closed or not self.network.reachable:
             raise BusUnavailable("the message bus is closed" if self._closed else "the message bus cannot be reached")
@@ -286,30 +299,3 @@ class MemoryBus:
             self.network.send(subject, reply_to, Arrival(subject, payload))
 
         return respond
-
-
-class _MemorySubscription:
-    def __init__(
-        self, network: MemoryNetwork, interest: _Interest, on_end: Callable[[_MemorySubscription], None]
-    ) -> None:
-        self._network = network
-        self.subject = interest.pattern
-        self._interest = interest
-        self._on_end = on_end
-
-    @property
-    def handled_messages(self) -> int:
-        return self._interest.mailbox.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return self._interest.mailbox.dropped_messages
-
-    @property
-    def malformed_messages(self) -> int:
-        return self._interest.mailbox.malformed_messages
-
-    async def unsubscribe(self) -> None:
-        self._network.remove(self._interest)
-        self._on_end(self)
-        await self._interest.mailbox.close()

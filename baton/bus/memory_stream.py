@@ -81,31 +81,14 @@ class Follower:
         self._limits = limits
         self._on_end = on_end
         self._runner = HandlerRunner(handler)
+        self.counts = self._runner.counts
         self._closed = False
         self._task = asyncio.create_task(self._read(), name=f"follow {subject}")
-
-    @property
-    def handled_messages(self) -> int:
-        return self._runner.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return 0
-
-    @property
-    def malformed_messages(self) -> int:
-        return self._runner.malformed_messages
 
     async def unsubscribe(self) -> None:
         self._closed = True
         self._on_end(self)
-        if asyncio.current_task() is self._task:
-            return
-        try:
-            await self._runner.finish(self._limits.handler_grace_s)
-        finally:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        await self._runner.stop(self._task, self._limits.handler_grace_s)
 
     async def _read(self) -> None:
         while not self._closed:

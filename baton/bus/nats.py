@@ -34,7 +34,7 @@ _PINGS_OUTSTANDING_MAX: Final = 1
 _RETRY_S: Final = 0.2
 _CONNECT_ATTEMPT_S: Final = 2
 _SEND_BUFFER_BYTES: Final = 2 << 20
-"""Beyond this a publisher waits for the socket, which slows it down to the server's pace."""
+"""Unsent bytes beyond which a publisher waits for the socket, which slows it down to the server's pace."""
 _SEND_STALL_S: Final = 0.25
 
 
@@ -121,7 +121,7 @@ class NatsBus:
         check_subject(subject, wildcards=True)
         self._check_open()
         follower = NatsFollower(
-            lambda: self._requests, stream, subject, handler, after, self._limits, self._end_follower
+            lambda: self._requests, stream, subject, handler, after, self._limits, self._followers.discard
         )
         self._followers.add(follower)
         try:
@@ -275,7 +275,7 @@ class NatsBus:
                 continue
             except Exception:
                 # This task is not awaited: if it ended here, the bus would stay disconnected.
-                log.exception("connecting to the message bus anew")
+                log.exception("reconnecting to the message bus")
                 await _end(self._client)
                 continue
             for follower in self._followers:
@@ -291,33 +291,19 @@ class NatsBus:
     def end_subscription(self, subscription: _NatsSubscription) -> None:
         self._subscriptions.discard(subscription)
 
-    def _end_follower(self, follower: NatsFollower) -> None:
-        self._followers.discard(follower)
-
 
 class _NatsSubscription:
     """A mailbox that a NATS subscription fills; it outlives connections."""
 
     def __init__(self, bus: NatsBus, subject: str, group: str, handler: Handler, limits: BusLimits) -> None:
         self.mailbox = Mailbox(subject, handler, limits)
+        self.counts = self.mailbox.counts
         self.attached: ClientSubscription | None = None
         self._requests: Requests | None = None
         self._bus = bus
         self.subject = subject
         self._group = group
         self._limits = limits
-
-    @property
-    def handled_messages(self) -> int:
-        return self.mailbox.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return self.mailbox.dropped_messages
-
-    @property
-    def malformed_messages(self) -> int:
-        return self.mailbox.malformed_messages
 
     async def attach(self, requests: Requests) -> None:
         async def on_message(message: Msg) -> None:

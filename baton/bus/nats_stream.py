@@ -34,7 +34,7 @@ _BATCH_BYTES_MAX: Final = 16 << 20
 _PULL_EXPIRES_S: Final = 30
 _HEARTBEAT_S: Final = 2
 _SILENCE_S: Final = 5.0
-"""After this long without a message or a heartbeat the consumer counts as lost."""
+"""Silence, without a message or a heartbeat, after which the consumer counts as lost."""
 _RETRY_S: Final = 0.25
 _NS: Final = 1_000_000_000
 
@@ -177,22 +177,11 @@ class NatsFollower:
         self._limits = limits
         self._on_end = on_end
         self._runner = HandlerRunner(handler)
+        self.counts = self._runner.counts
         # Bounded by the messages of one pull and the few status messages around them.
         self._arrived: asyncio.Queue[Msg | None] = asyncio.Queue()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
-
-    @property
-    def handled_messages(self) -> int:
-        return self._runner.handled_messages
-
-    @property
-    def dropped_messages(self) -> int:
-        return 0
-
-    @property
-    def malformed_messages(self) -> int:
-        return self._runner.malformed_messages
 
     async def start(self) -> None:
         """Start to follow. Raises BusUnavailable if the stream cannot be reached now."""
@@ -206,23 +195,18 @@ class NatsFollower:
     async def unsubscribe(self) -> None:
         self._closed = True
         self._on_end(self)
-        if self._task is None or asyncio.current_task() is self._task:
-            return
-        try:
-            await self._runner.finish(self._limits.handler_grace_s)
-        finally:
-            self._task.cancel()
-            await asyncio.wait([self._task])
+        if self._task is not None:
+            await self._runner.stop(self._task, self._limits.handler_grace_s)
 
     async def _follow(self) -> None:
         while not self._closed:
             try:
                 await self._follow_one_consumer()
             except (_Interrupted, BatonError, nats.errors.Error, OSError, TimeoutError) as error:
-                log.debug("following %s anew after %d: %s", self._stream, self._last_sequence, error)
+                log.debug("following %s again after %d: %s", self._stream, self._last_sequence, error)
             except Exception:
                 # This task is not awaited: if it ended here, its owner would receive nothing and not know.
-                log.exception("following %s anew after %d", self._stream, self._last_sequence)
+                log.exception("following %s again after %d", self._stream, self._last_sequence)
             await asyncio.sleep(_RETRY_S)
 
     async def _follow_one_consumer(self) -> None:
@@ -249,7 +233,7 @@ class NatsFollower:
     async def _make_consumer(self, requests: Requests) -> str:
         stream = await _find_or_make_stream(requests, self._stream, self.subject, self._limits)
         if stream.state.last_seq < self._last_sequence or self._stream_created not in ("", stream.created):
-            log.warning("the stream %s was made anew: reading it from its start", self._stream)
+            log.warning("the stream %s was created again: reading it from its start", self._stream)
             self._last_sequence = 0
         self._stream_created = stream.created
         config: dict[str, object] = {

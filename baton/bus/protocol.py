@@ -51,7 +51,7 @@ class BusLimits:
     pending_bytes_max: int = 64 << 20
     """Queued bytes per subscription, and bytes that wait to be sent."""
     handler_grace_s: float = 10.0
-    """How long `unsubscribe` waits for the handler before it cancels it."""
+    """Time for which `unsubscribe` waits for the handler before it cancels it."""
     reply_timeout_s: float = 5.0
     """Timeout of the server's own answers: acknowledgements of `append`, creation of streams, round trips."""
     stream_age_s_max: float = 3600.0
@@ -59,24 +59,24 @@ class BusLimits:
     duplicate_window_s: float = 120.0
 
 
+@dataclass(slots=True)
+class DeliveryCounts:
+    """Counts of one subscription's messages so far."""
+
+    handled: int = 0
+    """Messages that the handler was called for, failed calls included."""
+    dropped: int = 0
+    """Messages lost here because the handler was too slow."""
+    malformed: int = 0
+    """Payloads that were not valid messages; answered with `Refused` if a reply was wanted."""
+
+
 class Subscription(Protocol):
     @property
     def subject(self) -> str: ...
 
     @property
-    def handled_messages(self) -> int:
-        """Messages that the handler was called for, failed calls included."""
-        ...
-
-    @property
-    def dropped_messages(self) -> int:
-        """Messages lost here because the handler was too slow."""
-        ...
-
-    @property
-    def malformed_messages(self) -> int:
-        """Payloads that were not valid messages; answered with `Refused` if a reply was wanted."""
-        ...
+    def counts(self) -> DeliveryCounts: ...
 
     async def unsubscribe(self) -> None:
         """Stop deliveries, and return once queued messages are handled; those of a stream go to its next reader.

@@ -42,8 +42,8 @@ DRAIN_S: Final = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """The user's choices."""
+class Deployment:
+    """The deployment that the user asks for."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -113,50 +113,50 @@ class Wishes:
         return f"http://{host}:{self.port}"
 
 
-def settle(wishes: Wishes, *, gpu: bool) -> Wishes:
-    """Return the choices with device and disaggregation decided; `gpu`: this machine has an NVIDIA driver.
+def resolve(deployment: Deployment, *, gpu: bool) -> Deployment:
+    """Return the deployment with device and disaggregation decided; `gpu`: this machine has an NVIDIA driver.
 
     Raises ConfigurationError if the device does not support them.
     """
-    device, engines = wishes.device, set(wishes.engines.values())
+    device, engines = deployment.device, set(deployment.engines.values())
     if device == "auto":
         # As the Makefile chooses environments: only vLLM's comes with a build for GPUs.
         device = "cuda" if gpu and engines == {"vllm"} else "cpu"
     if device == "cpu" or engines == {"simulated"}:
-        return replace(wishes, device="cpu", disaggregation=wishes.disaggregation or Disaggregation.ALWAYS)
-    if wishes.disaggregation is Disaggregation.ALWAYS:
+        return replace(deployment, device="cpu", disaggregation=deployment.disaggregation or Disaggregation.ALWAYS)
+    if deployment.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             f"DISAGGREGATION=always is not for GPUs: {WHOLE_ON_CUDA}; choose DISAGGREGATION=never, or DEVICE=cpu"
         )
-    return replace(wishes, device=device, disaggregation=Disaggregation.NEVER, prefill=0)
+    return replace(deployment, device=device, disaggregation=Disaggregation.NEVER, prefill=0)
 
 
-def check_wishes(wishes: Wishes) -> None:
+def check_deployment(deployment: Deployment) -> None:
     """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
-    if wishes.prefill < 0 or wishes.decode < 1:
+    if deployment.prefill < 0 or deployment.decode < 1:
         raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
-    if wishes.prefill + wishes.decode > WORKERS_MAX:
+    if deployment.prefill + deployment.decode > WORKERS_MAX:
         raise ConfigurationError(
-            f"{wishes.prefill + wishes.decode} workers are too many for one machine: PREFILL and DECODE are "
+            f"{deployment.prefill + deployment.decode} workers are too many for one machine: PREFILL and DECODE are "
             f"{WORKERS_MAX} together at most"
         )
-    if wishes.prefill == 0 and wishes.disaggregation is Disaggregation.ALWAYS:
+    if deployment.prefill == 0 and deployment.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"
         )
-    for engine in wishes.started_engines:
-        if engine in wishes.pythons and not wishes.pythons[engine].is_file():
+    for engine in deployment.started_engines:
+        if engine in deployment.pythons and not deployment.pythons[engine].is_file():
             raise ConfigurationError(
-                f"the environment with {engine} is missing ({wishes.pythons[engine]}): make it with "
+                f"the environment with {engine} is missing ({deployment.pythons[engine]}): make it with "
                 f"`make environment-{engine}`, or try ENGINE=simulated, which needs none"
             )
-    if "simulated" in wishes.started_engines and len(wishes.started_engines) > 1:
+    if "simulated" in deployment.started_engines and len(deployment.started_engines) > 1:
         raise ConfigurationError("the simulated engine's KV means nothing to another engine: give both roles the same")
-    if not (is_loopback(wishes.host) or wishes.api_key):
+    if not (is_loopback(deployment.host) or deployment.api_key):
         raise ConfigurationError(
-            f"HOST={wishes.host} lets other machines in: choose the key that they must send, with API_KEY=…"
+            f"HOST={deployment.host} lets other machines in: choose the key that they must send, with API_KEY=…"
         )
-    _check_port(wishes.host, wishes.port)
+    _check_port(deployment.host, deployment.port)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -178,12 +178,12 @@ def _check_port(host: str, port: int) -> None:
         ) from error
 
 
-def model_folder(wishes: Wishes) -> Path:
+def model_folder(deployment: Deployment) -> Path:
     """Return the folder of the model, which is made or downloaded if missing. Raises ConfigurationError."""
-    if not wishes.tiny:
-        return find_model(wishes.model)
-    make_tiny_model(wishes.tiny_model_folder)
-    return wishes.tiny_model_folder
+    if not deployment.tiny:
+        return find_model(deployment.model)
+    make_tiny_model(deployment.tiny_model_folder)
+    return deployment.tiny_model_folder
 
 
 def find_model(model: str) -> Path:
@@ -195,11 +195,11 @@ def find_model(model: str) -> Path:
 
 
 def service_programs(
-    wishes: Wishes, *, nats_url: str, redis_url: str, environ: Mapping[str, str]
+    deployment: Deployment, *, nats_url: str, redis_url: str, environ: Mapping[str, str]
 ) -> tuple[Program, Program, Program]:
     """Return index, scheduler and gateway, in the order in which they start."""
 
-    status_ports = iter(free_ports(3, but=wishes.port))
+    status_ports = iter(free_ports(3, but=deployment.port))
 
     def program(service: str, *flags: str, ready: Probe | None = None, **settings: str) -> Program:
         status_port = next(status_ports)
@@ -207,7 +207,7 @@ def service_programs(
             name=service,
             command=(sys.executable, "-m", f"baton_{service}", "--status-port", str(status_port), *flags),
             environ={**environ, **_variables(service, nats_url=nats_url, **settings)},
-            log_path=wishes.logs_folder / f"{service}.log",
+            log_path=deployment.logs_folder / f"{service}.log",
             ready=ready or http_probe(LOOPBACK, status_port, "/ready"),
             alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=SERVICE_START_TIMEOUT_S,
@@ -215,13 +215,13 @@ def service_programs(
 
     return (
         program("kvindex", redis_url=redis_url),
-        program("scheduler", "--disaggregation", wishes.disaggregation or Disaggregation.ALWAYS),
+        program("scheduler", "--disaggregation", deployment.disaggregation or Disaggregation.ALWAYS),
         program(
             "gateway",
-            *("--host", wishes.host, "--port", str(wishes.port), "--drain-s", str(DRAIN_S)),
+            *("--host", deployment.host, "--port", str(deployment.port), "--drain-s", str(DRAIN_S)),
             # Its /ready asks for workers, which start after it.
-            ready=http_probe(wishes.local_host, wishes.port, "/health"),
-            api_keys=wishes.api_key,
+            ready=http_probe(deployment.local_host, deployment.port, "/health"),
+            api_keys=deployment.api_key,
         ),
     )
 
@@ -242,18 +242,18 @@ class EngineSettings:
     device: DeviceName
 
 
-def engine_settings(wishes: Wishes, model_path: Path, engine: EngineName) -> EngineSettings:
+def engine_settings(deployment: Deployment, model_path: Path, engine: EngineName) -> EngineSettings:
     """Return settings that suit the model and the machine; the user's own win."""
-    workers = wishes.prefill + wishes.decode
-    options = engine_defaults(engine, device=wishes.device, tiny=wishes.tiny, workers_per_device=workers)
-    if engine != "simulated" and not wishes.tiny:
-        options |= context_limit(engine, _model_config(model_path), device=wishes.device)
+    workers = deployment.prefill + deployment.decode
+    options = engine_defaults(engine, device=deployment.device, tiny=deployment.tiny, workers_per_device=workers)
+    if engine != "simulated" and not deployment.tiny:
+        options |= context_limit(engine, _model_config(model_path), device=deployment.device)
     return EngineSettings(
         model=str(model_path),
-        model_name=wishes.model_name,
+        model_name=deployment.model_name,
         engine=engine,
-        engine_options={**options, **_options_for(engine, wishes.engine_options)},
-        device=wishes.device,
+        engine_options={**options, **_options_for(engine, deployment.engine_options)},
+        device=deployment.device,
     )
 
 
@@ -265,18 +265,20 @@ def _options_for(engine: EngineName, options: Mapping[str, object]) -> Mapping[s
     return {**{name: value for name, value in options.items() if name not in ENGINES}, **own}
 
 
-def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ: Mapping[str, str]) -> list[Program]:
+def worker_programs(
+    deployment: Deployment, *, model_path: Path, nats_url: str, environ: Mapping[str, str]
+) -> list[Program]:
     """Return the workers, prefill first."""
-    workers = wishes.prefill + wishes.decode
-    threads = worker_threads(wishes.device, cores=os.cpu_count() or 1, workers=workers)
-    status_ports = iter(free_ports(workers, but=wishes.port))
+    workers = deployment.prefill + deployment.decode
+    threads = worker_threads(deployment.device, cores=os.cpu_count() or 1, workers=workers)
+    status_ports = iter(free_ports(workers, but=deployment.port))
 
     # Only this deployment's transfer agents know it: no other process can read or write their KV.
     agent_secret = secrets.token_urlsafe(24)
 
     def program(role: Role, number: int) -> Program:
-        name, engine = f"{role}-{number}", wishes.engines[role]
-        settings = engine_settings(wishes, model_path, engine)
+        name, engine = f"{role}-{number}", deployment.engines[role]
+        settings = engine_settings(deployment, model_path, engine)
         status_port = next(status_ports)
         flags = [
             *("--status-port", str(status_port)),
@@ -286,15 +288,15 @@ def worker_programs(wishes: Wishes, *, model_path: Path, nats_url: str, environ:
         ]
         return Program(
             name=name,
-            command=(str(wishes.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),
+            command=(str(deployment.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),
             environ={**threads, **environ, **_variables(role, nats_url=nats_url, agent_secret=agent_secret)},
-            log_path=wishes.logs_folder / f"{name}.log",
+            log_path=deployment.logs_folder / f"{name}.log",
             ready=http_probe(LOOPBACK, status_port, "/ready"),
             alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=SIMULATED_START_TIMEOUT_S if engine == "simulated" else ENGINE_START_TIMEOUT_S,
         )
 
-    counts = {Role.PREFILL: wishes.prefill, Role.DECODE: wishes.decode}
+    counts = {Role.PREFILL: deployment.prefill, Role.DECODE: deployment.decode}
     return [program(role, number) for role, count in counts.items() for number in range(count)]
 
 

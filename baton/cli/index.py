@@ -93,12 +93,12 @@ async def _find_model(bus: Bus, name: str) -> Heartbeat:
         await asyncio.wait_for(first.wait(), FIRST_HEARTBEAT_S)
         await asyncio.sleep(HEARTBEATS_S)
     await subscription.unsubscribe()
-    heard = {heartbeat.model: heartbeat for heartbeat in workers.beats()}
-    if not heard:
+    beats = {heartbeat.model: heartbeat for heartbeat in workers.beats()}
+    if not beats:
         raise Unavailable("no worker sends heartbeats, so the size of its blocks is unknown")
-    if name in heard or (not name and len(heard) == 1):
-        return heard[name or next(iter(heard))]
-    raise InvalidRequest(f"name one of the models that are served with --model: {', '.join(sorted(heard))}")
+    if name in beats or (not name and len(beats) == 1):
+        return beats[name or next(iter(beats))]
+    raise InvalidRequest(f"name one of the models that are served with --model: {', '.join(sorted(beats))}")
 
 
 def _encode(model_path: str, prompt: str) -> list[int]:
@@ -130,7 +130,7 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
             ("shared by workers", "blocks", "last block"),
             [(str(each.workers), str(each.blocks), each.last.hex()) for each in model.prefixes],
         )
-    header = ("worker", "generation", "blocks", "event", "state", "hits promised", "found")
+    header = ("worker", "generation", "blocks", "event", "state", "predicted hits", "found")
     yield from _table(header, [_row(worker) for worker in report.workers])
     if report.left_out:
         yield f"    and {report.left_out} workers more"

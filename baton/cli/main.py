@@ -16,7 +16,7 @@ import msgspec
 
 from baton.cli.asking import find_nats_url
 from baton.cli.commands import Command, find_commands
-from baton.cli.deployment import ENGINES, Wishes
+from baton.cli.deployment import ENGINES, Deployment
 from baton.cli.index import Question, index, parse_tokens
 from baton.cli.processes import die_with_parent
 from baton.cli.trace import trace
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         return 0
     if parsed.die_with_parent:
         die_with_parent(os.getppid(), signal.SIGTERM)
-    wishes = Wishes(
+    deployment = Deployment(
         host=parsed.host,
         port=parsed.port,
         api_key=environ.get("API_KEY", ""),
@@ -79,7 +79,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         pythons={"vllm": parsed.vllm_python.absolute(), "sglang": parsed.sglang_python.absolute()},
         folder=parsed.folder.absolute(),
     )
-    up(wishes, environ, lambda text: print(f"baton: {text}", flush=True))
+    up(deployment, environ, lambda text: print(f"baton: {text}", flush=True))
     return 0
 
 

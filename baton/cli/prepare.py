@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import cast
 
-from baton.cli.deployment import ENGINES, Wishes, engine_settings, model_folder, settle
+from baton.cli.deployment import ENGINES, Deployment, engine_settings, model_folder, resolve
 from baton.cli.main import parse_engine_options
 from baton.errors import BatonError
 from baton.messages.placement import Disaggregation
@@ -23,13 +23,13 @@ from baton.stop import EXIT_MISCONFIGURED
 SETTINGS_FILE = "worker.toml"
 
 
-def prepare(wishes: Wishes) -> Path:
+def prepare(deployment: Deployment) -> Path:
     """Make or load the model, and return the file with the workers' settings, which appears whole."""
-    wishes = settle(wishes, gpu=False)
-    settings = asdict(engine_settings(wishes, model_folder(wishes), wishes.engine))
-    unfinished = wishes.folder / f".{SETTINGS_FILE}-{os.getpid()}"
+    deployment = resolve(deployment, gpu=False)
+    settings = asdict(engine_settings(deployment, model_folder(deployment), deployment.engine))
+    unfinished = deployment.folder / f".{SETTINGS_FILE}-{os.getpid()}"
     unfinished.write_text("".join(f"{key} = {_toml(value)}\n" for key, value in settings.items()), encoding="utf-8")
-    return unfinished.rename(wishes.folder / SETTINGS_FILE)
+    return unfinished.rename(deployment.folder / SETTINGS_FILE)
 
 
 def _toml(value: object) -> str:
@@ -58,7 +58,7 @@ def main() -> int:
     parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
     parsed = parser.parse_args()
     try:
-        wishes = Wishes(
+        deployment = Deployment(
             folder=parsed.folder,
             model=parsed.model,
             engine=parsed.engine,
@@ -68,7 +68,7 @@ def main() -> int:
             pythons={},
             prefill=0,
         )
-        print(f"baton: the workers' settings are in {prepare(wishes)}")
+        print(f"baton: the workers' settings are in {prepare(deployment)}")
     except BatonError as error:
         print(f"baton-prepare: {error}", file=sys.stderr)
         return EXIT_MISCONFIGURED

@@ -21,7 +21,6 @@ PORTS: Final = range(20_000, 32_000)
 """Ports to choose from, below Linux's ephemeral ones (`ip_local_port_range`)."""
 PAYLOAD_BYTES_MAX: Final = 8 << 20
 START_TIMEOUT_S: Final = 15.0
-PROBE_INTERVAL_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

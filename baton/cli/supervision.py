@@ -14,13 +14,13 @@ START_INTERVAL_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
-    """Back-off before a start that follows failed ones, and the patience with a child that does not answer."""
+class RestartPolicy:
+    """Back-off before a start that follows failed ones, and the limit of failed probes."""
 
     first_s: float = 0.5
     max_s: float = 10.0
     alive_interval_s: float = 1.0
-    silences_max: int = 10
+    failed_probes_max: int = 10
     """Probes in a row that a child may fail. Counted, not timed: a pause of the launcher itself counts as one."""
 
     def wait_s(self, previous_s: float, *, was_ready: bool) -> float:
@@ -28,13 +28,13 @@ class Patience:
         return 0.0 if was_ready else min(self.max_s, max(self.first_s, previous_s * 2))
 
 
-async def keep_alive(child: Child, tell: Callable[[str], None], patience: Patience | None = None) -> None:
+async def keep_alive(child: Child, tell: Callable[[str], None], policy: RestartPolicy | None = None) -> None:
     """Start `child` again whenever it ends or hangs, until cancelled. The child must be ready."""
-    patience = patience or Patience()
+    policy = policy or RestartPolicy()
     ready, wait_s = True, 0.0
     while True:
-        status, was_ready = await _until_end(child, tell, patience, ready=ready)
-        wait_s = patience.wait_s(wait_s, was_ready=was_ready)
+        status, was_ready = await _until_end(child, tell, policy, ready=ready)
+        wait_s = policy.wait_s(wait_s, was_ready=was_ready)
         when = f" in {wait_s:g} s" if wait_s else ""
         tell(f"{child.name} {describe_exit(status)}; starting it again{when} (log: {child.program.log_path})")
         await asyncio.sleep(wait_s)
@@ -44,27 +44,29 @@ async def keep_alive(child: Child, tell: Callable[[str], None], patience: Patien
         ready = False
 
 
-async def _until_end(child: Child, tell: Callable[[str], None], patience: Patience, *, ready: bool) -> tuple[int, bool]:
+async def _until_end(
+    child: Child, tell: Callable[[str], None], policy: RestartPolicy, *, ready: bool
+) -> tuple[int, bool]:
     """Wait for one process to end, kill it if it hangs; return its exit status and whether it was ready."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + child.program.start_timeout_s
-    silences = 0
+    failed_probes = 0
     ended = asyncio.create_task(child.wait())
     try:
         while not ended.done():
             if await (child.program.alive if ready else child.program.ready)():
                 if not ready:
                     tell(f"{child.name} is back")
-                ready, silences = True, 0
+                ready, failed_probes = True, 0
             elif ready:
-                silences += 1
-                if silences == patience.silences_max:
+                failed_probes += 1
+                if failed_probes == policy.failed_probes_max:
                     tell(f"{child.name} runs but does not answer: ending it")
                     child.kill()
             elif loop.time() > give_up_at_s:
                 tell(f"{child.name} was not ready within {child.program.start_timeout_s:g} s: ending it")
                 child.kill()
-            await asyncio.wait((ended,), timeout=patience.alive_interval_s if ready else START_INTERVAL_S)
+            await asyncio.wait((ended,), timeout=policy.alive_interval_s if ready else START_INTERVAL_S)
         return ended.result(), ready
     finally:
         ended.cancel()

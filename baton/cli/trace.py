@@ -14,7 +14,7 @@ import msgspec
 from baton import subjects
 from baton.bus import Bus, NatsBus
 from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
-from baton.cli.trace_tree import Told, Tree, build_tree
+from baton.cli.trace_tree import ServiceSpan, Tree, build_tree
 from baton.cli.waterfall import Look, draw
 from baton.errors import InvalidRequest, Unavailable
 from baton.messages.traces import TracePage, TraceQuery
@@ -26,7 +26,7 @@ _ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 class Answers:
     """All services' answers about one name."""
 
-    spans: tuple[Told, ...]
+    spans: tuple[ServiceSpan, ...]
     services: int
     left_out: int
 
@@ -50,16 +50,18 @@ async def _trace(name: str, nats_url: str, *, as_json: bool, look: Look) -> str:
     bus = await NatsBus.connect(nats_url, name="baton-trace", timeout_s=CONNECT_TIMEOUT_S)
     try:
         answers = await ask(bus, name)
-        traces = sorted({told.record.trace for told in answers.spans}, key=lambda one: _begun_ns(answers, one))
+        traces = sorted({span.record.trace for span in answers.spans}, key=lambda one: _begun_ns(answers, one))
         if not traces:
             raise InvalidRequest(_unknown(name, answers.services))
         # Only the gateway knows a request's own id; every service knows that of its trace.
         wanted = traces[-1]
-        told = await ask(bus, wanted)
+        answers = await ask(bus, wanted)
     finally:
         await bus.close()
-    tree = build_tree(told.spans, wanted, now_ns=time.time_ns())
-    return _json(tree, told) if as_json else "\n".join(draw(tree, look, left_out=told.left_out, older=traces[:-1]))
+    tree = build_tree(answers.spans, wanted, now_ns=time.time_ns())
+    return (
+        _json(tree, answers) if as_json else "\n".join(draw(tree, look, left_out=answers.left_out, older=traces[:-1]))
+    )
 
 
 async def ask(bus: Bus, name: str) -> Answers:
@@ -68,14 +70,16 @@ async def ask(bus: Bus, name: str) -> Answers:
     query = TraceQuery(id=name, asker=asker)
     pages = await ask_all(bus, subjects.TRACES, query, subjects.trace_answers(asker), TracePage)
     return Answers(
-        spans=tuple(Told(page.service, page.instance, page.host, record) for page in pages for record in page.spans),
+        spans=tuple(
+            ServiceSpan(page.service, page.instance, page.host, record) for page in pages for record in page.spans
+        ),
         services=len({page.instance for page in pages}),
         left_out=sum(page.left_out for page in pages),
     )
 
 
 def _begun_ns(answers: Answers, trace: str) -> int:
-    return min(told.record.start_ns for told in answers.spans if told.record.trace == trace)
+    return min(span.record.start_ns for span in answers.spans if span.record.trace == trace)
 
 
 def _unknown(name: str, services: int) -> str:
@@ -90,11 +94,11 @@ def _unknown(name: str, services: int) -> str:
 def _json(tree: Tree, answers: Answers) -> str:
     spans = [
         {
-            "service": node.told.service,
-            "instance": node.told.instance,
-            "host": node.told.host,
-            "shift_ns": tree.shifts_ns.get(node.told.host, 0),
-            **msgspec.to_builtins(node.told.record),
+            "service": node.span.service,
+            "instance": node.span.instance,
+            "host": node.span.host,
+            "shift_ns": tree.shifts_ns.get(node.span.host, 0),
+            **msgspec.to_builtins(node.span.record),
         }
         for node in tree.walk()
     ]

@@ -10,7 +10,7 @@ from baton.messages.traces import AttributeValue, SpanRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ServiceSpan:
     """A span, and the service that reported it."""
 
     service: str
@@ -21,7 +21,7 @@ class Told:
 
 @dataclass(slots=True, eq=False)
 class Node:
-    told: Told
+    span: ServiceSpan
     start_ns: int
     """Begin, on the clock of the root's host."""
     end_ns: int
@@ -31,15 +31,15 @@ class Node:
 
     @property
     def name(self) -> str:
-        return self.told.record.name
+        return self.span.record.name
 
     @property
     def attributes(self) -> Mapping[str, AttributeValue]:
-        return self.told.record.attributes
+        return self.span.record.attributes
 
     @property
     def is_open(self) -> bool:
-        return not self.told.record.end_ns
+        return not self.span.record.end_ns
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,21 +67,21 @@ class Tree:
             waiting.extend(reversed(node.children))
 
 
-def build_tree(spans: Iterable[Told], trace: str, *, now_ns: int) -> Tree:
+def build_tree(spans: Iterable[ServiceSpan], trace: str, *, now_ns: int) -> Tree:
     """Return the tree of one trace. A span that is reported more than once counts once."""
-    known = {told.record.span: told for told in spans if told.record.trace == trace}
-    root = min(known.values(), key=lambda told: (told.record.parent in known, told.service != "gateway", _start(told)))
+    known = {span.record.span: span for span in spans if span.record.trace == trace}
+    root = min(known.values(), key=lambda span: (span.record.parent in known, span.service != "gateway", _start(span)))
     shifts_ns = align_clocks(known, root.host)
     nodes: dict[str, Node] = {}
-    for name, told in known.items():
-        shift_ns = shifts_ns.get(told.host, 0)
-        end_ns = told.record.end_ns + shift_ns if told.record.end_ns else max(now_ns, told.record.start_ns)
-        nodes[name] = Node(told, told.record.start_ns + shift_ns, end_ns)
+    for name, span in known.items():
+        shift_ns = shifts_ns.get(span.host, 0)
+        end_ns = span.record.end_ns + shift_ns if span.record.end_ns else max(now_ns, span.record.start_ns)
+        nodes[name] = Node(span, span.record.start_ns + shift_ns, end_ns)
     tops: list[Node] = []
     for node in sorted(nodes.values(), key=lambda node: (node.start_ns, -node.end_ns)):
-        parent = nodes.get(node.told.record.parent)
+        parent = nodes.get(node.span.record.parent)
         (tops if parent is None else parent.children).append(node)
-    tops.sort(key=lambda node: node.told is not root)
+    tops.sort(key=lambda node: node.span is not root)
     tree = Tree(trace, tuple(tops), {host: shift_ns for host, shift_ns in shifts_ns.items() if shift_ns})
     for node in tree.walk():
         for child in node.children:
@@ -89,7 +89,7 @@ def build_tree(spans: Iterable[Told], trace: str, *, now_ns: int) -> Tree:
     return tree
 
 
-def align_clocks(known: Mapping[str, Told], host: str) -> dict[str, int]:
+def align_clocks(known: Mapping[str, ServiceSpan], host: str) -> dict[str, int]:
     """Return what to add to each host's clock, so that the trace makes sense on the clock of `host`.
 
     Hosts disagree by milliseconds. What is certain is that a span which another host's span caused begins
@@ -99,20 +99,20 @@ def align_clocks(known: Mapping[str, Told], host: str) -> dict[str, int]:
     shifts_ns = {host: 0}
     while True:
         bounds: dict[str, tuple[float, float]] = {}
-        for told in known.values():
-            parent = known.get(told.record.parent)
-            if parent is None or told.host in shifts_ns or parent.host not in shifts_ns:
+        for span in known.values():
+            parent = known.get(span.record.parent)
+            if parent is None or span.host in shifts_ns or parent.host not in shifts_ns:
                 continue
-            start_ns = told.record.start_ns
+            start_ns = span.record.start_ns
             earliest = parent.record.start_ns + shifts_ns[parent.host] - start_ns
             latest = parent.record.end_ns + shifts_ns[parent.host] - start_ns if parent.record.end_ns else inf
-            low, high = bounds.get(told.host, (-inf, inf))
-            bounds[told.host] = (max(low, earliest), min(high, latest))
+            low, high = bounds.get(span.host, (-inf, inf))
+            bounds[span.host] = (max(low, earliest), min(high, latest))
         if not bounds:
             return shifts_ns
         for other, (low, high) in bounds.items():
             shifts_ns[other] = round(low if low > 0 else min(high, 0)) if low <= high else round((low + high) / 2)
 
 
-def _start(told: Told) -> int:
-    return told.record.start_ns
+def _start(span: ServiceSpan) -> int:
+    return span.record.start_ns

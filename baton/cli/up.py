@@ -16,11 +16,11 @@ from baton.cli import servers
 from baton.cli.asking import NATS_URL_FILE
 from baton.cli.deployment import (
     DRAIN_S,
-    Wishes,
-    check_wishes,
+    Deployment,
+    check_deployment,
     model_folder,
+    resolve,
     service_programs,
-    settle,
     worker_programs,
 )
 from baton.cli.probes import http_status
@@ -44,44 +44,44 @@ READY_TEXT: Final = """
 END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def up(wishes: Wishes, environ: Mapping[str, str], tell: Tell) -> None:
+def up(deployment: Deployment, environ: Mapping[str, str], tell: Tell) -> None:
     """Serve until a signal ends it. Raises BatonError with a sentence for the user if it cannot start."""
-    wishes = settle(wishes, gpu=NVIDIA_DRIVER.exists())
-    check_wishes(wishes)
-    if wishes.device == "cuda":
+    deployment = resolve(deployment, gpu=NVIDIA_DRIVER.exists())
+    check_deployment(deployment)
+    if deployment.device == "cuda":
         tell(f"{WHOLE_ON_CUDA}: no prefill workers are started")
-    if wishes.tiny and not wishes.tiny_model_folder.exists():
+    if deployment.tiny and not deployment.tiny_model_folder.exists():
         tell("making a tiny model with random weights")
-    model_path = model_folder(wishes)
-    with _own_run_folder(wishes):
+    model_path = model_folder(deployment)
+    with _own_run_folder(deployment):
         logging.basicConfig(
-            filename=wishes.logs_folder / "up.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+            filename=deployment.logs_folder / "up.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
-        asyncio.run(_Launch(wishes, model_path, environ, tell).run())
+        asyncio.run(_Launch(deployment, model_path, environ, tell).run())
 
 
 @contextmanager
-def _own_run_folder(wishes: Wishes) -> Generator[None]:
+def _own_run_folder(deployment: Deployment) -> Generator[None]:
     """Empty the run folder and lock it: its old content describes workers that are gone."""
-    folder = wishes.run_folder
+    folder = deployment.run_folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f"{folder.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigurationError(
-                f"another `baton up` uses {folder}: end it, or choose another port, such as PORT={wishes.port + 1}"
+                f"another `baton up` uses {folder}: end it, or choose another port, such as PORT={deployment.port + 1}"
             ) from error
         shutil.rmtree(folder, ignore_errors=True)
-        wishes.logs_folder.mkdir(mode=0o700, parents=True)
+        deployment.logs_folder.mkdir(mode=0o700, parents=True)
         yield
 
 
 class _Launch:
     """One run of `baton up`."""
 
-    def __init__(self, wishes: Wishes, model_path: Path, environ: Mapping[str, str], tell: Tell) -> None:
-        self._wishes = wishes
+    def __init__(self, deployment: Deployment, model_path: Path, environ: Mapping[str, str], tell: Tell) -> None:
+        self._deployment = deployment
         self._model_path = model_path
         self._environ = environ
         self._tell = tell
@@ -130,14 +130,14 @@ class _Launch:
 
     async def _start(self) -> None:
         nats_url, redis_url = await self._start_servers()
-        servers.write_private(self._wishes.run_folder / NATS_URL_FILE, nats_url)
+        servers.write_private(self._deployment.run_folder / NATS_URL_FILE, nats_url)
         await self._start_children(
             self._services,
-            *service_programs(self._wishes, nats_url=nats_url, redis_url=redis_url, environ=self._environ),
+            *service_programs(self._deployment, nats_url=nats_url, redis_url=redis_url, environ=self._environ),
         )
         self._tell("kvindex, scheduler and gateway run")
         for program in worker_programs(
-            self._wishes, model_path=self._model_path, nats_url=nats_url, environ=self._environ
+            self._deployment, model_path=self._model_path, nats_url=nats_url, environ=self._environ
         ):
             await self._start_worker(program)
         await self._wait_until_serving()
@@ -145,7 +145,7 @@ class _Launch:
 
     async def _start_servers(self) -> tuple[str, str]:
         """Start NATS and Redis unless the user names running ones; return their addresses."""
-        folder, urls = self._wishes.run_folder, [self._wishes.nats_url, self._wishes.redis_url]
+        folder, urls = self._deployment.run_folder, [self._deployment.nats_url, self._deployment.redis_url]
         for index, describe in enumerate((servers.nats_server, servers.redis_server)):
             if urls[index]:
                 continue
@@ -158,8 +158,8 @@ class _Launch:
     async def _start_worker(self, program: Program) -> None:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        engine = self._wishes.engines[Role(program.name.partition("-")[0])]
-        self._tell(f"{program.name}: starting {engine} on {self._wishes.device}")
+        engine = self._deployment.engines[Role(program.name.partition("-")[0])]
+        self._tell(f"{program.name}: starting {engine} on {self._deployment.device}")
         await self._start_children(self._services, program)
         self._tell(f"{program.name}: ready after {loop.time() - started_s:.0f} s")
 
@@ -173,7 +173,7 @@ class _Launch:
             among.append(child)
             child.start()
         loop = asyncio.get_running_loop()
-        started_s = told_s = loop.time()
+        started_s = reported_s = loop.time()
         timeout_s = max(program.start_timeout_s for program in programs)
         ends = {asyncio.create_task(child.wait()): child for child in children}
         try:
@@ -185,8 +185,8 @@ class _Launch:
                 now_s = loop.time()
                 if now_s - started_s > timeout_s:
                     raise _with_last_lines(children[-1], f"was not ready within {timeout_s:g} s")
-                if now_s - told_s >= PROGRESS_INTERVAL_S:
-                    told_s = now_s
+                if now_s - reported_s >= PROGRESS_INTERVAL_S:
+                    reported_s = now_s
                     self._tell(f"{children[-1].name}: still starting, {now_s - started_s:.0f} s")
         finally:
             for task in ends:
@@ -195,7 +195,7 @@ class _Launch:
         self._keepers += [asyncio.create_task(keep_alive(child, self._tell)) for child in children]
 
     async def _wait_until_serving(self) -> None:
-        host, port = self._wishes.local_host, self._wishes.port
+        host, port = self._deployment.local_host, self._deployment.port
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 while (await http_status(host, port, "/ready"))[0] != 200:  # noqa: ASYNC110 - another process.
@@ -204,25 +204,25 @@ class _Launch:
             status, body = await http_status(host, port, "/ready")
             raise Unavailable(
                 f"all processes run, but the gateway is not ready after {READY_TIMEOUT_S:g} s "
-                f"({status}: {body.strip()}); the logs are in {self._wishes.logs_folder}"
+                f"({status}: {body.strip()}); the logs are in {self._deployment.logs_folder}"
             ) from error
 
     # ------------------------------------------------------------ running
 
     def _tell_ready(self) -> None:
-        wishes = self._wishes
-        workers = f"{wishes.prefill} prefill and {wishes.decode} decode"
-        engines = " → ".join(wishes.started_engines)
-        self._tell(f"ready: {wishes.address}/v1 serves {wishes.model_name} ({workers}, {engines})")
-        key = ' -H "Authorization: Bearer $API_KEY"' if wishes.api_key else ""
-        print(READY_TEXT.format(address=wishes.address, model=wishes.model_name, key=key))
-        print(f"  Where an answer's time went:  make trace PORT={wishes.port} ID=chatcmpl-…")
-        if "simulated" in wishes.started_engines:
+        deployment = self._deployment
+        workers = f"{deployment.prefill} prefill and {deployment.decode} decode"
+        engines = " → ".join(deployment.started_engines)
+        self._tell(f"ready: {deployment.address}/v1 serves {deployment.model_name} ({workers}, {engines})")
+        key = ' -H "Authorization: Bearer $API_KEY"' if deployment.api_key else ""
+        print(READY_TEXT.format(address=deployment.address, model=deployment.model_name, key=key))
+        print(f"  Where an answer's time went:  make trace PORT={deployment.port} ID=chatcmpl-…")
+        if "simulated" in deployment.started_engines:
             print("  The engine is simulated: its text is noise. A real one:  make up")
-        elif wishes.tiny:
+        elif deployment.tiny:
             print("  The model is tiny, with random weights made here: its text is noise. A real one, a folder or a")
             print("  hub id:  make up MODEL=Qwen/Qwen3-0.6B")
-        print(f"  Logs: {wishes.logs_folder}   Ctrl-C ends everything.", flush=True)
+        print(f"  Logs: {deployment.logs_folder}   Ctrl-C ends everything.", flush=True)
 
 
 def _start_failed(child: Child, status: int) -> BatonError:

@@ -54,7 +54,7 @@ def draw(tree: Tree, look: Look, *, left_out: int = 0, older: Sequence[str] = ()
         takes = f">{takes}" if node.is_open else takes
         bar = _bar(node.start_ns - start_ns, node.end_ns - start_ns, total_ns, bar_columns, look)
         line = f"{label:<{label_columns}} {begins:>{TIME_COLUMNS}} {takes:>{TIME_COLUMNS}} {bar}".rstrip()
-        yield f"\x1b[31m{line}\x1b[0m" if look.colour and node.told.record.error else line
+        yield f"\x1b[31m{line}\x1b[0m" if look.colour and node.span.record.error else line
     notes = [note for node in tree.walk() for note in _notes(node)]
     notes += [f"the clock of {host} was moved by {shift_ns / 1e6:+.1f} ms" for host, shift_ns in tree.shifts_ns.items()]
     if any(node.is_open for node in tree.walk()):
@@ -83,14 +83,14 @@ def _branch(node: Node, look: Look) -> str:
 def _label(node: Node) -> str:
     """Return a span's name, its process if not its parent's, and what it waited for."""
     attributes = node.attributes
-    service = node.told.service if node.told.service in ("gateway", "scheduler", "kvindex") else "worker"
-    where = node.told.instance if service == "worker" else service
+    service = node.span.service if node.span.service in ("gateway", "scheduler", "kvindex") else "worker"
+    where = node.span.instance if service == "worker" else service
     match node.name:
         case "attempt":
             workers = [attributes.get(f"baton.placement.{role}", "") for role in ("prefill", "decode")]
             return f"attempt {attributes.get('baton.attempt', '')}  {', '.join(str(one) for one in workers if one)}"
         case "dispatch":
-            return f"dispatch  for the word of {attributes.get('baton.worker', 'a worker')}"
+            return f"dispatch  for {attributes.get('baton.worker', 'a worker')} to accept"
         case "transfer":
             return f"transfer  for {_size(attributes.get('baton.transfer.bytes'))} of KV"
         case "layers":
@@ -119,12 +119,12 @@ def _layers_label(node: Node) -> str:
 
 def _notes(node: Node) -> Iterator[str]:
     """Yield how an attempt was placed and how it ended; for other spans, only that they failed."""
-    record, attributes = node.told.record, node.attributes
+    record, attributes = node.span.record, node.attributes
     failure = f"{attributes.get('error.type', 'error')}: {record.error}" if record.error else ""
     failure = failure or str(attributes.get("baton.end", ""))
     if node.name != "attempt":
         if failure and not node.children:
-            yield f"{node.name} ({node.told.instance}): {failure}"
+            yield f"{node.name} ({node.span.instance}): {failure}"
         return
     parts = [str(attributes.get("baton.placement.reason", "not placed"))]
     for what, unit, actual, predicted in (

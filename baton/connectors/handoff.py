@@ -1,6 +1,6 @@
 """The scheduler's side of the hand-off, as plain decisions: what each step's workers have to do.
 
-One `HandoffScheduler` lives beside an engine's scheduler. It is told what the scheduler decided and
+One `HandoffScheduler` runs beside an engine's scheduler. It is told what the scheduler decided and
 answers two questions (how many tokens will come from elsewhere, may blocks be freed) and, once per step,
 with the `StepPlan` for the workers' agents. It knows no engine; `baton.connectors.vllm` feeds it.
 

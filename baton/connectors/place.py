@@ -39,5 +39,5 @@ class RankPlace:
 
     def _divisible(self, ranks: int) -> Layout:
         if self.layout is None or ranks < 1:
-            raise ValueError(f"a peer with {ranks} tensor-parallel ranks, but this cache lies as it is on {self.size}")
+            raise ValueError(f"a peer with {ranks} tensor-parallel ranks, but this cache is divided over {self.size}")
         return self.layout

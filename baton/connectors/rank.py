@@ -1,6 +1,6 @@
 """The rank's side of the hand-off: carries out a step's plan on this process's transfer agent.
 
-One `HandoffRank` lives in each of an engine's worker processes, beside its part of the KV memory. Each
+One `HandoffRank` runs in each of an engine's worker processes, beside its part of the KV memory. Each
 request is reported exactly once: as sent when its lease has ended *and* the engine has said that it is
 done with it, whichever comes first; as received when its pull has ended, with its failure if it failed.
 

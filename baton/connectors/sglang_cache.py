@@ -32,7 +32,7 @@ BACKEND = "baton"
 """The name under which SGLang knows this cache."""
 
 
-class Keeper(Protocol):
+class KvRetention(Protocol):
     """Decides which KV of a request stays."""
 
     def checkpointed(self, req: Req, tokens: int) -> None:
@@ -67,7 +67,7 @@ class _Held:
 
 class HandoffCache(UnifiedRadixCache):
     def __init__(self, params: CacheInitParams) -> None:
-        self.keeper: Keeper | None = None
+        self.retention: KvRetention | None = None
         self._arrivals: dict[str, Arrival] = {}
         self._held: dict[str, _Held] = {}
         super().__init__(params)
@@ -130,14 +130,14 @@ class HandoffCache(UnifiedRadixCache):
 
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: object) -> None:
         super().checkpoint(req, up_to=up_to, **kwargs)
-        if self.keeper is not None:
-            self.keeper.checkpointed(req, up_to)
+        if self.retention is not None:
+            self.retention.checkpointed(req, up_to)
 
     def claim_kv_row(self, req: Req) -> bool:
         if super().claim_kv_row(req):
             return True
         # A request that was retracted gives its slots back as well, and comes again.
-        if self.keeper is None or not req.finished() or not self.keeper.finished(req):
+        if self.retention is None or not req.finished() or not self.retention.finished(req):
             return False
         kv, tokens = req.kv, req.owned_kv_len()
         req.refresh_fill_ids()
@@ -152,15 +152,15 @@ class HandoffCache(UnifiedRadixCache):
         kv.mark_kv_released()
         return True
 
-    def let_go(self, rid: str) -> None:
+    def free_leased(self, rid: str) -> None:
         """Free the request's KV, which no peer reads any more."""
         if held := self._held.pop(rid, None):
             self.token_to_kv_pool_allocator.free_segment(held.tail, start_pos=held.tail_start)
             self.unlock(held.lock)
 
     @property
-    def is_empty_handed(self) -> bool:
-        return not self._arrivals and not self._held
+    def has_handoffs(self) -> bool:
+        return bool(self._arrivals or self._held)
 
 
 def build(context: TreeCacheBuildContext) -> BasePrefixCache:

@@ -54,7 +54,7 @@ class Handoffs:
         self._pulling: dict[str, _Pulling] = {}
         self._leased_pages: dict[str, torch.Tensor] = {}
         self._moved: list[LeaseStep] = []
-        cache.keeper = self
+        cache.retention = self
         # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
         pool.baton_layer_saved = lambda layer: rank.layer_saved(layer - pool.start_layer)  # pyright: ignore
 
@@ -64,7 +64,7 @@ class Handoffs:
 
     @property
     def is_idle(self) -> bool:
-        return self._decisions.is_idle and not self.waiting and self._cache.is_empty_handed
+        return self._decisions.is_idle and not self.waiting and not self._cache.has_handoffs
 
     # Requests.
 
@@ -121,7 +121,7 @@ class Handoffs:
         for rid in results.sent:
             self._decisions.freed(rid)
             self._leased_pages.pop(rid, None)
-            self._cache.let_go(rid)
+            self._cache.free_leased(rid)
         while self._parked and self._start_pull(self._parked[0]):
             self._parked.popleft()
         return failed
@@ -163,7 +163,7 @@ class Handoffs:
         if leased is None or torch.equal(leased, self._row_pages(req, len(leased) * self._cache.page_size)):
             return
         # Another request computed the same prompt meanwhile, and its slots were first. Ours are free now: their
-        # lease is revoked before anything else is written there, and opened anew on the slots that hold the KV now.
+        # lease is revoked before anything else is written there, and opened again on the slots that hold the KV now.
         self._decisions.preempted(req.rid)
         self._moved.append(self._lease(req, tokens, tokens))
 

@@ -109,12 +109,12 @@ def handoff_of(attempt: EngineAttempt, *, context_tokens_max: int, enabled: bool
         raise TransferFailed("this engine was started without a transfer agent (handoff=false)")
     if request.leg is Leg.PREFILL:
         return Handoff(leg=HandoffLeg.PREFILL, key=attempt.key, sink_ranks=request.sink_ranks)
-    if request.source is None or not request.source.address.agents:
+    if request.source is None or not request.source.agents:
         raise TransferFailed("the decode task names no source with a transfer agent")
     return Handoff(
         leg=HandoffLeg.DECODE,
         key=attempt.key,
-        endpoints=request.source.address.agents,
+        endpoints=request.source.agents,
         deadline_s=attempt.deadline_s,
     )
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from baton.messages.attempts import FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
+from baton.messages.base import WorkerAddress
 from baton.messages.traces import AttributeValue
 from baton.transfer import AgentStats, PullTally
 
@@ -33,7 +34,7 @@ class EngineRequest:
     tokens: Sequence[int]
     sampling: Sampling
     cache_salt: str = ""
-    source: KvSource | None = None
+    source: WorkerAddress | None = None
     """Source of the prompt's KV, set exactly when `leg` is DECODE."""
     sink_ranks: int = 0
     """Agents that will pull (PREFILL only), one per rank of the decode engine; 0: as many as this engine has."""

@@ -35,7 +35,7 @@ BATCHES_MAX: Final = 10_000
 """Bound of the batches that wait for the consumer. Beyond it the newest are dropped, a gap in the sequence."""
 
 _DEVICE_MEDIUM: Final = "GPU"
-"""Both engines' name for their own cache, on a CPU too. Blocks of other tiers are not the engine's."""
+"""Name of the engine's own cache in both engines, on a CPU too. Blocks of other tiers are not the engine's."""
 
 _HASH_BITS: Final = 64
 

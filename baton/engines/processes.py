@@ -46,9 +46,9 @@ def end_at_once() -> None:
     each log a page of complaints about objects that are still alive.
     """
     if multiprocessing.parent_process() is not None:
-        atexit.register(_let_go)
+        atexit.register(_abandon_objects)
 
 
-def _let_go() -> None:
+def _abandon_objects() -> None:
     gc.freeze()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

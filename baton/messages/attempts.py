@@ -31,12 +31,6 @@ class Sampling(Part, frozen=True, kw_only=True):
     extensions: dict[str, object] = msgspec.field(default_factory=dict[str, object])
 
 
-class KvSource(Part, frozen=True, kw_only=True):
-    """Worker from which decode pulls the prompt's KV. The lease's key is `lease_key(request, attempt, tokens)`."""
-
-    address: WorkerAddress
-
-
 class TokenChunk(Message, tag="chunk", frozen=True, kw_only=True):
     """A leading part of a prompt that is too long for one message; sent before its task, in order."""
 
@@ -45,8 +39,11 @@ class TokenChunk(Message, tag="chunk", frozen=True, kw_only=True):
     tokens: bytes
 
 
-class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
-    """Compute the prompt's KV and hold it under lease. Answered by `Accepted`, `Busy` or `Refused`."""
+class Task(Message, frozen=True, kw_only=True):
+    """Gateway to worker: run one attempt. Answered by `Accepted`, `Busy` or `Refused`.
+
+    `Refused` with InvalidRequest: the engine does not support these parameters.
+    """
 
     context: Context
     gateway: str
@@ -57,28 +54,23 @@ class PrefillTask(Message, tag="prefill", frozen=True, kw_only=True):
     prompt_tokens: int
     sampling: Sampling
     cache_salt: str = ""
+    cached_tokens: int = 0
+    """Prompt tokens that the placement expects in the cache of the worker that computes the prompt; the rest adds to
+    its queue."""
+
+
+class PrefillTask(Task, tag="prefill", frozen=True, kw_only=True):
+    """Compute the prompt's KV and hold it under lease."""
+
     sink_ranks: int = 0
     """Tensor-parallel ranks of the decode worker, each of which pulls; 0: as many as this worker has."""
-    cached_tokens: int = 0
-    """Prompt tokens that the placement expects in this worker's cache; the rest adds to its queue."""
 
 
-class DecodeTask(Message, tag="decode", frozen=True, kw_only=True):
-    """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here.
+class DecodeTask(Task, tag="decode", frozen=True, kw_only=True):
+    """Generate. With a `source`, pull the prompt's KV from there; without one, compute it here."""
 
-    Answered like a `PrefillTask`; `Refused` with InvalidRequest: the engine does not support these parameters.
-    """
-
-    context: Context
-    gateway: str
-    generation: int
-    tokens: bytes
-    prompt_tokens: int
-    sampling: Sampling
-    cache_salt: str = ""
-    source: KvSource | None = None
-    cached_tokens: int = 0
-    """Same as in `PrefillTask`; used without a source only."""
+    source: WorkerAddress | None = None
+    """Prefill worker. Its lease's key is `lease_key(request, attempt, tokens)`."""
 
 
 class Accepted(Message, tag="accepted", frozen=True, kw_only=True):

@@ -63,11 +63,16 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
     predicted: Candidate
     candidates: tuple[Candidate, ...] = ()
 
+    @property
+    def addresses(self) -> tuple[WorkerAddress, ...]:
+        """Decode worker, then prefill worker if there is one."""
+        return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
 
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
     """Scheduler to every kvindex and scheduler: these workers will soon run this attempt and hold its prompt.
 
-    A hint: it may be lost.
+    It may be lost.
     """
 
     context: Context

@@ -77,7 +77,7 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     held_sequence: int = 0
     draining: bool = False
     leaves_in_s: float = 0.0
-    """While draining: time after which attempts that still run are ended."""
+    """Time until a draining worker ends the attempts that still run."""
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):

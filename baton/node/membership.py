@@ -1,19 +1,19 @@
 """Membership: which members are on the bus, learned from heartbeats and goodbyes. Pure and bounded; time is passed in.
 
-A member has a name. Each start of its process is one life of the member, with a higher generation than the last:
+A member has a name. Each start of its process is a generation of the member, numbered higher than the last:
 
                 hear, meet                     hear(leaving)
     unknown ──────Joined──────▶ live ─────────────Leaving────────────▶ live, leaving
                                  │ ▲ Restarted: a newer generation takes the place of a live one
             goodbye: Left        │ └─┘
             silence: Lost        ▼
-                              departed ──hear, meet of a life that may still come: Joined──▶ live
+                              departed ──hear, meet of a generation that may still come: Joined──▶ live
                                  │
                                  └──`forget_after_s`──▶ unknown
 
-A goodbye ends a life for good: later messages of it, or of an earlier one, are ignored. A lost life may be heard
-again, since its process may only have been paused. Generations come from wall clocks; a clock that was set back
-hides a restarted member only until its earlier life is forgotten.
+A goodbye ends a generation for good: later messages of it, or of an earlier one, are ignored. A lost generation may
+join again, since its process may only have been paused. Generations come from wall clocks; a clock that was set back
+hides a restarted member only until its earlier generation is forgotten.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The life `ended` is over, and `generation` is live in its place."""
+    """The generation `ended` is over, and `generation` is live in its place."""
 
     member: str
     generation: int
@@ -86,7 +86,7 @@ class Member(Generic[Beat]):
 
     generation: int
     heard_s: float
-    """Instant of its last heartbeat; before the first one, the instant at which this life was first named."""
+    """Instant of its last heartbeat; before the first one, the instant at which this generation was first named."""
     beat: Beat | None = None
     leaving: bool = False
 
@@ -116,7 +116,7 @@ class Membership(Generic[Beat]):
         return self._live.get(name)
 
     def is_live(self, name: str, generation: int) -> bool:
-        """Return whether just this life is live."""
+        """Return whether this generation is the live one."""
         member = self._live.get(name)
         return member is not None and member.generation == generation
 
@@ -127,7 +127,7 @@ class Membership(Generic[Beat]):
     # ------------------------------------------------------------ changing
 
     def hear(self, name: str, generation: int, beat: Beat, now_s: float, *, leaving: bool = False) -> list[Event]:
-        """Take a member's heartbeat and return the events; the heartbeat of an ended life changes nothing."""
+        """Take a member's heartbeat and return the events; the heartbeat of an ended generation changes nothing."""
         events = self.meet(name, generation, now_s)
         if not self.is_live(name, generation):
             return events
@@ -139,7 +139,7 @@ class Membership(Generic[Beat]):
         return events
 
     def meet(self, name: str, generation: int, now_s: float) -> list[Event]:
-        """Learn of a life from another source than its heartbeat; the heartbeat must come within `lost_after_s`."""
+        """Learn of a generation from another message; its heartbeat must come within `lost_after_s`."""
         member = self._live.get(name)
         if member is None:
             if generation < self._departed.get(name, generation) or not self._has_room(name):
@@ -153,7 +153,7 @@ class Membership(Generic[Beat]):
         return [Restarted(name, generation, member.generation)]
 
     def goodbye(self, name: str, generation: int, now_s: float) -> list[Event]:
-        """End this life of a member and all before it; an unknown life is remembered as ended."""
+        """End this generation of a member and all before it; an unknown one is remembered as ended."""
         member = self._live.get(name)
         if member is not None and generation < member.generation:
             return []
@@ -170,7 +170,7 @@ class Membership(Generic[Beat]):
         self._departed.extend_deadlines(pause_s, now_s)
 
     def expire(self, now_s: float) -> list[Event]:
-        """End the lives that were silent for too long, and forget members that departed long ago."""
+        """End the members that were silent for too long, and forget members that departed long ago."""
         lost = [name for name, member in self._live.items() if now_s - member.heard_s > self._lost_after_s]
         events: list[Event] = []
         for name in lost:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeVar
 
 import uvloop
 
 from baton import config
-from baton.bus import NatsBus
+from baton.bus import Bus, Handler, NatsBus
 from baton.errors import BatonError, ConfigurationError
 from baton.node.ports import Ports, new_system_id, system_ports
 from baton.node.settings import NodeSettings
@@ -61,6 +61,16 @@ async def serve(service: Service, stop: Stop) -> None:
         stop.serving = True
         await stop.asked.wait()
         await service.drain()
+
+
+@asynccontextmanager
+async def subscribed(bus: Bus, handlers: Mapping[str, Handler]) -> AsyncGenerator[None]:
+    """Handle the messages on each subject inside this context; at its end, those that wait are handled first."""
+    async with AsyncExitStack() as stack:
+        for subject, handler in handlers.items():
+            subscription = await bus.subscribe(subject, handler)
+            stack.push_async_callback(subscription.unsubscribe)
+        yield
 
 
 class Process:

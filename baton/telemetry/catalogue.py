@@ -263,8 +263,8 @@ INDEX_SPECULATIVE: Final = _gauge(
 INDEX_MESSAGES: Final = _counter(
     "baton_index_messages_total",
     KVINDEX,
-    "Messages of KV events and hints; `stale` ones are of an earlier generation. From `malformed` on they were refused,"
-    " and if blocks may be missing now, the worker is resynced.",
+    "Messages of KV events, placements and audits; `stale` ones are of an earlier generation. From `malformed` on they"
+    " were refused, and if blocks may be missing now, the worker is resynced.",
     "result",
     known=(*("applied", "duplicate", "stale", "malformed", "oversized", "foreign_model", "unknown_worker", "full"),),
 )
@@ -287,7 +287,7 @@ INDEX_AUDIT_PREDICTED: Final = _counter(
 INDEX_AUDIT_CACHED: Final = _counter(
     "baton_index_audit_cached_tokens_total",
     KVINDEX,
-    "Those of them that the worker actually held.",
+    "Predicted tokens that the worker actually held.",
     "worker",
 )
 INDEX_WRITER: Final = _gauge("baton_index_writer", KVINDEX, "1 on the one replica that writes to Redis, else 0.")

@@ -38,11 +38,11 @@ class Collector:
 
     def __init__(self, endpoint: str, resource: Mapping[str, str]) -> None:
         url = traces_url(endpoint)
-        # OpenTelemetry logs every batch and every retry; `Patient` says it once.
+        # OpenTelemetry logs every batch and every retry; `BackingOffExporter` says it once.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         self._resource = Resource(dict(resource))
         self._processor = BatchSpanProcessor(
-            Patient(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S), url),
+            BackingOffExporter(OTLPSpanExporter(endpoint=url, timeout=EXPORT_TIMEOUT_S), url),
             max_queue_size=QUEUE_SPANS_MAX,
             max_export_batch_size=BATCH_SPANS_MAX,
             schedule_delay_millis=BATCH_INTERVAL_MS,
@@ -58,7 +58,7 @@ class Collector:
         last.join(CLOSE_TIMEOUT_S)
 
 
-class Patient(SpanExporter):
+class BackingOffExporter(SpanExporter):
     """An exporter that backs off from a collector that is down: one try in `PAUSE_S`, one line in the log."""
 
     def __init__(self, exporter: SpanExporter, url: str) -> None:

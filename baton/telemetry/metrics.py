@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from importlib.metadata import version
 from typing import Final, cast
 
@@ -75,7 +75,7 @@ class Metrics:
             for each in bus.subscriptions:
                 # The third part of a subject is a name, and names are many: baton.worker.NAME.task.
                 kind = ".".join(part for number, part in enumerate(each.subject.split(".")) if number != 2)
-                seen = (each.handled_messages, each.dropped_messages, each.malformed_messages)
+                seen = astuple(each.counts)
                 counts[kind] = [sum(pair) for pair in zip(counts.get(kind, (0, 0, 0)), seen, strict=True)]
             for kind, seen in counts.items():
                 for row, count in zip((BUS_HANDLED, BUS_DROPPED, BUS_MALFORMED), seen, strict=True):

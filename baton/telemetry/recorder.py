@@ -32,7 +32,7 @@ class Recorded(Protocol):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _TracePart:
     """This service's part of one trace."""
 
     sampled: bool = False
@@ -59,7 +59,7 @@ class Recorder:
         self._age_s_max = age_s_max
         self._open: OrderedDict[str, Recorded] = OrderedDict()
         """Running spans by span id."""
-        self._traces: OrderedDict[str, _Kept] = OrderedDict()
+        self._traces: OrderedDict[str, _TracePart] = OrderedDict()
         """Traces by id; the one touched last is last."""
         self._spans = 0
 
@@ -71,54 +71,54 @@ class Recorder:
     def end(self, record: SpanRecord, *, sampled: bool) -> None:
         """Keep a span that has ended, and export it if its trace is sampled or was wanted before."""
         self._open.pop(record.span, None)
-        kept = self._touch(record.trace)
-        kept.sampled = kept.sampled or sampled
-        if len(kept.spans) < TRACE_SPANS_MAX:
-            kept.spans.append(record)
+        part = self._touch(record.trace)
+        part.sampled = part.sampled or sampled
+        if len(part.spans) < TRACE_SPANS_MAX:
+            part.spans.append(record)
             self._spans += 1
         else:
-            kept.left_out += 1
-        if self._export is not None and (kept.sampled or kept.wanted):
+            part.left_out += 1
+        if self._export is not None and (part.sampled or part.wanted):
             self._export(record)
         self._trim()
 
     def want(self, trace: str) -> None:
         """Export this trace: the spans that have ended, and those that will end from now on."""
-        kept = self._touch(trace)
-        if self._export is not None and not (kept.wanted or kept.sampled):
-            for record in kept.spans:
+        part = self._touch(trace)
+        if self._export is not None and not (part.wanted or part.sampled):
+            for record in part.spans:
                 self._export(record)
-        kept.wanted = True
+        part.wanted = True
         self._trim()
 
     def find(self, name: str) -> tuple[list[SpanRecord], int]:
         """Return all spans of the traces called `name`, running ones included, and how many are missing."""
         self._trim()
         running = [span.record() for span in self._open.values()]
-        ended = [record for kept in self._traces.values() for record in kept.spans]
+        ended = [record for part in self._traces.values() for record in part.spans]
         found = {
             record.trace
             for record in (*running, *ended)
             if record.trace == name or any(record.attributes.get(key) == name for key in NAMES)
         }
         spans = [record for record in (*ended, *running) if record.trace in found]
-        return spans, sum(kept.left_out for trace, kept in self._traces.items() if trace in found)
+        return spans, sum(part.left_out for trace, part in self._traces.items() if trace in found)
 
-    def _touch(self, trace: str) -> _Kept:
-        kept = self._traces.get(trace)
-        if kept is None:
-            kept = self._traces[trace] = _Kept()
+    def _touch(self, trace: str) -> _TracePart:
+        part = self._traces.get(trace)
+        if part is None:
+            part = self._traces[trace] = _TracePart()
         else:
             self._traces.move_to_end(trace)
-        kept.touched_s = self._now_s()
-        return kept
+        part.touched_s = self._now_s()
+        return part
 
     def _trim(self) -> None:
         """Forget the traces that have been inactive for the longest time."""
         too_old_s = self._now_s() - self._age_s_max
         while self._traces:
-            trace, kept = next(iter(self._traces.items()))
-            if kept.touched_s > too_old_s and self._spans <= self._spans_max and len(self._traces) <= self._spans_max:
+            trace, part = next(iter(self._traces.items()))
+            if part.touched_s > too_old_s and self._spans <= self._spans_max and len(self._traces) <= self._spans_max:
                 return
             del self._traces[trace]
-            self._spans -= len(kept.spans)
+            self._spans -= len(part.spans)

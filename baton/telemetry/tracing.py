@@ -109,7 +109,7 @@ class Span:
 
 
 class Tracing:
-    """The spans of one service. Parents are passed, never taken from the running task: spans of one attempt live in
+    """The spans of one service. Parents are passed, never taken from the running task: spans of one attempt come from
     many tasks."""
 
     def __init__(

@@ -61,10 +61,8 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
         return Refusal("malformed", "this worker's engine has no transfer agent, it cannot hand off")
     if isinstance(task, PrefillTask) and not 0 <= task.sink_ranks <= RANKS_MAX:
         return Refusal("malformed", f"a decode worker of {task.sink_ranks} ranks; there are at most {RANKS_MAX}")
-    if isinstance(task, DecodeTask) and task.source and not 0 < len(task.source.address.agents) <= RANKS_MAX:
-        return Refusal(
-            "malformed", f"a source with {len(task.source.address.agents)} transfer agents; it has 1 to {RANKS_MAX}"
-        )
+    if isinstance(task, DecodeTask) and task.source and not 0 < len(task.source.agents) <= RANKS_MAX:
+        return Refusal("malformed", f"a source with {len(task.source.agents)} transfer agents; it has 1 to {RANKS_MAX}")
     return Ask(
         key=key_of(task),
         gateway=task.gateway,

@@ -12,7 +12,7 @@ from math import inf
 from typing import Final
 
 from baton import subjects
-from baton.bus import Delivery, Subscription
+from baton.bus import Delivery
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import (
     BatonError,
@@ -40,7 +40,7 @@ from baton.messages.base import ErrorReport, Refused
 from baton.messages.codec import AnyMessage
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
-from baton.node.service import Node
+from baton.node.service import Node, subscribed
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
 from baton.worker.assembly import Assembly
 from baton.worker.canary import prove_block_identity
@@ -155,7 +155,14 @@ class WorkerService:
                     block_tokens=self._identity.block_tokens,
                     timeout_s=self._timers.canary_timeout_s,
                 )
-                async with self._subscribed():
+                worker = self._identity.address.worker
+                handlers = {
+                    subjects.shadow(worker): self._publisher.answer,
+                    subjects.GATEWAY_BEAT: self._on_gateway_beat,
+                    subjects.task(worker): self._on_task,
+                }
+                # Tasks that came after its end could not be run any more.
+                async with subscribed(self._bus, handlers):
                     # A gateway may send a task as soon as it hears the first heartbeat.
                     loops += [
                         tasks.create_task(self._every(self._timers.heartbeat_s, self._beat), name="heartbeat"),
@@ -179,24 +186,6 @@ class WorkerService:
         if not self._bus.connected:
             raise BusUnavailable("the message bus cannot be reached")
         await self._engine.check_health()
-
-    @asynccontextmanager
-    async def _subscribed(self) -> AsyncGenerator[None]:
-        worker = self._identity.address.worker
-        handlers = {
-            subjects.shadow(worker): self._publisher.answer,
-            subjects.GATEWAY_BEAT: self._on_gateway_beat,
-            subjects.task(worker): self._on_task,
-        }
-        subscriptions: list[Subscription] = []
-        try:
-            for subject, handler in handlers.items():
-                subscriptions.append(await self._bus.subscribe(subject, handler))
-            yield
-        finally:
-            # Tasks that came later could not be run any more.
-            for subscription in subscriptions:
-                await subscription.unsubscribe()
 
     # ------------------------------------------------------------ the task subject
 

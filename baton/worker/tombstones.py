@@ -14,7 +14,7 @@ class _Tombstone:
 
 
 class Tombstones:
-    """At most `entries_max` tombstones; beyond that, the one with the earliest deadline is dropped."""
+    """Tombstones, at most `entries_max`; beyond that, the one with the earliest deadline is dropped."""
 
     def __init__(self, entries_max: int) -> None:
         self._entries_max = entries_max

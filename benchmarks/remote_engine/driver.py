@@ -19,7 +19,7 @@ from baton.engines.engine import EngineLoad, EngineRequest, Leg
 from baton.engines.sglang.engine import SglangEngine
 from baton.engines.vllm.engine import VllmEngine
 from baton.errors import BatonError, EngineFailed
-from baton.messages.attempts import KvSource, Sampling
+from baton.messages.attempts import Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions, TransferFaults
@@ -36,7 +36,7 @@ def say(message: dict[str, Any]) -> None:
 
 def engine_request(command: dict[str, Any]) -> EngineRequest:
     agents = tuple(command.get("agents", ()))
-    source = KvSource(address=WorkerAddress(worker="source", generation=1, agents=agents)) if agents else None
+    source = WorkerAddress(worker="source", generation=1, agents=agents) if agents else None
     return EngineRequest(
         request=command["request"],
         attempt=command.get("attempt", 0),

@@ -97,7 +97,7 @@ class RemoteEngine:
             tokens=list(request.tokens),
             sampling=msgspec.to_builtins(request.sampling, str_keys=True),
             cache_salt=request.cache_salt,
-            agents=list(request.source.address.agents) if request.source else [],
+            agents=list(request.source.agents) if request.source else [],
             budget_s=request.budget_s,
         )
         ended = False

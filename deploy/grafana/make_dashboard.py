@@ -1,4 +1,4 @@
-"""Makes the operator's dashboard, `dashboards/baton.json`, of `panels.yaml`: `python deploy/grafana/make_dashboard.py`.
+"""Makes the dashboard, `dashboards/baton.json`, from `panels.yaml`: `python deploy/grafana/make_dashboard.py`.
 
 Points on panels of histograms lead to the trace they were measured on (exemplars); every panel's link leads to the
 traces of the same time.

@@ -1,4 +1,4 @@
-// What this machine can do at best, without any of our machinery: the yardsticks of baton_native.bench.
+// Limits of this machine, measured without the transfer agent: the yardsticks of baton_native.bench.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 #include <sys/uio.h>
@@ -15,7 +15,7 @@ namespace {
 
 using Indexes = std::vector<std::uint32_t>;
 
-constexpr std::size_t kBytesPerRead = 512 << 10;  // As large as our own chunks.
+constexpr std::size_t kBytesPerRead = 512 << 10;  // The size of the agent's chunks.
 
 void check_lengths(const Indexes& to, const Indexes& from) {
   if (to.size() != from.size()) throw std::invalid_argument("as many blocks are needed on both sides");

@@ -30,12 +30,12 @@ constexpr std::size_t kEdges = 1 << 16;
 constexpr std::size_t kBytesMax = 4096;
 constexpr std::size_t kKeptMax = 4096;
 
-std::uint8_t reached[kEdges];  // In this run.
-std::uint8_t known[kEdges];    // In any.
+std::uint8_t reached[kEdges];  // Edges of this run.
+std::uint8_t known[kEdges];    // Edges of all runs.
 std::uintptr_t last = 0;
 Bytes& running = *new Bytes;  // Outlives all else: leaks are looked for when everything has been destroyed.
 
-// Only calls that are safe in a signal handler.
+// Calls nothing that is unsafe in a signal handler.
 void leave_crash() {
   const int fd = ::open("crash", O_CREAT | O_TRUNC | O_WRONLY | O_CLOEXEC, 0600);
   [[maybe_unused]] const auto written = ::write(fd, running.data(), running.size());
@@ -127,7 +127,7 @@ extern "C" void __sanitizer_cov_trace_pc() {
   if (edge < 255) ++edge;
   last = at >> 1;
 }
-// Where a sanitizer ends the program.
+// Called by a sanitizer before it ends the program.
 extern "C" void __sanitizer_set_death_callback(void (*)()) __attribute__((weak));
 
 int main(int count, char** arguments) {

@@ -16,7 +16,7 @@ Key key_of(std::uint8_t number) {
 }
 
 Blob frame_of(Input& input, bool to_source) {
-  if (input.byte() % 4 == 0) return input.blob(input.byte());  // Of any shape.
+  if (input.byte() % 4 == 0) return input.blob(input.byte());  // Any bytes.
   if (to_source) {
     return any_frame<frames::Ask, frames::Request, frames::Request, frames::Fetched, frames::CreditSlot,
                      frames::KeepAlive, frames::Release>(input);

@@ -1,4 +1,4 @@
-// What backends take from a peer: offers and grants on the sink's side, proofs and credits on the source's.
+// Bytes that backends take from a peer: offers and grants on the sink's side, proofs and credits on the source's.
 #include <unistd.h>
 
 #include "fuzz/input.h"
@@ -73,7 +73,7 @@ Blob offer_of_ucx(const Pool& pool) {
   Blob offer;
   Writer writer(offer);
   writer.put(Blob(8, 1));           // The worker's address.
-  writer.put(std::uint64_t{4096});  // Where its token lies.
+  writer.put(std::uint64_t{4096});  // Address of its token.
   for (std::size_t keys = 0; keys <= pool.layers.size(); ++keys) writer.put(Blob(4, 1));
   RemotePool::of(pool).put(writer);
   return offer;

@@ -55,7 +55,7 @@ int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
           good = stream.place(into->chunk, std::move(pieces));
           if (choice % 4 == 1) {
             stream.stop_placing(arrived->pull);
-            into->memory = {};  // Nobody may write it any more.
+            into->memory = {};  // It must not be written any more.
           }
         }
       }

@@ -23,7 +23,7 @@ struct Meeting {
   explicit Meeting(const std::string& backend)
       : source(meeting_options(backend, 1)), sink(meeting_options(backend, 2)) {
     for (Core* core : {&source, &sink}) core->set_geometry({"model", kMeetingLayers, 16, 64, 4});
-    // What must be pulled does not matter: it brings the connection up, and goes away.
+    // Any pull does: it brings the connection up, and ends.
     carry(sink, StartPull{Key{99}, endpoint, 0, 4, {15}, 30});
     carry(source, Accepted{at_source});
     carry(sink, Connected{at_sink});

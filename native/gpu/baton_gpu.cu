@@ -196,7 +196,7 @@ BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t stream, uint64_t ad
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "no event");
     cudaError_t error = cudaEventRecord(event, theirs);
     if (error == cudaSuccess) error = cudaStreamWaitEvent(gpu->after, event, 0);
-    cudaEventDestroy(event);  // Lives on until it has happened.
+    cudaEventDestroy(event);  // CUDA keeps the event until it has happened.
     check(error, "the stream cannot be waited for");
     gpu->write(gpu->after, address, value);
   });

@@ -20,7 +20,7 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 #define BATON_GPU_ABI 1u
-#define BATON_GPU_ALIGN 16u         // Of addresses, strides and lengths, in bytes: the unit that a thread moves.
+#define BATON_GPU_ALIGN 16u  // Bytes: alignment of addresses, strides and lengths, and the unit that a thread moves.
 #define BATON_GPU_LAUNCHES_MAX 2u   // Unfinished launches of a queue: one runs while the next is made.
 #define BATON_GPU_PIECES_MAX 4096u  // Per launch.
 #define BATON_GPU_GATES_MAX 256u
@@ -75,7 +75,7 @@ uint32_t baton_gpu_abi(void);
 // The reason of this thread's last call that did not return BATON_GPU_OK.
 const char* baton_gpu_why(void);
 
-// Also runs the kernel once, so that its first real use takes no longer than later ones.
+// Runs the kernel once, too, so that its first real use takes no longer than later ones.
 BatonGpuStatus baton_gpu_open(int32_t device, BatonGpu** gpu);
 void baton_gpu_close(BatonGpu* gpu);
 const char* baton_gpu_name(const BatonGpu* gpu);

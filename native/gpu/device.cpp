@@ -14,7 +14,7 @@ namespace {
 constexpr const char* kDriver = "libcuda.so.1";
 constexpr const char* kName = "libbaton_gpu.so";
 
-// Beside the file that this code is in: the build puts both into one package.
+// The library lies beside the file that this code is in: the build puts both into one package.
 std::string find_own_library() {
   if (!transfer::Library(kDriver).why().empty()) {
     throw Unavailable(std::string("there is no NVIDIA driver here (") + kDriver + ")");
@@ -117,7 +117,7 @@ Mapping::~Mapping() {
 
 namespace {
 
-// On the device, for a chunk whose release is announced: then it is tried again, with what came up meanwhile.
+// Wait on the device for a chunk whose release is announced, then retry, together with chunks that came meanwhile.
 constexpr std::uint64_t kWaitNs = 2'000'000;
 
 }  // namespace

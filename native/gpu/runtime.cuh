@@ -184,8 +184,8 @@ struct BatonGpu {
   int device = 0;
   int processors = 0;
   std::string name;
-  cudaStream_t now = nullptr;    // For writes that wait for nothing.
-  cudaStream_t after = nullptr;  // For words that wait for other streams, in the order of the calls.
+  cudaStream_t now = nullptr;    // Stream of writes that wait for nothing.
+  cudaStream_t after = nullptr;  // Stream of words that wait for other streams, in the order of the calls.
 
   std::mutex lock;
   std::vector<std::unique_ptr<BatonGpuQueue>> idle;  // Closed queues, for reuse; guarded by the lock.

@@ -7,7 +7,7 @@
 namespace baton::layout {
 namespace {
 
-constexpr std::size_t kVectorBytes = 16;  // What every x86-64 and every ARM64 processor has.
+constexpr std::size_t kVectorBytes = 16;  // The vectors that every x86-64 and ARM64 processor has.
 constexpr std::size_t kLineBytes = 64;
 
 template <typename Word>

@@ -13,7 +13,7 @@ constexpr std::uint32_t kGroupTokens = 64;  // One line of one-byte words.
 constexpr std::size_t kLineBytes = 64;
 constexpr std::size_t kTokensAhead = 2;
 
-// Where a token lies: the offset of its block, and its place within.
+// Place of a token: the offset of its block, and its place within.
 struct Spot {
   std::uint64_t block_at;
   std::uint32_t token;
@@ -49,7 +49,7 @@ struct Spots {
 struct Lane {
   const Block& block;
   const Grid& grid;
-  std::uint8_t* cells;  // Where the head's part begins in block 0.
+  std::uint8_t* cells;  // Start of the head's part in block 0.
   std::uint64_t row_bytes;
 
   [[nodiscard]] bool is_rows() const { return grid.cells == Cells::rows; }
@@ -221,7 +221,7 @@ void check_blocks(const Pool& pool, const Table& table) {
   }
 }
 
-// What `gather` and `scatter` share: a piece in wire form is one block of its own.
+// The common part of `gather` and `scatter`: a piece in wire form is one block of its own.
 struct Wire {
   Block block;
   std::uint32_t number = 0;

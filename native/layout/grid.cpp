@@ -11,7 +11,7 @@ Axis straight(std::uint32_t extent, std::uint64_t stride) {
 Grid plain_grid(const Layout& layout, std::uint32_t heads, std::uint32_t plane) {
   const std::uint64_t element = element_bytes(layout.dtype);
   const std::uint64_t row = layout.dim * element;
-  const std::uint64_t cell = layout.form == Form::fused ? 2 * row : row;  // Of one token and head.
+  const std::uint64_t cell = layout.form == Form::fused ? 2 * row : row;  // Bytes of one token and head.
   const bool head_major = layout.order == Order::hnd;
   return {.tensor = layout.form == Form::split ? plane : 0,
           .cells = Cells::rows,

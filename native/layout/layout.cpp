@@ -114,7 +114,7 @@ Layout parse(std::string_view text) {
   layout.block_tokens = reader.number("block_tokens=");
   layout.tp_rank = reader.number("tp=", '/');
   layout.tp_size = reader.number("");
-  // What is written twice alike means the same: no leading zeros, nothing after the end.
+  // Each layout has one spelling: no leading zeros, nothing after the end.
   if (to_string(layout) != text) reader.fail();
   check(layout);
   return layout;

@@ -8,7 +8,7 @@
 namespace baton::layout {
 namespace {
 
-// Where a head's part of some token's row begins on one side.
+// Start of a head's part of a token's row on one side.
 std::uint64_t row_at(const Side& side, const Grid& grid, std::uint32_t head, std::uint32_t block, std::uint32_t token) {
   return reinterpret_cast<std::uint64_t>(side.tensors[grid.tensor]) + block * side.stride + grid.origin +
          (head - side.block.heads.first) * grid.head_stride + token * grid.token.inner;

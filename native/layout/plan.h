@@ -26,7 +26,7 @@ struct Table {
 // Tokens that move in order from one place to another. At a block's end a side continues in its next-numbered block.
 struct Move {
   std::uint32_t source_block = 0;
-  std::uint32_t source_token = 0;  // Within the block.
+  std::uint32_t source_token = 0;  // Position in the block.
   std::uint32_t sink_block = 0;
   std::uint32_t sink_token = 0;
   std::uint32_t tokens = 0;

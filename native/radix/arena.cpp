@@ -11,7 +11,7 @@ std::uint32_t list_of(std::uint32_t length) {
   return static_cast<std::uint32_t>(std::bit_width(length)) - 1;
 }
 
-constexpr int kLooks = 8;  // How many stretches of a list that may be too short are looked at.
+constexpr int kLooks = 8;  // Number of stretches tried in a list whose stretches may be too short.
 
 }  // namespace
 

@@ -27,9 +27,9 @@ HolderSet::HolderSet(std::uint32_t first_group, const std::uint64_t* words, std:
   }
 }
 
-HolderSets::HolderSets() : buckets_(64, kNobody) {
-  records_.take();  // kNobody: the empty set.
-  records_[kNobody].nodes = 1;
+HolderSets::HolderSets() : buckets_(64, kNoHolders) {
+  records_.take();  // kNoHolders: the empty set.
+  records_[kNoHolders].nodes = 1;
 }
 
 SetNumber HolderSets::with(SetNumber set, Holder holder) {
@@ -57,13 +57,13 @@ SetNumber HolderSets::changed(SetNumber set, Holder holder) {
   std::uint32_t used_first = first;
   while (used_first < end && is_empty(used_first)) ++used_first;
   while (end > used_first && is_empty(end - 1)) --end;
-  if (used_first == end) return kNobody;
+  if (used_first == end) return kNoHolders;
   return intern(used_first, words + (used_first - first) * kTiers, end - used_first);
 }
 
 SetNumber HolderSets::intern(std::uint32_t first_group, const std::uint64_t* words, std::uint32_t groups) {
   const std::uint32_t hash = hash_words(first_group, words, groups * kTiers);
-  for (SetNumber at = bucket(hash); at != kNobody; at = records_[at].next) {
+  for (SetNumber at = bucket(hash); at != kNoHolders; at = records_[at].next) {
     const Record& record = records_[at];
     if (record.hash == hash && record.set.first_group() == first_group &&
         record.set.end_group() == first_group + groups &&
@@ -93,7 +93,7 @@ void HolderSets::forget(SetNumber set) {
 void HolderSets::prepare() {
   records_.prepare();
   if (records_.size() < buckets_.size()) return;
-  buckets_.assign(buckets_.size() * 2, kNobody);
+  buckets_.assign(buckets_.size() * 2, kNoHolders);
   for (SetNumber set = 1; set < records_.end(); ++set) {
     Record& record = records_[set];
     if (record.nodes == 0) continue;

@@ -19,7 +19,7 @@
 namespace baton::radix {
 
 using SetNumber = std::uint32_t;
-inline constexpr SetNumber kNobody = 0;
+inline constexpr SetNumber kNoHolders = 0;
 inline constexpr std::uint32_t kWorkersMax = 1u << 16;
 inline constexpr std::uint32_t kTiers = 2;
 
@@ -100,7 +100,7 @@ class HolderSets {
     HolderSet set;
     std::uint32_t hash = 0;
     std::uint32_t nodes = 0;
-    SetNumber next = kNobody;
+    SetNumber next = kNoHolders;
     std::uint32_t first_node = 0;
   };
 

@@ -181,8 +181,8 @@ class Index {
   }
 
   void clear(Holder holder) {
-    SetNumber set = core_.next_set(holder, kNobody + 1);
-    while (set != kNobody) {
+    SetNumber set = core_.next_set(holder, kNoHolders + 1);
+    while (set != kNoHolders) {
       bool is_done = false;
       batch([&] { is_done = core_.clear_some(holder, set); });
       if (is_done) set = core_.next_set(holder, set + 1);

@@ -36,12 +36,12 @@ Place Tree::place_of(const std::optional<Id>& parent) {
   std::uint32_t slot = find(*parent);
   if (slot != kNone) return slot;
   slot = arena_.take(1);
-  const NodeNumber ghost = new_node(slot, 1, kNobody);
+  const NodeNumber ghost = new_node(slot, 1, kNoHolders);
   arena_.id(slot) = *parent;
   arena_.owner(slot) = ghost;
   table_.insert(hash_of(*parent), slot);
   hang(ghost, kLost);
-  unheld_.push_back(ghost);  // Until something hangs behind it.
+  unheld_.push_back(ghost);  // Listed until something hangs behind it.
   return slot;
 }
 
@@ -69,7 +69,7 @@ std::size_t Tree::insert(Holder holder, Place& place, Ids ids) {
 // Adds the leading ids that are not in the tree yet, the first of which is not; `place` then is the last of them.
 std::uint32_t Tree::plant(Holder holder, Place& place, Ids ids) {
   const auto wanted = static_cast<std::uint32_t>(std::min<std::size_t>(ids.size(), kEdgeBlocksMax));
-  const SetNumber only = sets_.with(kNobody, holder);
+  const SetNumber only = sets_.with(kNoHolders, holder);
   NodeNumber number = node_ending_at(place);
   Node* node = &nodes_[number];
   std::uint32_t room = 0;
@@ -170,8 +170,8 @@ bool Tree::sweep() {
   while (!unheld_.empty() && budget > 0) {
     const NodeNumber number = unheld_.back();
     Node& node = nodes_[number];
-    // What was a ghost for a moment may be held by now, or part of another node.
-    if (node.length == 0 || node.set != kNobody || node.first_child != kNoNode) {
+    // A node that was a ghost may be held by now, or part of another node.
+    if (node.length == 0 || node.set != kNoHolders || node.first_child != kNoNode) {
       unheld_.pop_back();
       continue;
     }
@@ -194,8 +194,8 @@ bool Tree::sweep() {
 
 void Tree::set_holders(NodeNumber number, SetNumber set) {
   const Node& node = nodes_[number];
-  if (node.set == kNobody) held_blocks_ += node.length;
-  if (set == kNobody) held_blocks_ -= node.length;
+  if (node.set == kNoHolders) held_blocks_ += node.length;
+  if (set == kNoHolders) held_blocks_ -= node.length;
   leave_set(number);
   enter_set(number, set);
 }
@@ -204,7 +204,7 @@ void Tree::set_holders(NodeNumber number, SetNumber set) {
 void Tree::release(Holder holder, NodeNumber number) {
   const SetNumber set = sets_.without(nodes_[number].set, holder);
   set_holders(number, set);
-  if (set != kNobody) {
+  if (set != kNoHolders) {
     join_around(number);
   } else if (nodes_[number].first_child == kNoNode) {
     unheld_.push_back(number);

@@ -71,7 +71,7 @@ class Tree {
 
   bool holds(std::uint32_t worker, const Id& id) const;
   void match(Ids ids, Leading& leading, std::vector<Held>& out);
-  // Returns the first set from `from` on that contains the holder, or kNobody.
+  // Returns the first set from `from` on that contains the holder, or kNoHolders.
   SetNumber next_set(Holder holder, SetNumber from) const;
   std::vector<Run> dump(Holder holder) const;
   // Returns the block and everything behind it with all holders, each run after its parent.
@@ -101,7 +101,7 @@ class Tree {
   struct Node {
     std::uint32_t first = 0;
     std::uint32_t length = 0;
-    SetNumber set = kNobody;
+    SetNumber set = kNoHolders;
     NodeNumber parent = kRoot;
     NodeNumber first_child = kNoNode;
     NodeNumber before = kNoNode, next = kNoNode;                // Siblings.

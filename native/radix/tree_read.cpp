@@ -1,4 +1,4 @@
-// What the tree answers.
+// Queries of the tree.
 #include <algorithm>
 #include <map>
 #include <utility>
@@ -16,7 +16,7 @@ std::vector<Id> Tree::unheld(Ids ids) const {
   std::vector<Id> out;
   for (std::size_t at = 0; at < ids.size(); ++at) {
     const std::uint32_t slot = find(ids[at]);
-    if (slot == kNone || nodes_[arena_.owner(slot)].set == kNobody) out.push_back(ids[at]);
+    if (slot == kNone || nodes_[arena_.owner(slot)].set == kNoHolders) out.push_back(ids[at]);
   }
   return out;
 }
@@ -25,7 +25,7 @@ std::vector<Id> Tree::unheld(Ids ids) const {
 // one of the two children that came last: behind a branch, the rest of what was there and what branched off.
 void Tree::match(Ids ids, Leading& leading, std::vector<Held>& out) {
   std::uint32_t at = 0;
-  SetNumber holders = kNobody;
+  SetNumber holders = kNoHolders;
   NodeNumber likely = kNoNode;
   while (at < ids.size()) {
     const Id id = ids[at];
@@ -38,8 +38,8 @@ void Tree::match(Ids ids, Leading& leading, std::vector<Held>& out) {
       number = arena_.owner(slot);
     }
     Node& node = nodes_[number];
-    if (node.set == kNobody) break;
-    if (holders == kNobody) {
+    if (node.set == kNoHolders) break;
+    if (holders == kNoHolders) {
       leading.begin(sets_[node.set]);
     } else if (node.set != holders && !leading.narrow(sets_[node.set], at)) {
       break;
@@ -51,19 +51,19 @@ void Tree::match(Ids ids, Leading& leading, std::vector<Held>& out) {
     at += static_cast<std::uint32_t>(common);
     likely = common == rest ? node.first_child : kNoNode;
   }
-  if (holders != kNobody) leading.finish(at, out);
+  if (holders != kNoHolders) leading.finish(at, out);
 }
 
 SetNumber Tree::next_set(Holder holder, SetNumber from) const {
   for (SetNumber set = from; set < sets_.end(); ++set) {
     if (sets_[set].contains(holder)) return set;
   }
-  return kNobody;
+  return kNoHolders;
 }
 
 std::vector<Run> Tree::dump(Holder holder) const {
   std::vector<Run> runs;
-  for (SetNumber set = next_set(holder, 1); set != kNobody; set = next_set(holder, set + 1)) {
+  for (SetNumber set = next_set(holder, 1); set != kNoHolders; set = next_set(holder, set + 1)) {
     for (NodeNumber at = sets_.first_node(set); at != kNoNode; at = nodes_[at].next_in_set) {
       const Node& node = nodes_[at];
       runs.push_back(run_of(node, 0));
@@ -86,7 +86,7 @@ std::vector<Branch> Tree::dump_behind(const Id& id) const {
   while (!open.empty()) {
     const Node& node = nodes_[open.back()];
     open.pop_back();
-    if (node.set != kNobody) {
+    if (node.set != kNoHolders) {
       Branch& branch = branches.emplace_back(Branch{run_of(node, from), {}});
       const HolderSet& set = sets_[node.set];
       for (std::uint32_t worker = set.first_group() * 64; worker < set.end_group() * 64; ++worker) {
@@ -170,7 +170,7 @@ Survey Tree::survey(std::size_t top) const {
       open.emplace_back(child, blocks + nodes_[child].length);
       goes_on |= sets_[nodes_[child].set].workers() == workers;
     }
-    if (node.set == kNobody) continue;
+    if (node.set == kNoHolders) continue;
     survey.depth = std::max(survey.depth, blocks);
     if (goes_on) continue;
     // A heap whose first is the least of the best so far.

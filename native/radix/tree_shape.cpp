@@ -135,7 +135,7 @@ Tree::NodeNumber Tree::join(NodeNumber upper, NodeNumber lower) {
   Node& above = nodes_[upper];
   Node& below = nodes_[lower];
   // Nodes without holders are about to be freed, or rare.
-  if (above.set != below.set || above.set == kNobody || above.end() != below.first ||
+  if (above.set != below.set || above.set == kNoHolders || above.end() != below.first ||
       above.length + below.length > kEdgeBlocksMax || above.first_child != lower || below.next != kNoNode ||
       below.first % Arena::kChunkSlots == 0) {
     return lower;

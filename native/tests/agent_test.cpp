@@ -32,7 +32,7 @@ Key key_of(std::uint32_t number) {
   return key;
 }
 
-// Of UCX there is what $BATON_UCX_LIBRARY names: tests/contract says where it may be had.
+// UCX is tested with the library that $BATON_UCX_LIBRARY names; see tests/contract for where to get it.
 Options options_of(const std::string& backend, Faults faults) {
   Options options{.secret = "s", .backends = {backend}, .lease_ttl_s = 3, .faults = faults};
   options.limits.chunk_bytes = kBlockBytes;
@@ -108,7 +108,7 @@ struct Node {
   Report wait_lease(const Key& key) { return wait(key, ReportKind::lease_released, ReportKind::lease_ended); }
 
   std::shared_ptr<Region> region;
-  std::unique_ptr<gpu::Memory> memory;  // Of a GPU, instead.
+  std::unique_ptr<gpu::Memory> memory;  // The pool, where it is in a GPU's memory.
   std::vector<Report> reports;
   Agent agent;
 };
@@ -340,14 +340,14 @@ TEST(agents_take_the_next_way_when_a_proof_does_not_come) {
   CHECK(end.declined.starts_with("verbs: its proof takes too long"));
 }
 
-// What an adapter has begun to write is over before the pull's end is told, by force if need be.
+// A pull's end is reported only after the adapter's writes have ended, by force if need be.
 TEST(agents_tell_an_end_once_adapters_write_no_more) {
   Node source("verbs"), sink("verbs");
   source.fill(0, 1);
   source.fill(1, 1);
   offer(source, 1, {0});
   sink.agent.command(StartPull{key_of(1), source.agent.endpoint(), 0, kBlockTokens, {4}, 20});
-  CHECK(sink.wait_end(key_of(1)).kind == ReportKind::pull_done);  // So the connection stands.
+  CHECK(sink.wait_end(key_of(1)).kind == ReportKind::pull_done);  // The connection stands.
   baton::tests::kAdapters.hold(1);
   offer(source, 2, {1});
   sink.agent.command(StartPull{key_of(2), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});

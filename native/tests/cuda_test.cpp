@@ -42,7 +42,7 @@ struct Side {
   Site site() { return {1, stream, pool, kChunkBytes, happened, fabrics}; }
 };
 
-// Nothing more may come of a lie: then a few milliseconds are enough.
+// After a lie nothing more may happen, so a few milliseconds are enough.
 void settle(DataPath& path, const std::function<bool()>& done, int turns_max = 2000) {
   for (int turns = 0; turns < turns_max && !done(); ++turns) {
     if (path.advance() == DataPath::Turn::broken) return;
@@ -123,7 +123,7 @@ TEST(windows_and_slots_that_lie_are_not_written_over_cuda_put) {
     path->use(true);
     taking->use(true);
     source.happened.clear();
-    // Into every slot there is.
+    // Fill every slot.
     for (std::uint32_t i = 0; i < 64; ++i) path->serve({.connection = 1, .pull = 1, .sequence = i, .blocks = {1, 5}});
     settle(*path, [&] { return source.happened.size() == 64; }, 100);
     if (source.happened.empty()) continue;

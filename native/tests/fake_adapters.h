@@ -9,7 +9,7 @@
 
 namespace baton::tests {
 
-// A folder that an environment variable names for as long as this lives.
+// A folder that an environment variable names until this object ends.
 class FakeFolder {
  public:
   explicit FakeFolder(const char* variable) {
@@ -26,7 +26,7 @@ class FakeFolder {
   std::filesystem::path path_;
 };
 
-// That of the adapters also tells them what to do (see Control there).
+// The folder of the adapters also tells them what to do (see Control there).
 class FakeAdapters : public FakeFolder {
  public:
   FakeAdapters() : FakeFolder("FAKE_VERBS_DIR") {}

@@ -1,5 +1,5 @@
 // The handshake against peers that do not know the secret, know it and lie, or repeat what others said. The world of
-// tests/model is one of agents that have met; this is about who gets in, and what is too rare there.
+// tests/model is one of agents that have met; here it is about admission, and about cases that are too rare there.
 #include "tests/check.h"
 #include "tests/proof.h"
 #include "transfer/core.h"
@@ -97,7 +97,7 @@ void welcome(MetSink& sink, const frames::Identity& who) {
 
 }  // namespace
 
-TEST(strangers_are_not_served) {
+TEST(a_handshake_refuses_sinks_without_proof) {
   const auto knock = [](const frames::Identity& claimed, const Digest& shown) {
     MetSource source;
     source.hear(kAtSource, frames::Identify{claimed, shown});
@@ -108,9 +108,9 @@ TEST(strangers_are_not_served) {
   knock(identity(), Digest{});
   knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(), "guessed"));
   knock(identity(), proof("source", MetSource::sink_nonce(), nonce, identity()));   // One's own proof, sent back.
-  knock(identity(), proof("sink", MetSource::sink_nonce(), Digest{}, identity()));  // Heard in another handshake.
-  knock(identity(), proof("sink", Digest{}, nonce, identity()));                    // Not for this Hello.
-  knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(8)));    // Of another identity.
+  knock(identity(), proof("sink", MetSource::sink_nonce(), Digest{}, identity()));  // From another handshake.
+  knock(identity(), proof("sink", Digest{}, nonce, identity()));                    // For another Hello.
+  knock(identity(), proof("sink", MetSource::sink_nonce(), nonce, identity(8)));    // For another identity.
   frames::Identity other = identity();
   other.block_bytes = 128;
   knock(other, proof("sink", MetSource::sink_nonce(), nonce, other));
@@ -119,7 +119,7 @@ TEST(strangers_are_not_served) {
   knock(other, proof("sink", MetSource::sink_nonce(), nonce, other));
 }
 
-TEST(friends_among_strangers_are_served) {
+TEST(a_handshake_accepts_peers_with_proof) {
   MetSource source;
   source.hear(kAtSource,
               frames::Identify{identity(), proof("sink", MetSource::sink_nonce(), source.nonce, identity())});
@@ -135,7 +135,7 @@ TEST(friends_among_strangers_are_served) {
   (void)sink.last<frames::Ask>();
 }
 
-TEST(strangers_are_not_pulled_from) {
+TEST(a_handshake_refuses_sources_without_proof) {
   const auto meet = [](const frames::Identity& claimed, const Digest& shown) {
     MetSink sink;
     sink.hear(kAtSink, frames::Welcome{claimed, shown});
@@ -147,10 +147,11 @@ TEST(strangers_are_not_pulled_from) {
   meet(identity(), proof("sink", nonce, MetSink::source_nonce(), identity()));
   meet(identity(), proof("source", Digest{}, MetSink::source_nonce(), identity()));
   meet(identity(), proof("source", nonce, MetSink::source_nonce(), identity(9)));
-  meet(identity(9), proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another life of the source.
+  meet(identity(9),
+       proof("source", nonce, MetSink::source_nonce(), identity(9)));  // Another incarnation of the source.
 }
 
-TEST(strangers_say_what_their_blocks_hold) {
+TEST(a_handshake_compares_layouts) {
   constexpr const char* kOwn =
       "layers=2 kv_heads=1 dim=4 dtype=bfloat16 order=NHD form=fused packing=plain block_tokens=4 tp=0/1";
   const auto meet = [&](const frames::Identity& who) {
@@ -185,7 +186,7 @@ TEST(strangers_say_what_their_blocks_hold) {
   }
 }
 
-TEST(strangers_among_friends_cannot_weaken_what_was_agreed) {
+TEST(a_handshake_refuses_what_was_not_offered) {
   const auto agree = [](const frames::Agreed& agreed) {
     MetSink sink;
     welcome(sink, identity());
@@ -196,7 +197,7 @@ TEST(strangers_among_friends_cannot_weaken_what_was_agreed) {
   agree({"shm", true, ""});
 }
 
-TEST(strangers_say_nothing_else_first) {
+TEST(a_handshake_precedes_all_other_frames) {
   const auto knock = [](auto frame) {
     MetSource source;
     source.hear(kAtSource, frame);
@@ -209,7 +210,7 @@ TEST(strangers_say_nothing_else_first) {
   knock(frames::Answer{true, {}, {}});
 }
 
-TEST(strangers_do_not_stay_and_do_not_crowd) {
+TEST(handshakes_are_bounded_in_time_and_number) {
   MetSource source;
   for (const ConnectionId connection : {3u, 5u}) source.step(0, Accepted{connection});
   CHECK(!source.closed && source.core.stats().connections == 3);

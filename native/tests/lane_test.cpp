@@ -1,5 +1,4 @@
-// What a sink keeps of one connection to a source: what is under way there, since when an answer is owed, how fast it
-// is.
+// State that a sink keeps of one connection to a source: chunks in flight, since when an answer is owed, speed.
 #include "transfer/lane.h"
 
 #include <cmath>
@@ -32,7 +31,7 @@ TEST(lanes_owe_an_answer_while_something_is_under_way) {
   CHECK(lane.owed_since_s == 3.0);
   lane.let_go(100);
   CHECK(lane.owed_since_s == Lane::kNever);
-  lane.expect_answer(4.0);  // To a keep-alive.
+  lane.expect_answer(4.0);  // The answer to a keep-alive.
   lane.expect_answer(5.0);
   CHECK(lane.owed_since_s == 4.0);
   lane.hear(6.0);
@@ -45,7 +44,7 @@ TEST(lanes_measure_how_fast_they_are_while_they_are_busy) {
   lane.ask_for(1.0, 1000);
   lane.ask_for(1.0, 1000);
   lane.finish(1.006, 1000);
-  CHECK(lane.bytes_per_s == 0);  // Too short to say.
+  CHECK(lane.bytes_per_s == 0);  // Too short to measure.
   lane.finish(1.012, 1000);
   CHECK(about(lane.bytes_per_s, 2000 / 0.012));
   CHECK(lane.speed(1.5) == lane.bytes_per_s && lane.speed(2.1) == 0);  // It may be another by then.

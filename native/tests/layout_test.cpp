@@ -83,7 +83,7 @@ bool throws(Call call) {
   return false;
 }
 
-// What a GPU's kernel does with pieces.
+// Moves pieces as a GPU's kernel does.
 void carry_out(const std::vector<BatonGpuPiece>& pieces) {
   for (const BatonGpuPiece& piece : pieces) {
     for (std::uint64_t group = 0; group < piece.groups; ++group) {
@@ -114,7 +114,7 @@ void every_pair(Dtype dtype, bool latent) {
       }
       // Directly and over the wire is the same, also in what is left alone.
       CHECK(sink.memory == other.memory);
-      // So it is by the pieces that a GPU is given.
+      // The pieces that a GPU gets have the same result.
       if (from.packing != Packing::plain || to.packing != Packing::plain) continue;
       Cache by_pieces(to, 2);
       PieceList list;

@@ -23,7 +23,7 @@ from planted import Mutation, agents, conversions, leases, paths, pulls, streams
 NATIVE = Path(__file__).resolve().parent.parent
 OPERATIONS = 500_000
 LIMIT_S = 300
-"""Of one run: a fault may well make a test hang, which also is noticed."""
+"""Time limit of one run: a fault that makes a test hang counts as found."""
 
 
 MUTATIONS = [

@@ -55,7 +55,7 @@ struct Pair {
       }
     }
   }
-  // What the source says of a chunk: where it may be found, and its sum.
+  // The source's announcement of a chunk: its place, and its sum.
   Place serve(PullId pull, std::uint32_t layer, const Blocks& from, const Blocks& to,
               Corruption corruption = Corruption::none, bool before_checksum = false) {
     const std::size_t before = source.happened.size();

@@ -1,4 +1,4 @@
-// What proves that a peer knows the secret, as transfer/handshake.h draws it, written down a second time: for tests
+// Proof that a peer knows the secret, as transfer/handshake.h draws it, implemented a second time: for tests
 // that take the place of a peer.
 #pragma once
 

@@ -75,16 +75,16 @@ TEST(sets_with_the_same_holders_have_the_same_number) {
   HolderSets sets;
   sets.prepare();
   const Holder near{3, Tier::active}, far{4000, Tier::history};
-  const SetNumber one = sets.with(kNobody, near);
+  const SetNumber one = sets.with(kNoHolders, near);
   sets.add_node(one);
   const SetNumber both = sets.with(one, far);
   sets.add_node(both);
-  const SetNumber other = sets.with(kNobody, far);
+  const SetNumber other = sets.with(kNoHolders, far);
   sets.add_node(other);
   CHECK(sets.with(other, near) == both);
   CHECK(sets.without(both, far) == one);
   CHECK(sets.without(both, near) == other);
-  CHECK(sets.without(one, near) == kNobody);
+  CHECK(sets.without(one, near) == kNoHolders);
   CHECK(sets[both].contains(near) && sets[both].contains(far) && !sets[both].contains({4000, Tier::active}));
   CHECK(!sets[other].contains(near) && sets[other].first_group() == 4000 / 64);
   for (const SetNumber set : {one, both, other}) sets.drop_node(set);
@@ -188,7 +188,7 @@ class Fuzz {
     oracle_.of({worker, Tier::history}).clear();
   }
 
-  // What one holder has is dumped and loaded into another, in any order.
+  // Blocks of one holder are dumped and loaded into another, in any order.
   void reload(Holder into, Holder from) {
     std::vector<Run> runs = index_.dump(from);
     std::shuffle(runs.begin(), runs.end(), random_);

@@ -14,7 +14,7 @@ namespace layout = baton::layout;
 namespace {
 
 constexpr ConnectionId kAtSource = 1, kAtSink = 2;
-constexpr std::uint32_t kSlots = 2, kTokens = 40, kFirst = 8;  // In blocks of 16, and of 8.
+constexpr std::uint32_t kSlots = 2, kTokens = 40, kFirst = 8;  // Blocks of 16 tokens, and of 8.
 const std::string kEndpoint = "10.0.0.1:80/0000000000000001";
 
 layout::Layout layout_of(std::uint32_t block_tokens, layout::Form form = layout::Form::split) {
@@ -154,7 +154,7 @@ TEST(staging_begins_again_with_a_new_generation) {
   pair.step(pair.source, RevokeLease{Key{1}, false});
   CHECK(pair.converting.empty());
   pair.lease();
-  pair.step(pair.sink, Converted{old.connection, old.pull, old.sequence});  // Of the old generation: must not count.
+  pair.step(pair.sink, Converted{old.connection, old.pull, old.sequence});  // The old generation must not count.
   for (std::uint32_t chunks = 0; chunks < 12; ++chunks) {
     CHECK(!pair.done());
     pair.convert_one();

@@ -1,4 +1,4 @@
-// A connection by itself: frames and payloads that are cut anywhere, stopped, too long, or for nobody.
+// A connection by itself: frames and payloads that are cut anywhere, stopped, too long, or unrequested.
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -29,7 +29,7 @@ struct Ends {
         if (!sink.parse(frames)) return false;
         for (const Event& event : frames) {
           idle = 0;
-          heard.push_back(event);
+          received.push_back(event);
           const auto* data = std::get_if<DataArrived>(&event);
           if (data == nullptr) continue;
           if (where.empty()) {
@@ -52,7 +52,7 @@ struct Ends {
   // The pulls and slots of all frames in the order they came; payloads are negative.
   std::vector<std::int64_t> order() const {
     std::vector<std::int64_t> said;
-    for (const Event& event : heard) {
+    for (const Event& event : received) {
       if (const auto* data = std::get_if<DataArrived>(&event)) said.push_back(-static_cast<std::int64_t>(data->pull));
       if (const auto* frame = std::get_if<FrameArrived>(&event)) {
         said.push_back(
@@ -67,7 +67,7 @@ struct Ends {
     if (::socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, made.data()) != 0) throw std::runtime_error("no sockets");
     return made;
   }();
-  std::vector<Event> at_source, at_sink, heard;
+  std::vector<Event> at_source, at_sink, received;
   std::vector<std::uint8_t> where;
   Stream source{fds[0], 1, at_source}, sink{fds[1], 2, at_sink};
 };
@@ -78,7 +78,7 @@ std::vector<std::uint8_t> pattern(std::size_t size) {
   return bytes;
 }
 
-// What a stranger writes to the socket, and whether the stream still wants it.
+// Bytes that a peer without authentication writes to the socket, and whether the stream still reads them.
 bool takes(const Blob& bytes, bool agreed = true) {
   Ends ends;
   if (!agreed) ends.sink.allow_payloads(0, true);

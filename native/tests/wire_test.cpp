@@ -57,7 +57,7 @@ TEST(endpoints_are_parsed_strictly) {
   }
 }
 
-// Whatever a stranger sends, in whatever order, nothing is read out of bounds and no action serves it a block.
+// Frames of an unauthenticated peer, in any order, cause no read out of bounds and no action that serves a block.
 TEST(a_core_survives_random_frames) {
   std::mt19937 random(1);
   for (int round = 0; round < 300; ++round) {

@@ -21,7 +21,7 @@
 namespace baton::transfer {
 namespace {
 
-constexpr double kGoodbyeS = 0.2;  // What is still to be sent at the end gets this long.
+constexpr double kGoodbyeS = 0.2;  // Time at the end for frames that are still to be sent.
 
 void check_backends(const Options& options) {
   if (options.backends.empty()) throw std::invalid_argument("at least one backend is needed");
@@ -32,7 +32,7 @@ void check_backends(const Options& options) {
   if (options.secret.size() > kTextBytesMax) throw std::invalid_argument("the secret is too long");
 }
 
-// Every life of an agent is another, even on the same port.
+// Each start of an agent is another incarnation, even on the same port.
 Options with_entropy(Options options) {
   check_backends(options);
   const auto fill = [](void* at, std::size_t size) {
@@ -175,7 +175,7 @@ void Agent::set_pool(Geometry geometry, Pool pool) {
   }
   std::optional<layout::Pool> layout_pool;
   if (geometry.layout) layout_pool.emplace(*geometry.layout, pool.layers, pool.blocks, pool.stride_bytes);
-  // Not under the lock: it may take seconds.
+  // The lock is free meanwhile: this may take seconds.
   Fabrics fabrics;
   for (const std::string& name : core_.options().backends) {
     if (const Backend* backend = find_backend(name); backend->prepare != nullptr) {
@@ -339,7 +339,7 @@ void Agent::carry_out(Action& action) {
   std::visit(Overloaded{
                  [&](const Connect& a) { connect(a); },
                  [&](const Close& a) {
-                   // What was said last, such as a refusal, shall still reach the peer if it can.
+                   // The last frames, such as a refusal, should still reach the peer.
                    if (Connection* at = find(a.connection)) [[maybe_unused]]
                      const bool sent = at->stream->flush();
                    drop(a.connection, a.detail);

@@ -48,10 +48,10 @@ class Agent {
  private:
   struct Connection {
     std::unique_ptr<Stream> stream;
-    std::unique_ptr<Converter> converter;  // On a sink whose blocks differ from the source's.
+    std::unique_ptr<Converter> converter;  // Present on a sink whose blocks differ from the source's.
     std::unique_ptr<DataPath> tried;       // The path tried between offer and agreement.
     const Backend* tried_backend = nullptr;
-    double answer_by_s = 0;  // On a sink whose proof is pending.
+    double answer_by_s = 0;  // Deadline on a sink whose proof is pending.
     std::unique_ptr<DataPath> path;
     bool connecting = false;
     std::uint32_t watched = 0;
@@ -60,7 +60,7 @@ class Agent {
   // A stopped pull whose last writes an adapter still carries out.
   struct Fence {
     PullId pull = 0;
-    double until_s = 0;  // After this the writing connections are closed, which ends their writes.
+    double until_s = 0;  // Instant at which the writing connections are closed, which ends their writes.
   };
 
   // epoll tokens of the agent's own descriptors. Every other token is a connection's id, with an extra bit for the

@@ -14,9 +14,9 @@
 namespace baton::transfer {
 namespace {
 
-constexpr int kReadsPerTurn = 16;  // Then other connections get their turn.
+constexpr int kReadsPerTurn = 16;  // After so many, other connections get their turn.
 constexpr double kProofS = 0.5;    // A backend that takes longer to prove itself is not taken.
-constexpr double kFenceS = 0.5;    // What an adapter has begun to write ends within this, or with its connection.
+constexpr double kFenceS = 0.5;    // Time for an adapter's running writes to end; then the connection is closed.
 
 }  // namespace
 
@@ -183,7 +183,7 @@ void Agent::lift_fences() {
   });
 }
 
-// At the end: with the connections everything ends that still writes.
+// Closes the connections at the end, and with them all running writes.
 void Agent::end_placing() {
   connections_.clear();
   lift_fences();
@@ -235,7 +235,7 @@ void Agent::on_ready(std::uint64_t token, std::uint32_t events) {
   if (at == nullptr) return;
   if (at->connecting) return finish_connect(token, *at);
   if ((events & EPOLLOUT) != 0) dirty_.push_back(token);
-  // What is answered goes out at the turn's end, in one message with what its chunk came to.
+  // Answers go out at the turn's end, in one message with the result of their chunk.
   if ((events & (EPOLLIN | EPOLLHUP | EPOLLERR)) != 0) read(token);
 }
 
@@ -248,7 +248,7 @@ void Agent::accept_all(int listener) {
     const int fd = ::accept4(listener, nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) {
       const bool short_of = errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM;
-      return short_of ? pause_accepting() : void();  // Else none is left, or it is gone again.
+      return short_of ? pause_accepting() : void();  // Otherwise none is left, or it is gone again.
     }
     tune(fd);
     const ConnectionId id = next_accepted_;
@@ -260,7 +260,7 @@ void Agent::accept_all(int listener) {
   }
 }
 
-// Without a free descriptor waiting connections cannot be accepted, and epoll would report them endlessly.
+// Waiting connections cannot be accepted without a free descriptor, and epoll would report them endlessly.
 void Agent::pause_accepting() {
   for (const int listener : listen_fds_) ::epoll_ctl(epoll_fd_, EPOLL_CTL_DEL, listener, nullptr);
   accept_again_s_ = now_s() + kAcceptPauseS;

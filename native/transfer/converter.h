@@ -21,7 +21,7 @@ class Converter {
   [[nodiscard]] std::uint64_t chunk_bytes_max() const { return chunk_bytes_max_; }
 
   void convert(const Convert& chunk) { waiting_.push_back(chunk); }
-  // Once this returns, nothing of the pull is written.
+  // Returns when nothing of the pull is written any more.
   void stop(PullId pull);
   // Converts one chunk; returns whether there are more.
   bool advance(std::vector<Event>& happened);
@@ -32,7 +32,7 @@ class Converter {
   Pool pool_;
   layout::Pool staged_;
   const layout::Pool& own_;
-  std::deque<Convert> waiting_;  // At most one per slot.
+  std::deque<Convert> waiting_;  // Bounded: at most one per slot.
 };
 
 }  // namespace baton::transfer

@@ -5,7 +5,7 @@
 namespace baton::transfer {
 namespace {
 
-constexpr double kHandshakeTimeoutS = 10;  // Of a stranger who connects and says nothing.
+constexpr double kHandshakeTimeoutS = 10;  // Time for the handshake of a new connection.
 
 template <class... Handlers>
 struct Overloaded : Handlers... {
@@ -105,7 +105,7 @@ void Core::on(double now_s, const Event& event) {
 
 void Core::open_connection(double now_s, ConnectionId connection, Handshake::Side side) {
   const bool sink = side == Handshake::Side::sink;
-  // A stranger must not keep sinks out: a source without a pool or with too many connections drops newcomers.
+  // A source without a pool or with too many connections drops new ones, so that no peer can keep sinks out.
   if (!sink && (geometry_.layers == 0 || connections_.size() >= options_.limits.connections)) {
     return out_.put(Close{connection, "no pool yet, or too many connections"});
   }

@@ -17,7 +17,7 @@ class Core {
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
 
-  // Once, before leases and pulls. Both throw std::invalid_argument.
+  // Called once, before leases and pulls. Both throw std::invalid_argument.
   void check_geometry(const Geometry& geometry) const;
   void set_geometry(Geometry geometry);
 
@@ -45,13 +45,13 @@ class Core {
   [[nodiscard]] bool on_sink_frame(double now_s, ConnectionId connection, FrameType type, Bytes body);
   void on_closed(double now_s, const Closed& closed);
   void settle(double now_s, ConnectionId connection, Handshake::Outcome outcome);
-  void drop(ConnectionId connection, std::string why);  // By value: the reason may lie in what is dropped.
+  void drop(ConnectionId connection, std::string why);  // The reason is a copy: it may lie in what is dropped.
   void drop_broken(ConnectionId connection);
   void tick(double now_s);
   void open_connection(double now_s, ConnectionId connection, Handshake::Side side);
   [[nodiscard]] Digest make_nonce();
 
-  Options options_;  // Only the faults change.
+  Options options_;  // Constant but for the faults.
   Geometry geometry_;
   Outbox out_;
   Stats stats_;

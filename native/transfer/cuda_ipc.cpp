@@ -74,7 +74,7 @@ class CudaIpcSource : public CudaServing {
   std::map<PullId, std::uint32_t> epochs_;
 };
 
-// What is mapped goes after whatever reads it.
+// A base class, so that the mapping outlives its readers.
 struct Seen {
   std::unique_ptr<CudaPeer> peer;
 };

@@ -23,7 +23,7 @@ template <class Path, class... Arguments>
   }
 }
 
-// The source's end: the device handles each chunk before the sink is told.
+// The source's end: the device handles each chunk before the sink is notified.
 class CudaServing : public DataPath {
  public:
   explicit CudaServing(const Site& site) : site_(site), cuda_(cuda_pool(site)), queue_(*cuda_.device()) {}

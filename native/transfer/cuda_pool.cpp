@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::uint64_t kReleasedAt = sizeof(Token);
 constexpr std::uint64_t kEpochsAt = 64;
-constexpr std::uint32_t kEpochs = 65536;  // As many pulls as there may be leases.
+constexpr std::uint32_t kEpochs = 65536;  // Largest number of pulls at a time: one for each possible lease.
 constexpr std::uint64_t kControlBytes = kEpochsAt + kEpochs * sizeof(std::uint64_t);
 constexpr std::chrono::seconds kRest(2);  // Many times as long as a launch takes.
 constexpr const char* kSenseless = "the source's offer makes no sense";

@@ -62,7 +62,7 @@ class CudaPool {
   // Returns nothing if all are taken.
   [[nodiscard]] std::optional<std::uint32_t> take_epoch();
   [[nodiscard]] std::uint64_t epoch_is(std::uint32_t epoch) const { return epochs_[epoch]; }
-  // From now on peers that read under this epoch find it changed. Throws gpu::Error.
+  // Changes the epoch for all peers that read under it. Throws gpu::Error.
   void end_epoch(std::uint32_t epoch);
 
   // Zeroed memory that one peer may write into. It is reused only when no kernel of an earlier peer can still write
@@ -80,7 +80,7 @@ class CudaPool {
   std::unique_ptr<gpu::Memory> control_;
   BatonGpuHandle control_handle_{};
   std::vector<BatonGpuHandle> allocations_;
-  std::vector<std::uint32_t> allocation_of_;  // By layer.
+  std::vector<std::uint32_t> allocation_of_;  // Allocation of each layer.
   RemotePool offsets_;                        // Offsets of the layers within their allocations.
   std::mutex mutex_;
   std::uint64_t released_ = 0;  // Guarded by the mutex.

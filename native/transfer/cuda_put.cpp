@@ -35,7 +35,7 @@ std::uint64_t signal_at(std::uint64_t window, std::int32_t slot) {
   return window + kSignalsAt + static_cast<std::uint64_t>(slot) * sizeof(std::uint64_t);
 }
 
-// What kernels of a source's path write into, which goes after them.
+// A base class, so that the memory that the path's kernels write into outlives them.
 struct Used {
   std::optional<gpu::Mapping> window;
 };
@@ -54,7 +54,7 @@ class CudaPutSource : private Used, public CudaServing {
       connect(answer);
       return true;
     } catch (const std::runtime_error&) {
-      return false;  // As with a wrong token: the next way is tried.
+      return false;  // The next way is tried, as after a wrong token.
     }
   }
   bool has_more_to_offer() const override { return window && !proven_; }
@@ -112,7 +112,7 @@ class CudaPutSource : private Used, public CudaServing {
 
   const Token proof_ = make_token();
   std::uint64_t slot_bytes_ = 0;
-  std::vector<std::uint64_t> announced_;  // By slot.
+  std::vector<std::uint64_t> announced_;  // Per slot.
   std::vector<std::int32_t> free_;
   bool proven_ = false;
 };
@@ -168,7 +168,7 @@ class CudaPutSink : public CudaPlacing {
   std::unique_ptr<gpu::Memory> window_;
   BatonGpuHandle handle_{};
   std::uint64_t slot_bytes_ = 0;
-  std::vector<std::uint64_t> placed_;  // By slot: how many the source has announced.
+  std::vector<std::uint64_t> placed_;  // Per slot: number of chunks that the source has announced.
   bool resumed_ = false;
 };
 

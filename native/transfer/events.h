@@ -70,7 +70,7 @@ struct Accepted {
 struct Connected {
   ConnectionId connection = 0;
 };
-// From now on nothing of this connection is read, written or placed.
+// The connection is closed: nothing of it is read, written or placed any more.
 struct Closed {
   ConnectionId connection = 0;
   std::string detail;
@@ -166,7 +166,7 @@ struct Serve {
   std::uint32_t sequence = 0;
   std::uint32_t layer = 0;  // Counts tensors, as in `Place`.
   std::vector<std::uint32_t> blocks;
-  std::uint64_t released = 0;  // As posted with this layer.
+  std::uint64_t released = 0;  // Release value posted with this layer.
   // Injected corruption, after the checksum or before it.
   Corruption corruption = Corruption::none;
   bool before_checksum = false;
@@ -232,7 +232,7 @@ struct CheckBackend {
   std::string backend;
   Blob proof;
 };
-// From now on chunks of this connection take this way.
+// Send the chunks of this connection this way.
 struct UseBackend {
   ConnectionId connection = 0;
   std::string backend;

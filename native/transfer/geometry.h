@@ -11,7 +11,7 @@ namespace baton::transfer {
 struct Geometry {
   std::string fingerprint;
   std::uint32_t layers = 0;
-  std::uint32_t blocks = 0;       // In this side's pool; the other side's may differ.
+  std::uint32_t blocks = 0;       // Number in this side's pool; the other side's may differ.
   std::uint64_t block_bytes = 0;  // Per tensor.
   std::uint32_t block_tokens = 0;
   std::optional<layout::Layout> layout;  // The content of a block, if the owner describes it.

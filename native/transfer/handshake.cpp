@@ -48,8 +48,8 @@ Bytes view(std::string_view text) {
   return {reinterpret_cast<const std::uint8_t*>(text.data()), text.size()};
 }
 
-// Nothing where a peer's layout makes no sense, or says something else than its numbers. Numbers without a layout are
-// good once they are equal to this side's.
+// Returns nothing if a peer's layout makes no sense or contradicts its numbers. Numbers without a layout must equal
+// this side's.
 std::optional<Geometry> geometry_of(const frames::Identity& identity) {
   Geometry geometry{.fingerprint = identity.fingerprint,
                     .layers = identity.layers,

@@ -26,18 +26,18 @@ struct Lane {
   std::string declined;
   bool fallback = false;
   bool checksum = true;
-  std::optional<Staging> staging;  // If the source's blocks differ from this side's.
+  std::optional<Staging> staging;  // Present if the source's blocks differ from this side's.
   std::uint32_t in_flight = 0;     // Chunks, over all pulls.
   std::uint64_t in_flight_bytes = 0;
   std::uint64_t asked_bytes = 0;
   double bytes_per_s = 0;  // 0: not measured yet.
   double busy_from_s = 0;
-  double busy_s = 0;  // Since the last measurement, as are the bytes.
+  double busy_s = 0;  // Busy time since the last measurement, as are the bytes.
   std::uint64_t busy_bytes = 0;
-  double asked_s = 0;            // When a chunk was last requested.
-  double heard_s = 0;            // When the source last sent something here, or the connection was started.
-  double owed_since_s = kNever;  // Since when an answer is due.
-  double suspected_s = kNever;   // Since when the lane seems to hang.
+  double asked_s = 0;            // Instant of the last request of a chunk.
+  double heard_s = 0;            // Instant at which the source last sent something, or the connection was started.
+  double owed_since_s = kNever;  // Instant since which an answer is due.
+  double suspected_s = kNever;   // Instant since which the lane seems to hang.
 
   [[nodiscard]] bool ready() const { return agreed && !closing; }
   // 0: unknown. A lane that is unused because it was slow is tried again after a while: it may have recovered.

@@ -59,7 +59,7 @@ class Source {
     double keep_alive_s = 0;
     double serve_after_s = -1;                   // Injected delay; negative until the first request.
     std::vector<frames::Request> held;           // Requests in flight, not begun.
-    std::map<std::uint32_t, Reading> in_flight;  // By sequence.
+    std::map<std::uint32_t, Reading> in_flight;  // Chunks by sequence number.
   };
 
   struct Lease {
@@ -108,7 +108,7 @@ class Source {
   std::map<ReaderId, Reader> readers_;
   std::unordered_multimap<Key, ReaderId, KeyHash> parked_;
   std::unordered_map<Key, EndedLease, KeyHash> ended_;
-  std::deque<std::pair<Key, double>> ended_order_;  // With each key's `forget_s`, which a newer entry changes.
+  std::deque<std::pair<Key, double>> ended_order_;  // Keys with their `forget_s`, which a newer entry changes.
   std::uint64_t chunks_served_ = 0;
 };
 

@@ -1,5 +1,5 @@
-// What sinks say to a source: each ask makes a reader of one lease, which is parked while there is none, told what is
-// ready, served its chunks, and detached when its connection is lost.
+// Frames from sinks to a source: each ask makes a reader of one lease, which is parked until the lease opens, notified
+// of ready tokens, served its chunks, and detached when its connection is lost.
 #include <algorithm>
 
 #include "transfer/lease.h"
@@ -44,7 +44,7 @@ bool Source::on_ask(double now_s, ConnectionId connection, const frames::Ask& as
   return true;
 }
 
-// The connection on which the sink was told has died: it wants to be told here.
+// The connection that carried notices to the sink has died: they move to this one.
 bool Source::promote(double now_s, const ReaderId& id, Reader& reader, const frames::Ask& ask) {
   const auto found = leases_.find(ask.key);
   const bool same = reader.ask.key == ask.key && reader.ask.first_block == ask.first_block &&

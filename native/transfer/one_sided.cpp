@@ -55,7 +55,7 @@ void OneSidedSource::serve_now(const Serve& chunk) {
       crc = crc32c(crc, piece.iov_base, piece.iov_len);
     }
   }
-  // Nothing of ours touches the bytes on their way, so the sum is what is falsified.
+  // The bytes pass no code of the agent on their way, so the sum is falsified instead.
   if (chunk.corruption != Corruption::none) crc ^= 0x10;
   Blob where;
   Writer writer(where);
@@ -103,7 +103,7 @@ bool ReadingSink::place(const Place& chunk) {
   return match(read.chunk, read.pieces);
 }
 
-// Of a slot the source must learn that it is empty.
+// The source must learn that a slot is empty.
 void ReadingSink::forget(std::list<Read>& reads, std::list<Read>::iterator read) {
   const Place& chunk = read->chunk;
   if (chunk.slot >= 0) {
@@ -161,7 +161,7 @@ std::uint32_t ReadingSink::sum_of(const Read& read) const {
   return crc;
 }
 
-// Of what has been read, one chunk a turn is summed.
+// Sums one of the chunks that were read, per turn.
 DataPath::Turn ReadingSink::advance() {
   if (!poll()) return Turn::broken;
   while (beginning_ != nullptr || !waiting_.empty()) {

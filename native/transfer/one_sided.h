@@ -100,7 +100,7 @@ class ReadingSink : public DataPath {
     std::size_t begun = 0;  // Pieces.
     std::size_t ended = 0;
     bool stopped = false;
-    std::uint32_t sum = 0;  // For a `sum_of` that does not read memory.
+    std::uint32_t sum = 0;  // The sum, for a `sum_of` that does not read memory.
     std::list<Read>::iterator self;
   };
 
@@ -118,7 +118,7 @@ class ReadingSink : public DataPath {
   // Requests a notification of the next end; false: something has ended already.
   [[nodiscard]] virtual bool rest() { return true; }
   void ended(Read& read, std::size_t pieces);
-  // Whether there is a finished chunk that the source has not been told of.
+  // Whether a finished chunk has not been reported to the source yet.
   [[nodiscard]] bool has_read() const { return !read_.empty(); }
   // The read has failed. Unless it is tried `again`, it waits for the end of its pull, of which the source knows.
   void undo(Read& read, bool again);

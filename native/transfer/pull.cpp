@@ -183,7 +183,7 @@ void Sink::on_keep_alive_answer(double now_s, ConnectionId connection, const fra
   if (Pull* pull = pull_on(connection, frame.pull)) pull->progress_s = now_s;
 }
 
-// ---------------------------------------------------------------- what the owner is told
+// ---------------------------------------------------------------- reports to the owner
 
 void Sink::report_progress(Pull& pull) {
   const std::uint32_t per_layer = pull.pool.tensors_per_layer();
@@ -341,7 +341,7 @@ void Sink::tick_pull(double now_s, Pull& pull) {
   const double interval_s = keep_alive_interval_s(peer);
   if (now_s >= pull.keep_alive_s + interval_s) {
     pull.keep_alive_s = now_s;
-    // On all its lanes, so that one that hangs is noticed before it is needed.
+    // All its lanes are kept alive, so that one that hangs is noticed before it is needed.
     for (const auto& [connection, share] : pull.shares) {
       out_.send(connection, frames::KeepAlive{pull.id});
       peer.lanes.at(connection).expect_answer(now_s);

@@ -80,7 +80,7 @@ class Sink {
     std::uint64_t trailer_generation = 0;
   };
   struct SourceRail : Rail {
-    double retry_s = 0;  // Not tried before this time while others work.
+    double retry_s = 0;  // Instant before which it is not tried while others work.
   };
   // A pull's use of a lane.
   struct Share {
@@ -97,12 +97,12 @@ class Sink {
     ConnectionId control = 0;  // The lane for pull requests and their answers; 0: none is ready.
     std::size_t lanes_wanted = 1;
     double lease_ttl_s = 0;
-    bool lingering = false;  // Only kept to deliver releases.
+    bool lingering = false;  // Kept only to deliver releases.
     double give_up_s = 0;    // Deadline while no lane is ready.
     double retry_s = 0;      // Meanwhile: when one more rail is tried.
     double idle_since_s = 0;
     std::string lost_detail;
-    std::size_t pulls = 0;                 // Without fencing ones.
+    std::size_t pulls = 0;                 // Number of pulls, without fencing ones.
     std::deque<frames::Release> releases;  // Sent once connected.
   };
   struct Pull {
@@ -111,7 +111,7 @@ class Sink {
     std::string endpoint;
     std::uint32_t first_token = 0;
     std::uint32_t tokens = 0;
-    std::vector<std::uint32_t> blocks;  // In this side's pool, from the first token's block on.
+    std::vector<std::uint32_t> blocks;  // Blocks of this side's pool, from the first token's block on.
     // The request in blocks of the source's pool, as are all blocks below; known once that pool is known.
     Geometry pool;
     std::uint32_t first_block = 0;
@@ -128,7 +128,7 @@ class Sink {
     std::vector<Run> again;                   // Lost with a connection; requested first.
     std::map<ConnectionId, Share> shares;     // The lanes on which the source knows this pull.
     std::map<std::string, RailShare> rails;
-    std::map<std::uint32_t, Chunk> in_flight;   // By sequence.
+    std::map<std::uint32_t, Chunk> in_flight;   // Chunks by sequence number.
     std::map<std::uint32_t, Chunk> converting;  // Verified, not yet in this pool's blocks.
     std::uint32_t next_sequence = 0;
     std::uint32_t layers_reported = 0;

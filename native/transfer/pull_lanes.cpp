@@ -1,4 +1,4 @@
-// How a pull's chunks are spread over the lanes to its source: which lanes there are, which one gets the next chunk,
+// Distribution of a pull's chunks over the lanes to its source: which lanes there are, which one gets the next chunk,
 // and which is given up.
 #include <algorithm>
 #include <tuple>
@@ -12,7 +12,7 @@ namespace {
 constexpr double kClearlySlower = 4;
 constexpr double kAboutEqual = 1.5;
 constexpr double kLagS = 0.02;       // A lane that was silent for longer holds no other back.
-constexpr double kSuspicionS = 0.1;  // What had arrived when this side was slow is read in this time.
+constexpr double kSuspicionS = 0.1;  // Time to read what had arrived while this side was slow.
 
 }  // namespace
 
@@ -87,7 +87,7 @@ Lane* Sink::next_lane(double now_s, Peer& peer, const Pull& pull) {
     least = share;
   }
   if (best == nullptr) return nullptr;
-  // Without this, whichever lane happens to be read first is sooner done and asked again: it waits for its equals.
+  // A lane waits for its equals here; else the one that happens to be read first would finish and be asked first.
   for (const auto& [connection, lane] : peer.lanes) {
     const auto known = pull.shares.find(connection);
     const double speed = lane.speed(now_s);
@@ -154,7 +154,8 @@ void Sink::request(double now_s, Pull& pull, Lane& lane, const Run& run) {
   share.in_flight_bytes += bytes;
   share.asked_bytes += bytes;
   lane.ask_for(now_s, bytes);
-  const std::uint32_t sequence = pull.next_sequence++;  // Never used twice, so old answers cannot be mistaken.
+  const std::uint32_t sequence =
+      pull.next_sequence++;  // Used once, so that old answers cannot be mistaken for new ones.
   Chunk& chunk = pull.in_flight[sequence] = Chunk{.run = run, .connection = lane.connection};
   if (lane.staging) chunk.staged = lane.staging->take(pull.id);
   out_.send(lane.connection, frames::Request{.pull = pull.id,
@@ -171,7 +172,7 @@ void Sink::hear(double now_s, ConnectionId connection) {
   if (const auto lane = peer->lanes.find(connection); lane != peer->lanes.end()) lane->second.hear(now_s);
 }
 
-// A lane that owes an answer while another got one is given up. Its chunks are asked for anew once it is closed, so
+// A lane that owes an answer while another got one is given up. Its chunks are requested again once it is closed, so
 // that nothing of it can be written over theirs. A source that is silent on all lanes is not the lanes' fault.
 void Sink::check_lanes(double now_s, Peer& peer) {
   if (peer.lanes.size() == 1) return;

@@ -34,8 +34,8 @@ void Sink::connect(double now_s, Peer& peer, std::size_t rail) {
   out_.put(Connect{connection, peer.rails[rail].address, peer.rails[rail].label});
 }
 
-// While no lane is ready: tries one more rail, the nearest of those that were not lost lately, or else any. A rail
-// that swallows what it is sent costs a quarter of the patience, not all of it.
+// Tries one more rail while no lane is ready: the nearest of those that were not lost lately, or else any. A rail
+// that swallows all frames costs a quarter of the time limit, not all of it.
 void Sink::reach(double now_s, Peer& peer) {
   peer.retry_s = now_s + options_.connect_timeout_s / 4;
   out_.wake_at(peer.retry_s);
@@ -86,7 +86,7 @@ bool Sink::on_agreed(double now_s, ConnectionId connection, const Handshake& han
   return true;
 }
 
-// From now on this is the lane on which the source is asked, and tells.
+// Makes this the lane of requests to the source and of its notices.
 void Sink::lead(double now_s, Peer& peer, ConnectionId connection) {
   peer.control = connection;
   peer.lingering = false;
@@ -137,7 +137,7 @@ void Sink::on_closed(double now_s, ConnectionId connection, const std::string& d
     if (pull.endpoint != peer->endpoint) continue;
     account(now_s, pull);
     pull.lost = detail;
-    // Nothing of that connection is written any more, so its chunks can be asked for anew.
+    // Nothing of that connection is written any more, so its chunks can be requested again.
     for (auto chunk = pull.in_flight.begin(); chunk != pull.in_flight.end();) {
       const auto next = std::next(chunk);
       if (chunk->second.connection == connection) {
@@ -193,7 +193,7 @@ void Sink::tick_peers(double now_s) {
     } else if (!wanted) {
       forgotten = true;
     } else if (now_s >= peer.give_up_s) {
-      // The source may still hold leases for this side: it is told for as long as they would live anyway.
+      // The source may still hold leases for this side: releases are sent until those would have expired.
       forgotten = peer.lingering;
       peer.lingering = true;
       peer.give_up_s = now_s + (peer.lease_ttl_s > 0 ? peer.lease_ttl_s : options_.lease_ttl_s);

@@ -38,7 +38,7 @@ void Sink::on_converted(double now_s, const Converted& converted) {
   if (found == pulls_.end()) return;
   Pull& pull = found->second;
   const auto at = pull.converting.find(converted.sequence);
-  if (at == pull.converting.end()) return;  // Of a generation that is given up.
+  if (at == pull.converting.end()) return;  // It belongs to a generation that was given up.
   account(now_s, pull);
   pull.progress_s = now_s;
   const Chunk chunk = at->second;

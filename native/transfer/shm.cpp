@@ -43,7 +43,7 @@ std::optional<Offer> parse(const Blob& blob) {
   reader.get(offer.slots);
   reader.get(offer.slot_bytes);
   if (!reader.finished() || offer.slots < kSlotsMin || offer.slots > kSlotsMax) return std::nullopt;
-  // Only ever opens what an agent made: no separators, no other names.
+  // Opens only what an agent made: no separators, no other names.
   if (!offer.name.starts_with(kPrefix)) return std::nullopt;
   const auto rest = std::string_view(offer.name).substr(kPrefix.size());
   const bool plain = rest.find_first_not_of("0123456789abcdef") == std::string_view::npos;

@@ -15,7 +15,7 @@ namespace baton::transfer {
 
 class Staging {
  public:
-  Staging(const Geometry& source, const Limits& limits) : owners_(slots(source, limits), kNobody) {}
+  Staging(const Geometry& source, const Limits& limits) : owners_(slots(source, limits), kFree) {}
 
   [[nodiscard]] static std::uint32_t slots(const Geometry& source, const Limits& limits) {
     const std::uint64_t bytes = chunk_blocks(source, limits) * source.block_bytes;
@@ -26,20 +26,20 @@ class Staging {
   [[nodiscard]] bool has_room(PullId pull, std::size_t pulls) const {
     const auto held = static_cast<std::size_t>(std::count(owners_.begin(), owners_.end(), pull));
     return held < std::max<std::size_t>(1, owners_.size() / std::max<std::size_t>(1, pulls)) &&
-           std::find(owners_.begin(), owners_.end(), kNobody) != owners_.end();
+           std::find(owners_.begin(), owners_.end(), kFree) != owners_.end();
   }
   // Precondition: there is room.
   [[nodiscard]] std::uint32_t take(PullId pull) {
-    const auto free = std::find(owners_.begin(), owners_.end(), kNobody);
+    const auto free = std::find(owners_.begin(), owners_.end(), kFree);
     *free = pull;
     return static_cast<std::uint32_t>(free - owners_.begin());
   }
-  void release(std::uint32_t slot) { owners_[slot] = kNobody; }
+  void release(std::uint32_t slot) { owners_[slot] = kFree; }
   // Releases all slots of a pull.
-  void forget(PullId pull) { std::replace(owners_.begin(), owners_.end(), pull, kNobody); }
+  void forget(PullId pull) { std::replace(owners_.begin(), owners_.end(), pull, kFree); }
 
  private:
-  static constexpr PullId kNobody = 0;  // Pulls are numbered from 1 on.
+  static constexpr PullId kFree = 0;  // Pulls are numbered from 1 on.
 
   std::vector<PullId> owners_;  // Indexed by slot.
 };

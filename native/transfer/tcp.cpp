@@ -15,7 +15,7 @@ namespace {
 constexpr std::size_t kBufferBytes = kFrameBytesMax + kLengthBytes;
 constexpr std::size_t kControlBytesMax = 8 << 20;  // Unsent frames for a peer that does not read.
 constexpr std::size_t kPiecesPerCall = 256;
-constexpr std::size_t kBytesPerCall = 4 << 20;  // Then other connections get their turn.
+constexpr std::size_t kBytesPerCall = 4 << 20;  // After so many, other connections get their turn.
 
 std::uint32_t checksum_of(std::span<const iovec> pieces) {
   std::uint32_t crc = 0;
@@ -157,7 +157,7 @@ bool Stream::receive(bool& more) {
   if (taken == 0) return fail("the peer closed the connection");
   if (taken < 0) return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR || fail(std::strerror(errno));
   buffer_end_ += static_cast<std::size_t>(taken);
-  more = buffer_end_ == buffer_.size();  // Else it was all, and epoll says when there is more.
+  more = buffer_end_ == buffer_.size();  // If not, that was all, and epoll reports more.
   return true;
 }
 

@@ -45,7 +45,7 @@ class Stream {
     Serve chunk;
     Blob header;
     std::vector<iovec> pieces;
-    Blob copy;  // Only for a chunk with injected corruption.
+    Blob copy;  // Present only for a chunk with injected corruption.
     std::uint32_t crc = 0;
     bool prepared = false;
     std::size_t piece = 0;        // The first piece not completely sent; the header is the first of all.

@@ -51,7 +51,7 @@ struct RailShare {
   std::uint64_t bytes = 0;
   std::uint64_t chunks = 0;
   std::uint64_t retired = 0;  // Connections that were lost or hung.
-  double bytes_per_s = 0;     // As last measured on one connection; 0: not yet.
+  double bytes_per_s = 0;     // Speed last measured on one connection; 0: not yet.
 };
 
 // A report to the agent's owner; see baton.transfer.TransferEvent.
@@ -88,7 +88,7 @@ struct Limits {
   std::uint64_t staging_bytes = 8 << 20;      // Per lane to a source with other blocks; at least two chunks.
   std::uint64_t lane_window_bytes = 2 << 20;  // The same, if several lanes share a pull; at least two chunks.
   std::size_t lanes = 16;                     // Per source.
-  std::size_t rails = 1024;                   // With statistics.
+  std::size_t rails = 1024;                   // Rails with statistics.
   std::uint32_t chunks_served = 64;           // Per pull, accepted by the source.
   double idle_s = 60;                         // A connection without pulls is closed after this.
   double reconnect_s = 0.05;
@@ -122,7 +122,7 @@ struct Options {
   double stall_timeout_s = 10;
   Faults faults;
   Limits limits;
-  std::uint64_t incarnation = 0;  // Of this run of the agent; random in production.
+  std::uint64_t incarnation = 0;  // Identifies this run of the agent; random in production.
   Digest entropy{};               // The only source of nonces: equal entropy, equal run.
 };
 

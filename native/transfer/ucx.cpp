@@ -4,7 +4,7 @@
 //    Offer(worker's address, token and pool with keys) ──▶         connects, and reads the token as it will read blocks
 //    compares  ◀── Answer(token)
 //
-// Where a transport cannot read by itself, as TCP cannot, the source's worker answers for it: so both ends have one.
+// A transport that cannot read by itself, such as TCP, has the source's worker answer: so both ends have a worker.
 #include <algorithm>
 #include <stdexcept>
 
@@ -16,7 +16,7 @@ namespace baton::transfer {
 namespace {
 
 constexpr std::size_t kReadsUnderWay = 256;
-constexpr int kSteps = 64;  // Then other connections get their turn.
+constexpr int kSteps = 64;  // After so many, other connections get their turn.
 constexpr std::size_t kOfferBytesMax = kFrameBytesMax - 256;
 
 void prepare(const FabricOptions& options, const Pool& pool, Fabrics& fabrics) {
@@ -66,7 +66,7 @@ class UcxSource : public OneSidedSource {
 struct UcxOffer {
   Blob address;
   std::uint64_t proof_address = 0;
-  std::vector<Blob> keys;  // Of the layers, then of the token.
+  std::vector<Blob> keys;  // Keys of the layers, then of the token.
 };
 
 class UcxSink : public ReadingSink {
@@ -96,7 +96,7 @@ class UcxSink : public ReadingSink {
 
  protected:
   bool poll() override {
-    // Where UCX copies by itself, from another process of this host, a chunk a turn.
+    // UCX copies by itself from another process of this host: a chunk a turn.
     for (int step = 0; step < kSteps && !has_read() && worker_.progress(); ++step) {
     }
     return worker_.good();

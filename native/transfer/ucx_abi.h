@@ -16,7 +16,7 @@ using Status = std::int8_t;  // A packed enumeration.
 inline constexpr Status kOk = 0, kInProgress = 1, kBusy = -15, kLastError = -100;
 
 inline constexpr unsigned kApiMajor = 1, kApiMinor = 13;
-inline constexpr unsigned kTransportsMinor = 14;  // From this version on an endpoint reports its transports.
+inline constexpr unsigned kTransportsMinor = 14;  // First version in which an endpoint reports its transports.
 
 enum ContextMask : std::uint64_t { kSetFeatures = 1 << 0 };
 enum Features : std::uint64_t { kRemoteMemory = 1 << 1, kWakeup = 1 << 4 };

@@ -62,7 +62,7 @@ void UcxContext::load(const std::string& name) {
       find("ep_query", calls.ep_query) && find("ep_rkey_unpack", calls.ep_rkey_unpack) &&
       find("rkey_destroy", calls.rkey_destroy) && find("get_nbx", calls.get_nbx) &&
       find("request_check_status", calls.request_check_status) && find("request_free", calls.request_free) &&
-      library.find("ucs_status_string", calls.status_string);  // Of libucs, which comes with it.
+      library.find("ucs_status_string", calls.status_string);  // A call of libucs, which comes with it.
   if (!whole) throw std::runtime_error(library.why());
 }
 
@@ -115,7 +115,7 @@ void UcxWorker::close() {
   if (endpoint_ != nullptr) {
     const ucx::RequestParam param{.op_attr_mask = ucx::kSetFlags, .flags = watches_peer_ ? ucx::kCloseForce : 0U};
     void* closing = context_.calls.ep_close_nbx(endpoint_, &param);
-    // By force it takes microseconds. Should it take longer, the worker's destruction ends it.
+    // A forced close takes microseconds. If it takes longer, the worker's destruction ends it.
     const auto until = std::chrono::steady_clock::now() + kDrain;
     const auto goes_on = [&] {
       const bool closes = ucx::status_of(closing) == ucx::kInProgress &&
@@ -185,7 +185,7 @@ bool UcxWorker::read(void* to, std::uint64_t from, std::size_t bytes, std::size_
                                 .memh = memory.handle()};
   void* result = context_.calls.get_nbx(endpoint_, to, bytes, from, keys_[key], &param);
   const ucx::Status status = ucx::status_of(result);
-  if (status != ucx::kInProgress) on_read(nullptr, status, &get);  // Without a request there is no call back.
+  if (status != ucx::kInProgress) on_read(nullptr, status, &get);  // No request, so no callback.
   return good();
 }
 

@@ -6,7 +6,7 @@
 //    Offer()   ──▶                                       reads the token as it will read blocks
 //    compares  ◀── Answer(token)
 //
-// Peers may only read, and only the pool and that token. Nobody else writes into a pool: when a pull ends, this side
+// Peers may only read, and only the pool and that token. No peer writes into a pool: when a pull ends, this side
 // alone decides that nothing more is written (docs/decisions/0010-reads-by-the-sink.md).
 #include <algorithm>
 #include <stdexcept>
@@ -65,7 +65,7 @@ class VerbsSource : public OneSidedSource {
       queue_.connect(sink);
       connected_ = true;
     } catch (const std::runtime_error&) {
-      // As with a wrong token: the next way is tried.
+      // The next way is tried, as after a wrong token.
     }
     return connected_;
   }

@@ -110,7 +110,7 @@ struct DeviceAttr {
   int max_ee_rd_atom;
   int max_res_rd_atom;
   int max_qp_init_rd_atom;
-  int not_used[16];  // From max_ee_init_rd_atom to max_srq_sge.
+  int not_used[16];  // The fields max_ee_init_rd_atom to max_srq_sge.
   std::uint16_t max_pkeys;
   std::uint8_t local_ca_ack_delay;
   std::uint8_t phys_port_cnt;
@@ -227,7 +227,7 @@ struct SendWr {
     alignas(8) std::uint8_t rest[16];  // The union's other members are larger.
   } rdma;
   std::uint32_t remote_srqn;
-  alignas(8) std::uint8_t rest[48];  // Of memory windows and segmentation.
+  alignas(8) std::uint8_t rest[48];  // Fields of memory windows and segmentation.
 };
 
 struct Wc {

@@ -16,7 +16,7 @@ Result* made(Result* result, const char* what) {
   return result;
 }
 
-// How well a GID suits connections beyond the adapter's own network; RoCE v2 is what is routed.
+// Rank of a GID for connections beyond the adapter's own network, to which RoCE v2 can be routed.
 int suitability(const ibv::GidEntry& entry) {
   const std::uint8_t* raw = entry.gid.raw;
   static constexpr std::uint8_t kMapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF};

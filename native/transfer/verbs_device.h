@@ -59,7 +59,7 @@ class VerbsDevice {
   ibv::Context* context = nullptr;
   ibv::Pd* pd = nullptr;
   ibv::DeviceAttr limits{};
-  std::vector<VerbsMemory> layers;  // Of the pool.
+  std::vector<VerbsMemory> layers;  // Registered layers of the pool.
 
  private:
   void close();

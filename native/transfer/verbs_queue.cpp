@@ -141,7 +141,7 @@ void VerbsQueue::connect(const VerbsAddress& peer) {
       "cannot send to the peer's");
 }
 
-// Only the last read of a batch completes on its own when all goes well; reads of one queue pair end in order.
+// Reads of one queue pair end in order, so only the last read of a batch asks for a completion.
 bool VerbsQueue::read(std::span<const iovec> local, std::uint32_t lkey, std::span<const iovec> remote,
                       std::uint32_t rkey, void* tag) {
   requests_.assign(local.size(), {});
@@ -161,7 +161,7 @@ bool VerbsQueue::read(std::span<const iovec> local, std::uint32_t lkey, std::spa
   }
   ibv::SendWr* refused = nullptr;
   const int error = device_.context->ops.post_send(qp_, requests_.data(), &refused);
-  // Those before the refused one are under way, so only the queue pair's end ends the batch.
+  // Reads before the refused one are under way, so only the queue pair's end ends the batch.
   if (error != 0) {
     why_ = std::string("the adapter takes no read: ") + std::strerror(std::abs(error));
     return false;
@@ -172,7 +172,7 @@ bool VerbsQueue::read(std::span<const iovec> local, std::uint32_t lkey, std::spa
 }
 
 bool VerbsQueue::poll(std::vector<Batch>& ended) {
-  // First the notice is asked for anew, then the queue is looked at, so that nothing comes unnoticed in between.
+  // The notice is requested before the queue is polled, so that no completion comes unnoticed in between.
   ibv::Cq* cq = nullptr;
   void* context = nullptr;
   unsigned events = 0;
@@ -187,7 +187,7 @@ bool VerbsQueue::poll(std::vector<Batch>& ended) {
   return take_completions(&ended);
 }
 
-// With nowhere to put them, those that failed count as ended, too.
+// A null `ended` counts failed reads as ended, too.
 bool VerbsQueue::take_completions(std::vector<Batch>* ended) {
   ibv::Wc done[32];
   while (!under_way_.empty()) {

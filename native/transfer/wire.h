@@ -78,7 +78,7 @@ struct Identity {
   std::uint32_t chunk_blocks = 0;
   std::string backends;  // Joined by commas, the preferred first.
   bool checksum = true;
-  std::uint32_t lease_ttl_ms = 0;  // For the leases of this side.
+  std::uint32_t lease_ttl_ms = 0;  // TTL of this side's leases.
   std::string layout;              // Empty: not declared.
   std::string host;                // Equal hosts share memory; empty: not declared.
   auto fields() {

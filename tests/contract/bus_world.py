@@ -42,7 +42,7 @@ def memory_world(stack: AsyncExitStack) -> World:
         raw.publish_payload(subject, payload)
 
     async def request_raw(subject: str, payload: bytes) -> bytes:
-        return await raw.request_payload(subject, payload, timeout_s=2)
+        return await raw.request_payload(subject, payload, timeout_s=10)
 
     return World(open_bus, send_raw, request_raw)
 
@@ -62,7 +62,7 @@ async def nats_world(stack: AsyncExitStack, server: Server) -> World:
         await raw.flush()
 
     async def request_raw(subject: str, payload: bytes) -> bytes:
-        return (await raw.request(subject, payload, timeout=2)).data
+        return (await raw.request(subject, payload, timeout=10)).data
 
     return World(open_bus, send_raw, request_raw)
 

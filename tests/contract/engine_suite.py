@@ -38,7 +38,7 @@ from baton.errors import (
     PeerUnreachable,
     TransferFailed,
 )
-from baton.messages.attempts import FinishReason, KvSource, Sampling, TokenLogprob
+from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 
 POLL_S = 0.005
@@ -136,7 +136,7 @@ class Pair:
             tokens=tokens,
             sampling=sampling,
             cache_salt=salt,
-            source=KvSource(address=address) if leg is Leg.DECODE else None,
+            source=address if leg is Leg.DECODE else None,
             budget_s=self.budget_s if budget_s is None else budget_s,
         )
 
@@ -145,7 +145,7 @@ class Pair:
         prefill = self.request(tokens, sampling, leg=Leg.PREFILL, salt=salt)
         decode = self.request(tokens, sampling, leg=Leg.DECODE, name=prefill.request, salt=salt)
         first, answer = await asyncio.gather(collect(self.prefill, prefill), collect(self.decode, decode))
-        assert first.tokens == [], "prefill's token is nobody's"
+        assert first.tokens == [], "prefill's token belongs to no answer"
         return answer
 
     async def settled(self) -> tuple[EngineLoad, EngineLoad]:
@@ -163,7 +163,7 @@ class Pair:
 
 @asynccontextmanager
 async def shadowed(pair: Pair) -> AsyncGenerator[Pair]:
-    """Follow the events of both engines for as long as the pair lives."""
+    """Follow the events of both engines until the pair is closed."""
     async with asyncio.TaskGroup() as group:
         followers = [
             group.create_task(pair.prefill_shadow.follow(pair.prefill)),
@@ -259,7 +259,7 @@ class EngineSuite:
             assert pair.decode.load().running == 1
         await pair.settled()
 
-    async def test_a_reader_that_does_not_read_stops_nobody(self, pair: Pair) -> None:
+    async def test_a_reader_that_does_not_read_stops_no_other(self, pair: Pair) -> None:
         stream, _ = await first_delta(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=60)))
         await collect(pair.decode, pair.request(pair.prompt(40), changed(GREEDY, max_tokens=80)))
         rest = [token async for delta in stream for token in delta.tokens]
@@ -434,7 +434,7 @@ class EngineSuite:
         first, second = ("decode", "prefill") if decode_first else ("prefill", "decode")
         waiting = asyncio.create_task(collect(*legs[first]))
         await asyncio.sleep(0.3)
-        assert waiting.done() is not decode_first, "decode waits for prefill, and prefill for nobody"
+        assert waiting.done() is not decode_first, "decode waits for prefill, and prefill for no other"
         answers = {second: await collect(*legs[second]), first: await waiting}
         expected = await collect(pair.prefill, pair.request(prompt, salt="computed here"))
         assert answers["decode"].tokens == expected.tokens
@@ -452,7 +452,7 @@ class EngineSuite:
         await pair.settled()
 
     @pytest.mark.parametrize("endpoint", ["dead", "malformed"])
-    async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+    async def test_an_unreachable_source_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
         before, failed_before = pair.decode.load(), pair.decode.transfers().pulls.failed.total()
         agent = pair.dead_agent if endpoint == "dead" else "no endpoint"
         with pytest.raises(PeerUnreachable):

@@ -70,16 +70,14 @@ async def test_a_group_shares_messages(world: World, name: str) -> None:
 async def test_a_request_is_answered(world: World, name: str) -> None:
     asker, answerer = await world.open(), await world.open()
     await answerer.subscribe(f"{name}.a", echo)
-    answers = await asyncio.gather(*(asker.request(f"{name}.a", message(n), timeout_s=2) for n in range(100)))
+    answers = await asyncio.gather(*(asker.request(f"{name}.a", message(n), timeout_s=10) for n in range(100)))
     assert [label_of(answer) for answer in answers] == [str(number) for number in range(100)]
 
 
-async def test_a_request_that_nobody_can_hear_fails_at_once(world: World, name: str) -> None:
+async def test_a_request_without_a_subscriber_fails_at_once(world: World, name: str) -> None:
     bus = await world.open()
-    before_s = asyncio.get_running_loop().time()
     with pytest.raises(NoResponders):
-        await bus.request(f"{name}.a", message("?"), timeout_s=10)
-    assert asyncio.get_running_loop().time() - before_s < 1
+        await bus.request(f"{name}.a", message("?"), timeout_s=3600.0)
 
 
 async def test_a_request_without_answer_ends_at_its_deadline(world: World, name: str) -> None:
@@ -102,7 +100,7 @@ async def test_an_answer_after_the_deadline_is_ignored(world: World, name: str) 
     with pytest.raises(DeadlineExceeded):
         await bus.request(f"{name}.a", message("?"), timeout_s=0.02)
     await asyncio.sleep(0.15)
-    assert label_of(await bus.request(f"{name}.a", message("?"), timeout_s=2)) == "late"
+    assert label_of(await bus.request(f"{name}.a", message("?"), timeout_s=10)) == "late"
 
 
 async def test_handlers_run_one_at_a_time(world: World, name: str) -> None:
@@ -127,16 +125,17 @@ async def test_handlers_run_one_at_a_time(world: World, name: str) -> None:
 
 async def test_a_slow_handler_loses_its_own_messages_only_and_counts_them(world: World, name: str) -> None:
     sender, bus = await world.open(), await world.open(limits=BusLimits(pending_messages_max=10))
-    gate, slow_inbox, quick_inbox = asyncio.Event(), Inbox(), Inbox()
+    started, gate, slow_inbox, quick_inbox = asyncio.Event(), asyncio.Event(), Inbox(), Inbox()
 
     async def slow(delivery: Delivery) -> None:
+        started.set()
         await gate.wait()
         await slow_inbox(delivery)
 
     slow_one = await bus.subscribe(f"{name}.a", slow)
     quick_one = await bus.subscribe(f"{name}.b", quick_inbox)
     await sender.publish(f"{name}.a", message(0))
-    await asyncio.sleep(0.05)
+    await started.wait()
     for number in range(1, 50):
         await sender.publish(f"{name}.a", message(number))
     await sender.publish(f"{name}.b", message("quick"))
@@ -144,31 +143,32 @@ async def test_a_slow_handler_loses_its_own_messages_only_and_counts_them(world:
     gate.set()
     # One was running and ten waited: what came first is kept.
     assert await slow_inbox.wait(11) == [str(number) for number in range(11)]
-    assert slow_one.dropped_messages == 39
-    assert quick_one.dropped_messages == 0
+    assert slow_one.counts.dropped == 39
+    assert quick_one.counts.dropped == 0
     await sender.publish(f"{name}.a", message("after"))
     assert (await slow_inbox.wait(12))[-1] == "after"
 
 
 async def test_waiting_bytes_are_bounded_as_well(world: World, name: str) -> None:
     sender, bus = await world.open(), await world.open(limits=BusLimits(pending_bytes_max=100_000))
-    gate = asyncio.Event()
+    started, gate = asyncio.Event(), asyncio.Event()
     got = 0
 
     async def slow(_: Delivery) -> None:
         nonlocal got
+        started.set()
         await gate.wait()
         got += 1
 
     subscription = await bus.subscribe(f"{name}.a", slow)
     await sender.publish(f"{name}.a", sized(30_000))
-    await asyncio.sleep(0.05)
+    await started.wait()
     for _ in range(6):
         await sender.publish(f"{name}.a", sized(30_000))
-    await eventually(lambda: subscription.dropped_messages >= 3)
+    await eventually(lambda: subscription.counts.dropped >= 3)
     gate.set()
     await eventually(lambda: got >= 4)
-    assert subscription.dropped_messages == 3
+    assert subscription.counts.dropped == 3
 
 
 async def test_malformed_payloads_are_counted_and_refused(world: World, name: str) -> None:
@@ -181,9 +181,9 @@ async def test_malformed_payloads_are_counted_and_refused(world: World, name: st
     assert refusal.error.code == "malformed_message"
     await bus.publish(f"{name}.a", message("good"))
     assert await inbox.wait(1) == ["good"]
-    assert subscription.malformed_messages == 3
-    assert subscription.dropped_messages == 0
-    assert subscription.handled_messages == 1
+    assert subscription.counts.malformed == 3
+    assert subscription.counts.dropped == 0
+    assert subscription.counts.handled == 1
     assert [each.subject for each in bus.subscriptions] == [f"{name}.a"]
     await subscription.unsubscribe()
     assert not bus.subscriptions
@@ -218,7 +218,7 @@ async def test_who_asks_a_failing_handler_is_refused(world: World, name: str, er
         raise error
 
     await bus.subscribe(f"{name}.a", fails)
-    refusal = await bus.request(f"{name}.a", message("?"), timeout_s=2)
+    refusal = await bus.request(f"{name}.a", message("?"), timeout_s=10)
     assert isinstance(refusal, Refused)
     assert refusal.error.code == code
 
@@ -236,7 +236,7 @@ async def test_what_is_too_large_is_refused_and_what_just_fits_arrives(world: Wo
     await bus.subscribe(f"{name}.a", measure)
     for call in (
         bus.publish(f"{name}.a", sized(8 << 20)),
-        bus.request(f"{name}.a", sized(8 << 20), timeout_s=1),
+        bus.request(f"{name}.a", sized(8 << 20), timeout_s=10),
         bus.append(f"{name}-s", f"{name}.s.a", sized(8 << 20), message_id="1"),
     ):
         with pytest.raises(PayloadTooLarge):
@@ -251,7 +251,7 @@ async def test_what_is_no_subject_is_refused(world: World, subject: str) -> None
     with pytest.raises(InvalidRequest):
         await bus.publish(subject, message("x"))
     with pytest.raises(InvalidRequest):
-        await bus.request(subject, message("x"), timeout_s=1)
+        await bus.request(subject, message("x"), timeout_s=10)
     with pytest.raises(InvalidRequest):
         await bus.append("s", subject, message("x"), message_id="1")
     if subject != "a.*":
@@ -279,7 +279,7 @@ async def test_unsubscribe_waits_until_what_came_is_handled_and_ends_deliveries(
     assert inbox.labels == ["0", "1", "2"]
     await subscription.unsubscribe()
     with pytest.raises(NoResponders):
-        await bus.request(f"{name}.a", message("?"), timeout_s=1)
+        await bus.request(f"{name}.a", message("?"), timeout_s=10)
 
 
 async def test_a_member_that_leaves_its_group_under_load_loses_no_request(world: World, name: str) -> None:
@@ -287,7 +287,7 @@ async def test_a_member_that_leaves_its_group_under_load_loses_no_request(world:
     members = [await (await world.open()).subscribe(subject, echo, group="g") for _ in range(2)]
 
     async def ask(number: int) -> str:
-        return label_of(await asker.request(subject, message(number), timeout_s=2))
+        return label_of(await asker.request(subject, message(number), timeout_s=10))
 
     answers = [asyncio.create_task(ask(number)) for number in range(200)]
     await asyncio.sleep(0)
@@ -336,7 +336,7 @@ async def test_a_closed_bus_says_so(world: World, name: str) -> None:
     await bus.close()
     for call in (
         bus.publish(f"{name}.a", message("x")),
-        bus.request(f"{name}.a", message("x"), timeout_s=1),
+        bus.request(f"{name}.a", message("x"), timeout_s=10),
         bus.subscribe(f"{name}.a", echo),
         bus.append(f"{name}-s", f"{name}.s.a", message("x"), message_id="1"),
         bus.follow(f"{name}-s", f"{name}.s.a", echo),

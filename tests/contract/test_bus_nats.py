@@ -142,7 +142,7 @@ async def test_many_batches_come_through_one_consumer(connect: Connect, caplog: 
         await bus.append("S", "s.a", message("last"), message_id="last")
         assert (await inbox.wait(1501))[-1] == "last"
     assert [delivery.stream_sequence for delivery in inbox.deliveries] == list(range(1, 1502))
-    assert "anew" not in caplog.text
+    assert "following" not in caplog.text
 
 
 async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server: Server, connect: Connect) -> None:
@@ -154,7 +154,7 @@ async def test_a_malformed_message_in_a_stream_is_counted_and_passed_over(server
     await raw.close()
     await bus.append("S", "s.a", message("good"), message_id="1")
     assert await inbox.wait(1) == ["good"]
-    assert subscription.malformed_messages == 1
+    assert subscription.counts.malformed == 1
 
 
 async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: Server, connect: Connect) -> None:
@@ -166,7 +166,7 @@ async def test_a_paused_server_costs_a_request_its_deadline_and_no_more(server: 
             await bus.request("a", message("?"), timeout_s=0.1)
     finally:
         server.resume()
-    assert label_of(await bus.request("a", message("again"), timeout_s=2)) == "again"
+    assert label_of(await bus.request("a", message("again"), timeout_s=10)) == "again"
 
 
 async def test_what_a_stalled_server_does_not_take_is_bounded(server: Server, connect: Connect) -> None:
@@ -227,7 +227,7 @@ async def test_credentials_in_the_address(settings: str, right: str, wrong: str)
         host = server.url.removeprefix("nats://")
         bus = await NatsBus.connect(f"nats://{right}@{host}", name="test")
         await bus.subscribe("a", echo)
-        await bus.request("a", message("x"), timeout_s=2)
+        await bus.request("a", message("x"), timeout_s=10)
         await bus.close()
         for credentials in (f"{wrong}@", ""):
             with pytest.raises(ConfigurationError, match="uthorization") as raised:
@@ -250,7 +250,7 @@ async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Se
     assert await inbox.wait(1) == ["after"]
     assert bus.reconnects == 1
     with pytest.raises(NoResponders):
-        await bus.request("nobody", message("?"), timeout_s=1)
+        await bus.request("nobody", message("?"), timeout_s=10)
 
 
 async def test_the_payload_limit_is_the_servers() -> None:

@@ -96,7 +96,7 @@ async def test_engines_that_do_not_fit_refuse_each_other(make_agent: MakeAgent) 
         assert len((await collect(pair.decode, request)).tokens) == request.sampling.max_tokens
 
 
-async def test_a_delayed_transfer_delays_nobody_else(make_agent: MakeAgent) -> None:
+async def test_a_delayed_transfer_delays_no_other_request(make_agent: MakeAgent) -> None:
     async with open_pair(make_agent, prefill_agent=AgentOptions(faults=TransferFaults(delay_s=1.0))) as pair:
         prompt = pair.prompt(100)
         prefill = pair.request(prompt, leg=Leg.PREFILL)

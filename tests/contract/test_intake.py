@@ -21,8 +21,9 @@ from tests.harness.gateway.actors import tiny_model
 
 pytestmark = pytest.mark.timeout(90)  # A process that loads a tokenizer takes seconds, and more on a busy machine.
 
-PATH, TOKENIZER = str(tiny_model()[0]), tiny_model()[1]
-MODEL = Model(name="tiny", path=PATH, digest="d", block_tokens=16, context_tokens_max=4096)
+
+def model() -> Model:
+    return Model(name="tiny", path=str(tiny_model()[0]), digest="d", block_tokens=16, context_tokens_max=4096)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -47,7 +48,7 @@ BODIES: list[tuple[Operation, dict[str, Any]]] = [
 @asynccontextmanager
 async def pool_of(kind: str) -> AsyncGenerator[IntakePool]:
     def load(path: str) -> ModelTokenizer:
-        return TOKENIZER if path == PATH else ModelTokenizer(path)
+        return tiny_model()[1] if path == model().path else ModelTokenizer(path)
 
     processes = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20)
     pool: IntakePool = LocalPool(load) if kind == "local" else processes
@@ -61,7 +62,7 @@ def taken_in(operation: Operation, payload: bytes) -> tuple[Parsed, Plan] | Bato
     """Return the plan of a body, or the error."""
     intake = Intake()
     try:
-        return intake.parse(operation, payload), intake.plan(TOKENIZER, MODEL, model_defaults=True)
+        return intake.parse(operation, payload), intake.plan(tiny_model()[1], model(), model_defaults=True)
     except BatonError as error:
         return error
 
@@ -76,7 +77,7 @@ async def test_every_body_is_taken_in_alike(kind: str) -> None:
                 try:
                     came: object = (
                         await worker.parse(operation, payload),
-                        await worker.plan(MODEL, model_defaults=True),
+                        await worker.plan(model(), model_defaults=True),
                     )
                 except BatonError as error:
                     came = error
@@ -90,10 +91,11 @@ async def test_every_body_is_taken_in_alike(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["local", "process"])
 async def test_a_model_is_known_from_what_a_worker_tells_of_it(kind: str) -> None:
     async with pool_of(kind) as pool:
-        facts = await pool.load(PATH, "d")
-        assert facts == TOKENIZER.facts
+        facts = await pool.load(model().path, "d")
+        tokenizer = tiny_model()[1]
+        assert facts == tokenizer.facts
         text = "naïve café, 你好世界, 😀 done. "
         detokeniser = Vocabulary(facts.spellings).detokeniser()
-        assert "".join(map(detokeniser.feed, TOKENIZER.encode(text, add_special=False))) == text
+        assert "".join(map(detokeniser.feed, tokenizer.encode(text, add_special=False))) == text
         with pytest.raises(ConfigurationError, match="no-such-model"):
             await pool.load("/no-such-model", "d")

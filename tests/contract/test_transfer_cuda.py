@@ -65,7 +65,7 @@ def test_bytes_that_change_on_their_way_never_count(make: MakeNode, fake_gpu: Fa
 
 @pytest.mark.parametrize("way", ["cuda-ipc"], indirect=True)
 def test_a_chunk_that_is_stale_on_the_device_alone_never_counts(make: MakeNode, fake_gpu: FakeGpu) -> None:
-    """Only the sink's GPU saw the epoch change: the pull fails, although the source reports success."""
+    """A pull fails if only the sink's GPU saw the epoch change, although the source reports success."""
     source, sink = make(), make(stall_timeout_s=0.4)
     source.offer(KEY, SOURCE_BLOCKS)
     fake_gpu.set(stale=5)

@@ -183,11 +183,11 @@ HELLO = frame(1, struct.pack("<IH32s", 0x4E544142, 1, bytes(32)))
         "garbage identity",
     ],
 )
-def test_strangers_are_sent_away(node: Node, other: Node, noise: bytes) -> None:
+def test_noise_on_the_agents_port_is_cut_off(node: Node, other: Node, noise: bytes) -> None:
     host, port = node.agent.endpoint.split("/")[0].split(":")
-    with socket.create_connection((host, int(port)), timeout=2.0) as stranger:
-        stranger.sendall(noise)
-        while stranger.recv(4096):
+    with socket.create_connection((host, int(port)), timeout=2.0) as client:
+        client.sendall(noise)
+        while client.recv(4096):
             pass  # Ends when the agent closes the connection.
     node.offer(KEY, [0, 1, 2, 3])
     other.agent.pull(KEY, node.agent.endpoint, first_token=0, tokens=TOKENS, blocks=SINK_BLOCKS, budget_s=5.0)
@@ -255,7 +255,7 @@ def test_no_agent_there(other: Node) -> None:
 
 
 @NATIVE_ONLY
-def test_another_life_of_the_source_is_not_the_source(node: Node, other: Node) -> None:
+def test_a_restarted_source_is_not_the_source(node: Node, other: Node) -> None:
     endpoint = other.agent.endpoint
     other.agent.close()
     reborn = Node(NativeAgent(AgentOptions(port=int(endpoint.split(":")[1].split("/")[0]))))
@@ -273,13 +273,13 @@ def test_without_free_descriptors_an_agent_waits(node: Node, other: Node) -> Non
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     port = int(node.agent.endpoint.split(":")[1].split("/")[0])
     spare: list[int] = []
-    with socket.socket() as stranger:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, hard))
+    with socket.socket() as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
         try:
             with pytest.raises(OSError, match="Too many open files"):
                 while True:
                     spare.append(os.dup(0))
-            stranger.connect(("127.0.0.1", port))
+            client.connect(("127.0.0.1", port))
             began_s = time.process_time()
             time.sleep(0.5)
             assert time.process_time() - began_s < 0.1

@@ -193,28 +193,30 @@ def test_all_rails_die(make_agent: MakeAgent, make_proxy: MakeProxy, hangs: bool
 
 
 @pytest.mark.parametrize("rail", range(len(RAILS)))
-def test_a_stranger_at_any_rail_reads_nothing(make_agent: MakeAgent, source: Node, rail: int) -> None:
-    stranger = make_agent(secret="other")
+def test_a_sink_without_the_secret_reads_nothing_at_any_rail(make_agent: MakeAgent, source: Node, rail: int) -> None:
+    other = make_agent(secret="other")
     source.offer(KEY, BLOCKS)
-    failed = pull(stranger, endpoint(source, rails_of(source)[rail:]))
+    failed = pull(other, endpoint(source, rails_of(source)[rail:]))
     assert (failed.cause, "secret" in failed.detail) == (Cause.REFUSED, True)
-    assert stranger.is_poison()
+    assert other.is_poison()
     assert source.agent.stats().served_bytes == 0
 
 
 @pytest.mark.parametrize("secret", ["other", "shared"])
 @pytest.mark.parametrize("rail", [0, 3])
-def test_a_stranger_behind_a_rail_writes_nothing(make_agent: MakeAgent, source: Node, rail: int, secret: str) -> None:
+def test_another_agent_behind_a_rail_writes_nothing(
+    make_agent: MakeAgent, source: Node, rail: int, secret: str
+) -> None:
     """The same holds for another incarnation of the source, which knows the secret but has other leases."""
-    sink, stranger = make_agent(), make_agent(rails=("127.0.0.6:0",), secret=secret)
-    stranger.offer(KEY, BLOCKS, seed=7)
+    sink, other = make_agent(), make_agent(rails=("127.0.0.6:0",), secret=secret)
+    other.offer(KEY, BLOCKS, seed=7)
     source.offer(KEY, BLOCKS)
     rails = rails_of(source)
-    rails[rail] = rails_of(stranger)[0]
+    rails[rail] = rails_of(other)[0]
     done = pull(sink, endpoint(source, rails))
     assert_arrived(done, source, sink)
     assert rails[rail] not in carried(done)
-    assert stranger.agent.stats().served_bytes == 0
+    assert other.agent.stats().served_bytes == 0
 
 
 def test_an_endpoint_of_one_address_is_enough(make_agent: MakeAgent, source: Node) -> None:

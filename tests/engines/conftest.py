@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import pytest
-from engine_pair import LEASE_TTL_S, Pair
-from engine_process import EngineProcess
+from engine_pair import Pair, started_pair
 from xdist.remote import Producer  # pyright: ignore[reportMissingTypeStubs]
 
 from baton.cli.tiny_model import make_tiny_model
@@ -18,24 +16,6 @@ from tests.harness.scheduling import GroupScheduling
 
 OF_THE_PAIR: Final = ("death", "failures", "handoff", "parallel", "whole")
 """Modules `test_vllm_*.py` that share one pair of engines, and therefore one worker."""
-
-OPTIONS: dict[str, Any] = {
-    # Token-for-token equality needs fp32: in bf16 random weights give near-ties that any reordering flips.
-    "dtype": "float32",
-    "max_model_len": 4096,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "num_gpu_blocks_override": 200,
-    "connector": "gated:GatedConnector",
-}
-
-AGENT: dict[str, Any] = {
-    "secret": "tests",
-    "lease_ttl_s": LEASE_TTL_S,
-    "unclaimed_ttl_s": 20.0,
-    "wanted_timeout_s": 5.0,
-    "stall_timeout_s": 15.0,
-}
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
@@ -54,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without vLLM there is nothing to test here; with it, the first test also pays for the engines' start."""
+    """Skip vLLM's tests without vLLM; with it, give them time: the first one also waits for the engines' start."""
     items.sort(key=lambda item: item.get_closest_marker("ends_engines") is not None)
     here = Path(__file__).parent
     for item in items:
@@ -75,23 +55,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with started_pair(tiny_model, tmp_path_factory) as pair:
         yield pair
-
-
-@contextmanager
-def started_pair(model: Path, tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Generator[Pair]:
-    started: list[EngineProcess] = []
-    try:
-        # One after another: an engine loads on one core, and the other has other tests.
-        for role in ("prefill", "decode"):
-            settings = {"model": str(model), "role": role, "options": OPTIONS | options, "agent": AGENT}
-            engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
-            started.append(engine)
-            engine.wait_started()
-        prefill, decode = started
-        yield Pair(prefill, decode)
-    finally:
-        for engine in started:
-            engine.close()
 
 
 @pytest.fixture

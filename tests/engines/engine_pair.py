@@ -3,14 +3,36 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
+import pytest
 from engine_process import Answer, EngineProcess, until
 
 LEASE_TTL_S: Final = 2.0
 NUMBERS: Final = itertools.count()
 """Counter of requests, global because an engine may belong to several pairs."""
+
+OPTIONS: dict[str, Any] = {
+    # Token-for-token equality needs fp32: in bf16 random weights give near-ties that any reordering flips.
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 200,
+    "connector": "gated:GatedConnector",
+}
+
+AGENT: dict[str, Any] = {
+    "secret": "tests",
+    "lease_ttl_s": LEASE_TTL_S,
+    "unclaimed_ttl_s": 20.0,
+    "wanted_timeout_s": 5.0,
+    "stall_timeout_s": 15.0,
+}
 
 
 @dataclass
@@ -63,6 +85,23 @@ class Pair:
     def let_go(self) -> None:
         for name in ("hold", "held"):
             (self.prefill.gate / name).unlink(missing_ok=True)
+
+
+@contextmanager
+def started_pair(model: Path, tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Generator[Pair]:
+    started: list[EngineProcess] = []
+    try:
+        # One after another: an engine loads on one core, and the other has other tests.
+        for role in ("prefill", "decode"):
+            settings = {"model": str(model), "role": role, "options": OPTIONS | options, "agent": AGENT}
+            engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
+            started.append(engine)
+            engine.wait_started()
+        prefill, decode = started
+        yield Pair(prefill, decode)
+    finally:
+        for engine in started:
+            engine.close()
 
 
 def greedy(output_tokens: int) -> dict[str, Any]:

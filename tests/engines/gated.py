@@ -13,7 +13,7 @@ HOLD_TIMEOUT_S = 30.0
 
 
 class GatedConnector(BatonConnector):
-    """While `$BATON_TEST_GATE/hold` says `{"layer": n, "pass": k}`, the (k+1)-th visit of layer n waits."""
+    """Holds layer n at its (k+1)-th visit while `$BATON_TEST_GATE/hold` says `{"layer": n, "pass": k}`."""
 
     _passed = 0
 

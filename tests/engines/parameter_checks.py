@@ -53,12 +53,12 @@ def sglang() -> tuple[Sequence[str], Callable[[Sampling], object], Mapping[str, 
 def main(engine: str, samplings: Sequence[Mapping[str, Any]]) -> None:
     declared, check, errors = {"vllm": vllm, "sglang": sglang}[engine]()
     asked = [msgspec.convert(fields, Sampling) for fields in samplings]
-    told = {
+    report = {
         "declared": declared,
         "outcomes": [outcome(lambda sampling=sampling: check(sampling)) for sampling in asked],
         "errors": {name: outcome(lambda error=error: error) for name, error in errors.items()},
     }
-    print(json.dumps(told))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

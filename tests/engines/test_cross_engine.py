@@ -36,7 +36,7 @@ GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 _pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
 BFLOAT16_TOLERANCE = 0.25
-"""For a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
+"""Tolerance of a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
 PAIRS = (
     "sglang-64-to-sglang-1",
     "vllm-32-to-vllm-128",
@@ -157,7 +157,7 @@ def over(*pairs: str) -> pytest.MarkDecorator:
 @over(*PAIRS)
 class TestSuite(EngineSuite):
     @pytest.mark.parametrize("endpoint", ["malformed"])
-    async def test_a_source_that_nobody_can_reach_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+    async def test_an_unreachable_source_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
         """Real engines refuse a malformed endpoint instead of connecting to it."""
         with pytest.raises(TransferFailed, match="is not an endpoint"):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=("no endpoint",)))
@@ -316,7 +316,7 @@ async def test_a_prompt_of_which_a_part_lacks_never_makes_a_token(pair: Pair) ->
 @pytest.mark.nightly
 @over(*PAIRS)
 async def test_engines_that_have_nothing_to_do_sleep(pair: Pair) -> None:
-    """What is left of any request, be it a word in a table, keeps SGLang's scheduler from it."""
+    """The scheduler of SGLang does so only if no request has left anything, not even an entry in a table."""
     await pair.hand_off(pair.prompt(1), GREEDY)
     await pair.settled()
     for engine in (pair.prefill, pair.decode):

@@ -37,14 +37,14 @@ def test_an_engine_declares_checks_and_refuses_by_itself(engine: EngineName) -> 
     command = [python, str(CHECKS), engine, json.dumps(samplings)]
     ran = subprocess.run(command, env=engine_environ(engine), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
-    told = json.loads(ran.stdout.splitlines()[-1])
-    assert set(taken) <= set(told["declared"])
-    assert len(told["declared"]) <= PARAMETERS_MAX
-    assert max(map(len, told["declared"])) <= PARAMETER_CHARACTERS_MAX
-    plain, good, *bad = told["outcomes"]
+    report = json.loads(ran.stdout.splitlines()[-1])
+    assert set(taken) <= set(report["declared"])
+    assert len(report["declared"]) <= PARAMETERS_MAX
+    assert max(map(len, report["declared"])) <= PARAMETER_CHARACTERS_MAX
+    plain, good, *bad = report["outcomes"]
     assert (plain, good) == (None, None)
     assert [code for code, *_ in bad] == ["invalid_request"] * 3
     assert bad[1][1] == "no_such"
-    errors = told["errors"]
+    errors = report["errors"]
     assert errors.pop("refused")[0] == "invalid_request"
     assert all(error is None or error[0] == "engine_failed" for error in errors.values()), "inside is not the client's"

@@ -191,7 +191,7 @@ def test_release_that_comes_before_the_engine_is_done_is_kept() -> None:
     assert step(rank, scheduler.plan([])) == RankResults(sent={"r"})
 
 
-def test_preempted_prefill_is_revoked_before_the_step_and_opened_anew() -> None:
+def test_preempted_prefill_is_revoked_before_the_step_and_reopened() -> None:
     rank, agent = new_rank()
     scheduler = HandoffScheduler(BLOCK)
     scheduler.admit("r", prefill_handoff(), 64)

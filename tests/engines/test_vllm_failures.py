@@ -102,7 +102,7 @@ def test_lease_that_expires_between_the_bytes(pair: Pair) -> None:
     assert output == pair.aggregated(ids, 8)
 
 
-def test_source_that_nobody_listens_at(pair: Pair) -> None:
+def test_source_without_a_listener(pair: Pair) -> None:
     gone = NativeAgent(AgentOptions(secret="tests"))
     gone.close()
     with pytest.raises(EngineError) as failure:
@@ -241,6 +241,6 @@ def test_abort_of_a_held_lease(pair: Pair) -> None:
     pair.prefill.settled()
 
 
-def test_abort_of_what_nobody_knows(pair: Pair) -> None:
+def test_abort_of_an_unknown_request(pair: Pair) -> None:
     pair.prefill.ask("abort", request="never heard of")
     pair.decode.ask("abort", request="never heard of")

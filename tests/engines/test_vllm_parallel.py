@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import started_pair
-from engine_pair import Pair, greedy, prompt
+from engine_pair import Pair, greedy, prompt, started_pair
 from engine_process import EngineError, until
 
 pytestmark = pytest.mark.nightly

@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -190,7 +190,6 @@ class Cluster:
         await self.start("kvindex", "baton_kvindex", "--redis-url", self.redis_url)
         await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation, *scheduler_flags)
         await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", "0", *gateway_flags)
-        await self.observe()
 
     async def observe(self) -> None:
         bus = await NatsBus.connect(self.nats_url, name="observer")
@@ -273,11 +272,41 @@ async def running_cluster(folder: Path, *, model: Path) -> AsyncGenerator[Cluste
     """Run NATS, Redis and the services that the test starts; end them all, and show logs when the test fails."""
     with start_nats() as nats, start_redis() as redis:
         cluster = Cluster(folder, model=model, nats_url=nats.url, redis_url=redis.url)
-        try:
+        async with _ended(cluster):
+            await cluster.observe()
             yield cluster
-        except BaseException:
-            for service in cluster.services.values():
-                print(f"--- {service.name}\n{service.tail()}")
-            raise
-        finally:
-            await cluster.close()
+
+
+@asynccontextmanager
+async def running_plane(folder: Path, *, model: Path) -> AsyncGenerator[Cluster]:
+    """Run NATS, Redis and a control plane with default settings, for workers that come and go."""
+    with start_nats() as nats, start_redis() as redis:
+        plane = Cluster(folder, model=model, nats_url=nats.url, redis_url=redis.url)
+        async with _ended(plane):
+            await plane.start_control_plane()
+            yield plane
+
+
+@asynccontextmanager
+async def below(plane: Cluster, folder: Path) -> AsyncGenerator[Cluster]:
+    """Run the workers that the test starts below a control plane that outlives them."""
+    cluster = Cluster(folder, model=plane.model, nats_url=plane.nats_url, redis_url=plane.redis_url)
+    cluster.services |= plane.services
+    async with _ended(cluster, kept=plane.services):
+        await cluster.observe()
+        yield cluster
+
+
+@asynccontextmanager
+async def _ended(cluster: Cluster, kept: Collection[str] = ()) -> AsyncGenerator[None]:
+    """End the cluster's services afterwards, except those `kept`; show all logs if the test fails."""
+    try:
+        yield
+    except BaseException:
+        for service in cluster.services.values():
+            print(f"--- {service.name}\n{service.tail()}")
+        raise
+    finally:
+        for name in kept:
+            del cluster.services[name]
+        await cluster.close()

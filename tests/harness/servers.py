@@ -177,12 +177,10 @@ class Prometheus:
         fresh.write_text(json.dumps(groups))
         fresh.replace(self._targets)
 
-    async def until_scraped(self, processes: int) -> None:
+    async def until(self, condition: str) -> None:
+        """Wait until the expression has a value."""
         async with asyncio.timeout(15):
-            while True:
-                up = (await self.ask("query", query="sum(up)"))["result"]
-                if up and int(up[0]["value"][1]) == processes:
-                    return
+            while not (await self.ask("query", query=condition))["result"]:  # noqa: ASYNC110 - another process.
                 await asyncio.sleep(0.1)
 
     async def ask(self, path: str, **parameters: str | float) -> Any:
@@ -190,9 +188,9 @@ class Prometheus:
         assert answer["status"] == "success", f"{parameters}: {answer}"
         return answer["data"]
 
-    async def values(self, expression: str, *, since_s: float, until_s: float) -> list[float]:
-        """Return every value of all series of the expression between two instants."""
-        data = await self.ask("query_range", query=expression, start=since_s, end=until_s, step=1)
+    async def values(self, expression: str, *, since_s: float) -> list[float]:
+        """Return every value that all series of the expression have had since an instant."""
+        data = await self.ask("query_range", query=expression, start=since_s, end=time.time(), step=1)
         figures = [float(value) for series in data["result"] for _, value in series["values"]]
         return [figure for figure in figures if not math.isnan(figure)]
 

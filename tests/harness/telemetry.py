@@ -180,7 +180,7 @@ STORY = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 OPTIONS: Mapping[str, object] = {"eos_probability": 0.0, "speed": 2.0, "layers": 4, "seed": 1}
 """Makes an answer take some seconds, so that message latency is small against it even on a busy machine."""
 PATIENT = ("--accept-s", "5", "--place-resend-s", "5", "--lost-after-s", "4")
-"""On a busy machine only the killed worker counts as lost, so traces have the expected attempts."""
+"""Limits that keep slow workers from counting as lost, so that traces have the expected attempts."""
 
 PATHS = {
     "chat tiny",

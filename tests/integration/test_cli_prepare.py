@@ -11,7 +11,7 @@ import pytest
 from baton_decode.config import DecodeSettings
 
 from baton import config
-from baton.cli.deployment import Wishes
+from baton.cli.deployment import Deployment
 from baton.cli.engine_defaults import engine_defaults
 from baton.cli.prepare import prepare
 from baton.stop import EXIT_MISCONFIGURED
@@ -25,20 +25,20 @@ def read(file: Path) -> DecodeSettings:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One for all engines: a model is made once, settings are written anew."""
+    """Prepare for each engine in turn: the model is made once, the settings are rewritten."""
     return tmp_path_factory.mktemp("prepared")
 
 
 @pytest.mark.parametrize("engine", ["vllm", "simulated"])
 def test_workers_read_what_was_prepared(folder: Path, engine: str) -> None:
-    wishes = Wishes(
+    deployment = Deployment(
         folder=folder,
         engine=engine,  # pyright: ignore[reportArgumentType]
         device="cpu",
         engine_options=NAMED,
         pythons={},
     )
-    settings = read(prepare(wishes))
+    settings = read(prepare(deployment))
     assert (settings.model_name, settings.engine, settings.device) == ("tiny", engine, "cpu")
     assert (Path(settings.model) / "config.json").is_file()
     defaults = engine_defaults(engine, device="cpu", tiny=True, workers_per_device=1)
@@ -51,8 +51,8 @@ def test_a_model_of_the_users_keeps_its_name(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text('{"max_position_embeddings": 40960}')
     (model / "model.safetensors").touch()
-    wishes = Wishes(folder=tmp_path, model=str(model), device="cpu", engine_options={}, pythons={})
-    settings = read(prepare(wishes))
+    deployment = Deployment(folder=tmp_path, model=str(model), device="cpu", engine_options={}, pythons={})
+    settings = read(prepare(deployment))
     assert (settings.model, settings.model_name) == (str(model), "Qwen3")
     assert settings.engine_options["max_model_len"] == 8192
 

@@ -189,7 +189,7 @@ NOT_EXACT: list[dict[str, Any]] = [{"presence_penalty": 1.0}, {"temperature": 1.
 
 
 @pytest.mark.parametrize("fields", NOT_EXACT, ids=lambda fields: str(next(iter(fields))))
-async def test_an_answer_that_nobody_has_seen_starts_over(
+async def test_an_answer_that_its_client_has_not_seen_starts_over(
     stage: Stage, client: httpx.AsyncClient, fields: dict[str, Any]
 ) -> None:
     await stage.add("d2")
@@ -443,7 +443,7 @@ async def test_a_client_that_leaves_while_it_waits(stage: Stage) -> None:
     await check_clean(stage)
 
 
-async def test_a_stalled_reader_slows_nobody_and_is_cut_off() -> None:
+async def test_a_stalled_reader_slows_no_other_and_is_cut_off() -> None:
     settings = msgspec.structs.replace(SETTINGS, unread_tokens_max=64)
     async with open_stage(settings) as stage:
         stage.say(TEXT, ends=False)

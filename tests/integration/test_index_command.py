@@ -13,7 +13,6 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
 
@@ -55,9 +54,8 @@ def has_heard_all(report: dict[str, Any]) -> bool:
 
 
 @pytest.mark.timeout(120)
-async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "model")
-    async with running_cluster(tmp_path, model=tmp_path / "model") as cluster:
+async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_path: Path, model: Path) -> None:
+    async with running_cluster(tmp_path, model=model) as cluster:
         # What each worker holds is known of every request, on a busy machine too.
         await cluster.start_control_plane(
             gateway_flags=("--place-resend-s", "5"), scheduler_flags=("--index-timeout-s", "5")
@@ -68,24 +66,24 @@ async def test_the_index_is_shown_with_its_audit_and_the_path_of_a_prompt(tmp_pa
         async with httpx.AsyncClient(base_url=cluster.url, timeout=30.0) as client:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
             (await client.post("/v1/completions", json=body)).raise_for_status()
-            # Stored blocks are promised from then on.
+            # Hits on stored blocks are predicted from then on.
             await report_when(cluster, lambda report: len(report.get("held", {})) == 2)
             for _ in range(REQUESTS - 1):
                 (await client.post("/v1/completions", json=body)).raise_for_status()
         # Heartbeats tell later what the requests found, and at which event a worker is.
         report = await report_when(cluster, has_heard_all)
-        (model,) = report["models"]
+        (indexed,) = report["models"]
         workers = {each["worker"]: each for each in report["workers"]}
         assert workers.keys() == {"p", "d"}
         for name, worker in workers.items():
             assert worker["agreed_sequence"] == worker["sequence"] > 0, f"{name} agrees"
             assert worker["held"]["blocks"] >= report["held"][name] > 4
-        assert model["depth"] == report["held"]["p"] <= model["blocks"]
-        assert model["prefixes"][0]["workers"] == 2
+        assert indexed["depth"] == report["held"]["p"] <= indexed["blocks"]
+        assert indexed["prefixes"][0]["workers"] == 2
         assert (report["counters"]["resyncs_drift"], report["counters"]["resyncs_gap"]) == (0, 0)
-        promised, found = workers["p"]["predicted_tokens"], workers["p"]["cached_tokens"]
-        assert promised == (REQUESTS - 1) * 32 * report["held"]["p"]
-        assert 0.9 * promised <= found <= promised
+        predicted, found = workers["p"]["predicted_tokens"], workers["p"]["cached_tokens"]
+        assert predicted == (REQUESTS - 1) * 32 * report["held"]["p"]
+        assert 0.9 * predicted <= found <= predicted
         assert workers["d"].get("predicted_tokens", 0) == 0, "it computes no prompt"
         other = await first_report(cluster, "--tokens", ",".join(map(str, range(5, 105))))
         assert other.get("held", {}) == {}

@@ -71,15 +71,15 @@ async def test_the_other_index_writes_on_when_the_writer_is_killed(pair: Pair) -
 
 async def test_a_writer_that_slept_is_refused_by_redis(pair: Pair) -> None:
     """The old writer trusts its lease for longer than the other one waits, so only Redis can refuse it."""
-    first = await pair.start("--writer-ttl-s", "4", "--write-interval-s", "0.3")
+    first = await pair.start("--writer-ttl-s", "8", "--write-interval-s", "0.3")
     await until(lambda: said(first, WRITES))
-    second = await pair.start("--writer-ttl-s", "1.5")
+    second = await pair.start("--writer-ttl-s", "3")
     async with storing(pair):
         await pair.until_written(lambda blocks: len(blocks) > 20)
         first.signal(signal.SIGSTOP)
         stopped_s = time.monotonic()
         await until(lambda: said(second, WRITES))
-        assert time.monotonic() - stopped_s < 3.0
+        assert time.monotonic() - stopped_s < 6.0
         first.signal(signal.SIGCONT)
         await until(lambda: said(first, "a late write was refused"))
     await pair.assert_true()
@@ -138,7 +138,7 @@ async def until_known(pair: Pair, place: Place) -> None:
             await asyncio.sleep(0.05)
 
 
-async def test_nobody_writes_while_nats_is_down_and_afterwards_one_does(pair: Pair) -> None:
+async def test_no_index_writes_while_nats_is_down_and_afterwards_one_does(pair: Pair) -> None:
     for _ in range(2):
         await pair.start()
     await pair.worker.store("ab")
@@ -147,7 +147,7 @@ async def test_nobody_writes_while_nats_is_down_and_afterwards_one_does(pair: Pa
     pair.nats.kill()
     await until(lambda: any(said(service, "no longer the index") for service in pair.services))
     pair.nats.start()
-    await until_held(pair.bus, pair.worker, "ab", 2, within_s=10.0)
+    await until_held(pair.bus, pair.worker, "ab", 2)
     await pair.worker.store("abc")
     await until_held(pair.bus, pair.worker, "abc", 3)
     await pair.until_written(lambda blocks: blocks == pair.worker.held)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from uuid import uuid4
 
 import pytest
@@ -15,7 +15,7 @@ from baton.errors import ModelNotFound
 from baton.messages.base import Context, ErrorReport, Refused
 from baton.messages.index import Match
 from baton.messages.workers import Goodbye
-from tests.harness.index.services import indexing
+from tests.harness.index.services import indexing, until
 from tests.harness.index.worker import MODEL, Cache, chain, match, until_held, working, written
 from tests.harness.servers import start_nats, start_redis
 
@@ -30,15 +30,6 @@ async def bus(nats_url: str) -> AsyncIterator[NatsBus]:
 @pytest.fixture
 def prefix() -> str:
     return f"test:{uuid4().hex[:8]}"
-
-
-async def until(condition: Callable[[], bool], *, within_s: float = 5.0) -> None:
-    """Wait for a state of the index that nothing announces."""
-    async with asyncio.timeout(within_s):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.02)
 
 
 async def test_it_follows_events_and_answers(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
@@ -66,13 +57,13 @@ async def test_odd_questions_are_refused_and_harm_nothing(
         wrong = Refused(error=ErrorReport.of(ModelNotFound("not for the index")))
         await bus.publish(subjects.HEARTBEAT, wrong)
         await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), wrong, message_id=uuid4().hex)
-        # Told by another one, about a worker whose name is no part of a subject, and hints about nobody.
-        told = worker.stored("abc")
-        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), told, message_id=uuid4().hex)
+        # Events from another subject, a worker whose name is no part of a subject, and notices about no worker.
+        events = worker.stored("abc")
+        await bus.append(subjects.KV_STREAM, subjects.kv_events("odd"), events, message_id=uuid4().hex)
         await bus.publish(subjects.HEARTBEAT, Cache(name="no subject.*", sequence=3).heartbeat())
         for subject in (subjects.PLACED, subjects.AUDITS):
             await bus.publish(subject, wrong)
-        await worker.send(told)
+        await worker.send(events)
         await until_held(bus, worker, "abc", 3)
         await until(lambda: service.reconciler.counters.malformed == 2)
         await asyncio.sleep(0.2)
@@ -114,7 +105,7 @@ async def test_planted_drift_is_found_and_repaired_within_seconds(
             index.store(worker.name, b"", planted)
         else:
             index.remove(worker.name, planted)
-        await until(lambda: service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1, within_s=2.0)
+        await until(lambda: service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1)
         await until_held(bus, worker, "abcd", 4)
         await until_held(bus, worker, "xyz", 0)
         await asyncio.sleep(0.3)
@@ -122,19 +113,29 @@ async def test_planted_drift_is_found_and_repaired_within_seconds(
     assert await written(redis_url, prefix, worker) == worker.held
 
 
-async def test_a_goodbye_and_silence_drop_a_worker(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
-    async with working(bus) as leaving, working(bus) as stalling, indexing(nats_url, redis_url, prefix):
-        for worker in (leaving, stalling):
+async def test_a_goodbye_drops_a_worker_at_once(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
+    async with (
+        working(bus) as leaving,
+        working(bus) as staying,
+        indexing(nats_url, redis_url, prefix, lost_after_s=60.0),
+    ):
+        for worker in (leaving, staying):
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
         leaving.silent = True
         await bus.publish(subjects.HEARTBEAT, Goodbye(address=leaving.address))
-        await until_held(bus, leaving, "abc", 0, within_s=0.5)
-        await until_held(bus, stalling, "abc", 3, within_s=0.5)
-        stalling.silent = True
-        await until_held(bus, stalling, "abc", 0, within_s=2.5)
-        stalling.silent = False
-        await until_held(bus, stalling, "abc", 3)
+        await until_held(bus, leaving, "abc", 0)
+        await until_held(bus, staying, "abc", 3)
+
+
+async def test_silence_drops_a_worker(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
+    async with working(bus) as worker, indexing(nats_url, redis_url, prefix):
+        await worker.store("abc")
+        await until_held(bus, worker, "abc", 3)
+        worker.silent = True
+        await until_held(bus, worker, "abc", 0)
+        worker.silent = False
+        await until_held(bus, worker, "abc", 3)
 
 
 async def test_a_restart_goes_on_from_redis_and_the_stream(
@@ -185,20 +186,20 @@ async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: Nats
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix, **changes) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
-            await until(lambda: not service.reconciler.has_unwritten)
+            await until(lambda: not service.reconciler.journal)
             redis.kill()
             await worker.store("abcd", lost=False)
-            await until_held(bus, worker, "abcd", 4, within_s=1.0)
+            await until_held(bus, worker, "abcd", 4)
             redis.start()
         assert await written(redis.url, prefix, worker) == worker.held
 
 
-async def test_a_redis_that_lost_everything_is_written_anew(nats_url: str, prefix: str, bus: NatsBus) -> None:
+async def test_a_redis_that_lost_everything_is_rewritten(nats_url: str, prefix: str, bus: NatsBus) -> None:
     with start_redis() as redis:
         async with working(bus) as worker, indexing(nats_url, redis.url, prefix) as service:
             await worker.store("abc")
             await until_held(bus, worker, "abc", 3)
-            await until(lambda: not service.reconciler.has_unwritten)
+            await until(lambda: not service.reconciler.journal)
             redis.kill()
             for saved in redis.folder.glob("appendonly*"):
                 saved.unlink()
@@ -224,7 +225,7 @@ async def test_a_nats_server_that_restarts_is_followed_again(redis_url: str, pre
                 nats.kill()
                 nats.start()
                 await worker.store("abcd", lost=True)
-                await until_held(bus, worker, "abcd", 4, within_s=10.0)
+                await until_held(bus, worker, "abcd", 4)
                 await worker.store("abcde")
                 await until_held(bus, worker, "abcde", 5)
         finally:

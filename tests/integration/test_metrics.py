@@ -19,7 +19,6 @@ import yaml
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics import parser
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from baton.telemetry import catalogue
@@ -53,7 +52,12 @@ class Watched:
     cluster: Cluster
     prometheus: Prometheus
     since_s: float
-    until_s: float
+
+    async def until(self, expression: str, holds: Callable[[list[float]], bool]) -> None:
+        """Wait until the values that the expression has had satisfy `holds`."""
+        async with asyncio.timeout(15):
+            while not holds(await self.prometheus.values(expression, since_s=self.since_s)):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
 
 
 def expressions() -> Iterator[tuple[str, str]]:
@@ -106,9 +110,8 @@ async def work_and_fail(cluster: Cluster) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Watched]:
-    folder, model = tmp_path_factory.mktemp("metrics"), tmp_path_factory.mktemp("model")
-    make_tiny_model(model)
+async def watched(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Watched]:
+    folder = tmp_path_factory.mktemp("metrics")
     async with running_cluster(folder, model=model) as cluster:
         await cluster.start_control_plane()
         await start_worker(cluster, Role.PREFILL, 0)
@@ -122,13 +125,11 @@ async def watched(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wat
         with start_prometheus(folder) as prometheus:
             since_s = time.time()
             watch(cluster, prometheus)
-            await prometheus.until_scraped(len(cluster.services))
             # A rate needs two scrapes, the first of them before the first event.
-            await asyncio.sleep(1.5)
+            await prometheus.until(f"min(sum_over_time(up[1m])) >= 2 and count(up) == {len(cluster.services)}")
             await work_and_fail(cluster)
-            await asyncio.sleep(2.5)
             try:
-                yield Watched(cluster, prometheus, since_s, time.time())
+                yield Watched(cluster, prometheus, since_s)
             finally:
                 await prometheus.close()
 
@@ -139,7 +140,7 @@ async def test_each_expression_returns_data(watched: Watched, name: str, express
     """Promtool's test covers an alert's condition; here the series that it compares must exist."""
     asked = COMPARISON.split(expression)[0] if name.startswith("Baton") and name[5].isupper() else expression
     asked = asked.removeprefix("absent(").removesuffix(")") if asked.startswith("absent(") else asked
-    assert await watched.prometheus.values(asked, since_s=watched.since_s, until_s=watched.until_s), asked
+    await watched.until(asked, bool)
 
 
 @pytest.mark.parametrize(
@@ -162,13 +163,12 @@ async def test_each_expression_returns_data(watched: Watched, name: str, express
 )
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_happened_is_counted(watched: Watched, expression: str) -> None:
-    figures = await watched.prometheus.values(expression, since_s=watched.since_s, until_s=watched.until_s)
-    assert max(figures, default=0) > 0
+    await watched.until(expression, lambda figures: max(figures, default=0) > 0)
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_is_declared_is_what_services_show(watched: Watched) -> None:
-    """Both ways, with kinds and labels; the table in `docs/metrics.md` is made of the same declaration."""
+    """Compare both ways, with kinds and labels; the table in `docs/metrics.md` is made of the same declaration."""
     shown: dict[str, dict[str, tuple[str, set[str]]]] = {}
     async with httpx.AsyncClient(headers=OPENMETRICS) as client:
         for name in ("gateway", "scheduler", "kvindex", "prefill-0", "decode-0", "decode-1"):
@@ -190,14 +190,11 @@ async def test_what_is_declared_is_what_services_show(watched: Watched) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_points_of_latency_lead_to_traces(watched: Watched) -> None:
-    data = await watched.prometheus.ask(
-        "query_exemplars",
-        query="gen_ai_server_time_to_first_token_seconds_bucket",
-        start=watched.since_s,
-        end=watched.until_s,
-    )
-    traces = {exemplar["labels"]["trace_id"] for series in data for exemplar in series["exemplars"]}
-    assert traces
+    name, traces = "gen_ai_server_time_to_first_token_seconds_bucket", set[str]()
+    async with asyncio.timeout(15):
+        while not traces:
+            data = await watched.prometheus.ask("query_exemplars", query=name, start=watched.since_s, end=time.time())
+            traces = {exemplar["labels"]["trace_id"] for series in data for exemplar in series["exemplars"]}
     assert all(re.fullmatch(r"[0-9a-f]{32}", trace) for trace in traces)
 
 

@@ -115,9 +115,9 @@ async def test_prefill_and_decode_get_the_same_prompt(stage: Stage, client: open
     assert isinstance(decoded, DecodeTask)
     assert prefilled.tokens == decoded.tokens
     assert prefilled.sink_ranks == 1
-    assert (prefilled.cached_tokens, decoded.cached_tokens) == (4, 0), "for the queue of whoever computes the prompt"
+    assert (prefilled.cached_tokens, decoded.cached_tokens) == (4, 0), "for the queue of the prompt's worker"
     assert decoded.source is not None
-    assert decoded.source.address == prefill.address
+    assert decoded.source == prefill.address
     await stage.wait_for(lambda: not prefill.attempts and not stage.workers["d1"].attempts)
 
 

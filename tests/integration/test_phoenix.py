@@ -21,7 +21,6 @@ import httpx
 import pytest
 
 from baton.cli.servers import free_port
-from baton.cli.tiny_model import make_tiny_model
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.telemetry import (
     Answer,
@@ -127,9 +126,9 @@ def _answers(phoenix: Phoenix) -> bool:
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path, phoenix: Phoenix, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
-    model = tmp_path / "model"
-    make_tiny_model(model)
+async def cluster(
+    tmp_path: Path, model: Path, phoenix: Phoenix, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
     export_traces(monkeypatch, phoenix.url)
     async with running_cluster(tmp_path, model=model) as cluster:
         yield cluster

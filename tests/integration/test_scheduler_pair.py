@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from baton.bus import Delivery
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.attempts import Cancel, DecodeTask
 from baton.messages.workers import Role
 from tests.harness.cluster import Cluster, running_cluster
@@ -65,9 +64,8 @@ async def placements(cluster: Cluster, scheduler: str) -> int:
     return sum(int(float(value)) for value in re.findall(r"^baton_placements_total\S* (\S+)$", shown, re.MULTILINE))
 
 
-async def test_two_schedulers_place_under_load_without_loss_or_double(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "model")
-    async with running_cluster(tmp_path, model=tmp_path / "model") as cluster:
+async def test_two_schedulers_place_under_load_without_loss_or_double(tmp_path: Path, model: Path) -> None:
+    async with running_cluster(tmp_path, model=model) as cluster:
         await cluster.start_control_plane(gateway_flags=PATIENT, disaggregation="never")
         await cluster.start("scheduler-1", "baton_scheduler", "--disaggregation", "never")
         for number in range(WORKERS):

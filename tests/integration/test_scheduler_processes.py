@@ -104,7 +104,7 @@ async def plane(tmp_path: Path) -> AsyncIterator[Plane]:
 async def ask(bus: NatsBus, request: str = "r") -> Placement | None:
     """Return a placement, or None while no scheduler answers."""
     message = Place(
-        context=Context(request=request, budget_s=2.0),
+        context=Context(request=request, budget_s=10.0),
         model="tiny",
         blocks=BLOCKS,
         prompt_tokens=300,
@@ -112,18 +112,18 @@ async def ask(bus: NatsBus, request: str = "r") -> Placement | None:
         disaggregation=Disaggregation.ALWAYS,
     )
     try:
-        answer = await bus.request(subjects.PLACE, message, timeout_s=1.0)
+        answer = await bus.request(subjects.PLACE, message, timeout_s=10.0)
     except BatonError:
         return None
     return answer if isinstance(answer, Placement) else None
 
 
-async def ask_until(bus: NatsBus, *, hints: bool, within_s: float = 15.0) -> Placement:
-    """Ask until a placement was made with (or without) the index's hints."""
+async def ask_until(bus: NatsBus, *, indexed: bool, within_s: float = 15.0) -> Placement:
+    """Ask until a placement was made with (or without) the index."""
     async with asyncio.timeout(within_s):
         while True:
             placement = await ask(bus, uuid4().hex)
-            if placement is not None and ("index did not answer" not in placement.reason) == hints:
+            if placement is not None and ("index did not answer" not in placement.reason) == indexed:
                 return placement
             await asyncio.sleep(0.05)
 
@@ -140,37 +140,37 @@ UNKNOWN = dict.fromkeys(KNOWN, 0)
 
 async def test_a_held_prefix_steers_the_placement(plane: Plane) -> None:
     async with plane.index(), plane.scheduler():
-        steered = await ask_until(plane.bus, hints=True)
+        steered = await ask_until(plane.bus, indexed=True)
         assert steered.prefill is not None
         assert (steered.prefill.worker, steered.predicted.cached_tokens) == ("p2", 256)
 
 
-async def test_hints_survive_crashes_and_pauses_of_index_and_scheduler(plane: Plane) -> None:
+async def test_placements_use_the_index_after_crashes_and_pauses_of_index_and_scheduler(plane: Plane) -> None:
     async with plane.scheduler() as scheduler:
         async with plane.index() as index:
-            assert cached(await ask_until(plane.bus, hints=True)) == KNOWN
+            assert cached(await ask_until(plane.bus, indexed=True)) == KNOWN
             index.send_signal(signal.SIGSTOP)
             await asyncio.sleep(2.0)
-            assert cached(await ask_until(plane.bus, hints=False)) == UNKNOWN
+            assert cached(await ask_until(plane.bus, indexed=False)) == UNKNOWN
             index.send_signal(signal.SIGCONT)
             # No worker answers queries here, so an index that took its own pause for theirs would have lost them.
-            assert cached(await ask_until(plane.bus, hints=True)) == KNOWN
+            assert cached(await ask_until(plane.bus, indexed=True)) == KNOWN
             index.kill()
             await index.wait()
-            assert cached(await ask_until(plane.bus, hints=False)) == UNKNOWN
+            assert cached(await ask_until(plane.bus, indexed=False)) == UNKNOWN
         async with plane.index():
             # This comes from Redis and the stream.
-            assert cached(await ask_until(plane.bus, hints=True)) == KNOWN
+            assert cached(await ask_until(plane.bus, indexed=True)) == KNOWN
             async with plane.scheduler():
                 scheduler.kill()
                 await scheduler.wait()
-                assert cached(await ask_until(plane.bus, hints=True)) == KNOWN
+                assert cached(await ask_until(plane.bus, indexed=True)) == KNOWN
 
 
 async def test_a_place_goes_to_one_of_several_schedulers_and_indexes(plane: Plane) -> None:
     async with plane.scheduler(), plane.scheduler(), plane.index(), plane.index():
-        await ask_until(plane.bus, hints=True)
-        # A burst fills p2's queue, so others take part: what counts is that all are placed, most with hints. Of a
+        await ask_until(plane.bus, indexed=True)
+        # A burst fills p2's queue, so others take part: what counts is that all are placed, most with the index. Of a
         # machine that stands still for a moment another one is asked.
         async with asyncio.timeout(15.0):
             hinted = 0

@@ -131,7 +131,7 @@ def test_a_short_stop_does_no_harm(node: Node, start_peer: StartPeer, backend: s
 def test_a_source_that_was_given_up_is_told_when_it_is_back(
     start_peer: StartPeer, backend: str, fabric: Fabric
 ) -> None:
-    """Here the stopped process is the sink's view of the source; its lease ends sooner than its time would be up."""
+    """The stopped process is the source; its lease ends before its TTL."""
     options = AgentOptions(secret="shared", backends=backends_of(backend), connect_timeout_s=0.3, **fabric)
     sink = Node(NativeAgent(options), gpu_library=fabric.get("gpu_library"))
     peer = start_peer(backend, 30.0)

@@ -20,6 +20,8 @@ from baton.cli.tiny_model import make_tiny_model
 from tests.harness.launcher import Launcher, launched, up_command
 
 END_TIMEOUT_S = 20.0
+TOKENS = 100
+"""Two seconds of output: more than a busy machine takes to pass a token on."""
 PROCESSES = 8
 """NATS, Redis, index, scheduler, gateway and its process that reads bodies, one prefill and one decode worker."""
 
@@ -54,7 +56,7 @@ def test_openais_sdk_streams_token_by_token(launcher: Launcher) -> None:
         stream = client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": "Hello!"}],
-            max_tokens=40,
+            max_tokens=TOKENS,
             stream=True,
             stream_options={"include_usage": True},
             extra_body={"ignore_eos": True},
@@ -67,9 +69,9 @@ def test_openais_sdk_streams_token_by_token(launcher: Launcher) -> None:
                 text += chunk.choices[0].delta.content
     assert text
     assert usage is not None
-    assert usage.completion_tokens == 40
+    assert usage.completion_tokens == TOKENS
     # A few tokens are halves of a character, which come with the next one; on the whole each comes alone.
-    assert len(arrivals_s) >= 25
+    assert len(arrivals_s) >= 0.6 * TOKENS
     middle_s = arrivals_s[len(arrivals_s) // 2]
     assert arrivals_s[0] + 0.1 < middle_s < arrivals_s[-1] - 0.1, "they came as they were made: 20 ms apart"
 
@@ -83,7 +85,7 @@ def test_the_printed_curl_works(launcher: Launcher) -> None:
     )
     assert answer.stdout.count("data: ") > 5
     assert answer.stdout.rstrip().endswith("data: [DONE]")
-    assert "noise" in launcher.output, "nobody should take the tiny model's text for an answer"
+    assert "noise" in launcher.output, "the tiny model's text must not be taken for an answer"
 
 
 def test_a_killed_worker_is_said_and_comes_back(launcher: Launcher) -> None:

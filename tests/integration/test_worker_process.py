@@ -27,7 +27,6 @@ from baton.messages.attempts import (
     DecodeTask,
     Digest,
     Frames,
-    KvSource,
     PrefillTask,
     Resend,
     Sampling,
@@ -72,7 +71,7 @@ class Gateway:
     def __init__(self, bus: NatsBus) -> None:
         self.bus = bus
         self.name = f"g-{uuid.uuid4().hex[:8]}"
-        self.heard: list[AnyMessage] = []
+        self.received: list[AnyMessage] = []
         self.heartbeats: dict[str, Heartbeat] = {}
         self.goodbyes: set[str] = set()
         self.states: dict[tuple[str, str], AttemptState] = {}
@@ -98,7 +97,7 @@ class Gateway:
                     if frame.finish is not None:
                         self.ends[frame.request] = frame.finish
             case other:
-                self.heard.append(other)
+                self.received.append(other)
         self._changed.set()
 
     async def beat(self) -> None:
@@ -155,7 +154,7 @@ def decode_task(
         prompt_tokens=len(prompt),
         sampling=Sampling(max_tokens=tokens, temperature=0.0, ignore_eos=True),
         cache_salt=salt or request,
-        source=KvSource(address=gateway.heartbeats[source].address) if source else None,
+        source=gateway.heartbeats[source].address if source else None,
     )
 
 
@@ -349,7 +348,9 @@ async def test_sigterm_drains(server: Server, tmp_path: Path) -> None:
         assert await asyncio.to_thread(process.wait, 5.0) == 0
 
 
-async def test_kill_9_leaves_no_child_and_the_next_life_has_a_higher_generation(server: Server, tmp_path: Path) -> None:
+async def test_kill_9_leaves_no_child_and_the_next_start_has_a_higher_generation(
+    server: Server, tmp_path: Path
+) -> None:
     arguments = command(Role.PREFILL, server.url, "dies")
     with worker_process(tmp_path / "first", *arguments) as process:
         async with open_gateway(server.url, "dies") as gateway:

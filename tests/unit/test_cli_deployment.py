@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import servers
-from baton.cli.deployment import Wishes, check_wishes, find_model, service_programs, settle, worker_programs
+from baton.cli.deployment import Deployment, check_deployment, find_model, resolve, service_programs, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, run
 from baton.cli.processes import Program, describe_exit
@@ -26,20 +26,23 @@ NATS_URL = "nats://nats-token@127.0.0.1:4222"
 REDIS_URL = "redis://:redis-password@127.0.0.1:6379/0"
 
 
-def make_wishes(folder: Path, **changes: object) -> Wishes:
+def make_deployment(folder: Path, **changes: object) -> Deployment:
     values: dict[str, object] = {
         "engine_options": {},
         "pythons": {"vllm": folder / "python", "sglang": folder / "sglang-python"},
         "folder": folder,
     }
     values.update(changes)
-    return Wishes(**values)  # pyright: ignore[reportArgumentType]
+    return Deployment(**values)  # pyright: ignore[reportArgumentType]
 
 
-def all_programs(wished: Wishes, *, gpu: bool = False) -> list[Program]:
-    wishes = settle(wished, gpu=gpu)
-    services = service_programs(wishes, nats_url=NATS_URL, redis_url=REDIS_URL, environ={"PATH": "/bin"})
-    return [*services, *worker_programs(wishes, model_path=Path("/model"), nats_url=NATS_URL, environ={"PATH": "/bin"})]
+def all_programs(requested: Deployment, *, gpu: bool = False) -> list[Program]:
+    deployment = resolve(requested, gpu=gpu)
+    services = service_programs(deployment, nats_url=NATS_URL, redis_url=REDIS_URL, environ={"PATH": "/bin"})
+    return [
+        *services,
+        *worker_programs(deployment, model_path=Path("/model"), nats_url=NATS_URL, environ={"PATH": "/bin"}),
+    ]
 
 
 def flags(program: Program) -> Mapping[str, str]:
@@ -48,12 +51,14 @@ def flags(program: Program) -> Mapping[str, str]:
 
 
 def test_one_program_per_process_prefill_before_decode(tmp_path: Path) -> None:
-    names = [program.name for program in all_programs(make_wishes(tmp_path, prefill=2, decode=1, engine="simulated"))]
+    names = [
+        program.name for program in all_programs(make_deployment(tmp_path, prefill=2, decode=1, engine="simulated"))
+    ]
     assert names == ["kvindex", "scheduler", "gateway", "prefill-0", "prefill-1", "decode-0"]
 
 
 def test_secrets_stay_off_command_lines(tmp_path: Path) -> None:
-    programs = all_programs(make_wishes(tmp_path, engine="simulated"))
+    programs = all_programs(make_deployment(tmp_path, engine="simulated"))
     words = " ".join(word for program in programs for word in program.command)
     assert "nats-token" not in words
     assert "redis-password" not in words
@@ -65,20 +70,22 @@ def test_secrets_stay_off_command_lines(tmp_path: Path) -> None:
 
 
 def test_vllm_workers_run_in_their_own_environment_and_others_here(tmp_path: Path) -> None:
-    programs = {program.name: program for program in all_programs(make_wishes(tmp_path, engine="vllm", device="cpu"))}
+    programs = {
+        program.name: program for program in all_programs(make_deployment(tmp_path, engine="vllm", device="cpu"))
+    }
     assert programs["decode-0"].command[0] == str(tmp_path / "python")
     assert programs["gateway"].command[0] != str(tmp_path / "python")
 
 
 def test_each_role_may_have_its_own_engine_with_its_own_flags(tmp_path: Path) -> None:
-    wishes = make_wishes(
+    deployment = make_deployment(
         tmp_path,
         device="cpu",
         prefill_engine="vllm",
         decode_engine="sglang",
         engine_options={"dtype": "float32", "vllm": {"block_size": 64}, "sglang": {"page_size": 1}},
     )
-    programs = {program.name: program for program in all_programs(wishes)}
+    programs = {program.name: program for program in all_programs(deployment)}
     for name, python, engine, own, other in (
         ("prefill-0", "python", "vllm", "block_size", "page_size"),
         ("decode-0", "sglang-python", "sglang", "page_size", "block_size"),
@@ -95,12 +102,12 @@ def test_each_role_may_have_its_own_engine_with_its_own_flags(tmp_path: Path) ->
 
 def test_a_simulated_engine_hands_off_to_its_like_only(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="simulated"):
-        check_wishes(make_wishes(tmp_path, engine="simulated", decode_engine="sglang", pythons={}))
+        check_deployment(make_deployment(tmp_path, engine="simulated", decode_engine="sglang", pythons={}))
 
 
 def test_the_users_engine_options_win(tmp_path: Path) -> None:
-    wishes = make_wishes(tmp_path, device="cpu", engine_options={"dtype": "bfloat16", "max_model_len": 100})
-    program = next(program for program in all_programs(wishes) if program.name == "decode-0")
+    deployment = make_deployment(tmp_path, device="cpu", engine_options={"dtype": "bfloat16", "max_model_len": 100})
+    program = next(program for program in all_programs(deployment) if program.name == "decode-0")
     options = json.loads(flags(program)["--engine-options"])
     assert options["dtype"] == "bfloat16"
     assert options["max_model_len"] == 100
@@ -108,9 +115,9 @@ def test_the_users_engine_options_win(tmp_path: Path) -> None:
 
 
 def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> None:
-    wishes = make_wishes(tmp_path, device="cpu")
+    deployment = make_deployment(tmp_path, device="cpu")
     environ = {"OMP_NUM_THREADS": "7"}
-    programs = worker_programs(wishes, model_path=Path("/model"), nats_url=NATS_URL, environ=environ)
+    programs = worker_programs(deployment, model_path=Path("/model"), nats_url=NATS_URL, environ=environ)
     assert [program.environ["OMP_NUM_THREADS"] for program in programs] == ["7", "7"]
 
 
@@ -128,22 +135,22 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
     ],
 )
 def test_wishes_that_cannot_be_met_are_named(tmp_path: Path, changes: dict[str, object], words: str) -> None:
-    wishes = make_wishes(tmp_path, **{"engine": "simulated", "port": free_port(), **changes})
+    deployment = make_deployment(tmp_path, **{"engine": "simulated", "port": free_port(), **changes})
     with pytest.raises(ConfigurationError) as caught:
-        check_wishes(settle(wishes, gpu=False))
+        check_deployment(resolve(deployment, gpu=False))
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_no_prefill_worker_is_fine_where_nothing_needs_one(tmp_path: Path) -> None:
-    check_wishes(
-        make_wishes(tmp_path, engine="simulated", port=free_port(), prefill=0, disaggregation=Disaggregation.AUTO)
+    check_deployment(
+        make_deployment(tmp_path, engine="simulated", port=free_port(), prefill=0, disaggregation=Disaggregation.AUTO)
     )
 
 
 def test_on_a_gpu_decode_workers_serve_whole(tmp_path: Path) -> None:
-    """What `make up` starts on a machine with an NVIDIA driver, where nobody named a device or a placement."""
-    programs = {program.name: program for program in all_programs(make_wishes(tmp_path, decode=2), gpu=True)}
+    """`make up` on a machine with an NVIDIA driver, without a device or a placement among its settings."""
+    programs = {program.name: program for program in all_programs(make_deployment(tmp_path, decode=2), gpu=True)}
     assert sorted(programs) == ["decode-0", "decode-1", "gateway", "kvindex", "scheduler"]
     assert flags(programs["scheduler"])["--disaggregation"] == "never"
     assert flags(programs["decode-0"])["--device"] == "cuda"
@@ -153,9 +160,9 @@ def test_on_a_gpu_decode_workers_serve_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device: str) -> None:
-    wishes = make_wishes(tmp_path, device=device, disaggregation=Disaggregation.ALWAYS)
+    deployment = make_deployment(tmp_path, device=device, disaggregation=Disaggregation.ALWAYS)
     with pytest.raises(ConfigurationError, match="KV in GPU memory is not handed off yet"):
-        settle(wishes, gpu=True)
+        resolve(deployment, gpu=True)
 
 
 @pytest.mark.parametrize(
@@ -169,8 +176,8 @@ def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device:
     ],
 )
 def test_a_gpu_changes_nothing_for_engines_that_do_not_use_it(tmp_path: Path, changes: dict[str, object]) -> None:
-    wishes = settle(make_wishes(tmp_path, **changes), gpu=True)
-    assert (wishes.device, wishes.disaggregation, wishes.prefill) == ("cpu", Disaggregation.ALWAYS, 1)
+    deployment = resolve(make_deployment(tmp_path, **changes), gpu=True)
+    assert (deployment.device, deployment.disaggregation, deployment.prefill) == ("cpu", Disaggregation.ALWAYS, 1)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +202,7 @@ def test_a_port_in_use_is_named_with_another_to_try(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError) as caught:
-            check_wishes(make_wishes(tmp_path, engine="simulated", port=port))
+            check_deployment(make_deployment(tmp_path, engine="simulated", port=port))
     assert f"port {port} is in use" in str(caught.value)
     assert f"PORT={port + 1}" in str(caught.value)
 
@@ -229,25 +236,25 @@ def test_a_model_must_be_there_and_whole(tmp_path: Path) -> None:
 
 def test_a_model_is_called_as_its_folder_or_its_hub_id(tmp_path: Path) -> None:
     (tmp_path / "Qwen3").mkdir()
-    assert make_wishes(tmp_path, model=str(tmp_path / "Qwen3") + "/").model_name == "Qwen3"
-    assert make_wishes(tmp_path, model="Qwen/Qwen3-0.6B").model_name == "Qwen/Qwen3-0.6B"
-    assert make_wishes(tmp_path).model_name == "tiny"
+    assert make_deployment(tmp_path, model=str(tmp_path / "Qwen3") + "/").model_name == "Qwen3"
+    assert make_deployment(tmp_path, model="Qwen/Qwen3-0.6B").model_name == "Qwen/Qwen3-0.6B"
+    assert make_deployment(tmp_path).model_name == "tiny"
 
 
 def test_a_port_that_others_reach_asks_for_a_key(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.0.2.1", "box.example"):
         with pytest.raises(ConfigurationError, match=r"API_KEY="):
-            check_wishes(make_wishes(tmp_path, engine="simulated", host=host))
-    wishes = make_wishes(tmp_path, engine="simulated", host="0.0.0.0", port=free_port(), api_key="k-1")
-    check_wishes(wishes)
-    gateway = next(program for program in all_programs(wishes) if program.name == "gateway")
+            check_deployment(make_deployment(tmp_path, engine="simulated", host=host))
+    deployment = make_deployment(tmp_path, engine="simulated", host="0.0.0.0", port=free_port(), api_key="k-1")
+    check_deployment(deployment)
+    gateway = next(program for program in all_programs(deployment) if program.name == "gateway")
     assert gateway.environ["BATON_GATEWAY_API_KEYS"] == "k-1"
     assert "k-1" not in gateway.command
 
 
 def test_the_printed_address_is_one_that_a_client_here_can_use(tmp_path: Path) -> None:
-    assert make_wishes(tmp_path, host="0.0.0.0").address == "http://127.0.0.1:8000"
-    assert make_wishes(tmp_path, host="::1").address == "http://[::1]:8000"
+    assert make_deployment(tmp_path, host="0.0.0.0").address == "http://127.0.0.1:8000"
+    assert make_deployment(tmp_path, host="::1").address == "http://[::1]:8000"
 
 
 def test_a_long_context_is_bounded_on_a_cpu_only() -> None:

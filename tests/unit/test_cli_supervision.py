@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Child, Program
-from baton.cli.supervision import Patience, keep_alive
+from baton.cli.supervision import RestartPolicy, keep_alive
 
 SLEEPS = "import time; time.sleep(60)"
-QUICK = Patience(first_s=0.01, max_s=0.02, alive_interval_s=0.01, silences_max=3)
+QUICK = RestartPolicy(first_s=0.01, max_s=0.02, alive_interval_s=0.01, failed_probes_max=3)
 
 
 def test_a_child_that_was_ready_starts_at_once_and_failed_starts_wait_ever_longer() -> None:
-    patience, waits, wait_s = Patience(first_s=0.5, max_s=3.0), list[float](), 0.0
+    policy, waits, wait_s = RestartPolicy(first_s=0.5, max_s=3.0), list[float](), 0.0
     for was_ready in (True, True, True, False, False, False, False, False, True, False):
-        wait_s = patience.wait_s(wait_s, was_ready=was_ready)
+        wait_s = policy.wait_s(wait_s, was_ready=was_ready)
         waits.append(wait_s)
     assert waits == [0.0, 0.0, 0.0, 0.5, 1.0, 2.0, 3.0, 3.0, 0.0, 0.5]
 
@@ -37,15 +37,15 @@ class World:
     start_timeout_s: float = 60.0
     ready: bool = True
     alive: Callable[[], bool] = lambda: True
-    told: list[str] = field(default_factory=list[str])
+    lines: list[str] = field(default_factory=list[str])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def tell(self, text: str) -> None:
-        self.told.append(text)
+        self.lines.append(text)
         self.changed.set()
 
-    async def until(self, told: Callable[[list[str]], object]) -> None:
-        while not told(self.told):
+    async def until(self, condition: Callable[[list[str]], object]) -> None:
+        while not condition(self.lines):
             self.changed.clear()
             await self.changed.wait()
 
@@ -78,8 +78,8 @@ class World:
             child.kill()
 
 
-def backs(told: list[str]) -> int:
-    return told.count("child is back")
+def backs(lines: list[str]) -> int:
+    return lines.count("child is back")
 
 
 async def test_however_often_a_ready_child_is_killed_it_starts_again_at_once(tmp_path: Path) -> None:
@@ -88,8 +88,8 @@ async def test_however_often_a_ready_child_is_killed_it_starts_again_at_once(tmp
         for number in range(1, 7):
             assert child.pid is not None
             os.kill(child.pid, signal.SIGKILL)
-            await world.until(lambda told, number=number: backs(told) == number)
-    restarts = [line for line in world.told if "starting it again" in line]
+            await world.until(lambda lines, number=number: backs(lines) == number)
+    restarts = [line for line in world.lines if "starting it again" in line]
     assert len(restarts) == 6
     assert all("child was killed (SIGKILL); starting it again (log:" in line for line in restarts), restarts
 
@@ -97,8 +97,8 @@ async def test_however_often_a_ready_child_is_killed_it_starts_again_at_once(tmp
 async def test_starts_that_fail_are_tried_after_growing_waits(tmp_path: Path) -> None:
     world = World(tmp_path, command=(sys.executable, "-c", "raise SystemExit(3)"), ready=False)
     async with world.kept():
-        await world.until(lambda told: len(told) == 4)
-    waits = [line.partition("starting it again")[2].partition(" (log")[0] for line in world.told]
+        await world.until(lambda lines: len(lines) == 4)
+    waits = [line.partition("starting it again")[2].partition(" (log")[0] for line in world.lines]
     assert waits == ["", " in 0.01 s", " in 0.02 s", " in 0.02 s"], "the first end was of a child that had been ready"
 
 
@@ -111,12 +111,12 @@ async def test_a_child_that_runs_but_does_not_answer_is_ended_and_starts_again(t
         if stopped:
             os.kill(hung, signal.SIGSTOP)
         world.alive = lambda: False
-        await world.until(lambda told: any("does not answer" in line for line in told))
+        await world.until(lambda lines: any("does not answer" in line for line in lines))
         world.alive = lambda: True
         await world.until(backs)
         assert child.pid != hung
-    assert world.told[0] == "child runs but does not answer: ending it"
-    assert world.told[1].startswith("child was killed (SIGKILL); starting it again (log:")
+    assert world.lines[0] == "child runs but does not answer: ending it"
+    assert world.lines[1].startswith("child was killed (SIGKILL); starting it again (log:")
 
 
 async def test_a_restart_that_never_gets_ready_is_a_failed_start(tmp_path: Path) -> None:
@@ -124,8 +124,8 @@ async def test_a_restart_that_never_gets_ready_is_a_failed_start(tmp_path: Path)
     async with world.kept() as child:
         assert child.pid is not None
         os.kill(child.pid, signal.SIGKILL)
-        await world.until(lambda told: any("in 0.01 s" in line for line in told))
-    assert "child was not ready within 0.05 s: ending it" in world.told
+        await world.until(lambda lines: any("in 0.01 s" in line for line in lines))
+    assert "child was not ready within 0.05 s: ending it" in world.lines
 
 
 async def test_silences_that_end_are_no_hang(tmp_path: Path) -> None:
@@ -143,4 +143,4 @@ async def test_silences_that_end_are_no_hang(tmp_path: Path) -> None:
         pid = child.pid
         await asked_all.wait()
         assert child.pid == pid
-    assert world.told == []
+    assert world.lines == []

@@ -1,4 +1,4 @@
-"""Both clocks behave alike, and the manual one moves only on request."""
+"""The system's clock and the manual one, which behaves alike and moves only on request."""
 
 from __future__ import annotations
 

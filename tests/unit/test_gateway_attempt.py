@@ -221,7 +221,7 @@ def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
     assert bench.did(ev.SendPlace) == [ev.SendPlace(3, (), ())], "after a wait, busy workers count again"
 
 
-def test_busy_then_nobody_left_waits() -> None:
+def test_busy_then_no_worker_left_waits() -> None:
     bench = AttemptHarness()
     bench.step(ev.PlaceGranted(0, placement("d1", "p1")))
     bench.step(ev.TaskBusy(0, "p1", "leases"))
@@ -369,7 +369,7 @@ def test_absent_twice_means_lost() -> None:
     assert bench.step(ev.DigestArrived("d1", 1, None)) == []
     listed = DigestEntry(request=REQUEST, attempt=0, emitted=0, state=AttemptState.QUEUED)
     bench.step(ev.DigestArrived("d1", 1, listed))
-    assert bench.step(ev.DigestArrived("d1", 1, None)) == [], "listed in between: counted anew"
+    assert bench.step(ev.DigestArrived("d1", 1, None)) == [], "listed in between: counted from zero"
     bench.step(ev.DigestArrived("d1", 1, None))
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
 

@@ -60,7 +60,7 @@ DEFAULTS: dict[str, Any] = {
     "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05, "presence_penalty": 0.5,
     "frequency_penalty": 0.25,
 }  # fmt: skip
-"""What vLLM 0.32 takes from generation_config.json: `get_diff_sampling_param` in its vllm/config/model.py."""
+"""Parameters in generation_config.json that vLLM 0.32 takes: `get_diff_sampling_param` in its vllm/config/model.py."""
 
 
 def sampled(sampling: Sampling) -> dict[str, Any]:

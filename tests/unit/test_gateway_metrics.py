@@ -6,6 +6,7 @@ import pytest
 from baton_gateway import attempt_events as ev
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics, Goals
 from baton_gateway.order import Order, Outcome
+from baton_gateway.timeline import Timeline
 from baton_gateway.workers import Model
 
 from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
@@ -21,12 +22,16 @@ class Watched(AttemptHarness):
     """A machine whose every step is observed, as its driver does it."""
 
     answer: AnswerMetrics | None = None
+    timeline: Timeline | None = None
 
     def step(self, event: ev.Event) -> list[ev.Action]:
         actions = super().step(event)
-        if self.answer is not None:
-            self.answer.observe()
+        self.observe()
         return actions
+
+    def observe(self) -> None:
+        if self.answer is not None and self.timeline is not None and (change := self.timeline.observe()) is not None:
+            self.answer.note(change)
 
 
 class Stage:
@@ -60,8 +65,9 @@ class Stage:
             operation="chat",
             trace=SAMPLED,
         )
-        self.answer = self.bench.answer = AnswerMetrics(self.figures, self.bench.machine, order)
-        self.answer.observe()
+        timeline = self.bench.timeline = Timeline(self.bench.machine, self)  # pyright: ignore[reportArgumentType]
+        self.answer = self.bench.answer = AnswerMetrics(self.figures, self.bench.machine, timeline, order)
+        self.bench.observe()
         return self.bench
 
     def whole(self, tokens: int, cached_tokens: int = 0) -> None:
@@ -187,6 +193,7 @@ def test_the_wait_for_a_worker_ends_with_its_word_or_with_the_answer(stage: Stag
     assert stage.shown("baton_admission_wait_seconds_sum") == pytest.approx(2.0)
     bench = stage.begin(queued=True)
     bench.now_s = 3.0
+    bench.step(ev.Aborted(ClientGone("left")))
     stage.answer.end(None, ClientGone("left"))
     assert stage.shown("baton_admission_wait_seconds_count") == 2
     assert stage.shown("baton_admission_wait_seconds_sum") == pytest.approx(5.0)

@@ -85,7 +85,7 @@ def test_what_cannot_go_on_exactly_stays_but_before_something_is_shown_it_moves(
     assert moved.machine.delivered == [20]
 
 
-def test_who_leaves_must_be_the_decode_worker_in_this_life() -> None:
+def test_only_this_generation_of_the_decode_worker_counts_as_leaving() -> None:
     bench = streaming()
     for event in (leaving("p1"), leaving("d2"), leaving(generation=2)):
         assert bench.step(event) == []
@@ -99,7 +99,7 @@ def test_a_placement_that_comes_after_the_worker_has_left_is_taken() -> None:
     assert bench.step(ev.PlaceGranted(1, placement("d2"))) == [ev.SendTasks(1, placement("d2"))]
 
 
-def test_a_move_is_no_failure_and_a_busy_target_is_placed_anew() -> None:
+def test_a_move_is_no_failure_and_a_busy_target_is_placed_again() -> None:
     bench = streaming()
     bench.step(leaving())
     bench.step(ev.PlaceGranted(1, placement("d2")))

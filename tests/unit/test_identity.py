@@ -89,6 +89,6 @@ def test_both_spellings_of_a_rotation_are_one(config: dict[str, Any], text: str)
     assert describe_rope(config) == text
 
 
-def test_equal_scales_are_told_once() -> None:
+def test_equal_scales_are_described_once() -> None:
     assert describe_scales([(1.0, 0.5)] * 3) == "1.0/0.5"
     assert describe_scales([(1.0, 0.5), (1.0, 0.25)]) == "1.0/0.5,1.0/0.25"

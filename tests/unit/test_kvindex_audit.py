@@ -40,7 +40,7 @@ def test_totals_are_of_all_requests() -> None:
     assert (audit.predicted_tokens, audit.cached_tokens) == (415, 164)
 
 
-def test_a_worker_that_falls_short_is_read_anew_whatever_events_come() -> None:
+def test_a_worker_that_falls_short_is_resynced_whatever_events_come() -> None:
     reconciler, worker, other = Reconciler(RadixIndex, IndexSettings(), Journal(1000)), Cache(), Cache("x")
     for each in (worker, other):
         reconciler.on_heartbeat(each.heartbeat(), 0.0)

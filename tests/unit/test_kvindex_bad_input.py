@@ -53,10 +53,10 @@ def test_what_waits_to_be_written_is_bounded_however_many_workers_come_and_go(re
         other = Cache(f"{number}")
         reconciler.on_events(other.stored("x"), 2, 0.0)
         reconciler.on_goodbye(Goodbye(address=other.address), 0.0)
-    assert not reconciler.knows_all_changes, "the writer must look at what is written"
+    assert not reconciler.journal.is_complete, "the writer must look at what is written"
     assert len(reconciler.take_batch().workers) <= WORKERS_MAX
     reconciler.go_on_from({name: state for name, state in written.items() if state is not None})
-    assert reconciler.knows_all_changes
+    assert reconciler.journal.is_complete
     assert reconciler.take_batch().workers == {"gone": None}
 
 
@@ -157,4 +157,4 @@ async def test_a_map_of_more_blocks_than_a_worker_can_have_is_given_up() -> None
 async def test_a_map_that_is_read_for_too_long_is_given_up_so_that_others_have_their_turn() -> None:
     world = World(page_blocks=1, pause_s=0.9)
     await world.run(RESYNC_S_MAX + 2.0)
-    assert world.worker.begun > 1, "it is read anew, after others"
+    assert world.worker.begun > 1, "it is resynced, after others"

@@ -31,7 +31,7 @@ async def test_a_cold_prompt_matches_after_one_round_trip_and_then_from_memory()
     assert (world.store.asked, world.index.branches) == (1, 0)
     assert await world.match(prompt(PATH)) == {"w": len(PATH)}
     assert await world.match(prompt("some other")) == {}
-    assert world.store.asked == 1, "what ends in memory asks nobody"
+    assert world.store.asked == 1, "what ends in memory asks no store"
 
 
 async def test_what_came_back_is_forgotten_elsewhere() -> None:
@@ -108,7 +108,7 @@ def test_a_branch_that_left_again_while_it_was_looked_for_is_not_lost() -> None:
     assert index.reload(found, block("a"), evictions)
     index.remove("a", block("abc"))
     newer = evict()
-    assert index.reload(found, block("a") + block("ab"), evictions), "to be looked for anew"
+    assert index.reload(found, block("a") + block("ab"), evictions), "to be looked for again"
     with pytest.raises(Cold) as cold:
         index.remove("a", block("ab"))
     assert cold.value.blocks == block("ab")
@@ -150,7 +150,7 @@ def test_a_large_branch_leaves_in_parts_and_only_what_is_on_the_way_comes_back()
     assert (index.branches, index.cold_blocks) == (2, 6000)
 
 
-def test_branches_behind_what_nobody_holds_leave_one_by_one() -> None:
+def test_branches_behind_unheld_blocks_leave_one_by_one() -> None:
     index = ColdIndex(stub_bytes=0)
     for path in ("abcd", "abce"):
         index.store("a", b"", chain(path))
@@ -246,7 +246,7 @@ async def test_a_cleared_workers_cold_blocks_are_gone_at_once_and_do_not_come_ba
     assert world.reconciler.size() == IndexSize(workers=0, blocks=0, holdings=0)
 
 
-async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
+async def test_an_unheld_cold_branch_is_forgotten_elsewhere_too() -> None:
     world, cache = await cold_prompt()
     world.reconciler.on_events(cache.cleared(), 9, 0.0)
     assert (world.index.branches, world.index.cold_blocks) == (0, 0)
@@ -254,7 +254,7 @@ async def test_nobodys_cold_branch_is_forgotten_elsewhere_too() -> None:
     assert world.store.branches == {}
 
 
-async def test_cold_branches_of_a_model_that_nobody_has_any_more_are_forgotten_elsewhere_too() -> None:
+async def test_cold_branches_of_a_model_without_workers_are_forgotten_elsewhere_too() -> None:
     world, cache = await cold_prompt()
     world.reconciler.on_goodbye(Goodbye(address=cache.address), 0.0)
     assert world.reconciler.models() == {}

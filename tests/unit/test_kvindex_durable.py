@@ -122,7 +122,7 @@ def test_changes_are_known_for_one_rotation_and_before_it_all_is_written() -> No
         assert (change.runs == held, set(change.stored)) == (whole, set() if whole else set(map(block, "345")))
 
 
-def test_what_is_written_already_does_not_wait_and_another_life_is_written_whole() -> None:
+def test_what_is_written_already_does_not_wait_and_another_generation_is_written_whole() -> None:
     journal = Journal(blocks_max=100)
     follow(journal, 1, 2)
     journal.go_on(states(2), states(2))

@@ -170,7 +170,7 @@ class Scene:
         """Return the index that writes: the other one's changes still wait."""
         self.event("probe")
         await self.clock.advance(SETTINGS.write_interval_s * 2)
-        (writes,) = [peer for peer in self.peers if not peer.reconciler.has_unwritten]
+        (writes,) = [peer for peer in self.peers if not peer.reconciler.journal]
         return writes
 
     def other(self, peer: Peer) -> Peer:
@@ -236,10 +236,10 @@ async def test_a_writer_that_does_not_know_that_it_was_replaced_is_refused(scene
     scene.event("a")
     await scene.clock.advance(0.3)
     assert "a" not in scene.store.states
-    assert first.reconciler.has_unwritten
+    assert first.reconciler.journal
 
 
-async def test_without_the_bus_nobody_writes_and_with_it_one_does(scene: Scene) -> None:
+async def test_without_the_bus_no_index_writes_and_with_it_one_does(scene: Scene) -> None:
     await scene.clock.advance(0.1)
     await scene.writing()
     scene.network.reachable = False

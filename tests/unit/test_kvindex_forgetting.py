@@ -52,7 +52,7 @@ async def test_memory_is_bounded_whatever_the_stubs_and_what_is_forgotten_is_sti
     assert world.is_true(cache)
 
 
-async def test_what_is_forgotten_is_known_again_when_the_worker_is_read_anew() -> None:
+async def test_what_is_forgotten_is_known_again_after_a_resync() -> None:
     world, cache = World(), Cache()
     world.tell(cache, PATH)
     world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)

@@ -40,7 +40,7 @@ def fall_short(worker: IndexedWorker) -> None:
         worker.on_audited(Audited(context=context, address=worker.address, predicted_tokens=320, cached_tokens=0))
 
 
-def test_a_worker_that_was_not_heard_is_followed_but_not_read(worker: IndexedWorker) -> None:
+def test_a_worker_without_a_heartbeat_is_followed_but_not_read(worker: IndexedWorker) -> None:
     cache = Cache()
     cache.stored("lost")
     worker.on_events(cache.stored("a"))

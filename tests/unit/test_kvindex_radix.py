@@ -45,7 +45,7 @@ def test_a_survey_shows_the_depth_and_what_most_workers_hold(index: RadixIndex) 
     assert index.survey(1) == Survey(9, shared[:1])
 
 
-def test_a_survey_looks_behind_what_nobody_holds(index: RadixIndex) -> None:
+def test_a_survey_looks_behind_unheld_blocks(index: RadixIndex) -> None:
     index.store("a", b"", chain("abcd"))
     index.remove("a", block("ab"))
     assert index.survey(5) == Survey(4, [(block("abcd"), 4, 1), (block("a"), 1, 1)])
@@ -120,7 +120,7 @@ def test_what_is_stored_and_not_asked_for_again_is_idle_first(index: RadixIndex)
     assert set(split(index.idle(500))) == {block("once,"), block("s")}
 
 
-def test_blocks_that_nobody_holds_are_told(index: RadixIndex) -> None:
+def test_unheld_blocks_are_reported(index: RadixIndex) -> None:
     index.store("a", b"", chain("abcd"))
     index.remove("a", block("ab"))
     assert index.unheld(chain("abcx")) == block("ab") + block("abcx")

@@ -240,7 +240,7 @@ def test_a_new_generation_a_goodbye_and_silence_drop_everything_at_once() -> Non
     assert reconciler.match(MODEL, chain("abc")).held == {"w": 3}
 
 
-def test_time_in_which_nobody_could_be_heard_costs_no_worker() -> None:
+def test_a_pause_of_this_process_costs_no_worker() -> None:
     reconciler, worker = make_reconciler(), Cache()
     reconciler.on_heartbeat(worker.heartbeat(), 0.0)
     reconciler.on_tick(0.0)
@@ -255,7 +255,7 @@ def test_time_in_which_nobody_could_be_heard_costs_no_worker() -> None:
     assert reconciler.match(MODEL, chain("abc")).held == {}
 
 
-def test_pages_of_another_life_or_a_broken_page_change_nothing() -> None:
+def test_pages_of_another_generation_or_a_broken_page_change_nothing() -> None:
     reconciler, worker = make_reconciler(resync_interval_s=0.5), Cache()
     worker.stored("abc")
     reconciler.on_heartbeat(worker.heartbeat(), 0.0)
@@ -420,7 +420,7 @@ class LossyStream(RuleBasedStateMachine):
                 self.reconciler.on_pages(address, pages)
 
     def teardown(self) -> None:
-        """Once the stream is quiet, heartbeats and resyncs alone bring the index to what the worker holds."""
+        """Heartbeats and resyncs alone, once the stream is quiet, bring the index to what the worker holds."""
         for address, _ in self.resyncs:
             self.reconciler.on_resync_failed(address)
         for _ in range(140):  # Drift that was planted many times in a row is looked for ever more seldom.

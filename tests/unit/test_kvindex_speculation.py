@@ -102,7 +102,7 @@ def test_it_ends_with_a_real_store_or_removal(reconciler: Reconciler, worker: Ca
         assert bool(reconciler.speculative(MODEL, chain("abc"), {})) is is_left, event
 
 
-def test_it_ends_with_the_workers_life(reconciler: Reconciler, worker: Cache) -> None:
+def test_it_ends_with_the_workers_generation(reconciler: Reconciler, worker: Cache) -> None:
     reconciler.on_placed(placed(worker, "abc"), 0.0)
     old = placed(worker, "abc")
     worker.restart()
@@ -217,7 +217,7 @@ async def place(bus: Bus, request: str, path: str) -> Placement:
     return answer
 
 
-async def test_equal_prompts_in_a_row_go_to_the_same_worker_whoever_places_them(bus: MemoryBus) -> None:
+async def test_equal_prompts_in_a_row_go_to_the_same_worker_from_any_scheduler(bus: MemoryBus) -> None:
     """Four in a row are placed by both schedulers, which ask both indexes."""
     await beat(bus)
     prompt = "the same long system prompt"

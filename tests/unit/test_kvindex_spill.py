@@ -31,7 +31,7 @@ async def test_while_it_is_away_memory_answers_and_a_worker_waits_until_it_is_ba
     assert world.reconciler.counters.resyncs[ResyncReason.COLD] == 0
 
 
-async def test_when_it_is_away_for_long_the_worker_is_read_anew() -> None:
+async def test_when_it_is_away_for_long_the_worker_is_resynced() -> None:
     world, cache = await cold_prompt()
     world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
     world.store.away = True
@@ -60,7 +60,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", ["lost", *DAMAGES])
-async def test_what_it_lost_or_damaged_is_read_anew(damage: str) -> None:
+async def test_what_it_lost_or_damaged_is_resynced(damage: str) -> None:
     world, cache = World(), Cache()
     world.tell(cache, PATH)
     world.reconciler.on_heartbeat(cache.heartbeat(), 0.0)
@@ -83,7 +83,7 @@ async def test_an_older_branch_of_the_same_blocks_is_not_taken_for_the_newer() -
     assert await world.match(prompt(PATH)) == {"w": len(PATH) - 1}
 
 
-async def test_a_new_life_of_a_worker_does_not_wait_for_what_the_old_one_needed() -> None:
+async def test_a_restarted_worker_does_not_wait_for_what_the_old_one_needed() -> None:
     world, cache = await cold_prompt()
     world.remove(cache, prompt(PATH)[-16:])
     due = world.reconciler.due_reloads()

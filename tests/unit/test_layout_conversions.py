@@ -291,11 +291,11 @@ def test_a_cache_that_is_read_by_a_wrong_descriptor_gives_other_bytes(change: st
     words = "layers=1 kv_heads=4 dim=16 dtype=bfloat16 order=HND form=fused packing=vec block_tokens=32 tp=1/2"
     truth = Cache(Layout.parse(words), blocks=(5, 2, 3))
     wrong = {word.partition("=")[0]: word for word in (words + " " + change).split()}
-    told = Layout.parse(" ".join(wrong.values()))
+    claimed = Layout.parse(" ".join(wrong.values()))
     memory = truth.memory[0]
-    ratio = truth.layout.block_tokens // told.block_tokens
+    ratio = truth.layout.block_tokens // claimed.block_tokens
     table = Table([ratio * block + part for block in truth.blocks for part in range(ratio)])
-    pool = Pool(told, [memory.ctypes.data] * told.tensors, 8 * ratio, told.block_bytes)
+    pool = Pool(claimed, [memory.ctypes.data] * claimed.tensors, 8 * ratio, claimed.block_bytes)
     wire = bytearray(50 * 2 * 16 * 2)
     gather(pool, table, Chunk(layer=0, plane="k", first_token=7, tokens=50, heads=(2, 2)), wire)
     assert wire != truth.wire(0, 0, 7, 50, (2, 2))

@@ -22,7 +22,9 @@ def members() -> Membership[str]:
     return Membership(lost_after_s=LOST_AFTER_S)
 
 
-def test_silence_loses_a_member_and_its_next_heartbeat_brings_the_same_life_back(members: Membership[str]) -> None:
+def test_silence_loses_a_member_and_its_next_heartbeat_brings_the_same_generation_back(
+    members: Membership[str],
+) -> None:
     assert members.hear("a", 1, "first", 10.0) == [Joined("a", 1)]
     assert members.hear("a", 1, "second", 10.5) == []
     assert list(members.beats()) == ["second"]
@@ -33,29 +35,29 @@ def test_silence_loses_a_member_and_its_next_heartbeat_brings_the_same_life_back
     assert members.hear("a", 1, "it was paused", 14.0) == [Joined("a", 1)]
 
 
-def test_a_newer_life_replaces_the_older_one_of_which_nothing_counts_any_more(members: Membership[str]) -> None:
+def test_a_newer_generation_replaces_the_older_one_for_good(members: Membership[str]) -> None:
     members.hear("a", 1, "old", 0.0)
     assert members.hear("a", 3, "new", 0.1) == [Restarted("a", 3, 1)]
     assert members.hear("a", 1, "late", 1.5) == []
     assert members.meet("a", 2, 1.5) == []
     assert members.goodbye("a", 2, 1.5) == []
     assert list(members.beats()) == ["new"]
-    assert members.expire(1.61) == [Lost("a", 3)], "late words of older lives are no sign of this one"
+    assert members.expire(1.61) == [Lost("a", 3)], "late messages of older generations are no sign of this one"
     assert members.hear("a", 2, "later", 1.7) == []
 
 
-def test_a_goodbye_ends_its_life_for_good(members: Membership[str]) -> None:
+def test_a_goodbye_ends_its_generation_for_good(members: Membership[str]) -> None:
     members.hear("a", 1, "", 0.0)
     assert members.goodbye("a", 1, 0.1) == [Left("a", 1)]
     assert members.goodbye("a", 1, 0.1) == [], "a duplicate"
     assert members.hear("a", 1, "was under way", 0.2) == []
     assert members.hear("a", 2, "", 0.3) == [Joined("a", 2)]
-    assert members.goodbye("a", 3, 0.4) == [Left("a", 2)], "the heartbeats of life 3 were lost, life 2 is over too"
+    assert members.goodbye("a", 3, 0.4) == [Left("a", 2)], "generation 3 sent no heartbeat, 2 is over, too"
     assert members.goodbye("b", 5, 0.4) == []
     assert members.hear("b", 5, "overtaken by its goodbye", 0.5) == []
 
 
-def test_departed_lives_are_forgotten_after_a_while(members: Membership[str]) -> None:
+def test_departed_generations_are_forgotten_after_a_while(members: Membership[str]) -> None:
     """A generation that went back, as after a set-back clock, hides a member for no longer than that."""
     members.hear("a", 9, "", 0.0)
     members.expire(2.0)
@@ -64,21 +66,21 @@ def test_departed_lives_are_forgotten_after_a_while(members: Membership[str]) ->
     assert members.hear("a", 3, "", 62.2) == [Joined("a", 3)]
 
 
-def test_leaving_is_told_once(members: Membership[str]) -> None:
+def test_leaving_is_reported_once(members: Membership[str]) -> None:
     assert members.hear("a", 1, "", 0.0, leaving=True) == [Joined("a", 1), Leaving("a", 1)]
     assert members.hear("a", 1, "", 0.1, leaving=True) == []
     assert members.hear("a", 2, "", 0.2) == [Restarted("a", 2, 1)]
     assert members.hear("a", 2, "", 0.3, leaving=True) == [Leaving("a", 2)]
 
 
-def test_a_life_that_something_else_named_has_its_time_to_send_a_heartbeat(members: Membership[str]) -> None:
+def test_a_generation_that_another_message_named_has_its_time_to_send_a_heartbeat(members: Membership[str]) -> None:
     assert members.meet("a", 1, 0.0) == [Joined("a", 1)]
     assert members.meet("a", 1, 1.0) == []
     assert list(members.beats()) == []
     assert members.expire(1.6) == [Lost("a", 1)], "naming it again is no heartbeat"
 
 
-def test_a_pause_of_this_process_is_nobodys_silence(members: Membership[str]) -> None:
+def test_a_pause_of_this_process_does_not_count_as_silence(members: Membership[str]) -> None:
     members.hear("a", 1, "", 0.0)
     members.extend_deadlines(60.0, 61.0)
     assert members.expire(61.5) == []
@@ -132,7 +134,7 @@ class Life:
 
 @dataclass
 class Oracle:
-    """Keeps every life and every departure for ever, and looks through all of it at each question.
+    """Keeps every generation and every departure for ever, and searches all of them at each question.
 
     It counts time in which this process could hear: a pause does not move `heard_s`.
     """
@@ -271,9 +273,9 @@ def test_members_and_models_are_bounded_whatever_comes(steps: list[tuple[int, in
         assert sum(workers.newest(f"m{number}") is not None for number in range(41)) <= 4
 
 
-def test_of_too_many_departed_lives_the_oldest_is_forgotten_first() -> None:
+def test_of_too_many_departed_generations_the_oldest_is_forgotten_first() -> None:
     members = Membership[str](lost_after_s=LOST_AFTER_S, members_max=4)
     for name in "abcde":
         members.goodbye(name, 1, 0.0)
-    heard = [event for name in "abcde" for event in members.hear(name, 1, "late", 0.1)]
-    assert heard == [Joined("a", 1)]
+    events = [event for name in "abcde" for event in members.hear(name, 1, "late", 0.1)]
+    assert events == [Joined("a", 1)]

@@ -1,4 +1,4 @@
-"""The life cycle that all services share, and the process around it."""
+"""The lifecycle that all services share, and the process around it."""
 
 from __future__ import annotations
 

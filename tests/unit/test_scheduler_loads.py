@@ -48,7 +48,7 @@ def test_a_pause_of_this_process_costs_no_worker(loads: Loads) -> None:
     assert loads.live(61.6) == []
 
 
-def test_a_goodbye_is_final_for_its_life(loads: Loads) -> None:
+def test_a_goodbye_is_final_for_its_generation(loads: Loads) -> None:
     goodbye = Goodbye(address=WorkerAddress(worker="w", generation=1))
     loads.place("r", {"w": soft(0.0)})
     loads.take(goodbye, 0.0)

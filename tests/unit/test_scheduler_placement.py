@@ -70,9 +70,9 @@ def names(placement: Placement) -> tuple[str, str]:
 # ---------------------------------------------------------------- prediction
 
 
-def test_what_is_coming_counts_as_cached_and_is_told_apart() -> None:
-    hints = PrefixMatch(held={"p1": 10}, speculative={"p1": 12, "p2": 20})
-    placement = choose(demand(ALWAYS), [prefill("p1"), prefill("p2"), decode()], hints, OPTIONS, Random(0))
+def test_speculative_blocks_count_as_cached_and_are_told_apart() -> None:
+    match = PrefixMatch(held={"p1": 10}, speculative={"p1": 12, "p2": 20})
+    placement = choose(demand(ALWAYS), [prefill("p1"), prefill("p2"), decode()], match, OPTIONS, Random(0))
     assert names(placement) == ("p2", "d1")
     speculative = {each.prefill: (each.cached_tokens, each.speculative_tokens) for each in placement.candidates}
     assert speculative == {"p1": (384, 64), "p2": (640, 640)}
@@ -271,7 +271,7 @@ def test_among_equals_the_less_loaded_is_chosen_more_often() -> None:
     asked = demand(ALWAYS)
     chosen = Counter(names(place(asked, prefill(), *pool, seed=seed))[1] for seed in range(100))
     assert chosen["busy"] == 0
-    assert min(chosen[f"d{number}"] for number in range(3)) > 10, "nobody is the one that all choose"
+    assert min(chosen[f"d{number}"] for number in range(3)) > 10, "no worker is the one that all choose"
 
 
 def test_decode_workers_that_break_the_limit_take_no_place_on_the_shortlist() -> None:
@@ -294,7 +294,7 @@ def test_candidates_are_the_best_few_in_order() -> None:
     assert placement.candidates[0] == placement.predicted
 
 
-def told(placement: Placement, asked: Demand) -> Placed:
+def placed(placement: Placement, asked: Demand) -> Placed:
     return Placed(
         context=Context(request="r", attempt=2, budget_s=5.0),
         model_digest="digest",
@@ -306,20 +306,20 @@ def told(placement: Placement, asked: Demand) -> Placed:
     )
 
 
-def test_a_hint_of_an_older_scheduler_takes_nothing() -> None:
-    hint = msgspec.structs.replace(told(place(demand(), decode()), demand()), predicted=None)
-    assert soft_placements(hint, now_s=0.0, options=OPTIONS) == {}
+def test_a_placement_without_a_prediction_takes_nothing() -> None:
+    unpredicted = msgspec.structs.replace(placed(place(demand(), decode()), demand()), predicted=None)
+    assert soft_placements(unpredicted, now_s=0.0, options=OPTIONS) == {}
 
 
 def test_soft_placements_take_from_both_sides_what_the_attempt_will_use() -> None:
     asked = demand(ALWAYS)
     pair = place(asked, prefill(), decode(), held={"p1": 10})
-    taken = soft_placements(told(pair, asked), now_s=10.0, options=OPTIONS)
+    taken = soft_placements(placed(pair, asked), now_s=10.0, options=OPTIONS)
     assert (taken["p1"].prefill_tokens, taken["p1"].kv_tokens) == (680, 1000)
     assert (taken["d1"].prefill_tokens, taken["d1"].kv_tokens) == (0, 1100)
     assert taken["d1"].until_s == pytest.approx(10.0 + pair.predicted.predicted_ttft_s + 100 * 0.01)
     asked = demand(NEVER)
-    taken = soft_placements(told(place(asked, decode()), asked), now_s=0.0, options=OPTIONS)
+    taken = soft_placements(placed(place(asked, decode()), asked), now_s=0.0, options=OPTIONS)
     assert taken["d1"].prefill_tokens == 1000
 
 
@@ -427,7 +427,7 @@ def test_more_cached_tokens_never_make_a_prediction_worse(
 
 @given(asked=demands, pool=pools(), held=held_blocks)
 def test_the_shortlist_keeps_the_best_prediction(asked: Demand, pool: list[WorkerLoad], held: dict[str, int]) -> None:
-    """With one bandwidth everywhere, pairing only the best of each side loses nothing."""
+    """Pairing only the best of each side loses nothing where all bandwidths are equal."""
     even = [
         dataclasses.replace(
             load, heartbeat=msgspec.structs.replace(load.heartbeat, transfer_bytes_per_s=1e9, model_digest="digest")

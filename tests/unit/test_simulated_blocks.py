@@ -29,7 +29,7 @@ def test_a_prefix_is_found_up_to_where_it_differs() -> None:
     assert cache.match(hashes) == table[:2]
 
 
-def test_hashes_differ_between_salts_and_between_lives() -> None:
+def test_hashes_differ_between_salts_and_between_nonces() -> None:
     found: set[bytes] = set()
     for nonce, salt in ((b"one", ""), (b"one", "tenant"), (b"two", "")):
         hashes: list[bytes] = []
@@ -85,7 +85,7 @@ def test_references_count() -> None:
         cache.give_back(table)
 
 
-def test_copies_are_told_and_evicted_one_by_one() -> None:
+def test_copies_are_reported_and_evicted_one_by_one() -> None:
     cache = make_cache(blocks=6)
     first, hashes = store(cache, [1, 2, 3, 4])
     stored = cache.drain_events()

@@ -24,7 +24,7 @@ from baton.errors import (
     InvalidRequest,
     TransferFailed,
 )
-from baton.messages.attempts import FinishReason, KvSource, Sampling
+from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Pool, TransferEvent
@@ -102,7 +102,7 @@ class World:
         budget_s: float = 1000.0,
     ) -> Run:
         self._numbers += 1
-        source = KvSource(address=WorkerAddress(worker="p", generation=1, agents=self.facts[0].agents))
+        source = WorkerAddress(worker="p", generation=1, agents=self.facts[0].agents)
         request = EngineRequest(
             request=name or f"request {self._numbers}",
             attempt=0,
@@ -358,7 +358,7 @@ async def test_preempted_decodes_answer_as_if_they_had_not_been() -> None:
         world.assert_empty()
 
 
-async def test_a_lease_that_nobody_claims_is_freed() -> None:
+async def test_an_unclaimed_lease_is_freed() -> None:
     async with open_world() as world:
         prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=10))
         held = world.run(prefill, prompt(50), leg=Leg.PREFILL)

@@ -85,7 +85,7 @@ def test_foreign_shifted_stale_and_missing_blocks_change_the_digest() -> None:
         wrong[index] = table[index - 1]
         assert digest(pool, wrong, 200) != expected, "another block of this request"
         wrong[index] = pool.blocks - 1 if pool.blocks - 1 not in table else foreign[-1]
-        assert digest(pool, wrong, 200) != expected, "a block that nobody wrote"
+        assert digest(pool, wrong, 200) != expected, "a block that was not written"
     shifted = [*table[1:], table[0]]
     assert digest(pool, shifted, 200) != expected
     assert digest(pool, table, 199) != expected

@@ -57,7 +57,7 @@ class Harness:
             assert chunk.start == attempt.computed < chunk.end <= len(attempt.tokens)
             written = attempt.blocks[chunk.start // BLOCK : -(-chunk.end // BLOCK)]
             assert len(attempt.blocks) * BLOCK >= chunk.end
-            assert all(holders[block] == 1 for block in written), "nobody writes what another one reads"
+            assert all(holders[block] == 1 for block in written), "no attempt writes what another one reads"
         for pull in step.pulls:
             assert all(holders[block] == 1 for block in pull.blocks), "a pull fills blocks of its own"
         for attempt in step.preempted:
@@ -139,7 +139,7 @@ def test_decode_that_lacks_nothing_pulls_nothing() -> None:
     assert [(chunk.start, chunk.end) for chunk in step.chunks] == [(8, 9)]
 
 
-def test_a_pull_that_waits_stops_nobody_behind_it() -> None:
+def test_a_pull_that_waits_stops_no_attempt_behind_it() -> None:
     harness = Harness()
     harness.submit(list(range(20)), Leg.DECODE)
     behind = harness.submit([1, 2, 3])
@@ -157,7 +157,7 @@ def test_an_aborted_pull_keeps_its_blocks_until_it_is_over() -> None:
         getattr(harness.scheduler, ending)(decode)
         assert decode.phase is SimulatedPhase.ENDED
         assert harness.cache.used_blocks == 0
-        assert harness.cache.drain_events() == (), "nobody knows what a cancelled pull left in the blocks"
+        assert harness.cache.drain_events() == (), "what a cancelled pull left in the blocks is unknown"
 
 
 def test_a_finished_prefill_holds_its_blocks_but_no_run_slot() -> None:

@@ -94,7 +94,7 @@ async def test_the_bus_is_shown_without_names_in_its_subjects() -> None:
             await bus.publish(subjects.gateway("g"), GatewayBeat(gateway="g"))
         bus.publish_payload(subjects.gateway("g"), b"nonsense")
         async with asyncio.timeout(5):
-            while not beats.malformed_messages:  # noqa: ASYNC110 - the last of them, and counted by the bus alone.
+            while not beats.counts.malformed:  # noqa: ASYNC110 - the last of them, and counted by the bus alone.
                 await asyncio.sleep(0)
         shown = list(_bus_lines(metrics))
     finally:

@@ -124,7 +124,7 @@ def test_one_huge_trace_does_not_push_out_the_others_and_says_what_is_missing() 
     assert len(remembered.find(trace_id(small.trace))[0]) == 1
 
 
-def test_wanting_traces_that_nobody_has_seen_is_bounded() -> None:
+def test_wanting_unknown_traces_is_bounded() -> None:
     _, remembered = traced_within(spans_max=10)
     for number in range(1000):
         remembered.want(f"{number:032x}")
@@ -146,14 +146,14 @@ async def test_services_tell_what_they_remember_of_a_request_while_it_runs_and_a
         with worker.span("decode", parent=root.trace):
             pass
         running = await ask(bus, "mine")
-        assert [(told.record.name, told.record.end_ns) for told in running.spans] == [("chat", 0)]
+        assert [(span.record.name, span.record.end_ns) for span in running.spans] == [("chat", 0)]
         assert running.services == 2, "those that know nothing answer, too"
     ended = await ask(bus, trace_id(root.trace))
-    assert {(told.service, told.instance if told.service == "decode" else "") for told in ended.spans} == {
+    assert {(span.service, span.instance if span.service == "decode" else "") for span in ended.spans} == {
         ("gateway", ""),
         ("decode", "decode-0"),
     }
-    assert all(told.record.end_ns >= told.record.start_ns > 0 for told in ended.spans)
+    assert all(span.record.end_ns >= span.record.start_ns > 0 for span in ended.spans)
     assert (await ask(bus, "theirs")).spans == ()
     await bus.close()
     await network.close()
@@ -176,7 +176,7 @@ async def test_long_traces_come_in_pages_and_a_wanted_one_is_exported_everywhere
     await ask(bus, "mine")
     assert len(exported) == 501
     await bus.publish(subjects.TRACES, TraceQuery(id="mine", asker="not a subject *"))
-    assert (await ask(bus, "mine")).services == 1, "a malformed question harms nobody"
+    assert (await ask(bus, "mine")).services == 1, "a malformed question does no harm"
     await bus.close()
     await network.close()
 

@@ -134,7 +134,7 @@ async def test_a_bug_in_a_check_is_answered_and_ends_nothing(caplog: pytest.LogC
     assert "a status request failed" in caplog.text
 
 
-async def test_silent_clients_are_cut_off_and_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_clients_are_cut_off_and_hold_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_S", 0.2)
     async with serving() as (_, port):
         silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS_MAX)]

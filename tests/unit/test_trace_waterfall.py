@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from baton.cli.trace_tree import Told, Tree, build_tree
+from baton.cli.trace_tree import ServiceSpan, Tree, build_tree
 from baton.cli.waterfall import Look, draw, format_time
 from baton.messages.traces import AttributeValue, SpanRecord
 
@@ -16,7 +16,7 @@ MS = 1_000_000
 START_NS = 1_790_000_000_000_000_000
 
 
-def told(
+def span(
     span: str,
     parent: str,
     start_ms: float,
@@ -27,7 +27,7 @@ def told(
     host: str = "a",
     error: str = "",
     attributes: Mapping[str, AttributeValue] | None = None,
-) -> Told:
+) -> ServiceSpan:
     record = SpanRecord(
         trace=TRACE,
         span=span,
@@ -38,10 +38,10 @@ def told(
         error=error,
         attributes=dict(attributes or {}),
     )
-    return Told(who.partition("-")[0], who, host, record)
+    return ServiceSpan(who.partition("-")[0], who, host, record)
 
 
-def tree(*spans: Told, now_ms: float = 1000) -> Tree:
+def tree(*spans: ServiceSpan, now_ms: float = 1000) -> Tree:
     return build_tree(spans, TRACE, now_ns=START_NS + int(now_ms * MS))
 
 
@@ -65,18 +65,18 @@ LAYERS: dict[str, AttributeValue] = {
     "baton.transfer.waiting_s": 0.008,
 }
 REQUEST = (
-    told("chat", "client", 0, 200, name="chat tiny"),
-    told("read", "chat", 0, 1),
-    told("attempt0", "chat", 2, 100, name="attempt", error="worker decode-0 is gone", attributes=PLACED),
-    told("place", "attempt0", 2, 4),
-    told("placed", "place", 2.5, 3.5, name="place", who="scheduler-1"),
-    told("dispatch", "attempt0", 4, 6, attributes={"baton.worker": "decode-0"}),
-    told("decode", "dispatch", 5, None, who="decode-0"),
-    told("transfer", "decode", 10, 20, who="decode-0", attributes={"baton.transfer.bytes": 2_400_000}),
-    told("layers", "transfer", 10, 20, who="decode-0", attributes=LAYERS),
-    told("stream", "attempt0", 30, 100),
-    told("attempt1", "chat", 100, 199, name="attempt", attributes=PLACED_AGAIN),
-    told("stream1", "attempt1", 110, 199, name="stream"),
+    span("chat", "client", 0, 200, name="chat tiny"),
+    span("read", "chat", 0, 1),
+    span("attempt0", "chat", 2, 100, name="attempt", error="worker decode-0 is gone", attributes=PLACED),
+    span("place", "attempt0", 2, 4),
+    span("placed", "place", 2.5, 3.5, name="place", who="scheduler-1"),
+    span("dispatch", "attempt0", 4, 6, attributes={"baton.worker": "decode-0"}),
+    span("decode", "dispatch", 5, None, who="decode-0"),
+    span("transfer", "decode", 10, 20, who="decode-0", attributes={"baton.transfer.bytes": 2_400_000}),
+    span("layers", "transfer", 10, 20, who="decode-0", attributes=LAYERS),
+    span("stream", "attempt0", 30, 100),
+    span("attempt1", "chat", 100, 199, name="attempt", attributes=PLACED_AGAIN),
+    span("stream1", "attempt1", 110, 199, name="stream"),
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def test_the_waterfall_of_a_request_that_was_tried_twice() -> None:
         │ attempt 0  prefill-0, decode-0                       2.0 ms   98.0 ms ████████████
         │ │ place  for a scheduler                             2.0 ms    2.0 ms ▏
         │ │ │ place (scheduler)  for the index                 2.5 ms    1.0 ms ▏
-        │ │ dispatch  for the word of decode-0                 4.0 ms    2.0 ms █
+        │ │ dispatch  for decode-0 to accept                   4.0 ms    2.0 ms █
         │ │ │ decode (decode-0)                                5.0 ms >185.0 ms ███████████████████████
         │ │ │ │ transfer  for 2.4 MB of KV                    10.0 ms   10.0 ms  █
         │ │ │ │ │ layers 0-3  2.4 MB by shm, 8.0 ms of it …   10.0 ms   10.0 ms  █
@@ -120,26 +120,26 @@ def test_colour_marks_what_failed_and_only_where_it_is_wanted() -> None:
 
 
 def test_what_lost_its_parent_stands_after_the_request() -> None:
-    orphaned = tree(told("chat", "", 0, 50), told("lost", "nobody", -5, 20, who="decode-0"), told("read", "chat", 0, 1))
+    orphaned = tree(span("chat", "", 0, 50), span("lost", "nobody", -5, 20, who="decode-0"), span("read", "chat", 0, 1))
     assert [node.name for node in orphaned.roots] == ["chat", "lost"]
     assert [node.name for node in orphaned.walk()] == ["chat", "read", "lost"]
     assert list(draw(orphaned, Look()))
 
 
 def test_clocks_that_fit_are_left_alone() -> None:
-    fits = tree(told("chat", "", 0, 50), told("place", "chat", 10, 12, who="scheduler-1", host="b"))
+    fits = tree(span("chat", "", 0, 50), span("place", "chat", 10, 12, who="scheduler-1", host="b"))
     assert fits.shifts_ns == {}
 
 
 @pytest.mark.parametrize("skew_ms", [-40.0, 40.0])
 def test_a_clock_is_moved_by_the_least_that_lets_causes_come_first(skew_ms: float) -> None:
     skewed = tree(
-        told("chat", "", 0, 50),
-        told("place", "chat", 10, 20),
-        told("placed", "place", 12 + skew_ms, 14 + skew_ms, who="scheduler-1", host="b"),
-        told("dispatch", "chat", 20, 24),
-        told("decode", "dispatch", 22 + skew_ms, 48 + skew_ms, who="decode-0", host="b"),
-        told("matched", "placed", 13 + skew_ms, 13.5 + skew_ms, who="kvindex-1", host="c"),
+        span("chat", "", 0, 50),
+        span("place", "chat", 10, 20),
+        span("placed", "place", 12 + skew_ms, 14 + skew_ms, who="scheduler-1", host="b"),
+        span("dispatch", "chat", 20, 24),
+        span("decode", "dispatch", 22 + skew_ms, 48 + skew_ms, who="decode-0", host="b"),
+        span("matched", "placed", 13 + skew_ms, 13.5 + skew_ms, who="kvindex-1", host="c"),
     )
     shift_ms = skewed.shifts_ns["b"] / MS
     assert -skew_ms - 2 <= shift_ms <= -skew_ms + 2

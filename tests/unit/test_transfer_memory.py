@@ -1,4 +1,4 @@
-"""In-memory agents on a clock that the test moves: tests that are impossible with other implementations."""
+"""Tests of in-memory agents on a clock that the test moves: tests that are impossible with other implementations."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def test_an_engine_that_ignores_an_abort_is_overruled() -> None:
     assert ledger.slots_used == 0
 
 
-def test_a_gateway_without_attempts_gets_an_empty_digest_while_it_is_heard() -> None:
+def test_a_gateway_without_attempts_gets_an_empty_digest_while_it_beats() -> None:
     ledger = Ledger(LIMITS)
     ledger.hear_gateway("g", 0.0)
     assert ledger.digests() == {"g": ()}
@@ -370,7 +370,7 @@ class LedgerMachine(RuleBasedStateMachine):
             wanted = ask(request, attempt, leg=leg, prompt=prompt, output=output, budget_s=budget_s, gateway=gateway)
             got = self.ledger.reserve(wanted, self.now_s)
             if isinstance(got, Attempt):
-                assert self.dead.get(key, 0.0) <= self.now_s, "a dead attempt lives again"
+                assert self.dead.get(key, 0.0) <= self.now_s, "an ended attempt runs again"
                 self.accepted += 1
                 self.dead[key] = got.deadline_s
         return key

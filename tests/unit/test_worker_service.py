@@ -25,7 +25,6 @@ from baton.messages.attempts import (
     FinishReason,
     Frame,
     Frames,
-    KvSource,
     Prefilled,
     PrefillFailed,
     PrefillTask,
@@ -60,7 +59,7 @@ class World:
         self.bus = MemoryBus(self.network)
         self.gateway_bus = MemoryBus(self.network)
         self.engine = engine or ScriptedEngine()
-        self.heard: list[AnyMessage] = []
+        self.received: list[AnyMessage] = []
         self.stop = Stop()
         self.metrics = Metrics(role)
         ports = deterministic_ports(self.bus, self.clock, seed=0)
@@ -84,7 +83,7 @@ class World:
 
     async def start(self) -> None:
         async def hear(delivery: Delivery) -> None:
-            self.heard.append(delivery.message)
+            self.received.append(delivery.message)
 
         for subject in (subjects.gateway("g"), subjects.HEARTBEAT):
             await self.gateway_bus.subscribe(subject, hear)
@@ -116,14 +115,14 @@ class World:
         await self.clock.settle()
 
     def frames(self) -> list[Frame]:
-        return [frame for message in self.heard if isinstance(message, Frames) for frame in message.frames]
+        return [frame for message in self.received if isinstance(message, Frames) for frame in message.frames]
 
     async def state(self, key: tuple[str, int] = ("r", 0)) -> AttemptState | None:
         """Return an attempt's state in the next digest."""
-        self.heard.clear()
+        self.received.clear()
         await self.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
         await self.clock.advance(1.0)
-        [digest] = [message for message in self.heard if isinstance(message, Digest)]
+        [digest] = [message for message in self.received if isinstance(message, Digest)]
         return next((e.state for e in digest.entries if (e.request, e.attempt) == key), None)
 
     def shown(self, series: str) -> float:
@@ -133,7 +132,7 @@ class World:
         return float(line.rpartition(" ")[2])
 
     def heartbeat(self) -> Heartbeat:
-        return [message for message in self.heard if isinstance(message, Heartbeat)][-1]
+        return [message for message in self.received if isinstance(message, Heartbeat)][-1]
 
 
 @pytest.fixture
@@ -164,7 +163,7 @@ def decode_task(request: str = "r", attempt: int = 0, *, pulls: bool = True, bud
         tokens=pack_tokens(PROMPT),
         prompt_tokens=len(PROMPT),
         sampling=Sampling(max_tokens=10),
-        source=KvSource(address=PREFILL_ADDRESS) if pulls else None,
+        source=PREFILL_ADDRESS if pulls else None,
     )
 
 
@@ -243,8 +242,8 @@ async def test_prefill_computes_tells_and_holds_until_its_lease_is_gone(prefill:
     assert prefill.heartbeat().kv_identity == FACTS.kv_identity
     prefill.engine.load_now = EngineLoad(leased_blocks=4, leased=frozenset({("r", 0)}))
     await prefill.step(EngineDelta(cached_tokens=64, finish=FinishReason.LENGTH))
-    [told] = [message for message in prefill.heard if isinstance(message, Prefilled)]
-    assert told.usage.cached_tokens == 64
+    [prefilled] = [message for message in prefill.received if isinstance(message, Prefilled)]
+    assert prefilled.usage.cached_tokens == 64
     assert await prefill.state() is AttemptState.HELD
     assert prefill.heartbeat().kv_blocks_used == 4
     prefill.engine.load_now = EngineLoad(leased=frozenset())
@@ -271,7 +270,7 @@ async def test_prefills_failure_is_a_hint(prefill: World) -> None:
     await prefill.ask(prefill_task())
     prefill.engine.step(("r", 0), EngineFailed("no"))
     await prefill.clock.settle()
-    [hint] = [message for message in prefill.heard if isinstance(message, PrefillFailed)]
+    [hint] = [message for message in prefill.received if isinstance(message, PrefillFailed)]
     assert (hint.worker, hint.error.code) == ("w0", "engine_failed")
     assert await prefill.state() is None
 
@@ -300,7 +299,7 @@ async def test_a_bug_in_the_engine_ends_one_attempt_and_not_the_worker(decode: W
 async def test_a_cancel_aborts_the_engine_and_nothing_more_is_sent(decode: World) -> None:
     await decode.ask(decode_task())
     await decode.step(EngineDelta(tokens=[1]))
-    decode.heard.clear()
+    decode.received.clear()
     await decode.tell(Cancel(context=context()))
     assert decode.engine.aborted == [("r", 0)]
     assert not decode.engine.running
@@ -350,7 +349,7 @@ async def test_prefill_leases_to_as_many_ranks_as_the_task_says(prefill: World, 
 
 async def test_a_source_of_another_number_of_ranks_is_taken(decode: World) -> None:
     two = WorkerAddress(worker="p0", generation=3, agents=("a", "b"))
-    task = msgspec.structs.replace(decode_task(), source=KvSource(address=two))
+    task = msgspec.structs.replace(decode_task(), source=two)
     assert isinstance(await decode.ask(task), Accepted)
 
 
@@ -374,7 +373,7 @@ async def test_a_prompt_in_chunks(decode: World) -> None:
         (msgspec.structs.replace(decode_task(), gateway="a.*"), "malformed"),
         (msgspec.structs.replace(decode_task(), sampling=Sampling(max_tokens=0)), "malformed"),
         (decode_task(request=""), "malformed"),
-        (msgspec.structs.replace(decode_task(), source=KvSource(address=NO_AGENTS)), "malformed"),
+        (msgspec.structs.replace(decode_task(), source=NO_AGENTS), "malformed"),
         (decode_task(budget_s=0.0), "expired"),
     ],
 )
@@ -487,7 +486,7 @@ async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None
     await decode.tell(Acknowledge(context=context()))
     await decode.clock.advance(0.1)
     await decode.running
-    assert isinstance(decode.heard[-1], Goodbye)
+    assert isinstance(decode.received[-1], Goodbye)
 
 
 async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_it_said_so(decode: World) -> None:
@@ -499,7 +498,7 @@ async def test_an_idle_worker_that_drains_still_refuses_what_was_placed_before_i
     assert refusal.reason == "draining"
     await decode.clock.advance(0.2)
     await decode.running
-    assert isinstance(decode.heard[-1], Goodbye)
+    assert isinstance(decode.received[-1], Goodbye)
 
 
 async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was_moved(decode: World) -> None:
@@ -513,7 +512,7 @@ async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was
     await decode.tell(Cancel(context=context(), reason="moved"))
     await decode.clock.advance(0.1)
     await decode.running
-    assert isinstance(decode.heard[-1], Goodbye)
+    assert isinstance(decode.received[-1], Goodbye)
 
 
 async def test_a_drain_out_of_time_ends_what_runs_as_lost(decode: World) -> None:
@@ -538,7 +537,7 @@ async def test_a_dead_engine_ends_the_worker_and_its_attempts(decode: World) -> 
     [frame] = decode.frames()
     assert frame.finish is not None
     assert frame.finish.error is not None
-    assert isinstance(decode.heard[-1], Goodbye)
+    assert isinstance(decode.received[-1], Goodbye)
 
 
 async def test_a_worker_whose_canary_fails_does_not_start() -> None:

@@ -69,7 +69,7 @@ class SglangEngine:
 
     async def start(self) -> EngineFacts:
         self._host = SglangHost(self._model, self._role, self._own, self._options, self._agent)
-        self._host.on_report, self._host.on_death = self._take_report, self._died_unasked
+        self._host.on_report, self._host.on_death = self._take_report, self._died_unexpectedly
         # SGLang begins by saying that its cache is empty.
         self._listener = KvEventListener(DIALECT.engine, self._host.events_endpoint, initial_batches=1)
         self._listener.start()
@@ -170,7 +170,7 @@ class SglangEngine:
             raise EngineFailed(self._failure)
         return self._host, self._opened
 
-    def _died_unasked(self) -> None:
+    def _died_unexpectedly(self) -> None:
         self._end("SGLang's engine process has died")
 
     def _end(self, failure: str) -> None:
@@ -203,9 +203,9 @@ class SglangEngine:
 
         request, sampling = attempt.request, attempt.request.sampling
         handoff = handoff_of(attempt, context_tokens_max=opened.context_tokens_max, enabled=bool(opened.endpoint))
-        stranger = max(request.tokens)
-        if stranger >= opened.vocabulary:
-            raise InvalidRequest(f"token id {stranger} is not in the vocabulary of {opened.vocabulary}", param="prompt")
+        largest = max(request.tokens)
+        if largest >= opened.vocabulary:
+            raise InvalidRequest(f"token id {largest} is not in the vocabulary of {opened.vocabulary}", param="prompt")
         if request.leg is Leg.PREFILL:
             params = prefill_params()
         else:

@@ -238,7 +238,7 @@ class SimulatedEngine:
     async def _next_delta(self, stream: Stream) -> EngineDelta:
         delta = stream.take_delta(self._clock.now_s())
         while delta is None:
-            left_s = None if stream.told else max(0.0, stream.deadline_s - self._clock.now_s())
+            left_s = None if stream.delta_taken else max(0.0, stream.deadline_s - self._clock.now_s())
             try:
                 async with self._clock.timeout(left_s):
                     await stream.changed.wait()
@@ -327,7 +327,7 @@ class SimulatedEngine:
             assert source is not None, "only a decode leg pulls"
             now_s = self._clock.now_s()
             stream.begin(now_s)
-            self._handoff.pull(stream.lease, source.address.agents[0], pull, now_s, max(0.0, stream.deadline_s - now_s))
+            self._handoff.pull(stream.lease, source.agents[0], pull, now_s, max(0.0, stream.deadline_s - now_s))
         for chunk in step.chunks:
             if chunk.start < chunk.attempt.prompt_tokens:
                 self._stream(chunk.attempt).begin(self._clock.now_s())

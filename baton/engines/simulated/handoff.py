@@ -84,7 +84,7 @@ class SimulatedHandoff:
             self._agent.post_ready(lease.key, lease.generation, layer, tokens)
 
     def give_up(self, lease: SimulatedLease) -> None:
-        """Note that the agent has ended the lease. It may have been opened anew before that was known here."""
+        """Note that the agent has ended the lease. It may have been opened again before that was known here."""
         lease.is_over = True
         self.revoke(lease, final=True)
 

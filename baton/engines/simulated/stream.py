@@ -31,7 +31,7 @@ class Stream:
     error: BatonError | None = None
     begun_s: float | None = None
     """Start of its first step or of its pull."""
-    told: bool = False
+    delta_taken: bool = False
     """True once a delta was taken."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,9 +75,9 @@ class Stream:
             transferred_tokens=self.attempt.pulled_tokens,
             transferred_bytes=self.lease.pulled_bytes,
             transfer_s=self.lease.moving_s,
-            stages=() if self.told else self._stages(now_s),
+            stages=() if self.delta_taken else self._stages(now_s),
         )
-        self.told = True
+        self.delta_taken = True
         self.tokens.clear()
         self.logprobs.clear()
         return delta
@@ -106,5 +106,5 @@ def check_request(request: EngineRequest, *, vocabulary: int, context_tokens_max
         )
     if (request.source is not None) != (request.leg is Leg.DECODE):
         raise AttemptFailed(f"a {request.leg} leg {'needs a' if request.source is None else 'has no'} source")
-    if request.source is not None and len(request.source.address.agents) != 1:
-        raise AttemptFailed(f"the source has {len(request.source.address.agents)} agents; this engine has one")
+    if request.source is not None and len(request.source.agents) != 1:
+        raise AttemptFailed(f"the source has {len(request.source.agents)} agents; this engine has one")

@@ -1,4 +1,4 @@
-"""How fast the transfer agents move blocks on this machine: `python -m baton_native.bench`.
+"""Measures how fast the transfer agents move blocks on this machine: `python -m baton_native.bench`.
 
 One pull moves 256 MiB, beyond every cache, of scattered blocks, between two processes on a core each: in blocks
 of 64 KiB, 256 KiB and 1 MiB, and as a request of 2,048 tokens of an 8-billion-parameter Llama (32 layers,
@@ -50,7 +50,7 @@ LIMIT = "limit: "
 
 @dataclass
 class Samples:
-    """What repeats of one measurement gave."""
+    """Results of the repeats of one measurement."""
 
     bytes: int
     asked_s: list[float] = field(default_factory=list[float])
@@ -76,11 +76,11 @@ class Samples:
 
 
 Peer = Callable[[], tuple[float, float, float]]
-"""Moves what one of our pulls moves; returns seconds until it was asked for, until it was there, and of CPU time."""
+"""Moves as much as one of our pulls; returns the seconds of the call, of the transfer, and of CPU time."""
 StartPeers = Callable[[Shape, Sequence[int], Sequence[int]], AbstractContextManager[dict[str, Peer]]]
-"""For a shape, and the order of the blocks at sink and source."""
+"""Starts peers for a shape and the order of the blocks at sink and source."""
 Results = dict[str, dict[str, Samples]]
-"""By shape and path."""
+"""Samples by shape and path."""
 
 
 class SourceProcess:

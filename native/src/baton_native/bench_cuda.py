@@ -1,4 +1,4 @@
-"""What a CUDA GPU does with KV: `python -m baton_native.bench_cuda`, on any host; without a GPU it says so and ends.
+"""Measures KV in CUDA memory: `python -m baton_native.bench_cuda`, on any host; without a GPU it says so and ends.
 
 First conversions, on the GPU alone: verified against the host's for each pair of layouts, then measured beside
 cudaMemcpy within the GPU, which is the limit. Then pulls between two processes, by each backend, with and without
@@ -28,15 +28,15 @@ from baton_native.layout import Chunk, DeviceMover, Layout, Pool, Table, convert
 
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 64 << 10
-"""Of one layer: K and V of 8 heads of 128 dimensions in bfloat16, as Llama 8B has them."""
+"""Bytes of a block in one layer: K and V of 8 heads of 128 dimensions in bfloat16, as Llama 8B has them."""
 BACKENDS = ("cuda-ipc", "cuda-put")
 POISON = 0xA5
 REPEATS = 7
 WAIT_S = 60.0
 END_S_MAX = 0.6
-"""From a cancel, or the end of a budget, to the report."""
+"""Longest time from a cancel, or the end of a budget, to the report."""
 CANCELS = 5
-"""In the middle of pulls that would succeed."""
+"""Number of cancels, in the middle of pulls that would succeed."""
 PLANES: tuple[Literal["k", "v"], ...] = ("k", "v")
 
 

@@ -1,4 +1,4 @@
-"""The source's process of `baton_native.bench`: told what to do by lines of JSON, each answered by one."""
+"""The source's process of `baton_native.bench`: executes commands in lines of JSON, and answers each with one."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def pin(core: int) -> None:
 
 
 class Source:
-    """What the lines of the driver mean."""
+    """Executes the lines of the driver."""
 
     def __init__(self) -> None:
         self.memory: Memory | None = None

@@ -1,4 +1,4 @@
-"""What this host can do: `python -m baton_native.probe`.
+"""Shows what this host supports: `python -m baton_native.probe`.
 
 Says which ways of moving blocks work between two processes here, and why not, what it costs to ask for many
 scattered blocks, and what an idle agent costs. For speed, see `python -m baton_native.bench` and, of GPUs,

@@ -41,7 +41,7 @@ std::size_t Flat::insert(Holder holder, Place& place, Ids ids) {
       block.is_root = place == kAtRoot;
       block.parent = place == kNowhere ? loose_parent_ : block.is_root ? Id{} : blocks_[place].id;
       table_.insert(hash_of(id), slot);
-      enter_set(slot, sets_.with(kNobody, holder));
+      enter_set(slot, sets_.with(kNoHolders, holder));
       fresh.add(id);
     } else if (!sets_[blocks_[slot].set].contains(holder)) {
       const SetNumber set = sets_.with(blocks_[slot].set, holder);
@@ -84,31 +84,31 @@ bool Flat::holds(std::uint32_t worker, const Id& id) const {
 
 void Flat::match(Ids ids, Leading& leading, std::vector<Held>& out) {
   std::uint32_t at = 0;
-  SetNumber holders = kNobody;
+  SetNumber holders = kNoHolders;
   for (; at < ids.size(); ++at) {
     const std::uint32_t slot = find(ids[at]);
     if (slot == kNone) break;
     const SetNumber set = blocks_[slot].set;
-    if (holders == kNobody) {
+    if (holders == kNoHolders) {
       leading.begin(sets_[set]);
     } else if (set != holders && !leading.narrow(sets_[set], at)) {
       break;
     }
     holders = set;
   }
-  if (holders != kNobody) leading.finish(at, out);
+  if (holders != kNoHolders) leading.finish(at, out);
 }
 
 SetNumber Flat::next_set(Holder holder, SetNumber from) const {
   for (SetNumber set = from; set < sets_.end(); ++set) {
     if (sets_[set].contains(holder)) return set;
   }
-  return kNobody;
+  return kNoHolders;
 }
 
 std::vector<Run> Flat::dump(Holder holder) const {
   std::vector<Run> runs;
-  for (SetNumber set = next_set(holder, 1); set != kNobody; set = next_set(holder, set + 1)) {
+  for (SetNumber set = next_set(holder, 1); set != kNoHolders; set = next_set(holder, set + 1)) {
     for (std::uint32_t slot = sets_.first_node(set); slot != kNoBlock; slot = blocks_[slot].next_in_set) {
       const Block& block = blocks_[slot];
       const Run run{block.is_root ? std::nullopt : std::optional(block.parent), {block.id}};
@@ -156,7 +156,7 @@ void Flat::release(Holder holder, std::uint32_t slot) {
   gone.add(blocks_[slot].id);
   holdings_.drop(holder, gone);
   leave_set(slot);
-  if (set != kNobody) {
+  if (set != kNoHolders) {
     enter_set(slot, set);
     return;
   }

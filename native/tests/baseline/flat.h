@@ -37,7 +37,7 @@ class Flat {
   static constexpr std::uint32_t kNoBlock = 0;
   struct Block {
     Id id, parent;
-    SetNumber set = kNobody;
+    SetNumber set = kNoHolders;
     std::uint32_t before_in_set = kNoBlock, next_in_set = kNoBlock;
     bool is_root = false;
   };
@@ -55,7 +55,7 @@ class Flat {
   HolderSets sets_;
   Pool<Block> blocks_;
   Holdings holdings_;
-  Id loose_parent_;  // Of the run to be inserted, where that parent itself is not held.
+  Id loose_parent_;  // Parent of the run to be inserted, if it is not held itself.
 };
 
 }  // namespace baton::radix

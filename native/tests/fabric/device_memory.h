@@ -1,9 +1,9 @@
 // The memory of this process that is on a "device", for fake_gpu.cpp, with what tests set and count.
 //
-// An address is reserved and nothing else, so that whoever uses it as a pointer crashes; behind it lies a file in
+// An address is only reserved, so that code that uses it as a pointer crashes; behind it lies a file in
 // memory that other processes map as well, and which outlives its process while they do.
 //
-// Without linkage, as two of these stand-ins may be loaded into one process.
+// Internal linkage, as two of these stand-ins may be loaded into one process.
 #pragma once
 
 #include <sys/mman.h>
@@ -20,8 +20,8 @@ namespace baton::tests {
 namespace {
 
 struct Control {
-  Word no_driver, no_device, no_share, no_map;  // What cannot be had.
-  Word delay_ms;                                // Of each launch; its bytes move at the end of it.
+  Word no_driver, no_device, no_share, no_map;  // Failures of the driver, a device, sharing, mapping.
+  Word delay_ms;                                // Delay of each launch; its bytes move at the end of it.
   Word hold;                                    // Launches do not begin while it is set.
   Word hold_streams;                            // Nothing in a caller's stream ends while it is set.
   Word fail_launch;                             // The n-th launch from now on is refused.
@@ -79,7 +79,7 @@ class World {
     const std::uint64_t offset = address - at->first;
     return bytes <= at->second.bytes && offset <= at->second.bytes - bytes ? at : memory.end();
   }
-  // What lies behind an address that a kernel uses.
+  // Memory behind an address that a kernel uses.
   std::uint8_t* behind(std::uint64_t address, std::uint64_t bytes) {
     const std::lock_guard held(lock);
     const auto at = find(address, bytes);

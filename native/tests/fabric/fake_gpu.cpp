@@ -78,7 +78,7 @@ struct BatonGpu {
   std::condition_variable changed, written;
   std::deque<Write> writes;
   bool closing = false;
-  std::thread after;  // Of the callers' streams.
+  std::thread after;  // Runs the callers' streams.
 
   void run() {
     World& world = World::get();

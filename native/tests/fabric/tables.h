@@ -1,5 +1,5 @@
-// What the stand-ins for hardware share: a folder with a file of words that tests set, and one file of counts for each
-// process.
+// Folder that the stand-ins for hardware share: one with a file of words that tests set, and one file of counts for
+// each process.
 #pragma once
 
 #include <fcntl.h>

@@ -1,7 +1,7 @@
 // The adapters of this process, for fake_verbs.cpp: what peers see of its regions and queue pairs, and a thread that
 // carries out what was posted.
 //
-// Without linkage, as two of these stand-ins may be loaded into one process.
+// Internal linkage, as two of these stand-ins may be loaded into one process.
 #pragma once
 
 #include <signal.h>
@@ -41,7 +41,7 @@ struct Control {
   Word devices_missing;
   Word ports_down;   // A bit for each device.
   Word infiniband;   // Instead of Ethernet.
-  Word delay_ms;     // Of each operation; its bytes move at the end of it.
+  Word delay_ms;     // Delay of each operation; its bytes move at the end of it.
   Word hold;         // Operations do not begin while it is set.
   Word fail_post;    // The n-th post from now on is refused.
   Word fail_nth;     // The n-th operation from now on …
@@ -65,7 +65,7 @@ struct SharedQp {
 struct Table {
   Word contexts, pds, mrs, channels, cqs, qps;
   Word operations, reads_0, reads_1;  // Carried out.
-  Word sink_gid;                      // Of the last queue pair that may have requests.
+  Word sink_gid;                      // GID of the last queue pair that may have requests.
   Word pid;
   SharedMr mr[kMrs];
   SharedQp qp[kQps];
@@ -118,7 +118,7 @@ int number_of(const Context* context) {
   return context->device == device(0) ? 0 : 1;
 }
 
-// The adapter of this process. One lock: whoever holds it sees no operation half done.
+// The adapter of this process. One lock: its holder sees no operation half done.
 class Adapter {
  public:
   static Adapter& get() {
@@ -180,7 +180,7 @@ class Adapter {
     if (known == nullptr) known = map_file<Table>(folder_ + "/" + std::to_string(pid), 0);
     return known;
   }
-  // Who has this local identifier on the simulated Infiniband.
+  // Adapter with this local identifier on the simulated Infiniband.
   int pid_of(std::uint16_t lid) {
     for (const auto& entry : std::filesystem::directory_iterator(folder_)) {
       const int pid = std::atoi(entry.path().filename().c_str());

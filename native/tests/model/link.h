@@ -41,16 +41,16 @@ struct Reading {
 };
 struct Writing {
   Place chunk;
-  std::shared_ptr<Transit> transit;   // Of an inline chunk.
-  std::vector<std::uint32_t> remote;  // Of a granted chunk: blocks of the source.
+  std::shared_ptr<Transit> transit;   // Cells of an inline chunk.
+  std::vector<std::uint32_t> remote;  // Blocks of the source of a granted chunk.
   std::size_t written = 0;
 };
 
 // State that both ends of a connection share.
 struct Link {
-  bool silent = false;  // Nothing arrives any more, and nobody is told.
+  bool silent = false;  // Nothing arrives any more, without a notice.
   double silent_since_s = 0;
-  Ring ring;  // Of the direction from source to sink.
+  Ring ring;  // Chunks from source to sink.
 };
 
 struct End {
@@ -59,18 +59,18 @@ struct End {
   ConnectionId id = 0;
   std::shared_ptr<Link> link;
   std::weak_ptr<End> peer;
-  std::shared_ptr<Memory> remote;  // Of the other side; readable even after its death, as a mapping is.
+  std::shared_ptr<Memory> remote;  // Memory of the other side; readable even after its death, as a mapping is.
   std::string backend;             // Empty: chunks may not travel yet.
   bool checksum = true;
 
   std::deque<Message> arriving;
-  std::uint64_t lie = 0;               // For the choices of one about the next chunk; 0: none.
+  std::uint64_t lie = 0;               // Seed of the choices of a lie about the next chunk; 0: none.
   std::shared_ptr<Transit> announced;  // Frames behind an inline payload wait for it.
   bool discarding = false;
   bool stalls = false;  // Nothing is read or written, though frames come and go.
   std::vector<Writing> writing;
 
-  std::deque<Serve> serving;  // Not begun.
+  std::deque<Serve> serving;  // Chunks not begun.
   std::vector<Reading> reading;
   std::deque<Blob> held;  // Frames behind an inline payload that is being sent.
   std::array<bool, kSlots> slot_used{};

@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::uint64_t kOperationsPerSeed = 500;
 
-// What a long run must have met; else it proves less than it seems to.
+// Events that a long run must have met; else it proves less than it seems to.
 constexpr const char* kExpected[] = {"done none by direct, restarted",
                                      "done none by shm, restarted",
                                      "done none by tcp, restarted",

@@ -1,8 +1,8 @@
-// The simulated memory of one agent's life: blocks of stamped cells, and who may write which.
+// The simulated memory of one incarnation of an agent: blocks of stamped cells, and who may write which.
 //
-// A cell stands for the KV of one token in one layer. Its stamp says which one, and of which life of a lease: a lease
+// A cell stands for the KV of one token in one layer. Its stamp names them and the life of the lease: a lease
 // that is revoked and opened again, or a key that is used again, has another. Blocks that are given back lose their
-// content at once, so that whatever still reads them gets something that no pull may ever take for its own.
+// content at once, so that a late read gets something that no pull may ever take for its own.
 #pragma once
 
 #include <array>
@@ -51,8 +51,8 @@ class Random {
 };
 
 struct Cell {
-  std::uint32_t life = 0;      // 0: nothing that anybody may use.
-  std::uint16_t position = 0;  // Of the block in the lease.
+  std::uint32_t life = 0;      // 0: nothing that may be used.
+  std::uint16_t position = 0;  // Position of the block in the lease.
   std::uint8_t layer = 0;
   std::uint8_t token = 0;
   bool operator==(const Cell&) const = default;

@@ -42,7 +42,7 @@ void Node::step(std::span<const Event> events) {
         book == leases.end() || (!book->second.live && std::count(over.begin(), over.end(), book->first) == 0);
     return parked && world.now_s >= entry.second.heard_s + options.lease_ttl_s;
   });
-  for (const Key& key : over) check_told(key, "a lease's end was not told to a sink");
+  for (const Key& key : over) check_notified(key, "a sink was not notified of a lease's end");
   for (const auto& [id, asked] : asks_) {
     const auto book = leases.find(asked.ask.key);
     require(book == leases.end() || !book->second.open || !book->second.completed ||
@@ -127,11 +127,11 @@ void Node::complete(LeaseBook& lease, std::uint32_t tokens) {
 void Node::revoke(LeaseBook& lease) {
   lease.open = false;
   memory->give_back(lease.blocks);
-  told_.clear();
+  notified_.clear();
   require(command(RevokeLease{lease.key, false}), "a revocation was refused");
   for (const auto& [id, asked] : asks_) {
-    const bool is_told = asked.ask.key != lease.key || asked.ask.data_only || told_.contains(id);
-    require(is_told, "a revocation was not told to a sink");
+    const bool is_notified = asked.ask.key != lease.key || asked.ask.data_only || notified_.contains(id);
+    require(is_notified, "a sink was not notified of a revocation");
   }
   // Chunks that were not begun are forgotten, and may be asked for again.
   std::erase_if(served_, [&](const auto& entry) { return world.key_of_life(entry.second.life) == lease.key; });

@@ -1,6 +1,6 @@
-// One life of an agent: the core under test, what its shell would do, and what its owner believes.
+// One incarnation of an agent: the core under test, what its shell would do, and what its owner believes.
 //
-// As in the shell there are two queues, of actions to be carried out and of events to be told, and commands come in
+// The shell's two queues exist here, too, of actions to execute and of events to pass on, and commands come in
 // between: any interleaving of the two is allowed here. Every step of the core is checked against the owner's books.
 #pragma once
 
@@ -19,12 +19,12 @@ inline constexpr const char* kLie = "a lie";
 
 struct LeaseBook {
   Key key{};
-  std::uint32_t tokens = 0;  // Of the whole prompt.
+  std::uint32_t tokens = 0;  // Tokens of the whole prompt.
   std::uint64_t generation = 0;
   bool live = false;  // Opened and not reported ended.
-  bool open = false;  // Not revoked.
+  bool open = false;  // Opened and not revoked.
   bool completed = false;
-  bool released = false;  // By its sink, and not by time.
+  bool released = false;  // Released by its sink, not by time.
   std::uint32_t life = 0;
   std::vector<std::uint32_t> blocks;
   std::array<std::uint32_t, kLayers> ready{};  // Tokens.
@@ -68,7 +68,7 @@ class Node {
   std::shared_ptr<End> connect(std::uint32_t peer_node, ConnectionId id);
   [[nodiscard]] ConnectionId next_accepted() { return accepted_ += 2; }
   void check_end(double now_s) const;
-  // Nothing can happen any more but by time.
+  // Checks that nothing can happen any more but by time.
   void check_quiet() const;
   void check_nothing_left() const;
 
@@ -79,9 +79,9 @@ class Node {
   Core core;
   std::shared_ptr<Memory> memory = std::make_shared<Memory>();
   std::map<Key, LeaseBook> leases;
-  std::map<Key, PullBook> pulls;  // That have not ended.
+  std::map<Key, PullBook> pulls;  // Pulls that have not ended.
   std::map<ConnectionId, std::shared_ptr<End>> ends;
-  PullId latest_pull = 0;  // That a source was asked for.
+  PullId latest_pull = 0;  // The latest pull that a source was asked for.
 
  private:
   void step(std::span<const Event> events);
@@ -94,8 +94,8 @@ class Node {
   void hear(const Event& event);
   void hear_frame(ConnectionId connection, const Blob& frame);
   void forget(ConnectionId connection);
-  // Every sink that reads a lease has been told what became of it.
-  void check_told(const Key& key, const char* what) const;
+  // Checks that every sink that reads a lease was notified of its end.
+  void check_notified(const Key& key, const char* what) const;
   void check_place(const Place& chunk);
   void check_limits() const;
   void place(const std::shared_ptr<End>& end, const Place& chunk);
@@ -109,11 +109,11 @@ class Node {
 
   std::deque<Action> actions_;
   std::deque<Event> happened_;
-  std::set<PullId> stopping_;  // Between `StopPlacing` and the core's learning that it is done.
-  std::vector<PullId> stops_;  // Those that have been carried out and not answered.
+  std::set<PullId> stopping_;  // Pulls between `StopPlacing` and its confirmation to the core.
+  std::vector<PullId> stops_;  // Stops that were executed and not confirmed.
   std::map<PullId, Key> keys_of_pulls_;
 
-  // What the source was told and has promised, read off its frames.
+  // Requests to the source and its promises, as read from the frames.
   using ReaderId = std::pair<ConnectionId, PullId>;
   struct Chunk {
     std::uint32_t life = 0;
@@ -124,13 +124,13 @@ class Node {
     frames::Ask ask;
     double heard_s = 0;
   };
-  std::map<ReaderId, Asked> asks_;  // That have not been ended.
+  std::map<ReaderId, Asked> asks_;  // Asks that have not been ended.
   std::map<std::pair<ReaderId, std::uint32_t>, Chunk> served_;
-  std::map<Key, double> heard_s_;  // When a sink last said that it wants this lease.
+  std::map<Key, double> heard_s_;  // Instant at which a sink last asked for this lease.
   double heard_last_s_ = -1e9;
-  std::set<ConnectionId> known_;  // To the core.
+  std::set<ConnectionId> known_;  // Connections that the core knows.
   std::set<ConnectionId> closing_;
-  std::set<ReaderId> told_;  // Of the last revocation.
+  std::set<ReaderId> notified_;  // Readers that were notified of the last revocation.
   ConnectionId accepted_ = static_cast<ConnectionId>(-1);
 };
 

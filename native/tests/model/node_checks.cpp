@@ -1,4 +1,4 @@
-// What must hold whatever happens: every step of the core against the owner's books and what was said on the wire.
+// Invariants: every step of the core is checked against the owner's books and the frames on the wire.
 #include <algorithm>
 
 #include "tests/model/world.h"
@@ -38,7 +38,7 @@ void Node::hear_frame(ConnectionId connection, const Blob& frame) {
   const auto type = static_cast<FrameType>(frame.front());
   const Bytes body = Bytes(frame).subspan(1);
   if (const auto ask = decode<frames::Ask>(body); type == FrameType::ask && ask) {
-    // A sink whose connection died asks again, to be told here.
+    // A sink whose connection died asks again, to be notified here.
     asks_.try_emplace({connection, ask->pull}, Asked{*ask, world.now_s}).first->second.ask = *ask;
     heard_last_s_ = world.now_s;
   } else if (const auto alive = decode<frames::KeepAlive>(body); type == FrameType::keep_alive && alive) {
@@ -50,7 +50,7 @@ void Node::hear_frame(ConnectionId connection, const Blob& frame) {
     const auto book = leases.find(release->key);
     if (book != leases.end() && book->second.live) return;
     std::erase_if(asks_,
-                  [&](const auto& entry) { return entry.second.ask.key == release->key; });  // Those were parked.
+                  [&](const auto& entry) { return entry.second.ask.key == release->key; });  // These asks were parked.
   }
 }
 
@@ -59,7 +59,7 @@ void Node::forget(ConnectionId connection) {
   std::erase_if(served_, [&](const auto& entry) { return entry.first.first.first == connection; });
 }
 
-void Node::check_told(const Key& key, const char* what) const {
+void Node::check_notified(const Key& key, const char* what) const {
   for (const auto& [id, asked] : asks_) require(asked.ask.key != key, what);
 }
 
@@ -74,7 +74,7 @@ void Node::check_send(const Send& send) {
     asks_.erase(reader);
     std::erase_if(served_, [&](const auto& entry) { return entry.first.first == reader; });
   } else if (type == FrameType::revoked) {
-    told_.insert({send.connection, decode<frames::Revoked>(body)->pull});
+    notified_.insert({send.connection, decode<frames::Revoked>(body)->pull});
   } else if (type == FrameType::ask) {
     latest_pull = std::max(latest_pull, decode<frames::Ask>(body)->pull);
   } else if (type == FrameType::chunk_end) {
@@ -214,7 +214,7 @@ void Node::check_content(const PullBook& pull) const {
     for (std::uint32_t i = 0; i < pull.blocks.size(); ++i) {
       const std::uint32_t position = pull.first_block + i;
       for (std::uint32_t token = 0; token < kBlockTokens; ++token) {
-        if (position * kBlockTokens + token >= pull.tokens) continue;  // Nobody asked for the rest of the last block.
+        if (position * kBlockTokens + token >= pull.tokens) continue;  // The rest of the last block was not requested.
         const Cell expected{life, static_cast<std::uint16_t>(position), static_cast<std::uint8_t>(layer),
                             static_cast<std::uint8_t>(token)};
         const Cell& got = memory->cell(layer, pull.blocks[i], token);

@@ -1,4 +1,4 @@
-// What an agent's shell does, one thing at a time: actions carried out, frames delivered, chunks read and written.
+// The shell of an agent, one step at a time: executes actions, delivers frames, reads and writes chunks.
 #include <algorithm>
 
 #include "tests/model/world.h"
@@ -103,7 +103,7 @@ bool Node::carry_out_one(Random& random) {
   } else if (const auto* chunk = std::get_if<Place>(&action)) {
     place(end, *chunk);
   } else if (std::holds_alternative<Discard>(action)) {
-    require(end->announced != nullptr, "a payload was thrown away that nobody announced");
+    require(end->announced != nullptr, "a payload was discarded that was not announced");
     end->discarding = true;
   } else if (const auto* use = std::get_if<UseBackend>(&action)) {
     end->backend = use->backend;
@@ -131,7 +131,7 @@ void Node::place(const std::shared_ptr<End>& end, const Place& chunk) {
                 end->announced->sequence == chunk.sequence,
             "an inline payload was placed that is not the one announced");
     require(end->announced->said_bytes == cells * sizeof(Cell), "a payload was placed into blocks of another size");
-    possible = end->announced->total == cells;  // Else the header lied, and what follows it is no payload.
+    possible = end->announced->total == cells;  // If not, the header lied, and no payload follows it.
     writing.transit = end->announced;
   } else {
     possible = chunk.where.size() == chunk.blocks.size();
@@ -157,7 +157,7 @@ bool Node::deliver(Random& random) {
       return true;
     }
     if (end->arriving.empty() || end->link->silent) return false;
-    // What is behind a payload waits for it, unless it was cut short.
+    // Frames behind a payload wait for it, unless it was cut short.
     const bool cut_short = end->announced != nullptr && !end->announced->whole() &&
                            std::holds_alternative<Farewell>(end->arriving.front());
     if (end->announced != nullptr && !cut_short) return false;

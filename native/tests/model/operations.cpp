@@ -1,4 +1,4 @@
-// What may be done to the world: by the owners of its agents, to its network, and by agents that lie.
+// Operations on the world: by the owners of its agents, on its network, and by agents that lie.
 #include <algorithm>
 
 #include "tests/model/world.h"
@@ -214,7 +214,7 @@ void World::cut(Random& random) {
   if (end != nullptr) nodes_[end->node]->drop(end, "cut", random.chance(0.5));
 }
 
-// Where chunks travel beside the frames about their lease, a trailer may come before what happened to the lease sooner.
+// A trailer may overtake earlier frames about its lease, where chunks travel beside them.
 void World::overtake(Random& random) {
   const auto type_of = [](const Message& message) {
     const auto* frame = std::get_if<Blob>(&message);
@@ -249,7 +249,7 @@ void World::silence(Random& random) {
   end->link->silent_since_s = now_s;
 }
 
-// The new life has the old one's address, and nothing else of it.
+// The new incarnation has the old one's address, and nothing else of it.
 void World::kill(Random& random) {
   Node& node = any_node(random);
   const bool vanishes = random.chance(0.3);
@@ -269,7 +269,7 @@ void World::shut_down(Random& random) {
 
 // ---------------------------------------------------------------- lies
 
-// As an end gets it: without its length.
+// Encodes a frame as an end gets it: without its length.
 template <class Frame>
 static Blob said(Frame frame) {
   const Blob bytes = encode(std::move(frame));
@@ -277,7 +277,7 @@ static Blob said(Frame frame) {
 }
 
 template <class Frame>
-static std::optional<Frame> heard(const Message& message) {
+static std::optional<Frame> frame_of(const Message& message) {
   const auto* bytes = std::get_if<Blob>(&message);
   if (bytes == nullptr || bytes->empty() || bytes->front() != static_cast<std::uint8_t>(Frame::type)) return {};
   return decode<Frame>(Bytes(*bytes).subspan(1));
@@ -307,7 +307,7 @@ void World::lie_about_chunk(End& end) {
   const Message& next = end.arriving.front();
   Random random(end.lie);
   std::vector<Message> lies;
-  if (auto request = heard<frames::Request>(next)) {
+  if (auto request = frame_of<frames::Request>(next)) {
     const std::uint32_t lie = random.below(6);
     if (lie == 0) request->first_block = random.below(10);
     if (lie == 1) request->first_block = random.below(4);
@@ -320,7 +320,7 @@ void World::lie_about_chunk(End& end) {
       if (lie != 4) request->sequence += 1000;
       lies.emplace_back(said(*request));
     }
-  } else if (const auto grant = heard<frames::Grant>(next)) {
+  } else if (const auto grant = frame_of<frames::Grant>(next)) {
     lies.push_back(next);
     if (random.chance(0.7)) lies[0] = said(frames::ChunkEnd{grant->pull, grant->sequence, 1 + random.below(2), -1, 0});
   } else if (const auto* transit = std::get_if<std::shared_ptr<Transit>>(&next)) {
@@ -360,7 +360,7 @@ void World::say_anything(const std::shared_ptr<End>& end, Random& random) {
       return say(frames::KeepAliveAnswer{pull});
     case 8:
     case 9: {
-      // Asks that nobody meant, as many as they like.
+      // Asks without a pull, any number of them.
       for (std::uint32_t i = random.below(6); i > 0; --i) {
         say(frames::Ask{
             .pull = 1000 + random.below(50), .key = random.chance(0.5) ? Key{1} : key, .blocks = 1, .tokens = 1});

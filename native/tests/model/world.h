@@ -27,7 +27,7 @@ class World {
 
   [[nodiscard]] std::uint64_t digest() const { return digest_; }
 
-  // What nodes ask of it.
+  // Services of the world to its nodes.
   double now_s = 1000;
   void connect(Node& node, const Connect& action, Random& random);
   void note(const Report& report);
@@ -43,7 +43,7 @@ class World {
   [[nodiscard]] bool works(const std::string& backend) const { return backend == works_ || backend == "tcp"; }
 
  private:
-  // One attempt: its lease at one agent's life, and a prompt of so many tokens.
+  // One attempt: its lease at one incarnation of an agent, and the length of its prompt.
   struct Request {
     Key key{};
     std::uint32_t source = 0;
@@ -97,7 +97,7 @@ class World {
   Seen& seen_;
   std::function<void(const std::string&)> trace_;
   const std::uint64_t seed_;
-  std::string works_;  // Beside the connection itself.
+  std::string works_;  // The backend that works, beside the connection itself.
   bool corrupts_ = false;
   bool disturbs_ = false;
   bool lies_ = false;
@@ -107,8 +107,8 @@ class World {
   std::vector<std::unique_ptr<Node>> nodes_;
   std::vector<Request> requests_;
   std::uint64_t keys_ = 0;
-  std::uint64_t lifetimes_ = 0;  // Of agents.
-  std::vector<Key> lives_{1};    // Of leases; the first is nobody's.
+  std::uint64_t lifetimes_ = 0;  // Incarnations of agents so far.
+  std::vector<Key> lives_{1};    // Lives of leases; the first belongs to none.
   std::set<std::pair<std::uint32_t, std::uint32_t>> distrusted_;
   std::uint64_t digest_ = 0;
 };

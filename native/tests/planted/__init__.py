@@ -12,4 +12,4 @@ class Mutation:
     text: str
     replacement: str
     test: str = "model"
-    """What must fail: the model, or the C++ tests whose names contain this."""
+    """The test that must fail: `model`, or a part of the names of C++ tests."""

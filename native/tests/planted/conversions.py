@@ -1,4 +1,4 @@
-"""Between caches of different layouts: what is staged, converted, and counted when."""
+"""Faults between caches of different layouts: in staging, converting and counting."""
 
 from __future__ import annotations
 
@@ -60,6 +60,6 @@ MUTATIONS = [
         "transfer/handshake.cpp",
         "    check(geometry);\n",
         "",
-        "strangers",
+        "handshake",
     ),
 ]

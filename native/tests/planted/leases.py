@@ -1,4 +1,4 @@
-"""What a source decides: leases and the sinks that read them."""
+"""Faults in the decisions of a source: leases and the sinks that read them."""
 
 # The texts are lines as they stand in the sources.
 # ruff: noqa: E501

@@ -1,4 +1,4 @@
-"""How chunks travel otherwise: rings, regions, other processes, adapters."""
+"""Faults in the other ways that chunks travel: rings, regions, other processes, adapters."""
 
 # The texts are lines as they stand in the sources.
 # ruff: noqa: E501

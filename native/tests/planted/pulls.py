@@ -1,4 +1,4 @@
-"""What a sink decides: pulls, and the lanes they come by."""
+"""Faults in the decisions of a sink: pulls, and the lanes over which they come."""
 
 # The texts are lines as they stand in the sources.
 # ruff: noqa: E501
@@ -108,7 +108,7 @@ MUTATIONS = [
         "peer == nullptr) return nullptr;",
     ),
     Mutation(
-        "the slot of a chunk nobody wants is not credited",
+        "the slot of an unwanted chunk is not credited",
         "transfer/pull_chunks.cpp",
         "    if (frame.slot >= 0) out_.send(connection, frames::CreditSlot{frame.slot});\n",
         "",

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from math import inf
 from typing import Final
@@ -114,11 +115,9 @@ class AdmissionQueue:
             next_at_s = self._give_turns()
             wait_s = None if next_at_s is None else max(0.0, next_at_s - self._clock.now_s())
             self._changed.clear()
-            try:
+            with suppress(TimeoutError):
                 async with self._clock.timeout(wait_s):
                     await self._changed.wait()
-            except TimeoutError:
-                continue
 
     def _give_turns(self) -> float | None:
         """Give a turn to every ticket that is due; return when the next ones are due."""

@@ -121,13 +121,12 @@ class GenerationResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway, request = self._gateway, Request(scope, receive)
-        with (
-            gateway.figures.measured_request() as measured,
-            traced_request(gateway.tracing, gateway.publisher, gateway.clock, self._operation, request) as trace,
-        ):
-            measured.trace = trace
+        figures, tracing = gateway.figures, gateway.tracing
+        with traced_request(
+            tracing, gateway.publisher, gateway.clock, self._operation, request, figures.note_request
+        ) as trace:
             facts = _facts_of(gateway, request, self._operation, trace)
-            with gateway.tracing.span("read", parent=trace.trace):
+            with tracing.span("read", parent=trace.trace):
                 settings = gateway.settings
                 payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
             job = prepare_here(gateway, payload, facts)

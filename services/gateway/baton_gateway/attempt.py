@@ -32,15 +32,12 @@ from baton.errors import (
     LayoutMismatch,
     MalformedMessage,
     ModelMismatch,
-    ModelNotFound,
     NoResponders,
     NotResumable,
-    NoWorkers,
     Overloaded,
     PayloadTooLarge,
     PeerUnreachable,
     TransferFailed,
-    Unavailable,
     WorkerLost,
 )
 from baton.messages.attempts import Finish, FinishReason, Frame, Sampling
@@ -49,15 +46,10 @@ from baton.messages.placement import REFUSALS_MAX, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
+from baton_gateway.search import Search
 
 ACCEPT_GROWTH = 3
 """Growth of `accept_s` per failure: the last of four attempts gives a slow worker on a busy machine 2.7 s."""
-BUSY_ROUNDS_MAX = 3
-"""Consecutive placements on a busy worker before the request waits in the queue."""
-PAUSE_DOUBLINGS_MAX = 3
-"""Bound on the back-off before failed workers are tried again."""
-RESEND_DOUBLINGS_MAX = 2
-"""Bound on the back-off between two questions to schedulers while none can place the request."""
 MOVE_S = 1.0
 """Margin before a worker leaves: an answer that would end later than this is moved."""
 TOKENS_PER_S_MIN = 0.1
@@ -76,7 +68,6 @@ class Phase(StrEnum):
 
 
 ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
-ON_WORKERS = frozenset({Phase.DISPATCHED, Phase.WAITING, Phase.STREAMING})
 
 
 class AttemptMachine:
@@ -99,35 +90,24 @@ class AttemptMachine:
         self.placement: Placement | None = None
         self.setback: BatonError | None = None
         """Error that ended the previous attempt."""
+        self.cached_tokens = 0
+        """Prompt tokens that the present attempt's workers had cached, as far as reported."""
+        self.starts_at = 0
+        """Delivered tokens before the present attempt."""
         self._shown = False
         self._sampling = sampling
         self._timers = timers
+        self._search = Search(timers)
+        self._has_turn = True
+        """Whether the admission queue lets this request try."""
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
         """Deadline of the first token; infinite once that token has arrived."""
         self._phase_until_s = inf
         self._resend_at_s = inf
         self._move_again_at_s = -inf
-        self._worker_by_s = inf
-        """End of the present search for workers, including waits for the bus, schedulers and free workers."""
-        self._attempt_start = 0
         self._awaited: set[str] = set()
         self._absences = 0
-        self._places_sent = 0
-        self._refusal: BatonError | None = None
-        self._failures = 0
-        self._busy_rounds = 0
-        self._has_turn = True
-        """Whether the admission queue lets this request try."""
-        self._busy: dict[str, None] = {}
-        self._failed: dict[str, None] = {}
-        self._unreached: dict[str, None] = {}
-        """Workers without a responder on the bus, in the present search."""
-        self._pauses = 0
-        self._cut_pairs: dict[tuple[str, str], None] = {}
-        self._refused: dict[str, InvalidRequest] = {}
-        """Refusals by worker. One becomes the answer once all kinds of engines have refused."""
-        self._cached_tokens = 0
         self._actions: list[ev.Action] = []
 
     @property
@@ -135,23 +115,27 @@ class AttemptMachine:
         return self.phase in ENDED
 
     @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that the present attempt's workers had cached, as far as reported."""
-        return self._cached_tokens
-
-    @property
     def accept_s(self) -> float:
         """Time for this attempt's workers to accept it; grows with each failure."""
-        return self._timers.accept_s * ACCEPT_GROWTH**self._failures
+        return self._timers.accept_s * ACCEPT_GROWTH**self._search.failures
 
     @property
     def wake_at_s(self) -> float:
         """Time at which the driver must call `step` with a Tick if no event comes earlier."""
-        return min(self._deadline_at_s, self._phase_until_s, self._resend_at_s)
+        return min(self._deadline_at_s, self._until_s, self._resend_at_s)
+
+    @property
+    def _until_s(self) -> float:
+        return self._search.until_s if self.placement is None else self._phase_until_s
 
     def budget_s(self, now_s: float) -> float:
         """Return the time that workers have for the first token; once it has come, for the next one."""
         return self._token_s if self._deadline_at_s == inf else max(0.0, self._deadline_at_s - now_s)
+
+    @property
+    def _emitted(self) -> int:
+        """Tokens delivered from the present attempt."""
+        return len(self.delivered) - self.starts_at
 
     @property
     def _token_s(self) -> float:
@@ -160,15 +144,14 @@ class AttemptMachine:
 
     def runs_on(self, worker: str) -> bool:
         """Return whether the present attempt was given to `worker`."""
-        if self.phase not in ON_WORKERS or self.placement is None:
-            return False
-        prefill = self.placement.prefill
-        return worker == self.placement.decode.worker or (prefill is not None and worker == prefill.worker)
+        addresses = () if self.placement is None else self.placement.addresses
+        return worker in {address.worker for address in addresses}
 
     def start(self, now_s: float, *, queued: bool) -> list[ev.Action]:
         """Return the first actions. `queued`: enough other requests look for a worker, so join the queue."""
         if queued:
-            self._join_queue(now_s, Overloaded("other requests are waiting for a worker"))
+            self._search.limit(now_s, self._timers.admission_wait_s)
+            self._seek(self._search.join_queue(now_s, Overloaded("other requests are waiting for a worker")))
         else:
             self._place(now_s)
         return self._take_actions()
@@ -186,7 +169,7 @@ class AttemptMachine:
                 self._on_digest(now_s, event)
             case ev.PromptComputed(attempt, cached_tokens):
                 if attempt == self.attempt:
-                    self._cached_tokens = max(self._cached_tokens, cached_tokens)
+                    self.cached_tokens = max(self.cached_tokens, cached_tokens)
             case ev.WorkerGone():
                 self._on_worker_gone(now_s, event)
             case ev.WorkerLeaving():
@@ -205,11 +188,14 @@ class AttemptMachine:
                     self._place(now_s)
             case ev.QueueFull():
                 self._fail(Overloaded("too many requests are waiting for a worker", retry_after_s=1.0))
-            case ev.PlaceGranted() | ev.PlaceRefused():
-                if event.attempt == self.attempt and self.phase is Phase.PLACING:
-                    self._on_place_answer(now_s, event)
-                elif event.attempt == self.attempt + 1 and isinstance(event, ev.PlaceGranted):
-                    self._move(now_s, event.placement)
+            case ev.PlaceGranted(attempt, placement):
+                if attempt == self.attempt and self.phase is Phase.PLACING:
+                    self._dispatch(now_s, placement)
+                elif attempt == self.attempt + 1:
+                    self._move(now_s, placement)
+            case ev.PlaceRefused(attempt, error):
+                if attempt == self.attempt and self.phase is Phase.PLACING:
+                    self._seek(self._search.note_refusal(now_s, error))
             case ev.TaskAccepted() | ev.TaskBusy() | ev.TaskFailed():
                 if event.attempt == self.attempt and event.worker in self._awaited:
                     self._on_task_answer(now_s, event)
@@ -224,94 +210,34 @@ class AttemptMachine:
     # ------------------------------------------------------------ placing
 
     def _place(self, now_s: float) -> None:
-        """Start a search for a placement, with the first of several tries."""
-        self.phase = Phase.PLACING
-        self.placement = None
-        self._limit_search(now_s)
-        self._places_sent = 0
-        self._refusal = None
-        self._resend_at_s = inf
-        self._send_place(now_s)
+        """Search for a placement. An answer that has begun gets a longer search than a new request."""
+        self._search.limit(now_s, self._timers.progress_s if self.delivered else self._timers.admission_wait_s)
+        self._seek(self._search.ask(now_s, self.attempt))
 
-    def _limit_search(self, now_s: float) -> None:
-        """Bound the search for workers. An answer that has begun gets a longer search than a new request."""
-        patience_s = self._timers.progress_s if self.delivered else self._timers.admission_wait_s
-        self._worker_by_s = min(self._worker_by_s, now_s + patience_s)
-
-    def _send_place(self, now_s: float) -> None:
-        self._places_sent += 1
-        # The first tries look for another scheduler. Later ones wait, with many other requests, for a scheduler or for
-        # workers to return, so they back off.
-        doublings = max(0, self._places_sent - self._timers.place_resends_max)
-        self._phase_until_s = now_s + self._timers.place_resend_s * 2 ** min(doublings, RESEND_DOUBLINGS_MAX)
-        self._actions.append(self._place_request(self.attempt))
-
-    def _place_request(self, attempt: int, *leaving: str) -> ev.SendPlace:
-        exclude = (*{**self._failed, **self._busy, **self._unreached}, *leaving)
-        return ev.SendPlace(attempt, exclude, tuple(self._cut_pairs), tuple(self._refused))
-
-    def _place_after_pause(self, now_s: float) -> None:
-        """Place again after a back-off: all remaining workers have just failed.
-
-        Exclusions are preferences: a worker that failed once is better than no answer.
-        """
-        self._failed.clear()
-        self._unreached.clear()
-        self._cut_pairs.clear()
-        self._places_sent = 0
-        self._refusal = None
-        doublings = min(self._failures + self._pauses, PAUSE_DOUBLINGS_MAX)
-        self._phase_until_s = now_s + self._timers.retry_pause_s * 2**doublings
-        self._pauses += 1
-
-    def _on_place_answer(self, now_s: float, event: ev.PlaceGranted | ev.PlaceRefused) -> None:
-        if isinstance(event, ev.PlaceGranted):
-            self._dispatch(now_s, event.placement)
-            return
-        error = event.error
-        if isinstance(error, Overloaded) or (isinstance(error, NoWorkers) and self._busy):
-            self._join_queue(now_s, error)
-        elif isinstance(error, NoWorkers) and (self._failed or self._unreached or self._cut_pairs):
-            self._place_after_pause(now_s)
-        elif isinstance(error, Unavailable | ModelNotFound):
-            # The gateway knows the model, so its workers, the bus or the scheduler have just restarted. The request
-            # waits for them: a restart should cost no request.
-            self._refusal = NoWorkers(error.detail, retry_after_s=1.0) if isinstance(error, ModelNotFound) else error
-        else:
-            # All have refused: a worker's error says more than the scheduler's.
-            self._fail(next(iter(self._refused.values()), error) if isinstance(error, InvalidRequest) else error)
-
-    def _join_queue(self, now_s: float, error: BatonError) -> None:
-        self._limit_search(now_s)
-        self._refusal = error
-        self._busy.clear()
-        self._unreached.clear()
-        self._busy_rounds = 0
-        if now_s >= self._worker_by_s:
-            self._fail_overloaded()
-            return
-        self._has_turn = False
-        self.phase = Phase.QUEUED
-        self._phase_until_s = self._worker_by_s
-        self._actions.append(ev.JoinQueue())
-
-    def _fail_overloaded(self) -> None:
-        refusal = self._refusal
-        retry_after_s = refusal.retry_after_s if refusal and refusal.retry_after_s else 1.0
-        detail = "no worker became free in time"
-        self._fail(Overloaded(f"{detail}: {refusal}" if refusal else detail, retry_after_s=retry_after_s))
+    def _seek(self, step: ev.SendPlace | ev.JoinQueue | ev.Fail | None) -> None:
+        """Take the search's next step."""
+        match step:
+            case ev.SendPlace():
+                self.phase = Phase.PLACING
+                self._actions.append(step)
+            case ev.JoinQueue():
+                self.phase = Phase.QUEUED
+                self._has_turn = False
+                self._actions.append(step)
+            case ev.Fail(error):
+                self._fail(error)
+            case None:
+                pass
 
     # ------------------------------------------------------------ dispatched
 
     def _dispatch(self, now_s: float, placement: Placement) -> None:
         self.phase = Phase.DISPATCHED
         self.placement = placement
-        self._attempt_start = len(self.delivered)
+        self.starts_at = len(self.delivered)
         self._absences = 0
-        self._cached_tokens = 0
-        self._awaited = {placement.decode.worker}
-        if placement.prefill is not None:
-            self._awaited.add(placement.prefill.worker)
+        self.cached_tokens = 0
+        self._awaited = {address.worker for address in placement.addresses}
         self._phase_until_s = now_s + self.accept_s
         self._actions.append(ev.SendTasks(self.attempt, placement))
 
@@ -324,29 +250,24 @@ class AttemptMachine:
             case ev.TaskBusy(_, worker, detail):
                 busy = Overloaded(f"worker {worker} is busy: {detail}")
                 self._give_up_attempt(busy, "busy")
-                self._busy[worker] = None
-                self._busy_rounds += 1
-                if self._busy_rounds >= BUSY_ROUNDS_MAX:
-                    self._join_queue(now_s, busy)
+                if self._search.note_busy(worker):
+                    self._seek(self._search.join_queue(now_s, busy))
                 else:
                     self._place(now_s)
-            case ev.TaskFailed(_, worker, (NoResponders() | BusUnavailable()) as error) if now_s < self._worker_by_s:
-                # No failure of the worker: it may be restarting.
-                self._give_up_attempt(error)
-                self._unreached[worker] = None
-                self._place(now_s)
             case ev.TaskFailed(_, worker, error):
-                self._retry(now_s, error, worker)
+                unreached = isinstance(error, NoResponders | BusUnavailable)
+                if unreached and now_s < self._search.ends_at_s:
+                    self._give_up_attempt(error)
+                    self._search.note_unreached(worker)
+                    self._place(now_s)
+                else:
+                    self._retry(now_s, error, worker)
 
     def _wait_for_tokens(self, now_s: float) -> None:
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._token_s
-        self._busy_rounds = 0
-        # If this attempt fails, a new search for workers begins.
-        self._worker_by_s = inf
         self._has_turn = False
-        self._unreached.clear()
-        self._pauses = 0
+        self._search.note_accepted()
         self._actions.append(ev.LeaveQueue(accepted=True))
 
     # ------------------------------------------------------------ waiting, streaming
@@ -359,8 +280,7 @@ class AttemptMachine:
             # Frames use another subject than the acceptance, so they may come first; they imply it.
             self._awaited.clear()
             self._wait_for_tokens(now_s)
-        expected = len(self.delivered) - self._attempt_start
-        if frame.index > expected:
+        if frame.index > self._emitted:
             self._ask_again(now_s)
             return
         try:
@@ -368,11 +288,11 @@ class AttemptMachine:
         except MalformedMessage as error:
             self._retry(now_s, error, event.worker)
             return
-        known = expected - frame.index
+        known = self._emitted - frame.index
         if known > len(tokens):
             return
         if frame.usage is not None:
-            self._cached_tokens = max(self._cached_tokens, frame.usage.cached_tokens)
+            self.cached_tokens = max(self.cached_tokens, frame.usage.cached_tokens)
         self._accept_tokens(now_s, frame, tokens[known:], known)
         if frame.finish is not None:
             self._on_finish(now_s, frame.finish)
@@ -391,17 +311,17 @@ class AttemptMachine:
 
     def _on_finish(self, now_s: float, finish: Finish) -> None:
         assert self.placement is not None
-        self._cached_tokens = max(self._cached_tokens, finish.usage.cached_tokens)
+        self.cached_tokens = max(self.cached_tokens, finish.usage.cached_tokens)
         if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._acknowledge_both()
+            acknowledged = [address.worker for address in self.placement.addresses]
+            self._actions += [ev.SendAcknowledge(worker, self.attempt) for worker in acknowledged]
             self._complete(finish.reason)
             return
         error = finish.error.to_error() if finish.error else WorkerLost("the worker gave up the request")
         decode, prefill = self.placement.decode.worker, self.placement.prefill
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
-            # Neither worker is at fault: each may serve with another peer.
-            self._cut_pairs[prefill.worker, decode] = None
-            self._retry(now_s, error, "")
+            self._search.cut_pair(prefill.worker, decode)
+            self._retry(now_s, error)
         elif isinstance(error, TransferFailed) and prefill is not None:
             # The decode worker has just reported this, so it is alive: most likely the prefill worker failed.
             self._retry(now_s, error, prefill.worker)
@@ -417,17 +337,15 @@ class AttemptMachine:
                 self._retry(now_s, WorkerLost(f"worker {event.worker} does not know the request"), event.worker)
             return
         self._absences = 0
-        if event.entry.emitted > len(self.delivered) - self._attempt_start or event.entry.state == "retained":
+        if event.entry.emitted > self._emitted or event.entry.state == "retained":
             self._ask_again(now_s)
 
     def _on_worker_gone(self, now_s: float, event: ev.WorkerGone) -> None:
-        if self.phase not in ON_WORKERS or self.placement is None:
+        if self.placement is None:
             return
-        prefill = self.placement.prefill
         # Once tokens arrive, decode holds the whole KV, so the loss of the prefill worker does not matter.
-        prefill_needed = len(self.delivered) == self._attempt_start
-        prefill_gone = prefill is not None and (prefill.worker, prefill.generation) == (event.worker, event.generation)
-        if self._is_decode(event.worker, event.generation) or (prefill_gone and prefill_needed):
+        needed = self.placement.addresses[: 1 if self._emitted else 2]
+        if (event.worker, event.generation) in {(address.worker, address.generation) for address in needed}:
             self._retry(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
 
     def _on_worker_leaving(self, now_s: float, event: ev.WorkerLeaving) -> None:
@@ -437,14 +355,13 @@ class AttemptMachine:
         left_s = (self._sampling.max_tokens - len(self.delivered)) / max(event.tokens_per_s, TOKENS_PER_S_MIN)
         if left_s + MOVE_S > event.leaves_in_s:
             self._move_again_at_s = now_s + self._timers.place_resend_s
-            self._actions.append(self._place_request(self.attempt + 1, event.worker))
+            self._actions.append(self._search.request(self.attempt + 1, event.worker))
 
     def _move(self, now_s: float, placement: Placement) -> None:
         """Continue on the new placement from the tokens delivered so far."""
         if not self._may_move():
             return
         self._give_up_attempt(Moved("its worker is leaving"))
-        self._resend_at_s = inf
         self._dispatch(now_s, placement)
 
     def _may_move(self) -> bool:
@@ -452,19 +369,16 @@ class AttemptMachine:
         return accepted and self._rest(WorkerLost("")) is None
 
     def _is_decode(self, worker: str, generation: int) -> bool:
-        if self.phase not in ON_WORKERS or self.placement is None:
-            return False
-        decode = self.placement.decode
-        return decode.worker == worker and decode.generation == generation
+        decode = self.placement and self.placement.decode
+        return decode is not None and (decode.worker, decode.generation) == (worker, generation)
 
     def _ask_again(self, now_s: float) -> None:
         """Ask for the missing tokens, at most once per `resend_s`."""
         assert self.placement is not None
-        if self._resend_at_s != inf and now_s < self._resend_at_s:
+        if now_s < self._resend_at_s < inf:
             return
         self._resend_at_s = now_s + self._timers.resend_s
-        index = len(self.delivered) - self._attempt_start
-        self._actions.append(ev.SendResend(self.placement.decode.worker, self.attempt, index))
+        self._actions.append(ev.SendResend(self.placement.decode.worker, self.attempt, self._emitted))
 
     # ------------------------------------------------------------ time
 
@@ -475,19 +389,16 @@ class AttemptMachine:
             return
         if now_s >= self._resend_at_s:
             self._ask_again(now_s)
-        if now_s < self._phase_until_s:
+        if now_s < self._until_s:
             return
         if self._has_turn:
             # The bus, the scheduler or the workers are away or slow. Other requests in the queue may need others.
             self._has_turn = False
             self._actions.append(ev.LeaveQueue(accepted=False))
         if self.phase is Phase.QUEUED:
-            self._fail_overloaded()
+            self._seek(self._search.no_turn())
         elif self.phase is Phase.PLACING:
-            if self._places_sent > self._timers.place_resends_max and now_s >= self._worker_by_s:
-                self._fail(self._refusal or Unavailable("no scheduler answered", retry_after_s=1.0))
-            else:
-                self._send_place(now_s)
+            self._seek(self._search.ask_again(now_s, self.attempt))
         else:
             self._on_silence(now_s)
 
@@ -507,24 +418,18 @@ class AttemptMachine:
 
     def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
         """Give up this attempt and begin the next one, if that is allowed and exact."""
-        is_refusal = isinstance(error, InvalidRequest)
-        if is_refusal:
-            self._refused.update(dict.fromkeys(failed, error))
-        else:
-            self._failures += 1
-        rest = self._rest(error)
+        self._search.note_failed(error, failed)
+        rest, failures = self._rest(error), self._search.failures
         is_late = isinstance(error, DeadlineExceeded) and self._deadline_at_s < inf
-        if is_late or isinstance(error, PayloadTooLarge) or len(self._refused) > REFUSALS_MAX:
+        if is_late or isinstance(error, PayloadTooLarge) or len(self._search.refusals) > REFUSALS_MAX:
             end: FinishReason | BatonError | None = error
-        elif rest is None and not is_refusal and self._failures >= self._timers.attempts_max:
-            detail = f"{self._failures} attempts failed, the last one because {error}"
+        elif rest is None and not isinstance(error, InvalidRequest) and failures >= self._timers.attempts_max:
+            detail = f"{failures} attempts failed, the last one because {error}"
             end = type(error)(detail) if isinstance(error, WorkerLost | EngineFailed | NoResponders) else error
         else:
             end = rest
         if end is None:
             self._give_up_attempt(error)
-            if not is_refusal:
-                self._failed.update(dict.fromkeys(worker for worker in failed if worker))
             self._place(now_s)
             return
         self._cancel_both(error.code)
@@ -546,22 +451,16 @@ class AttemptMachine:
             self._actions.append(ev.StartOver())
         self.setback = setback
         self.attempt += 1
+        self.placement = None
         self._awaited.clear()
+        self._resend_at_s = inf
 
     def _cancel_both(self, reason: str) -> None:
-        if self.phase in ON_WORKERS and self.placement is not None:
-            self._actions.append(ev.SendCancel(self.placement.decode.worker, self.attempt, reason))
-            if self.placement.prefill is not None:
-                self._actions.append(ev.SendCancel(self.placement.prefill.worker, self.attempt, reason))
-
-    def _acknowledge_both(self) -> None:
-        assert self.placement is not None
-        self._actions.append(ev.SendAcknowledge(self.placement.decode.worker, self.attempt))
-        if self.placement.prefill is not None:
-            self._actions.append(ev.SendAcknowledge(self.placement.prefill.worker, self.attempt))
+        addresses = () if self.placement is None else self.placement.addresses
+        self._actions += [ev.SendCancel(address.worker, self.attempt, reason) for address in addresses]
 
     def _complete(self, reason: FinishReason) -> None:
-        self._end(Phase.DONE, ev.Complete(reason, self._cached_tokens))
+        self._end(Phase.DONE, ev.Complete(reason, self.cached_tokens))
 
     def _fail(self, error: BatonError) -> None:
         self._end(Phase.FAILED, ev.Fail(error))

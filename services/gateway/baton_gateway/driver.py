@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
 
+from msgspec.structs import replace
 from opentelemetry.trace import SpanKind
 
 from baton import subjects
@@ -30,7 +32,6 @@ from baton.messages.attempts import (
     Cancel,
     DecodeTask,
     FinishReason,
-    KvSource,
     PrefillTask,
     Resend,
     TokenChunk,
@@ -49,6 +50,7 @@ from baton_gateway.order import Order, Outcome
 from baton_gateway.publisher import Publisher
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
+from baton_gateway.timeline import Timeline
 from baton_gateway.tracing import AnswerTrace
 
 ALIVE_BUT_UNWILLING: Final = frozenset({"full", "leases", "draining", "generation", "role"})
@@ -98,10 +100,9 @@ class AnswerDriver:
         self.machine = AttemptMachine(
             order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
         )
-        self._spans = AnswerTrace(
-            links.tracing, links.publisher, links.clock, self.machine, request=order.request, root=order.trace
-        )
-        self._figures = AnswerMetrics(links.figures, self.machine, order)
+        self._spans = AnswerTrace(links.tracing, links.publisher, self.machine, request=order.request, root=order.trace)
+        self._timeline = Timeline(self.machine, links.clock)
+        self._figures = AnswerMetrics(links.figures, self.machine, self._timeline, order)
         self._ticket = Ticket(order.model.name, lambda: self.post(ev.TurnCame()))
         self._events: deque[ev.Event] = deque()
         self._stepping = False
@@ -168,20 +169,18 @@ class AnswerDriver:
     async def _sleep(self) -> None:
         """Wait until the machine's next deadline, or until that deadline moves earlier."""
         self._sleeps_until_s = self.machine.wake_at_s
-        try:
+        with suppress(TimeoutError):
             async with self._links.clock.timeout(max(0.0, self._sleeps_until_s - self._links.clock.now_s())):
                 await self._wake.wait()
-        except TimeoutError:
-            pass
-        finally:
-            self._sleeps_until_s = inf
+        self._sleeps_until_s = inf
         self._wake.clear()
 
     # ------------------------------------------------------------ actions
 
     def _perform(self, actions: list[ev.Action]) -> None:
-        self._spans.observe()
-        self._figures.observe()
+        if (change := self._timeline.observe()) is not None:
+            self._spans.note(change)
+            self._figures.note(change)
         for action in actions:
             match action:
                 case ev.Deliver(tokens, logprobs, ends):
@@ -316,89 +315,74 @@ class AnswerDriver:
         tokens, prompt_tokens = self._prompt()
         sampling = resumed(order.sampling, prompt_tokens - order.prompt_tokens)
         decode, prefill = placement.decode, placement.prefill
-        for address in filter(None, (decode, prefill)):
+        for address in placement.addresses:
             links.routes.give(order.request, address.worker)
 
-        def prefill_task(context: Context, tail: bytes) -> PrefillTask:
-            assert prefill is not None
-            return PrefillTask(
-                context=context,
+        if prefill is not None:
+            prefill_task = PrefillTask(
+                context=self._context(attempt),
                 gateway=links.gateway,
                 generation=prefill.generation,
-                tokens=tail,
+                tokens=b"",
                 prompt_tokens=prompt_tokens,
                 sampling=sampling,
                 cache_salt=order.cache_salt,
                 sink_ranks=len(decode.agents),
                 cached_tokens=placement.predicted.cached_tokens,
             )
+            self._spawn(self._send_task(attempt, prefill.worker, tokens, prefill_task))
+        decode_task = DecodeTask(
+            context=self._context(attempt),
+            gateway=links.gateway,
+            generation=decode.generation,
+            tokens=b"",
+            prompt_tokens=prompt_tokens,
+            sampling=sampling,
+            cache_salt=order.cache_salt,
+            source=None if prefill is None else prefill,
+            cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
+        )
+        self._spawn(self._send_task(attempt, decode.worker, tokens, decode_task))
 
-        def decode_task(context: Context, tail: bytes) -> DecodeTask:
-            return DecodeTask(
-                context=context,
-                gateway=links.gateway,
-                generation=decode.generation,
-                tokens=tail,
-                prompt_tokens=prompt_tokens,
-                sampling=sampling,
-                cache_salt=order.cache_salt,
-                source=None if prefill is None else KvSource(address=prefill),
-                cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
-            )
-
-        if prefill is not None:
-            self._spawn(self._send_task(attempt, prefill, tokens, prefill_task))
-        self._spawn(self._send_task(attempt, decode, tokens, decode_task))
-
-    async def _send_task(
-        self,
-        attempt: int,
-        address: WorkerAddress,
-        tokens: bytes,
-        make: Callable[[Context, bytes], PrefillTask | DecodeTask],
-    ) -> None:
-        links, worker = self._links, address.worker
-        subject = subjects.task(worker)
+    async def _send_task(self, attempt: int, worker: str, tokens: bytes, task: PrefillTask | DecodeTask) -> None:
+        """Send `task` with `tokens`, in several messages where one cannot hold them."""
+        bus, subject = self._links.bus, subjects.task(worker)
         asked = {"baton.worker": worker}
-        with links.tracing.span("dispatch", asked, parent=self._spans.attempt, kind=SpanKind.CLIENT) as span:
+        with self._links.tracing.span("dispatch", asked, parent=self._spans.attempt, kind=SpanKind.CLIENT) as span:
             context = self._context(attempt, span.trace)
-            room = links.bus.payload_bytes_max - len(encode(make(context, b""))) - HEADROOM_BYTES
+            task = replace(task, context=context)
+            room = bus.payload_bytes_max - len(encode(task)) - HEADROOM_BYTES
             try:
-                if room < links.bus.payload_bytes_max * TOKENS_SHARE_MIN:
+                if room < bus.payload_bytes_max * TOKENS_SHARE_MIN:
                     raise PayloadTooLarge("the request's parameters are too long for the message bus")
                 *chunks, tail = cut(tokens, room)
                 for index, chunk in enumerate(chunks):
                     offset = index * len(chunks[0]) // TOKEN_BYTES
-                    await links.bus.publish(subject, TokenChunk(context=context, offset=offset, tokens=chunk))
-                answer = await links.bus.request(subject, make(context, tail), timeout_s=self.machine.accept_s)
-            except DeadlineExceeded as error:
-                span.fail(error)
-                return  # The machine's own timer handles silence.
+                    await bus.publish(subject, TokenChunk(context=context, offset=offset, tokens=chunk))
+                answer = await bus.request(subject, replace(task, tokens=tail), timeout_s=self.machine.accept_s)
             except asyncio.CancelledError:
-                # That timer may be the first to ring; the answer may end on other workers before this one does.
+                # The machine's own timer may be the first to ring; the answer may end on other workers before this one
+                # does.
                 if attempt != self.machine.attempt:
                     span.fail(DeadlineExceeded(f"worker {worker} has not answered the task"))
                 raise
-            except NoResponders as error:
-                span.fail(error)
-                self.post(ev.TaskFailed(attempt, worker, NoResponders(f"worker {worker} does not listen")))
-                return
             except BatonError as error:
                 span.fail(error)
-                self.post(ev.TaskFailed(attempt, worker, error))
+                if isinstance(error, NoResponders):
+                    error = NoResponders(f"worker {worker} does not listen")
+                if not isinstance(error, DeadlineExceeded):  # The machine's own timer handles silence.
+                    self.post(ev.TaskFailed(attempt, worker, error))
                 return
         match answer:
             case Accepted():
                 self.post(ev.TaskAccepted(attempt, worker))
             case Busy(reason=reason, detail=detail) if reason in ALIVE_BUT_UNWILLING:
                 self.post(ev.TaskBusy(attempt, worker, f"{reason} {detail}".strip()))
-            case Busy(reason=reason, detail=detail):
-                said = AttemptFailed(f"worker {worker} refused the task: {reason} {detail}".strip())
-                self.post(ev.TaskFailed(attempt, worker, said))
             case Refused(error=report):
                 self.post(ev.TaskFailed(attempt, worker, report.to_error()))
             case _:
-                said = AttemptFailed(f"worker {worker} answered a task with {type(answer).__name__}")
+                reason = f"{answer.reason} {answer.detail}" if isinstance(answer, Busy) else type(answer).__name__
+                said = AttemptFailed(f"worker {worker} refused the task: {reason.strip()}")
                 self.post(ev.TaskFailed(attempt, worker, said))
 
 

@@ -6,16 +6,16 @@ They are recorded at phase changes and at ends, never per token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, Overloaded
 from baton.telemetry import Metrics, Reading, catalogue
-from baton_gateway.attempt import AttemptMachine, Phase
+from baton_gateway.attempt import AttemptMachine
 from baton_gateway.order import Order, Outcome
+from baton_gateway.timeline import Change, Timeline
 from baton_gateway.tracing import PROVIDER, RequestTrace
 
 ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
@@ -34,7 +34,7 @@ class GatewayMetrics:
 
     def __init__(self, metrics: Metrics, clock: Clock, goals: Goals) -> None:
         self.observe = metrics.observe
-        self.clock = clock
+        self._clock = clock
         self.goals = goals
         self.answers = Counter[str]()
         self.attempts = Counter[str]()
@@ -50,18 +50,11 @@ class GatewayMetrics:
         """Count a response that begins. Clients choose paths, so only the gateway's own become labels."""
         self._responses[path if path in ROUTES else "other", str(status)] += 1
 
-    @contextmanager
-    def measured_request(self) -> Generator[_Measured]:
-        """Time the body as one generation request; the caller gives it the request's trace."""
-        started_s = self.clock.now_s()
-        measured = _Measured()
-        try:
-            yield measured
-        finally:
-            if (trace := measured.trace) is not None:
-                labels = (trace.operation, PROVIDER, trace.model, trace.error_type)
-                duration_s = self.clock.now_s() - started_s
-                self.observe(catalogue.REQUEST_DURATION, duration_s, *labels, trace=trace.trace)
+    def note_request(self, trace: RequestTrace) -> None:
+        """Record the duration of a generation request that has ended."""
+        labels = (trace.operation, PROVIDER, trace.model, trace.error_type)
+        duration_s = self._clock.now_s() - trace.began_at_s
+        self.observe(catalogue.REQUEST_DURATION, duration_s, *labels, trace=trace.trace)
 
     def _readings(self) -> Iterator[Reading]:
         yield Reading(catalogue.GOOD_ANSWERS, self.good_answers)
@@ -77,82 +70,38 @@ class GatewayMetrics:
             yield Reading(catalogue.ATTEMPTS, count, (end,))
 
 
-@dataclass(slots=True)
-class _Measured:
-    trace: RequestTrace | None = None
-
-
 class AnswerMetrics:
-    """Metrics of one answer. `observe` is called after every step of its machine; it costs nothing between phases."""
+    """Metrics of one answer."""
 
-    def __init__(self, figures: GatewayMetrics, machine: AttemptMachine, order: Order) -> None:
+    def __init__(self, figures: GatewayMetrics, machine: AttemptMachine, timeline: Timeline, order: Order) -> None:
         self._figures = figures
         self._machine = machine
+        self._timeline = timeline
         self._order = order
-        self._phase: Phase | None = None
-        self._attempt = 0
-        self._queued_s: float | None = None
-        self._dispatched_s: float | None = None
-        self._first_token_s: float | None = None
-        self._last_token_s = 0.0
 
-    def observe(self) -> None:
-        machine = self._machine
-        if machine.phase is self._phase and machine.attempt == self._attempt:
-            return
-        now_s = self._figures.clock.now_s()
-        if machine.attempt != self._attempt:
-            self._attempt = machine.attempt
+    def note(self, change: Change) -> None:
+        machine, observe, trace = self._machine, self._figures.observe, self._order.trace
+        if change.new_attempt and machine.setback is not None:
             self._end_attempt(machine.setback)
-            if not machine.delivered:
-                self._first_token_s = None
-        self._phase = machine.phase
-        match machine.phase:
-            case Phase.QUEUED:
-                self._queued_s = now_s if self._queued_s is None else self._queued_s
-            case Phase.DISPATCHED:
-                self._dispatched_s = now_s
-            case Phase.WAITING:
-                self._leave_queue(now_s)
-            case Phase.STREAMING | Phase.DONE:
-                # A step may pass through several phases, down to an answer that comes in one frame.
-                self._leave_queue(now_s)
-                self._note_first_token(now_s)
-                self._last_token_s = now_s
-            case _:
-                pass
+        if change.queued_s is not None:
+            observe(catalogue.ADMISSION_WAIT, change.queued_s, trace=trace)
+        predicted_s = 0.0 if machine.placement is None else machine.placement.predicted.predicted_ttft_s
+        if change.ttft_s is not None and predicted_s > 0:
+            observe(catalogue.TTFT_PREDICTION, change.ttft_s / predicted_s, trace=trace)
 
     def end(self, outcome: Outcome | None, error: Exception | None) -> None:
         """Record the end of the answer: complete, with an `outcome`, or by an error."""
-        self._leave_queue(self._figures.clock.now_s())
         if outcome is None:
             error = error or ClientGone("the gateway gave up")
-            self._end_attempt(error)
             self._figures.answers[_code(error)] += 1
         else:
-            self._end_attempt(None)
             self._figures.answers[outcome.reason] += 1
             self._note_whole(outcome)
-
-    def _leave_queue(self, now_s: float) -> None:
-        if self._queued_s is not None:
-            self._figures.observe(catalogue.ADMISSION_WAIT, now_s - self._queued_s, trace=self._order.trace)
-            self._queued_s = None
-
-    def _note_first_token(self, now_s: float) -> None:
-        if self._first_token_s is not None:
-            return
-        self._first_token_s = now_s
-        placement = self._machine.placement
-        if placement is not None and self._dispatched_s is not None and placement.predicted.predicted_ttft_s > 0:
-            ratio = (now_s - self._dispatched_s) / placement.predicted.predicted_ttft_s
-            self._figures.observe(catalogue.TTFT_PREDICTION, ratio, trace=self._order.trace)
+        # An attempt without workers does not count.
+        if self._machine.placement is not None:
+            self._end_attempt(error)
 
     def _end_attempt(self, error: Exception | None) -> None:
-        """Record the end of an attempt; one that never reached its workers does not count."""
-        if self._dispatched_s is None:
-            return
-        self._dispatched_s = None
         end = "done" if error is None else "busy" if isinstance(error, Overloaded) else _code(error)
         self._figures.attempts[end] += 1
 
@@ -164,14 +113,12 @@ class AnswerMetrics:
         if placement is not None:
             predicted = max(placement.predicted.cached_tokens, placement.predicted.decode_cached_tokens)
             figures.cached_tokens_predicted += min(predicted, order.prompt_tokens)
-        if self._first_token_s is None:
-            return
         labels = (order.operation, PROVIDER, order.model.name)
-        ttft_s = self._first_token_s - order.received_at_s
+        ttft_s = self._timeline.first_token_at_s - order.received_at_s
         figures.observe(catalogue.TIME_TO_FIRST_TOKEN, ttft_s, *labels, trace=order.trace)
         tpot_s = 0.0
         if outcome.completion_tokens > 1:
-            tpot_s = (self._last_token_s - self._first_token_s) / (outcome.completion_tokens - 1)
+            tpot_s = (self._timeline.changed_at_s - self._timeline.first_token_at_s) / (outcome.completion_tokens - 1)
             figures.observe(catalogue.TIME_PER_OUTPUT_TOKEN, tpot_s, *labels, trace=order.trace)
         figures.good_answers += ttft_s <= figures.goals.ttft_s and tpot_s <= figures.goals.tpot_s
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Final
 
 from baton import subjects
@@ -26,7 +26,7 @@ from baton.messages.placement import Place, Placement
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Event, Left, Lost, Restarted
-from baton.node.service import Node
+from baton.node.service import Node, subscribed
 from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.admission import AdmissionQueue
@@ -99,27 +99,17 @@ class Gateway:
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
         """Take part in the system inside this context. A bug in one of the tasks ends it."""
-        async with AsyncExitStack() as stack:
-            for subject, handler in (
-                (subjects.HEARTBEAT, self._on_worker),
-                (subjects.gateway(self.links.gateway), self._on_message),
-            ):
-                subscription = await self.bus.subscribe(subject, handler)
-                stack.push_async_callback(subscription.unsubscribe)
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._beat()),
-                    group.create_task(self._expire()),
-                    group.create_task(self.publisher.run()),
-                    group.create_task(self.admission.run()),
-                ]
-                try:
-                    yield
-                finally:
-                    self.end_requests()
-                    await self.publisher.drain(self.clock, FAREWELL_S)
-                    for task in tasks:
-                        task.cancel()
+        handlers = {subjects.HEARTBEAT: self._on_worker, subjects.gateway(self.links.gateway): self._on_message}
+        async with subscribed(self.bus, handlers), asyncio.TaskGroup() as group:
+            loops = (self._beat(), self._expire(), self.publisher.run(), self.admission.run())
+            tasks = [group.create_task(loop) for loop in loops]
+            try:
+                yield
+            finally:
+                self.end_requests()
+                await self.publisher.drain(self.clock, FAREWELL_S)
+                for task in tasks:
+                    task.cancel()
 
     def end_requests(self) -> None:
         """End every unfinished answer; its client gets an error, and its workers are told."""

@@ -13,7 +13,7 @@ chat MODEL                    the request, from its first byte to its answer's l
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Final
 
@@ -30,6 +30,7 @@ from baton.telemetry import Span, Tracing
 from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.intake import Plan
 from baton_gateway.publisher import Publisher
+from baton_gateway.timeline import Change
 
 FAILED_STATUS: Final = 500
 """Lowest status of a server error. Client errors, which are below it, are no reason to export a trace."""
@@ -52,6 +53,7 @@ class RequestTrace:
         self._span = span
         self._produced_s: float | None = None
         self.failed = False
+        self.began_at_s = clock.now_s()
         self.trace = span.trace
         self.operation = operation
         self.model = ""
@@ -98,9 +100,14 @@ class RequestTrace:
 
 @contextmanager
 def traced_request(
-    tracing: Tracing, publisher: Publisher, clock: Clock, operation: str, request: Request
+    tracing: Tracing,
+    publisher: Publisher,
+    clock: Clock,
+    operation: str,
+    request: Request,
+    on_end: Callable[[RequestTrace], None],
 ) -> Generator[RequestTrace]:
-    """Trace the body as one request. The trace of a failed request is exported, sampled or not."""
+    """Trace the body as one request, then call `on_end`. The trace of a failed request is exported, sampled or not."""
     span = tracing.start(
         operation,
         {
@@ -124,23 +131,20 @@ def traced_request(
         trace.end()
         if trace.failed:
             want(publisher, trace.trace)
+        on_end(trace)
 
 
 class AnswerTrace:
-    """Spans of one answer. `observe` is called after every step of its machine; it costs nothing between phases."""
+    """Spans of one answer."""
 
     def __init__(
-        self, tracing: Tracing, publisher: Publisher, clock: Clock, machine: AttemptMachine, *, request: str, root: str
+        self, tracing: Tracing, publisher: Publisher, machine: AttemptMachine, *, request: str, root: str
     ) -> None:
         self._tracing = tracing
         self._publisher = publisher
-        self._clock = clock
         self._machine = machine
         self._request = request
         self._root = root
-        self._number = -1
-        self._phase: Phase | None = None
-        self._dispatched_s = 0.0
         self._attempt: Span | None = None
         self._wait: Span | None = None
 
@@ -152,61 +156,49 @@ class AnswerTrace:
     @property
     def place(self) -> str:
         """Trace context of the placement request. An answer that moves sends it while its attempt runs on."""
-        if self._phase is Phase.PLACING and self._wait is not None:
+        if self._machine.phase is Phase.PLACING and self._wait is not None:
             return self._wait.trace
         return self.attempt
 
-    def observe(self) -> None:
+    def note(self, change: Change) -> None:
         machine = self._machine
-        if machine.phase is self._phase and machine.attempt == self._number:
-            return
-        if machine.attempt != self._number:
-            self._begin_attempt(machine)
+        if change.new_attempt:
+            self._begin_attempt()
         elif self._wait is not None:
             self._wait.end()
-            self._wait = None
         assert self._attempt is not None
         if machine.phase is Phase.DISPATCHED and machine.placement is not None:
-            self._dispatched_s = self._clock.now_s()
             self._attempt.set(_described(machine.placement))
-        elif machine.phase is Phase.STREAMING or (machine.phase is Phase.DONE and self._phase is not Phase.STREAMING):
-            # An answer may come whole, in one step.
-            self._attempt.set({"baton.ttft_s": self._clock.now_s() - self._dispatched_s})
-        self._phase = machine.phase
+        if change.ttft_s is not None:
+            self._attempt.set({"baton.ttft_s": change.ttft_s})
         if machine.phase in _WAITS:
             name, kind = _WAITS[machine.phase]
             self._wait = self._tracing.start(name, parent=self._attempt.trace, kind=kind)
 
-    def end(self, error: Exception | None) -> None:
-        """End the spans: the answer failed with `error`, or is complete."""
-        self._close(error)
-
-    def _begin_attempt(self, machine: AttemptMachine) -> None:
-        before = self._attempt.trace if self._attempt is not None else ""
-        if self._close(machine.setback):
-            want(self._publisher, self._root)
-        self._number = machine.attempt
-        self._attempt = self._tracing.start(
-            "attempt",
-            {"baton.request": self._request, "baton.attempt": machine.attempt},
-            parent=self._root,
-            links=[before] if before else [],
-        )
-        if before:
-            # Not every back end shows links.
-            self._attempt.set({"baton.retry_of": before.split("-")[2]})
-
-    def _close(self, error: Exception | None) -> bool:
-        """End the present attempt; return whether it failed."""
+    def end(self, error: Exception | None) -> bool:
+        """End the present attempt, by `error` or complete; return whether it failed."""
         if self._wait is not None:
             self._wait.end()
-            self._wait = None
         if self._attempt is None:
             return False
         self._attempt.set({"baton.cached_tokens": self._machine.cached_tokens})
         failed = error is not None and _note(self._attempt, error)
         self._attempt.end()
         return failed
+
+    def _begin_attempt(self) -> None:
+        machine = self._machine
+        before = self._attempt.trace if self._attempt is not None else ""
+        if self.end(machine.setback):
+            want(self._publisher, self._root)
+        # Not every back end shows links, so the span names the earlier one, too.
+        retry_of = {"baton.retry_of": before.split("-")[2]} if before else {}
+        self._attempt = self._tracing.start(
+            "attempt",
+            {"baton.request": self._request, "baton.attempt": machine.attempt, **retry_of},
+            parent=self._root,
+            links=[before] if before else [],
+        )
 
 
 def _note(span: Span, error: Exception) -> bool:

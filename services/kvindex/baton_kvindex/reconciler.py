@@ -51,7 +51,7 @@ class LocalMatch(msgspec.Struct, frozen=True, gc=False):
 class Reconciler:
     def __init__(self, new_index: NewIndex, settings: IndexSettings, journal: Journal) -> None:
         self._settings = settings
-        self._journal = journal
+        self.journal = journal
         self._trees = Trees(new_index)
         self._speculation = Speculation(new_index)
         self._membership = Workers(lost_after_s=settings.lost_after_s)
@@ -121,34 +121,14 @@ class Reconciler:
     def dump(self, worker: str) -> list[Run]:
         return self._trees.dump(worker)
 
-    @property
-    def has_unwritten(self) -> bool:
-        return bool(self._journal)
-
-    @property
-    def knows_all_changes(self) -> bool:
-        """Whether the journal has all changes; if not, `go_on_from` must precede the next batch."""
-        return self._journal.is_complete
-
-    def unwritten_workers(self) -> list[str]:
-        """Return the workers that are to be written as a whole."""
-        return self._journal.whole_workers()
-
     def take_batch(self) -> Batch:
-        """Return all unwritten changes; `give_back` them if the write fails. Raises Cold."""
-        return self._journal.take(self.stream_sequence, self.state_of, self.dump)
-
-    def give_back(self, batch: Batch) -> None:
-        self._journal.give_back(batch)
+        """Return all unwritten changes; the journal takes them back if the write fails. Raises Cold."""
+        return self.journal.take(self.stream_sequence, self.state_of, self.dump)
 
     def go_on_from(self, written: Mapping[str, WorkerState]) -> None:
         """Become the index that writes; `written` is what the previous one has written."""
         present = {worker: state for worker in self._workers if (state := self.state_of(worker)) is not None}
-        self._journal.go_on(written, present)
-
-    def forget_old_changes(self) -> None:
-        """Bound the journal while another index writes; to be called now and then."""
-        self._journal.rotate()
+        self.journal.go_on(written, present)
 
     def restore_worker(self, name: str, saved: SavedWorker, now_s: float) -> None:
         """Restore a worker from its durable form. Raises Cold."""
@@ -265,7 +245,7 @@ class Reconciler:
             self.counters.malformed += isinstance(error, MalformedMessage)
             self.on_resync_failed(address)
             return
-        self._journal.rewrite(address.worker)
+        self.journal.rewrite(address.worker)
         worker.on_pages(pages[0].sequence if pages else 0)
         self._compare(worker)
         self._advance(worker)
@@ -320,7 +300,7 @@ class Reconciler:
         """Return the worker of this generation, created if it is new; None, and counted, if the generation is over."""
         if any(isinstance(event, Joined | Restarted) for event in events):
             self._drop(name)
-            self._journal.rewrite(name)
+            self.journal.rewrite(name)
             self._trees.assign(name, model_digest)
             state = WorkerState(generation=generation, model_digest=model_digest, sequence=0)
             self._workers[name] = IndexedWorker(name, state, self._settings, self.counters)
@@ -337,15 +317,15 @@ class Reconciler:
         if self._workers.pop(worker, None) is not None:
             self._trees.drop(worker)
             self._speculation.drop(worker)
-            self._journal.rewrite(worker)
+            self.journal.rewrite(worker)
 
     def _advance(self, worker: IndexedWorker) -> None:
         """Apply all events that a worker's machine releases."""
         while (message := worker.next_events()) is not None:
-            self._journal.touch(message.worker, message.sequence - 1)
+            self.journal.touch(message.worker, message.sequence - 1)
             index = self._trees.assign(message.worker, message.model_digest)
             try:
-                reason = apply_events(message, index, self._journal, self._speculation, self.counters)
+                reason = apply_events(message, index, self.journal, self._speculation, self.counters)
             except PartlyCold as partly:
                 worker.on_cold(partly.rest)
                 self._due_reloads.append((worker.address, partly.cold))

@@ -18,7 +18,7 @@ from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPag
 from baton.messages.placement import Audited, Placed
 from baton.messages.workers import Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
-from baton.node.service import Node
+from baton.node.service import Node, subscribed
 from baton.telemetry import Reading, catalogue
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.config import IndexSettings
@@ -80,14 +80,13 @@ class IndexService:
                 stack.push_async_callback(self._store.close)
             stack.push_async_callback(self._spill.close)
             await self._load()
-            for subject, handler in (
-                (subjects.HEARTBEAT, self._on_heartbeat),
-                (subjects.PLACED, self._on_hint),
-                (subjects.AUDITS, self._on_hint),
-                (subjects.INDEX_QUERIES, self._on_query),
-            ):
-                heard = await self._bus.subscribe(subject, handler)
-                stack.push_async_callback(heard.unsubscribe)
+            handlers = {
+                subjects.HEARTBEAT: self._on_heartbeat,
+                subjects.PLACED: self._on_notice,
+                subjects.AUDITS: self._on_notice,
+                subjects.INDEX_QUERIES: self._on_query,
+            }
+            await stack.enter_async_context(subscribed(self._bus, handlers))
             events = await self._bus.follow(
                 subjects.KV_STREAM, subjects.KV_EVENTS_ALL, self._on_events, after=self.reconciler.stream_sequence
             )
@@ -131,7 +130,7 @@ class IndexService:
         yield Reading(catalogue.INDEX_SPECULATIVE, reconciler.speculative_blocks)
         writes = self._writer is not None and self._writer.is_writing
         yield Reading(catalogue.INDEX_WRITER, writes)
-        yield Reading(catalogue.INDEX_UNWRITTEN, writes and reconciler.has_unwritten)
+        yield Reading(catalogue.INDEX_UNWRITTEN, writes and bool(reconciler.journal))
         yield Reading(catalogue.INDEX_SEQUENCE, reconciler.stream_sequence)
         for result, count in (
             ("applied", counters.applied),
@@ -188,7 +187,7 @@ class IndexService:
         speculative = self.reconciler.speculative(message.model_digest, message.blocks, held)
         return Matched(held=held, speculative=speculative)
 
-    async def _on_hint(self, delivery: Delivery) -> None:
+    async def _on_notice(self, delivery: Delivery) -> None:
         match delivery.message:
             case Placed() as placed:
                 self.reconciler.on_placed(placed, self._clock.now_s())

@@ -162,7 +162,7 @@ class RedisStore:
     def __init__(self, url: str, *, clock: Clock, prefix: str, timeout_s: float) -> None:
         # One retry, for a connection that Redis closed while it was idle; the writer handles all other failures.
         # No timeouts in the client: with them it sends under `asyncio.wait_for`, which in Python 3.11 loses a
-        # cancellation that comes as the sending ends. `_within_deadline` takes their place.
+        # cancellation that comes as the sending ends. `_answer` takes their place.
         retry = Retry(NoBackoff(), 1)
         try:
             self._redis = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
@@ -180,45 +180,36 @@ class RedisStore:
         self._cold = f"{root}:cold:"
 
     async def load(self, take: Callable[[str, SavedWorker], Awaitable[None]]) -> int:
-        try:
-            # The sequences first: later events are applied again, which does no harm.
-            written = await self._within_deadline(self._redis.hget(self._state, "stream_sequence"))
-            states = await self._within_deadline(self._redis.hgetall(self._workers))
-            for name, packed in cast("dict[bytes, bytes]", states).items():
-                worker = name.decode(errors="replace")
-                entry = _saved_worker(packed, await self._read_blocks(worker))
-                if entry is not None:
-                    await take(worker, entry)
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis cannot be read: {str(error) or 'no answer in time'}") from error
+        # The sequences first: later events are applied again, which does no harm.
+        written = await self._answer(self._redis.hget(self._state, "stream_sequence"))
+        states = await self._answer(self._redis.hgetall(self._workers))
+        for name, packed in cast("dict[bytes, bytes]", states).items():
+            worker = name.decode(errors="replace")
+            entry = _saved_worker(packed, await self._read_blocks(worker))
+            if entry is not None:
+                await take(worker, entry)
         return int(written) if written is not None and written.isdigit() else 0
 
     async def claim(self, fence: int) -> Mapping[str, WorkerState]:
-        try:
-            present = await self._within_deadline(self._redis.eval(CLAIM, 1, self._state, str(fence)))
-            if int(present) != fence:
-                raise StoreFenced(f"the fence is {int(present)}, which is above {fence}")
-            states = await self._within_deadline(self._redis.hgetall(self._workers))
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
+        present = await self._answer(self._redis.eval(CLAIM, 1, self._state, str(fence)))
+        if int(present) != fence:
+            raise StoreFenced(f"the fence is {int(present)}, which is above {fence}")
+        states = await self._answer(self._redis.hgetall(self._workers))
         read = ((name, _read_state(packed)) for name, packed in cast("dict[bytes, bytes]", states).items())
         return {name.decode(errors="replace"): state for name, state in read if state is not None}
 
     async def write(self, batch: Batch, fence: int) -> None:
-        try:
+        for worker, change in batch.workers.items():
+            if change is not None and change.runs is not None:
+                await self._write_aside(f"{self._aside}{fence}:{worker}", change.runs)
+        async with self._redis.pipeline(transaction=True) as pipeline:
+            if await self._watch_fence(pipeline, fence) != fence:
+                raise StoreEmptied("Redis is empty, or went back to an earlier state")
+            pipeline.multi()
             for worker, change in batch.workers.items():
-                if change is not None and change.runs is not None:
-                    await self._write_aside(f"{self._aside}{fence}:{worker}", change.runs)
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                if await self._watch_fence(pipeline, fence) != fence:
-                    raise StoreEmptied("Redis is empty, or went back to an earlier state")
-                pipeline.multi()
-                for worker, change in batch.workers.items():
-                    self._queue(pipeline, worker, change, f"{self._aside}{fence}:{worker}")
-                pipeline.hset(self._state, "stream_sequence", batch.stream_sequence)
-                await self._within_deadline(pipeline.execute())
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis cannot be written: {str(error) or 'no answer in time'}") from error
+                self._queue(pipeline, worker, change, f"{self._aside}{fence}:{worker}")
+            pipeline.hset(self._state, "stream_sequence", batch.stream_sequence)
+            await self._answer(pipeline.execute())
 
     def cold(self, instance: str) -> ColdStore:
         return _RedisColdStore(self._redis, self._cold + instance, self._clock, self._timeout_s)
@@ -226,14 +217,13 @@ class RedisStore:
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _within_deadline(self, command: Awaitable[Answer]) -> Answer:
-        async with self._clock.timeout(self._timeout_s):
-            return await command
+    async def _answer(self, command: Awaitable[Answer]) -> Answer:
+        return await _answer(command, self._clock, self._timeout_s)
 
     async def _watch_fence(self, pipeline: Pipeline, fence: int) -> int | None:
         """Return the fence in Redis; if it changes from now on, the pipeline fails. Raises StoreFenced."""
-        await self._within_deadline(pipeline.watch(self._state))
-        found = await self._within_deadline(pipeline.hget(self._state, "fence"))
+        await self._answer(pipeline.watch(self._state))
+        found = await self._answer(pipeline.hget(self._state, "fence"))
         present = int(found) if found is not None and found.isdigit() else None
         if present is not None and present > fence:
             raise StoreFenced(f"the fence is {present}, which is above {fence}")
@@ -259,17 +249,17 @@ class RedisStore:
 
     async def _write_aside(self, aside: str, runs: Iterable[Run]) -> None:
         """Write a whole worker beside its present form, in pages; the batch then moves it into place."""
-        await self._within_deadline(self._redis.delete(aside))
+        await self._answer(self._redis.delete(aside))
         for page in _pages(pair for run in runs for pair in link(run.parent, run.blocks)):
-            await self._within_deadline(self._redis.hset(aside, mapping=page))
-            await self._within_deadline(self._redis.expire(aside, ASIDE_S))
+            await self._answer(self._redis.hset(aside, mapping=page))
+            await self._answer(self._redis.expire(aside, ASIDE_S))
 
     async def _read_blocks(self, worker: str) -> dict[bytes, bytes]:
         parents: dict[bytes, bytes] = {}
         cursor = 0
         while True:
             scan = self._redis.hscan(self._blocks + worker, cursor, count=PAGE_BLOCKS)
-            cursor, page = await self._within_deadline(scan)
+            cursor, page = await self._answer(scan)
             parents.update(cast("dict[bytes, bytes]", page))
             if not cursor:
                 return parents
@@ -307,11 +297,16 @@ class _RedisColdStore:
             await self._answer(self._redis.unlink(self._key))
 
     async def _answer(self, command: Awaitable[Answer]) -> Answer:
-        try:
-            async with self._clock.timeout(self._timeout_s):
-                return await command
-        except (RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis does not serve: {str(error) or 'no answer in time'}") from error
+        return await _answer(command, self._clock, self._timeout_s)
+
+
+async def _answer(command: Awaitable[Answer], clock: Clock, timeout_s: float) -> Answer:
+    """Return the answer of Redis. Raises StoreUnavailable."""
+    try:
+        async with clock.timeout(timeout_s):
+            return await command
+    except (RedisError, OSError) as error:
+        raise StoreUnavailable(f"Redis does not serve: {str(error) or 'no answer in time'}") from error
 
 
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:

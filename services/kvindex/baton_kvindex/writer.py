@@ -61,7 +61,7 @@ class Writer:
             # If Redis or NATS is down, the next start catches up from the workers.
             with suppress(TimeoutError, BatonError):
                 async with self._clock.timeout(LAST_WRITE_S):
-                    while fence and self._reconciler.has_unwritten and await self._write(fence):
+                    while fence and self._reconciler.journal and await self._write(fence):
                         pass
                     if revision := self._lease.held_revision:
                         await self._bus.delete(subjects.INDEX_BUCKET, self._key, revision=revision)
@@ -104,17 +104,17 @@ class Writer:
                 self._claimed, failing = 0, False
             if self._clock.now_s() - rotated_s >= JOURNAL_KEPT_S:
                 rotated_s = self._clock.now_s()
-                self._reconciler.forget_old_changes()
+                self._reconciler.journal.rotate()
 
     async def _write(self, fence: int, *, failing: bool = False) -> bool:
         """Write all changes that wait; return whether the store takes writes."""
         try:
-            if fence != self._claimed or not self._reconciler.knows_all_changes:
+            if fence != self._claimed or not self._reconciler.journal.is_complete:
                 # Only what differs from the previous writer's state is written.
                 self._reconciler.go_on_from(await self._store.claim(fence))
                 self._claimed = fence
                 logger.info("this index writes")
-            if self._reconciler.has_unwritten:
+            if self._reconciler.journal:
                 await self._write_batch(fence)
         except StoreFenced:
             if not failing:
@@ -134,7 +134,7 @@ class Writer:
 
     async def _write_batch(self, fence: int) -> None:
         # A worker is dumped from memory, so all its cold branches are reloaded first.
-        for worker in self._reconciler.unwritten_workers():
+        for worker in self._reconciler.journal.whole_workers():
             await self._spill.until_here(partial(self._reconciler.dump, worker))
         batch = await self._spill.until_here(self._reconciler.take_batch)
         written = False
@@ -143,4 +143,4 @@ class Writer:
             written = True
         finally:
             if not written:
-                self._reconciler.give_back(batch)
+                self._reconciler.journal.give_back(batch)

@@ -263,7 +263,6 @@ class SchedulerService:
 
     def _placed(self, place: Place, placement: Placement, serving: list[WorkerLoad], spent_s: float) -> Placed:
         decode = next(load for load in serving if load.worker == placement.decode.worker)
-        addresses = [address for address in (placement.prefill, placement.decode) if address is not None]
         return Placed(
             context=Context(
                 request=place.context.request,
@@ -273,7 +272,7 @@ class SchedulerService:
             scheduler=self._name,
             model_digest=decode.heartbeat.model_digest,
             blocks=place.blocks,
-            workers=tuple(WorkerAddress(worker=each.worker, generation=each.generation) for each in addresses),
+            workers=tuple(WorkerAddress(worker=one.worker, generation=one.generation) for one in placement.addresses),
             prompt_tokens=place.prompt_tokens,
             output_tokens_max=place.output_tokens_max,
             predicted=placement.predicted,

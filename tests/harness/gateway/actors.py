@@ -118,7 +118,7 @@ class Script:
     """Refuse tasks with this reason."""
     refuse: BatonError | None = None
     silent: bool = False
-    """Neither answer nor run tasks."""
+    """Ignore tasks: no answer, no run."""
     stall_at: int | None = None
     """Stop producing after this many tokens of an attempt, but stay alive."""
     die_at: int | None = None

@@ -66,15 +66,15 @@ class Pair:
         for _ in range(20):
             held = await match(self.bus, next(iter(self.worker.held)))
             assert held == {self.worker.name: 1}
-        assert self.worker.queries == 0, "nobody had to ask the worker"
+        assert self.worker.queries == 0, "the worker was not asked"
 
 
 def said(service: Service, words: str) -> bool:
     return words in service.log.read_text()
 
 
-async def until(condition: Callable[[], bool], *, within_s: float = 15.0) -> None:
-    async with asyncio.timeout(within_s):
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(15.0):
         while True:
             if condition():
                 return

@@ -171,9 +171,9 @@ async def match(bus: Bus, blocks: bytes, model_digest: str = MODEL) -> dict[str,
     return answer.held
 
 
-async def until_held(bus: Bus, worker: Worker, path: str, count: int, *, within_s: float = 5.0) -> None:
+async def until_held(bus: Bus, worker: Worker, path: str, count: int) -> None:
     """Wait until the index reports that the worker holds `count` leading blocks of `path`."""
-    async with asyncio.timeout(within_s):
+    async with asyncio.timeout(15.0):
         while True:
             held = await match(bus, chain(path))
             if held is not None and held.get(worker.name, 0) == count:

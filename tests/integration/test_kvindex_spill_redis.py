@@ -87,9 +87,7 @@ async def test_nothing_is_left_in_redis_of_an_index_that_ended(nats_url: str, wo
         assert await cold_keys(server) == []
 
 
-async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_without(
-    nats_url: str, bus: NatsBus, worker: Worker
-) -> None:
+async def test_a_redis_that_hangs_delays_no_match(nats_url: str, bus: NatsBus, worker: Worker) -> None:
     with start_redis() as server:
         async with indexing(
             nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=30.0, redis_timeout_s=5.0
@@ -115,7 +113,7 @@ async def test_redis_that_stands_still_is_waited_for_by_nobody_who_can_do_withou
 
 
 @pytest.mark.parametrize("loss", ["emptied", "away for long"])
-async def test_when_redis_loses_what_is_cold_the_worker_is_read_anew(
+async def test_a_worker_is_resynced_when_redis_loses_its_cold_branches(
     nats_url: str, bus: NatsBus, worker: Worker, loss: str
 ) -> None:
     with start_redis() as server:

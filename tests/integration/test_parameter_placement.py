@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import openai
 import pytest
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.messages.workers import Role
-from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.cluster import Cluster
 
 ENGINES: Mapping[str, Mapping[str, Any]] = {
     "decode-plain": {},
@@ -22,16 +20,13 @@ ENGINES: Mapping[str, Mapping[str, Any]] = {
 
 
 @pytest.fixture
-async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
+async def cluster(cluster: Cluster) -> Cluster:
     """One prefill worker, which takes none of the parameters, and three decode workers, which differ."""
-    make_tiny_model(tmp_path)
-    async with running_cluster(tmp_path, model=tmp_path) as cluster:
-        await cluster.start_control_plane()
-        await cluster.start_worker(Role.PREFILL, "prefill")
-        for name, parameters in ENGINES.items():
-            await cluster.start_worker(Role.DECODE, name, options={"seed": 1, **parameters})
-        await cluster.wait_ready()
-        yield cluster
+    await cluster.start_worker(Role.PREFILL, "prefill")
+    for name, parameters in ENGINES.items():
+        await cluster.start_worker(Role.DECODE, name, options={"seed": 1, **parameters})
+    await cluster.wait_ready()
+    return cluster
 
 
 async def ask(cluster: Cluster, **parameters: object) -> str:
