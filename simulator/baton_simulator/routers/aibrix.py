@@ -47,6 +47,8 @@ class Aibrix(EventsIgnored):
     prompt that is unknown plus the share of the most requests, the overloaded left out as above. Decode: requests and
     lacking token throughput over free KV memory, each relative to the most. Before that, either pool takes its least
     loaded worker if requests, throughput or times to drain lie too far apart.
+
+    Read, not compared in a run: it is a plug-in of Envoy on Kubernetes.
     """
 
     def __init__(self, workers: Sequence[WorkerSpec], options: AibrixOptions, random: Random) -> None:

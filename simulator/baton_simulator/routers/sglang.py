@@ -22,6 +22,8 @@ class Sglang(EventsIgnored):
 
     Separated (`src/routers/http/pd_router.rs`): both pools have the policy, each its own tree. Requests count in both
     pools from when their stream begins, hence not while they wait for prefill: SGLang answers with the first token.
+    This is the policy as written. In 0.3.2 nothing creates these two trees (`init_pd_cache_aware_policies` has no
+    caller), and without them the package chooses at random while load is even.
     """
 
     def __init__(self, workers: Sequence[WorkerSpec], options: CacheAwareOptions, random: Random) -> None:
