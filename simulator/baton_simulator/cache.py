@@ -38,9 +38,12 @@ class PrefixCache:
     def fits(self, blocks: Sequence[int], private: int) -> bool:
         """Return whether a request could run now."""
         room = self._in_use_max - self.in_use - private
-        if room >= len(blocks):
-            return True
-        return room >= sum(block not in self._pins for block in blocks)
+        return room >= len(blocks) or room >= self.added(blocks)
+
+    def added(self, blocks: Sequence[int]) -> int:
+        """Return how many of the blocks no running request holds."""
+        pins = self._pins
+        return sum(block not in pins for block in blocks)
 
     def match(self, blocks: Sequence[int]) -> int:
         """Return how many leading blocks are held."""

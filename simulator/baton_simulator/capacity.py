@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from baton_simulator.cache import PrefixCache
 from baton_simulator.goals import GOAL_TPOT_S
 from baton_simulator.replay import Fleet
 from baton_simulator.steps import MockerSteps, StepModel
@@ -26,8 +27,9 @@ class Work:
     """Least work of one request."""
 
     prefill_s: float
-    decode_shares: float
-    """Sum over the decode steps of the share of one worker's memory that the request holds."""
+    decode_steps: int
+    kv_share: float
+    """Share of one worker's memory that the request holds meanwhile."""
     link_s: float
 
 
@@ -75,9 +77,8 @@ def _work(
     prefill_s += uncached_tokens / chunk_tokens * model.step_s(0.0, 0, 1)
     blocks = -(-(request.prompt_tokens + request.output_tokens) // trace.block_tokens)
     held_tokens = (blocks - len(request.blocks) + shared_blocks) * trace.block_tokens
-    decode_shares = (request.output_tokens - 1) * held_tokens / fleet.kv_tokens_in_use
     link_s = uncached_tokens * fleet.kv_bytes_per_token / fleet.link_bytes_per_s
-    return Work(prefill_s, decode_shares, link_s)
+    return Work(prefill_s, request.output_tokens - 1, held_tokens / fleet.kv_tokens_in_use, link_s)
 
 
 def ideal_cached_tokens(trace: Trace) -> Iterator[int]:
@@ -89,26 +90,41 @@ def ideal_cached_tokens(trace: Trace) -> Iterator[int]:
         yield min(held * trace.block_tokens, request.prompt_tokens - 1)
 
 
+def pooled_cached_share(trace: Trace, fleet: Fleet) -> float:
+    """Return the share of prompt tokens that one LRU cache as large as all workers' would hold."""
+    blocks_max = fleet.workers * fleet.kv_tokens // trace.block_tokens
+    cache = PrefixCache(in_use_max=blocks_max, blocks_max=blocks_max)
+    cached = prompts = 0
+    for request in trace.requests:
+        held, _ = cache.admit(request.blocks, 0)
+        cache.release(request.blocks, 0)
+        cached += min(held * trace.block_tokens, request.prompt_tokens - 1)
+        prompts += request.prompt_tokens
+    return cached / prompts
+
+
 def least_time_s(works: Sequence[Work], fleet: Fleet, model: StepModel) -> float:
     """Return the least time in which the fleet can do the work."""
     prefill_s = sum(work.prefill_s for work in works)
-    decode_shares = sum(work.decode_shares for work in works)
+    shares = sum(work.decode_steps * work.kv_share for work in works)
+    # Memory is never full: on average half a request's share is free, in which the next one does not fit.
+    room = 1 - sum(work.decode_steps * work.kv_share**2 for work in works) / (2 * shares) if shares else 1.0
     if fleet.aggregated:
-        return _least_time_aggregated_s(prefill_s / fleet.aggregated, decode_shares / fleet.aggregated, model)
+        return _least_time_aggregated_s(prefill_s / fleet.aggregated, shares / fleet.aggregated, room, model)
     link_s = sum(work.link_s for work in works)
-    decode_s = decode_shares * model.step_s(1.0, 1, 0)
+    decode_s = shares / room * model.step_s(room, 1, 0)
     return max(prefill_s / fleet.prefill, decode_s / fleet.decode, link_s / min(fleet.prefill, fleet.decode))
 
 
-def _least_time_aggregated_s(prefill_s: float, decode_shares: float, model: StepModel) -> float:
+def _least_time_aggregated_s(prefill_s: float, shares: float, room: float, model: StepModel) -> float:
     """Return the least time in which one worker prefills and decodes with a token interval of at most the goal."""
 
     def is_enough(time_s: float) -> bool:
         # Sequences that get a token each `GOAL_TPOT_S` hold this share of the memory, on average.
-        kv_share = decode_shares * GOAL_TPOT_S / time_s
-        return kv_share <= 1 and model.step_s(kv_share, 1, 0) <= GOAL_TPOT_S * (1 - prefill_s / time_s)
+        kv_share = shares * GOAL_TPOT_S / time_s
+        return kv_share <= room and model.step_s(kv_share, 1, 0) <= GOAL_TPOT_S * (1 - prefill_s / time_s)
 
-    low_s = max(prefill_s, decode_shares * GOAL_TPOT_S)
+    low_s = max(prefill_s, shares * GOAL_TPOT_S)
     high_s = low_s
     while not is_enough(high_s):
         high_s *= 2

@@ -14,7 +14,8 @@ from typing import Final
 
 from baton.errors import ConfigurationError, InvalidRequest
 from baton_simulator.capacity import at_load
-from baton_simulator.policies import POLICIES
+from baton_simulator.policies import NAMES as POLICIES
+from baton_simulator.policies import on_fleet
 from baton_simulator.replay import Fleet, Outcome, Replay
 from baton_simulator.report import Summary, as_text, summarise, table
 from baton_simulator.steps import mocker_steps, rough_steps
@@ -88,11 +89,12 @@ def run(parsed: argparse.Namespace) -> int:
         trace = at_load(trace, fleet, parsed.load, copies=parsed.copies)
     outcomes: dict[str, list[Outcome]] = {}
     for policy in policies:
+        on, new_router = on_fleet(policy, fleet)
         with Progress(policy, len(trace.requests)) as progress:
             replay = Replay(
                 trace,
-                fleet,
-                POLICIES[policy],
+                on,
+                new_router,
                 seed=parsed.seed,
                 steps_of=STEPS[parsed.steps],
                 progress=progress.update,

@@ -9,6 +9,7 @@ from random import Random
 from typing import Final
 
 from baton.errors import BatonError, ContextLengthExceeded
+from baton_simulator.bound import SharedCache
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
 from baton_simulator.links import Links, Pull
@@ -37,6 +38,8 @@ class Fleet:
     layers: int = 32
     """Layers of the model: a pull goes layer by layer, so one layer of the last chunk is left when that is computed."""
     beat_s: float = 0.25
+    shared_cache: bool = False
+    """An infinite cache, shared by all workers: for the bound."""
 
     @property
     def workers(self) -> int:
@@ -129,6 +132,7 @@ class Replay:
         phases, noise, routing = (Random(f"{seed} {purpose}") for purpose in ("phases", "noise", "routing"))
         self._trace = trace
         self._fleet = fleet
+        self._seen: set[int] = set()
         self._queue = EventQueue()
         self._links = Links(self._queue, fleet.link_bytes_per_s)
         self.workers: dict[str, Worker] = {}
@@ -137,7 +141,7 @@ class Replay:
         for spec in specs:
             self.workers[spec.name] = worker = Worker(
                 spec,
-                PrefixCache(in_use_max=spec.kv_blocks_total, blocks_max=fleet.kv_tokens // trace.block_tokens),
+                self._new_cache(spec),
                 steps_of(spec, noise),
                 chunk_tokens=fleet.prefill_chunk_tokens if spec.role == "prefill" else fleet.chunk_tokens,
                 queue=self._queue,
@@ -152,6 +156,11 @@ class Replay:
         self._outcomes: dict[int, Outcome] = {}
         self._followers = {request.after: n for n, request in enumerate(trace.requests) if request.after is not None}
         self._ended = 0
+
+    def _new_cache(self, spec: WorkerSpec) -> PrefixCache:
+        if self._fleet.shared_cache:
+            return SharedCache(in_use_max=spec.kv_blocks_total, seen=self._seen)
+        return PrefixCache(in_use_max=spec.kv_blocks_total, blocks_max=self._fleet.kv_tokens // spec.block_tokens)
 
     def run(self) -> list[Outcome]:
         self._next_start(0)

@@ -9,9 +9,9 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from baton_simulator.capacity import at_load, ideal_cached_tokens, least_time_s, works_of
+from baton_simulator.capacity import at_load, ideal_cached_tokens, least_time_s, pooled_cached_share, works_of
 from baton_simulator.links import Links, Pull
-from baton_simulator.policies import POLICIES
+from baton_simulator.policies import POLICIES, on_fleet
 from baton_simulator.replay import EventQueue, Fleet, Outcome, Replay
 from baton_simulator.report import percentile, summarise
 from baton_simulator.routers.protocol import Arrival, Route, WorkerSpec, WorkerState
@@ -204,6 +204,25 @@ def test_the_ideal_cache_forgets_nothing() -> None:
     requests = [Request(0.0, blocks, 3 * BLOCK_TOKENS, 1) for blocks in ((1, 2, 3), (1, 2, 4), (1, 2, 3), (9, 2, 3))]
     cached = list(ideal_cached_tokens(Trace("test", BLOCK_TOKENS, requests)))
     assert cached == [0, 2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS - 1, 0]
+
+
+def test_a_pooled_cache_forgets_what_was_used_longest_ago() -> None:
+    fleet = Fleet(aggregated=2, kv_tokens_in_use=BLOCK_TOKENS, kv_tokens=2 * BLOCK_TOKENS)
+    requests = [
+        Request(0.0, blocks, 2 * BLOCK_TOKENS, 1) for blocks in ((1, 2), (3, 4), (1, 2), (5, 6), (3, 4), (1, 2))
+    ]
+    assert pooled_cached_share(Trace("test", BLOCK_TOKENS, requests), fleet) == pytest.approx(2 / 12, rel=1e-3)
+
+
+def test_the_bound_computes_each_prefix_once_on_any_number_of_workers() -> None:
+    trace = make_trace(5, count=300, duration_s=1000.0)
+    fleet, new_router = on_fleet("bound", FLEETS[0])
+    outcomes = Replay(trace, fleet, new_router, seed=1).run()
+    assert [outcome.cached_tokens for outcome in outcomes if not outcome.request.session] == [
+        cached
+        for cached, request in zip(ideal_cached_tokens(trace), trace.requests, strict=True)
+        if not request.session
+    ]
 
 
 def test_copies_share_nothing_and_keep_their_sessions() -> None:

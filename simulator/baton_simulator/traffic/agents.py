@@ -1,7 +1,8 @@
 """Reader of the coding-agent sessions: one session per line, with its requests in order.
 
 A request comes only after the answer before it, by the recorded time between the two. When sessions start is not
-recorded: they start at random times within half an hour, and what would come after it is left out. Block ids belong
+recorded: they start at random times within half an hour, and what would come after it is left out, as is what a
+session asks from the first prompt on that is too long for a model with a context of 131,072 tokens. Block ids belong
 to their session, except those of the tools' description, with which an agent's prompts begin: sessions with
 descriptions of equal length share them. Calls of subagents are left out.
 """
@@ -21,6 +22,7 @@ from baton_simulator.traffic.trace import Request, Trace
 BLOCK_TOKENS: Final = 512
 """Blocks of the result: each stands for several recorded ones, and has the id of the last of them."""
 HORIZON_S: Final = 1800.0
+CONTEXT_TOKENS: Final = 131_072
 FIRST_ID: Final = 1
 """With this id the prompts of the agent itself begin, in every session."""
 
@@ -57,7 +59,7 @@ def read(name: str, lines: Iterable[bytes], random: Random) -> Trace:
         tools_id = tools.setdefault(session.tool_tokens, next(ids))
         earlier: _Call | None = None
         for call in session.requests:
-            if start_s + call.t > HORIZON_S:
+            if start_s + call.t > HORIZON_S or call.prompt_tokens + call.output_tokens > CONTEXT_TOKENS:
                 break
             if call.type == "subagent" or not call.prompt_tokens or not call.output_tokens:
                 continue
