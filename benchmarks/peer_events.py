@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from random import Random
 from typing import Final, Literal
 
 from baton_simulator.routers.protocol import Arrival, Role, Router, WorkerSpec
-from baton_simulator.traffic import mooncake, skewed
+from baton_simulator.traffic.library import load
 from baton_simulator.traffic.trace import Trace
 
-TRACE: Final = Path(__file__).parent / "traces" / "mooncake_conversation.jsonl.gz"
 BLOCK_TOKENS: Final = 64
 """Prompts are shortened: a block of the trace becomes one of so many characters, each a token."""
 BLOCK_START, TAIL_START = 0x20000, 0xE0000
@@ -50,13 +47,12 @@ def names(fleet: dict[Role, int]) -> dict[Role, list[str]]:
 
 
 def conversation(requests: int) -> list[Event]:
-    with gzip.open(TRACE) as lines:
-        return events(mooncake.read("conversation", lines, Random(1)), requests, token_s=0.05)
+    return events(load("conversation", seed=1), requests, token_s=0.05)
 
 
 def skewed_prefixes(requests: int) -> list[Event]:
     """Return requests of long answers, so that popular prefixes overload their workers."""
-    return events(skewed.generate(), requests, token_s=0.6)
+    return events(load("skewed", seed=1), requests, token_s=0.6)
 
 
 def parts_with_pauses(requests: int) -> list[Event]:

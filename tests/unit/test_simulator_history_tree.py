@@ -70,6 +70,19 @@ def test_an_eviction_drops_the_least_recently_used_prompts() -> None:
     assert tree.match((5, 6))[1] == 20
 
 
+def test_every_eighth_use_of_the_clock_refreshes_a_match() -> None:
+    tree = HistoryTree(BLOCK_TOKENS, 20)
+    tree.insert((1, 2), 20, "a")
+    for block in range(10, 17):
+        tree.insert((block,), 10, "a")
+
+    tree.name(tree.match((1, 2))[0])
+    tree.evict()
+
+    assert tree.match((1, 2))[1] == 20
+    assert tree.worker_tokens == {"a": 20}
+
+
 def test_the_nodes_of_a_busy_tree_are_bounded() -> None:
     tree = HistoryTree(BLOCK_TOKENS, 1000)
     for n in range(2000):

@@ -62,10 +62,13 @@ def test_round_robin_takes_workers_in_turn() -> None:
 def test_least_loaded_takes_the_worker_with_the_fewest_requests() -> None:
     fleet = held("least-loaded")
     routes = [fleet.send(PROMPT) for _ in AGGREGATED]
-    fleet.router.ended(fleet.arrivals[2], 0.0)
+    ends = fleet.arrivals[2]
 
     assert {route.decode for route in routes} == {"w0", "w1", "w2", "w3"}
-    assert fleet.send(PROMPT).decode == routes[2].decode
+    for _ in range(8):
+        fleet.router.ended(ends, 0.0)
+        assert fleet.send(PROMPT).decode == routes[2].decode
+        ends = fleet.arrivals[-1]
 
 
 def test_least_loaded_prefill_workers_are_free_after_the_first_token() -> None:
@@ -122,6 +125,15 @@ def test_sglang_takes_the_shortest_queue_when_load_is_uneven() -> None:
 
     # A spread of 64 is even, 65 is not. The balanced requests are recorded, but the prefix stays the first worker's.
     assert [route.decode for route in routes] == ["w0"] * 65 + ["w1", "w2"]
+
+
+def test_sglang_finds_load_even_within_one_and_a_half_times() -> None:
+    fleet = held("sglang", AGGREGATED[:2])
+    for n in range(300):
+        fleet.send([100 + n])
+
+    # A spread of seventy between 150 and 220 requests.
+    assert [fleet.send(PROMPT).decode for _ in range(70)] == ["w0"] * 70
 
 
 def test_sglang_names_the_first_worker_of_a_prefix() -> None:
@@ -227,6 +239,16 @@ def test_aibrix_prefill_weighs_the_unknown_share_over_load() -> None:
 
     assert fleet.send([*PROMPT, 100]).prefill == first.prefill
     assert fleet.send([200]).prefill != first.prefill
+
+
+def test_aibrix_prefill_counts_until_the_first_token() -> None:
+    fleet = held("aibrix", SEPARATED)
+    routes = [fleet.send([n]) for n in range(3)]
+
+    assert {route.prefill for route in routes} == {"p0", "p1", "p2"}
+    for n in range(8):
+        fleet.router.prefilled(fleet.arrivals[1 if n == 0 else -1], 0.0)
+        assert fleet.send([100 + n]).prefill == routes[1].prefill
 
 
 def test_aibrix_decode_prefers_free_memory() -> None:

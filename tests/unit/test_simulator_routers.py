@@ -30,9 +30,12 @@ def arrival(number: int, blocks: Sequence[int], tail_tokens: int = 0, session: s
 
 
 def run(router: Router, workers: Sequence[WorkerSpec], seed: int, requests: int = 400) -> list[Route]:
-    """Send requests of growing conversations, finish them in random order, refuse some; return their routes."""
+    """Send requests of growing conversations, finish them in random order, refuse some; return their routes.
+
+    All begin alike, so that several workers hold a part of each.
+    """
     random = Random(seed)
-    conversations = [[100 * n, 100 * n + 1] for n in range(20)]
+    conversations = [[8, 9, 100 * n + 10] for n in range(20)]
     queued: list[Arrival] = []
     decoding: list[Arrival] = []
     routes: list[Route] = []
@@ -40,11 +43,11 @@ def run(router: Router, workers: Sequence[WorkerSpec], seed: int, requests: int 
         now_s = number * 0.5
         at = random.randrange(len(conversations))
         each = arrival(number, conversations[at], tail_tokens=random.randrange(BLOCK_TOKENS), session=f"s{at}")
-        conversations[at].append(100 * at + len(conversations[at]))
+        conversations[at].append(100 * at + 10 + len(conversations[at]))
         route = router.route(each, now_s)
         assert route is not None
         routes.append(route)
-        router.cached(route.prefill or route.decode, each.blocks[-1:], (), now_s)
+        router.cached(route.prefill or route.decode, each.blocks, (), now_s)
         queued.append(each)
         while len(queued) > 5:
             router.prefilled(queued[0], now_s)
