@@ -203,6 +203,39 @@ def test_vllm_prefill_counts_until_the_first_token_and_decode_from_admission_on(
     assert fleet.send([300]) == Route("d2", "p1")
 
 
+def test_vllm_kv_aware_multiplies_uncomputed_tokens_by_requests() -> None:
+    fleet = held("vllm-kv-aware", AGGREGATED[:2])
+    fleet.router.cached("w1", PROMPT[:8], (), 0.0)
+
+    # At w1 two blocks are left of each prompt, at w0 ten: 2 × 1, 4 × 2, and 6 × 3 against 10 × 1.
+    assert [fleet.send(PROMPT).decode for _ in range(3)] == ["w1", "w1", "w0"]
+    fleet.prefill_all()
+    # Nothing is left to compute but this one: 2 × 3 there against 10 × 2.
+    assert fleet.send(PROMPT).decode == "w1"
+
+
+def test_vllm_kv_aware_computes_the_last_token_of_a_prompt_that_is_all_cached() -> None:
+    fleet = held("vllm-kv-aware", AGGREGATED[:2])
+    fleet.router.cached("w1", PROMPT, (), 0.0)
+
+    # One block of each at w1, ten at w0: 1 × 1, 2 × 2, 3 × 3 and 4 × 4.
+    assert [fleet.send(PROMPT).decode for _ in range(4)] == ["w1", "w1", "w1", "w0"]
+
+
+def test_vllm_kv_aware_prefill_goes_by_tokens_alone_and_decode_in_turn() -> None:
+    fleet = held("vllm-kv-aware", SEPARATED)
+    fleet.router.cached("p1", PROMPT, (), 0.0)
+    fleet.router.cached("d1", PROMPT, (), 0.0)
+
+    routes = [fleet.send(PROMPT) for _ in range(9)]
+
+    # A block each at p1, ten at the others.
+    assert {route.prefill for route in routes} == {"p1"}
+    # The turn goes on while the number of equal workers shrinks.
+    assert [route.decode for route in routes[:4]] == ["d0", "d2", "d1", "d3"]
+    assert fleet.send([100]).prefill == "p0"
+
+
 # ---------------------------------------------------------------- aibrix
 
 

@@ -28,7 +28,7 @@ class AibrixOptions:
     standard_deviation_factor: int = 1
     table_blocks_max: int = 200_000
     table_block_tokens: int = 1
-    """A block of the table has four characters, which a token is taken to have."""
+    """A block of the table has four characters, which a token is taken to have: 200,000 tokens for all workers."""
     table_ttl_s: float = 1200.0
     prefill_spread_min: int = 16
     decode_spread_min: int = 16

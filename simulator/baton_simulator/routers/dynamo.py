@@ -11,6 +11,7 @@ from random import Random
 from baton_simulator.routers.events_ignored import EventsIgnored
 from baton_simulator.routers.in_flight import decoding, prefilling
 from baton_simulator.routers.prefix_index import PrefixIndex
+from baton_simulator.routers.prompt_load import PromptLoad
 from baton_simulator.routers.protocol import Arrival, Route, WorkerSpec
 
 
@@ -36,22 +37,23 @@ class Dynamo(EventsIgnored):
 
     def __init__(self, workers: Sequence[WorkerSpec], options: DynamoOptions, random: Random) -> None:
         prefill, decode = prefilling(workers), decoding(workers)
-        self._prompts = Prompts(prefill or decode, workers[0].block_tokens, options)
+        self._prompts = PromptLoad(prefill or decode)
         self._sequences = Sequences(decode, is_shared=not prefill)
         self._is_separated = bool(prefill)
-        self._temperature = options.router_temperature
+        self._options = options
         self._random = random
 
     def route(self, arrival: Arrival, now_s: float) -> Route:
-        prefill_costs = self._prompts.costs(arrival, now_s)
+        cached = self._prompts.cached_blocks(arrival, now_s)
+        prefill_costs = self._prefill_costs(arrival, cached)
         decode_costs = self._sequences.costs(arrival, now_s)
         if self._is_separated:
             prefill, decode = self._pick(prefill_costs), self._pick(decode_costs)
         else:
-            prefill = decode = self._pick(
-                {worker: cost + decode_costs[worker] for worker, cost in prefill_costs.items()}
-            )
-        self._prompts.start(arrival, prefill, now_s)
+            costs = {worker: cost + decode_costs[worker] for worker, cost in prefill_costs.items()}
+            prefill = decode = self._pick(costs)
+        uncached_tokens = arrival.prompt_tokens - cached.get(prefill, 0) * arrival.block_tokens
+        self._prompts.start(arrival, prefill, uncached_tokens)
         self._sequences.start(arrival, decode, now_s)
         return Route(decode, prefill if self._is_separated else None)
 
@@ -63,51 +65,25 @@ class Dynamo(EventsIgnored):
         self._sequences.end(arrival, now_s)
 
     def cached(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
-        self._prompts.cached(worker, stored, evicted, now_s)
+        self._prompts.change(worker, stored, evicted, now_s)
+
+    def _prefill_costs(self, arrival: Arrival, cached: Mapping[str, int]) -> dict[str, float]:
+        """Return each worker's prompt blocks, this request's included, less those that it has cached."""
+        credit, scale = self._options.overlap_score_credit, self._options.prefill_load_scale
+        return {
+            worker: scale
+            * max(0.0, (tokens + arrival.prompt_tokens) / arrival.block_tokens - credit * cached.get(worker, 0))
+            for worker, tokens in self._prompts.tokens.items()
+        }
 
     def _pick(self, costs: Mapping[str, float]) -> str:
         """Return the cheapest worker, or one drawn by a softmax of where the costs lie between the least and most."""
         low, high = min(costs.values()), max(costs.values())
-        if self._temperature == 0.0 or low == high:
+        temperature = self._options.router_temperature
+        if temperature == 0.0 or low == high:
             return self._random.choice([worker for worker, cost in costs.items() if cost == low])
-        weights = [math.exp((low - cost) / (high - low) / self._temperature) for cost in costs.values()]
+        weights = [math.exp((low - cost) / (high - low) / temperature) for cost in costs.values()]
         return self._random.choices(list(costs), weights)[0]
-
-
-class Prompts:
-    """Prompts not yet computed at each worker, and what their caches hold."""
-
-    def __init__(self, workers: Sequence[str], block_tokens: int, options: DynamoOptions) -> None:
-        self._block_tokens = block_tokens
-        self._options = options
-        self._cached = PrefixIndex(workers, lag_s=0.0)
-        self._tokens = dict.fromkeys(workers, 0)
-        self._started: dict[str, tuple[str, int]] = {}
-
-    def costs(self, arrival: Arrival, now_s: float) -> dict[str, float]:
-        """Return each worker's prompt blocks, this request's included, less those that it has cached."""
-        credit, scale = self._options.overlap_score_credit, self._options.prefill_load_scale
-        cached = self._cached.match(arrival.blocks, now_s).held
-        return {
-            worker: scale
-            * max(0.0, (tokens + arrival.prompt_tokens) / self._block_tokens - credit * cached.get(worker, 0))
-            for worker, tokens in self._tokens.items()
-        }
-
-    def start(self, arrival: Arrival, worker: str, now_s: float) -> None:
-        cached = self._cached.match(arrival.blocks, now_s).held.get(worker, 0)
-        tokens = arrival.prompt_tokens - cached * self._block_tokens
-        self._tokens[worker] += tokens
-        self._started[arrival.id] = worker, tokens
-
-    def end(self, arrival: Arrival) -> None:
-        if arrival.id in self._started:
-            worker, tokens = self._started.pop(arrival.id)
-            self._tokens[worker] -= tokens
-
-    def cached(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
-        if worker in self._tokens:
-            self._cached.change(worker, stored, evicted, now_s)
 
 
 class Sequences:

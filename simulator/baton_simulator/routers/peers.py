@@ -13,6 +13,7 @@ from baton_simulator.routers.round_robin import RoundRobin
 from baton_simulator.routers.sglang import SGLANG, Sglang
 from baton_simulator.routers.sticky import Sticky
 from baton_simulator.routers.vllm import VLLM, Vllm
+from baton_simulator.routers.vllm_kv_aware import VllmKvAware
 
 PEERS: Mapping[str, Callable[[Sequence[WorkerSpec], Random], Router]] = {
     "round-robin": lambda workers, random: RoundRobin(workers, None, random),
@@ -20,6 +21,7 @@ PEERS: Mapping[str, Callable[[Sequence[WorkerSpec], Random], Router]] = {
     "sticky": lambda workers, random: Sticky(workers, None, random),
     "sglang": lambda workers, random: Sglang(workers, SGLANG, random),
     "vllm": lambda workers, random: Vllm(workers, VLLM, random),
+    "vllm-kv-aware": lambda workers, random: VllmKvAware(workers, None, random),
     "aibrix": lambda workers, random: Aibrix(workers, AibrixOptions(), random),
     "dynamo": lambda workers, random: Dynamo(workers, DynamoOptions(), random),
 }
