@@ -9,6 +9,7 @@ from random import Random
 from typing import Final, Literal
 
 from baton_simulator.routers.protocol import Arrival, Role, Router, WorkerSpec
+from baton_simulator.traffic import skewed
 from baton_simulator.traffic.library import load
 from baton_simulator.traffic.trace import Trace
 
@@ -16,6 +17,8 @@ BLOCK_TOKENS: Final = 64
 """Prompts are shortened: a block of the trace becomes one of so many characters, each a token."""
 BLOCK_START, TAIL_START = 0x20000, 0xE0000
 """Code points that begin a block or a tail. No two different ones begin alike, so text matches as ids do."""
+POPULAR: Final = 5
+"""Prefixes of the skewed trace that overload their workers."""
 CACHED_BLOCKS: Final = 2000
 PART_REQUESTS: Final = 100
 PARTS: Final = 6
@@ -50,17 +53,18 @@ def conversation(requests: int) -> list[Event]:
     return events(load("conversation", seed=1), requests, token_s=0.05)
 
 
-def skewed_prefixes(requests: int) -> list[Event]:
-    """Return requests of long answers, so that popular prefixes overload their workers."""
-    return events(load("skewed", seed=1), requests, token_s=0.6)
+def popular_prefixes(requests: int) -> list[Event]:
+    """Return requests of few prefixes and long answers, so that some workers are overloaded and others idle."""
+    trace = load("skewed", seed=1)
+    popular = [each for each in trace.requests if each.blocks[0] < POPULAR * skewed.PREFIX_BLOCKS[1]]
+    return events(replace(trace, requests=popular), requests, token_s=1.5)
 
 
 def parts_with_pauses(requests: int) -> list[Event]:
     """Return requests in parts, each ended before a pause that outlasts the peer's interval between evictions."""
+    sent = events(load("skewed", seed=1), min(requests, PARTS * PART_REQUESTS), token_s=0.5)
     found: list[Event] = []
-    for event in sorted(
-        skewed_prefixes(min(requests, PARTS * PART_REQUESTS)), key=lambda event: (_part(event), event.at_s)
-    ):
+    for event in sorted(sent, key=lambda event: (_part(event), event.at_s)):
         if found and _part(event) > _part(found[-1]):
             found.append(replace(event, kind="pause"))
         found.append(event)

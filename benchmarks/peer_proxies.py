@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import subprocess
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +13,7 @@ import httpx
 from baton_simulator.routers.protocol import Role
 
 from benchmarks.peer_backends import HOST, MODEL, Backends, Exchange
-from benchmarks.peer_events import Choices, Event, NewRouter, Scenario, conversation, names, skewed_prefixes
+from benchmarks.peer_events import Choices, Event, NewRouter, Scenario, conversation, names, popular_prefixes
 
 START_S: Final = 30.0
 STEP_S: Final = 10.0
@@ -32,7 +31,7 @@ class Proxy:
     rule: NewRouter
     """The simulator's router that follows it."""
     fleet: dict[Role, int]
-    scenarios: Sequence[Scenario] = (conversation, skewed_prefixes)
+    scenarios: Sequence[Scenario] = (conversation, popular_prefixes)
     flags: Sequence[str] = ()
     separated_flag: str = ""
     ready: tuple[str, str] = ("/health", "All servers healthy")
@@ -41,12 +40,32 @@ class Proxy:
     """Whether a prompt may be token ids."""
 
 
+class Evictions:
+    """Evictions of a proxy's trees, by its log."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._came = asyncio.Event()
+
+    async def follow(self, log: asyncio.StreamReader) -> None:
+        async for line in log:
+            if b"eviction completed" in line:
+                self.count += 1
+                self._came.set()
+
+    async def wait(self) -> None:
+        """Return after the next one."""
+        self._came.clear()
+        async with asyncio.timeout(START_S + EVICTION_S):
+            await self._came.wait()
+
+
 async def run_proxy(python: str, proxy: Proxy, events: Sequence[Event]) -> Choices:
-    """Return the proxy's choices. Its log is what it writes to standard error."""
+    """Return the proxy's choices."""
     backends = Backends([(name, role) for role, each in names(proxy.fleet).items() for name in each])
     port, metrics_port = free_ports(2)
     command = [python, "-m", f"{proxy.package.replace('-', '_')}.launch_router", "--host", HOST, "--port", str(port)]
-    command += ["--policy", proxy.policy, "--prometheus-port", str(metrics_port), "--log-level", "error"]
+    command += ["--policy", proxy.policy, "--prometheus-port", str(metrics_port), "--log-level", "debug"]
     command += ["--worker-startup-check-interval", "1", "--max-concurrent-requests", "100000", *proxy.flags]
     if proxy.separated_flag:
         command.append(proxy.separated_flag)
@@ -55,17 +74,21 @@ async def run_proxy(python: str, proxy: Proxy, events: Sequence[Event]) -> Choic
     else:
         command += ["--worker-urls", *backends.urls("aggregated")]
     async with backends.serve():
-        router = await asyncio.create_subprocess_exec(*command, stdout=subprocess.DEVNULL)
-        try:
-            limits = httpx.Limits(max_connections=None)
-            url = f"http://{HOST}:{port}"
-            async with httpx.AsyncClient(base_url=url, timeout=START_S, limits=limits) as client:
-                await ready(client, proxy)
-                async with asyncio.TaskGroup() as streams:
-                    return await exchange(client, proxy, backends, events, streams)
-        finally:
-            router.terminate()
-            await router.wait()
+        router = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, limit=2**24)
+        assert router.stdout is not None
+        evictions = Evictions()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(evictions.follow(router.stdout))
+            try:
+                limits = httpx.Limits(max_connections=None)
+                url = f"http://{HOST}:{port}"
+                async with httpx.AsyncClient(base_url=url, timeout=START_S, limits=limits) as client:
+                    await ready(client, proxy)
+                    async with asyncio.TaskGroup() as streams:
+                        return await exchange(client, proxy, backends, events, evictions, streams)
+            finally:
+                router.terminate()
+                await router.wait()
 
 
 async def ready(client: httpx.AsyncClient, proxy: Proxy) -> None:
@@ -82,19 +105,23 @@ async def ready(client: httpx.AsyncClient, proxy: Proxy) -> None:
 
 
 async def exchange(
-    client: httpx.AsyncClient, proxy: Proxy, backends: Backends, events: Sequence[Event], streams: asyncio.TaskGroup
+    client: httpx.AsyncClient,
+    proxy: Proxy,
+    backends: Backends,
+    events: Sequence[Event],
+    evictions: Evictions,
+    streams: asyncio.TaskGroup,
 ) -> Choices:
     """Send the requests one by one, each event once the one before has taken effect."""
     choices: Choices = {}
     running: dict[str, tuple[asyncio.Task[None], asyncio.Event]] = {}
-    began_s = time.monotonic()
+    evicted = evictions.count
     for event in events:
         request = event.arrival.id
         if event.kind == "pause":
-            # The peer evicts at multiples of its interval since shortly before it was ready: between two parts.
-            intervals, part_s = divmod(time.monotonic() - began_s, EVICTION_S)
-            assert part_s < 0.8 * EVICTION_S, f"a part ended {part_s:.0f} s after the last eviction"
-            await asyncio.sleep(began_s + (intervals + 1.2) * EVICTION_S - time.monotonic())
+            assert evictions.count == evicted, f"an eviction came while requests of {request}'s part were sent"
+            await evictions.wait()
+            evicted = evictions.count
             continue
         if event.kind == "arrive":
             backends.exchanges[event.text] = Exchange()

@@ -191,7 +191,7 @@ def find_version(python: str, package: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer-python", action="append", default=[], help="interpreter that has peers")
-    parser.add_argument("--requests", type=int, default=1500, help="requests of each comparison")
+    parser.add_argument("--requests", type=int, default=600, help="requests of each comparison")
     arguments = parser.parse_args()
     rows: list[Row] = []
     missing: set[str] = set()

@@ -23,7 +23,7 @@ from benchmarks.peer_events import (
     Scenario,
     conversation,
     names,
-    skewed_prefixes,
+    popular_prefixes,
 )
 
 PROGRAM: Final = Path(__file__).parent / "peer_dynamo.py"
@@ -39,7 +39,7 @@ class Selection:
     rule: NewRouter
     fleet: dict[Role, int]
     settings: dict[Role, dict[str, str]]
-    scenarios: Sequence[Scenario] = (conversation, skewed_prefixes)
+    scenarios: Sequence[Scenario] = (conversation, popular_prefixes)
 
 
 class Service:
