@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -67,6 +68,8 @@ def main() -> None:
     add("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
     add("--processes", type=int, default=2)
     parsed = parser.parse_args()
+    # Ends the processes of the pool, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     points = [
         Point(trace, int(workers), mode, float(load), policy, parsed.minutes)
         for trace, workers, mode, load, policy in product(
