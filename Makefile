@@ -26,7 +26,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-intake bench-interference bench-layout bench-overlap bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-replay bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -43,7 +43,7 @@ help:
 	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
 	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       burst, engines, index, index-restart, intake, interference, layout, overlap, tracing, transfer: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       burst, engines, index, index-restart, intake, interference, layout, overlap, peer-routing, replay, tracing, transfer: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -181,12 +181,20 @@ bench-burst: environment
 bench-index: environment
 	.venv/bin/python -m benchmarks.index --peer-python "$(PEER_PYTHON)"
 
+# PEER_PYTHON: interpreters that have sglang-router, vllm-router or ai-dynamo.
+bench-peer-routing: environment
+	.venv/bin/python -m benchmarks.peer_routing $(foreach each,$(PEER_PYTHON),--peer-python "$(each)")
+
 bench-index-restart: environment
 	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m benchmarks.index_restart
 
 bench-interference bench-layout bench-overlap: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
+
+# Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
+bench-replay: environment
+	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
 
 # BATON_NIXL_PYTHON, BATON_MOONCAKE_PYTHON: interpreters that have these peers; UCX is measured where it could be had.
 bench-engines: environment-vllm environment-sglang

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-TRACE: Final = Path(__file__).parent / "traces" / "mooncake_conversation.jsonl.gz"
+TRACE: Final = Path(__file__).parents[1] / "simulator/baton_simulator/traffic/packed/mooncake_conversation.jsonl.gz"
 ID_BYTES: Final = 16
 BLOCKS_PER_TRACE_ID: Final = 16
 BATCH_BLOCKS: Final = 256

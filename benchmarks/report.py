@@ -29,7 +29,7 @@ class Row:
         return cls(name=name, unit=unit, ours=ours, peers=peers, ratio=ours / first if first else None)
 
 
-def _machine() -> str:
+def machine() -> str:
     model = next(
         (
             line.partition(":")[2].strip()
@@ -41,7 +41,7 @@ def _machine() -> str:
     return f"{os.cpu_count()} cores, {model}, Python {platform.python_version()}"
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit, with `-dirty` if anything but results differs from it."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -61,5 +61,5 @@ def report(name: str, rows: Sequence[Row], *, notes: str = "") -> None:
     if notes:
         print(notes)
     RESULTS.mkdir(exist_ok=True)
-    content = {"machine": _machine(), "commit": _commit(), "notes": notes, "rows": [asdict(row) for row in rows]}
+    content = {"machine": machine(), "commit": commit(), "notes": notes, "rows": [asdict(row) for row in rows]}
     (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -15,6 +15,7 @@ from typing import TypedDict
 import msgspec
 
 from baton.cli.asking import find_nats_url
+from baton.cli.commands import Command, find_commands
 from baton.cli.deployment import ENGINES, Deployment
 from baton.cli.index import Question, index, parse_tokens
 from baton.cli.processes import die_with_parent
@@ -48,7 +49,10 @@ def main() -> int:
 
 
 def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
-    parsed = _parser().parse_args(arguments)
+    commands = find_commands()
+    parsed = _parser(commands).parse_args(arguments)
+    if parsed.command in commands:
+        return commands[parsed.command].run(parsed)
     if parsed.command == "trace":
         print(_trace(parsed, environ))
         return 0
@@ -79,7 +83,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     # No abbreviations: --engin would be one flag today and two tomorrow.
     parser = argparse.ArgumentParser(
         prog="baton", description="Serve a model with prefill and decode separated.", allow_abbrev=False
@@ -89,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_index(
         commands.add_parser("index", help="show what the index knows, and who holds a prompt", allow_abbrev=False)
     )
+    for name, other in others.items():
+        other.add_arguments(commands.add_parser(name, help=other.SUMMARY, allow_abbrev=False))
     command = commands.add_parser(
         "up",
         help="start everything on this machine and serve",

@@ -1,0 +1,43 @@
+"""The routers that can be replayed, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from random import Random
+from typing import Final
+
+from baton.messages.placement import Disaggregation
+from baton_simulator.bound import LeastWork
+from baton_simulator.replay import Fleet, RouterFactory
+from baton_simulator.routers.baton import BatonOptions, BatonRouter
+from baton_simulator.routers.peers import PEERS
+from baton_simulator.routers.protocol import Router, WorkerSpec
+
+
+def _baton(disaggregation: Disaggregation) -> RouterFactory:
+    """Return Baton's router. A fleet without prefill workers serves aggregated, whatever `disaggregation` says."""
+
+    def build(workers: Sequence[WorkerSpec], random: Random) -> Router:
+        is_separated = any(spec.role == "prefill" for spec in workers)
+        options = BatonOptions(disaggregation if is_separated else Disaggregation.NEVER)
+        return BatonRouter(workers, options, random)
+
+    return build
+
+
+POLICIES: Mapping[str, RouterFactory] = {
+    "baton": _baton(Disaggregation.ALWAYS),
+    "baton-auto": _baton(Disaggregation.AUTO),
+    **PEERS,
+}
+BOUND: Final = "bound"
+"""No policy: least work over an infinite shared cache."""
+NAMES: Final = (*POLICIES, BOUND)
+
+
+def on_fleet(policy: str, fleet: Fleet) -> tuple[Fleet, RouterFactory]:
+    """Return the workers and the router of a policy's replay."""
+    if policy == BOUND:
+        return replace(fleet, shared_cache=True), LeastWork
+    return fleet, POLICIES[policy]

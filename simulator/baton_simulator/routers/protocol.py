@@ -1,0 +1,134 @@
+"""The router protocol: where each request of a replay runs. Baton's placement and the peers' policies implement it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+from baton.errors import BatonError
+
+Role = Literal["prefill", "decode", "aggregated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request as routers see it."""
+
+    id: str
+    session: str
+    """Conversation; empty where the trace has none."""
+    block_tokens: int
+    blocks: tuple[int, ...]
+    """One id for each whole block of the prompt. Equal ids mean equal prompts up to and including that block."""
+    prompt_tokens: int
+    output_tokens_max: int
+    """The client's `max_tokens`, not the length of the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Workers of one request."""
+
+    decode: str
+    prefill: str | None = None
+    """None: the decode worker computes the prompt itself."""
+    predicted_ttft_s: float | None = None
+    """The router's own prediction, from this placement on; None where it makes none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """One worker's constant properties."""
+
+    name: str
+    role: Role
+    kv_blocks_total: int
+    """Most blocks that running requests may hold."""
+    block_tokens: int
+    kv_bytes_per_token: int = 131_072
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Raw measurements of one worker since its last heartbeat."""
+
+    entered: Sequence[tuple[float, str]] = ()
+    """(time, request) of each prompt to compute that entered the engine."""
+    computed: Sequence[tuple[float, str, int]] = ()
+    """(time, request, tokens) of each prompt computed: tokens that were not cached."""
+    decoded_tokens: int = 0
+    """Tokens after the first of all sequences."""
+    decoded_s: float = 0.0
+    """Sum of the intervals before these tokens."""
+    pulls: Sequence[tuple[int, float]] = ()
+    """(bytes, seconds) of each KV pull into this worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """One worker's load at its heartbeat."""
+
+    name: str
+    role: Role
+    running: int
+    """Requests in the engine's batch, prompts under computation included."""
+    waiting: int
+    """Requests in the engine's queue, and on decode workers those whose KV is not there yet."""
+    prefill_tokens_queued: int
+    """Prompt tokens accepted and not yet computed, without those that the cache holds."""
+    kv_blocks_used: int
+    """Blocks that running requests hold, shared ones counted once."""
+    kv_blocks_total: int
+    active_decode_blocks: int
+    """Part of `kv_blocks_used` that belongs to sequences in decode."""
+    measured: Measured = Measured()
+
+
+class Router(Protocol):
+    """Where each request goes. One instance sees one replay.
+
+    The constructor takes `(workers: Sequence[WorkerSpec], options, random: random.Random)`. Calls come in order of
+    virtual time; heartbeats may be up to one interval late, and always come before the next `route`.
+    """
+
+    def route(self, arrival: Arrival, now_s: float) -> Route | None:
+        """Return the request's workers, or None if it is held. Only a `HoldingRouter` holds.
+
+        Raises BatonError to refuse the request.
+        """
+        ...
+
+    def prefilled(self, arrival: Arrival, now_s: float) -> None:
+        """The request's first token exists."""
+        ...
+
+    def ended(self, arrival: Arrival, now_s: float) -> None:
+        """The request's last token exists, or its worker refused it."""
+        ...
+
+    def cached(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
+        """The worker's prefix cache changed: its KV events, exact."""
+        ...
+
+    def beat(self, state: WorkerState, now_s: float) -> None:
+        """A heartbeat: each worker sends one every 0.25 s, at a random phase.
+
+        Those that no `route` sees are left out, with their measurements in the next one, and so are those of workers
+        that have been idle for 10 s.
+        """
+        ...
+
+
+@runtime_checkable
+class HoldingRouter(Router, Protocol):
+    """A router with a queue of its own."""
+
+    @property
+    def wake_at_s(self) -> float:
+        """Time at which `wake` is to be called; infinite while nothing is held."""
+        ...
+
+    def wake(self, now_s: float) -> Sequence[tuple[Arrival, Route | BatonError]]:
+        """Return the held requests that can run now, in order, and those that are refused after all."""
+        ...
