@@ -17,7 +17,7 @@ from baton_simulator.capacity import at_load
 from baton_simulator.policies import NAMES as POLICIES
 from baton_simulator.policies import on_fleet
 from baton_simulator.replay import Fleet, Outcome, Replay
-from baton_simulator.report import Summary, as_text, summarise, table
+from baton_simulator.report import Summary, as_text, refusals, summarise, table
 from baton_simulator.steps import mocker_steps, rough_steps
 from baton_simulator.traffic.library import NAMES, load
 from baton_simulator.traffic.overlay import held_out_part, overlay, tuning_part
@@ -110,7 +110,12 @@ def run(parsed: argparse.Namespace) -> int:
             write(parsed.out, title, outcomes, summaries, result)
         except OSError as error:
             raise ConfigurationError(f"--out {parsed.out}: {error.filename}: {error.strerror}") from error
-    print(result if parsed.json else f"{title}, {len(trace.requests)} requests\n{as_text(table(summaries))}")
+    if parsed.json:
+        print(result)
+        return 0
+    print(f"{title}, {len(trace.requests)} requests", as_text(table(summaries)), sep="\n")
+    if refused := refusals(summaries):
+        print(as_text(refused))
     return 0
 
 

@@ -157,6 +157,14 @@ def table(summaries: Mapping[str, Summary]) -> list[list[str]]:
     return rows
 
 
+def refusals(summaries: Mapping[str, Summary]) -> list[list[str]]:
+    """Return the refused shares by prompt length: a heading, and a row for each policy that refused any request."""
+    refusing = {policy: summary for policy, summary in summaries.items() if summary.refused}
+    lengths = list(next(iter(summaries.values())).refused_share_by_length)
+    rows = [[policy, *(f"{each:.1%}" for each in s.refused_share_by_length.values())] for policy, s in refusing.items()]
+    return [["refused, by prompt tokens", *lengths], *rows] if rows else []
+
+
 def as_text(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(

@@ -13,7 +13,7 @@ from baton_simulator.capacity import at_load, ideal_cached_tokens, least_time_s,
 from baton_simulator.links import Links, Pull
 from baton_simulator.policies import POLICIES, on_fleet
 from baton_simulator.replay import EventQueue, Fleet, Outcome, Replay
-from baton_simulator.report import percentile, summarise
+from baton_simulator.report import percentile, refusals, summarise
 from baton_simulator.routers.protocol import Arrival, Route, WorkerSpec, WorkerState
 from baton_simulator.steps import MockerSteps, rough_steps
 from baton_simulator.traffic.overlay import held_out_part, overlay, tuning_part
@@ -261,6 +261,8 @@ def test_a_summary_counts_what_was_asked_not_only_what_was_served() -> None:
     assert summary.ttft_p50_s == pytest.approx(1.0)
     assert summary.tpot_p50_ms == pytest.approx(40.0)
     assert summary.refused_share_by_length == {"≤ 2k": 0.0, "≤ 128k": 1.0}
+    assert refusals({"p": summary}) == [["refused, by prompt tokens", "≤ 2k", "≤ 128k"], ["p", "0.0%", "100.0%"]]
+    assert refusals({"p": replace(summary, refused=0)}) == []
 
 
 def test_percentiles_are_nearest_ranks() -> None:
