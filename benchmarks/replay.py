@@ -68,8 +68,7 @@ def main() -> None:
     add("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
     add("--processes", type=int, default=2)
     parsed = parser.parse_args()
-    # Ends the processes of the pool, too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, _stop)
     points = [
         Point(trace, int(workers), mode, float(load), policy, parsed.minutes)
         for trace, workers, mode, load, policy in product(
@@ -86,6 +85,11 @@ def main() -> None:
     content = {"machine": machine(), "commit": commit(), "seed": SEED, "minutes": parsed.minutes, "rows": rows}
     (RESULTS / "replay.json").write_text(json.dumps(content, indent=2) + "\n")
     write_page(rows)
+
+
+def _stop(_signal: int, _frame: object) -> None:
+    """End the processes of the pool, too."""
+    sys.exit(1)
 
 
 def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
