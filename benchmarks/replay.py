@@ -20,7 +20,8 @@ from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, NoReturn
 
 from baton_simulator.capacity import at_load, ideal_cached_tokens, pooled_cached_share
 from baton_simulator.policies import BOUND, NAMES, on_fleet
@@ -56,6 +57,10 @@ class Point:
         return Fleet(aggregated=self.workers) if self.mode == MODES[0] else Fleet(prefill=half, decode=half)
 
 
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    sys.exit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -68,7 +73,8 @@ def main() -> None:
     add("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
     add("--processes", type=int, default=2)
     parsed = parser.parse_args()
-    signal.signal(signal.SIGTERM, _stop)
+    # Ends the processes of the pool, too.
+    signal.signal(signal.SIGTERM, _end)
     points = [
         Point(trace, int(workers), mode, float(load), policy, parsed.minutes)
         for trace, workers, mode, load, policy in product(
@@ -85,11 +91,6 @@ def main() -> None:
     content = {"machine": machine(), "commit": commit(), "seed": SEED, "minutes": parsed.minutes, "rows": rows}
     (RESULTS / "replay.json").write_text(json.dumps(content, indent=2) + "\n")
     write_page(rows)
-
-
-def _stop(_signal: int, _frame: object) -> None:
-    """End the processes of the pool, too."""
-    sys.exit(1)
 
 
 def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:

@@ -43,11 +43,11 @@ SetNumber HolderSets::without(SetNumber set, Holder holder) {
 SetNumber HolderSets::changed(SetNumber set, Holder holder) {
   const HolderSet& old = (*this)[set];
   const std::uint32_t group = holder.worker / 64;
-  const bool nobody = old.words_count() == 0;
-  std::uint32_t first = nobody ? group : std::min(old.first_group(), group);
-  std::uint32_t end = nobody ? group + 1 : std::max(old.end_group(), group + 1);
+  const bool empty = old.words_count() == 0;
+  std::uint32_t first = empty ? group : std::min(old.first_group(), group);
+  std::uint32_t end = empty ? group + 1 : std::max(old.end_group(), group + 1);
   scratch_.assign((end - first) * kTiers, 0);
-  if (!nobody) std::copy_n(old.words(), old.words_count(), scratch_.begin() + (old.first_group() - first) * kTiers);
+  if (!empty) std::copy_n(old.words(), old.words_count(), scratch_.begin() + (old.first_group() - first) * kTiers);
   scratch_[(group - first) * kTiers + static_cast<std::uint32_t>(holder.tier)] ^= std::uint64_t{1}
                                                                                   << (holder.worker % 64);
   const std::uint64_t* words = scratch_.data();

@@ -59,7 +59,8 @@ class Service:
             except TimeoutError:
                 self.process.kill()
                 await self.process.wait()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, children, 3.0)
+        _, left = await asyncio.to_thread(psutil.wait_procs, children, 3.0)
+        alive = list(filter(_runs, left))
         for child in alive:
             child.kill()
         assert not alive, f"{self.name} left processes behind: {alive}"
@@ -67,6 +68,14 @@ class Service:
 
     def tail(self, lines: int = 30) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Whether the process has not ended; one that has may still have to be reaped by the machine's init."""
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _descendants(pid: int) -> list[psutil.Process]:

@@ -172,11 +172,11 @@ async def whole_answer(tokens: Sequence[int], sampling: Sampling = GREEDY) -> li
 # ---------------------------------------------------------------- time
 
 
-async def test_it_starts_quickly() -> None:
-    started_s = time.perf_counter()
+async def test_it_starts_with_little_work() -> None:
+    began_s = time.process_time()
     async with open_world() as world:
         await world.engine(blocks=100_000)
-        assert time.perf_counter() - started_s < 0.5
+        assert time.process_time() - began_s < 0.5
 
 
 async def test_steps_take_the_time_that_the_model_says() -> None:

@@ -154,21 +154,26 @@ class SlowWorker:
         self._arrive(self._now_s)
         for request, (leg, missing) in list(self._running.items()):
             self._running[request] = leg, missing - 1
+        computed: list[Leg] = []
         for leg, tokens in chunks:
             leg.position += tokens
             if leg.position == leg.prompt_tokens:
                 self._prompts.remove(leg)
-                joiners.insert(0, leg)
-        for leg in joiners:
+                computed.append(leg)
+        for leg in (*computed, *joiners):
             self.times.first_s[leg.request] = self._now_s
             self._running[leg.request] = leg, leg.output_tokens - 1
-        for request, (leg, missing) in list(self._running.items()):
-            if missing == 0:
-                del self._running[request]
-                self.times.last_s[request] = self._now_s
-                self._cache.release(leg.blocks, leg.private_blocks)
+            if leg.output_tokens == 1:
+                self._end(leg)
+        for leg in [leg for leg, missing in self._running.values() if missing == 0]:
+            self._end(leg)
         self._admit_pulls(self._now_s)
         return True
+
+    def _end(self, leg: Leg) -> None:
+        del self._running[leg.request]
+        self.times.last_s[leg.request] = self._now_s
+        self._cache.release(leg.blocks, leg.private_blocks)
 
 
 def make_jobs(seed: int, count: int, pull_share: float) -> list[Job]:

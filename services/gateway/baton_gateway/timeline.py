@@ -10,7 +10,7 @@ from baton_gateway.attempt import AttemptMachine, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """What one step changed."""
+    """Changes of one step."""
 
     new_attempt: bool
     queued_s: float | None
