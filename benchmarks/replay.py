@@ -88,8 +88,7 @@ def main() -> None:
         if (mode, policy) != (MODES[0], "baton-auto")
     ]
     rows = run(points, parsed.processes)
-    content = {"machine": machine(), "commit": commit(), "seed": SEED, "minutes": parsed.minutes, "rows": rows}
-    (RESULTS / "replay.json").write_text(json.dumps(content, indent=2) + "\n")
+    write_results({"machine": machine(), "commit": commit(), "seed": SEED, "minutes": parsed.minutes}, rows)
     write_page(rows)
 
 
@@ -147,7 +146,13 @@ def code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-# ---------------------------------------------------------------- page
+# ---------------------------------------------------------------- results
+
+
+def write_results(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows, one line each."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (RESULTS / "replay.json").write_text(f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
 def write_page(rows: Sequence[dict[str, Any]]) -> None:

@@ -18,8 +18,9 @@ class Pull:
     tail_bytes: int
     """Bytes that cannot move before `Links.release_tail`."""
     done: Callable[[Pull], None]
-    began_s: float = 0.0
     moved_bytes: float = 0.0
+    moving_s: float = 0.0
+    """Time in which bytes moved."""
     rate_bytes_per_s: float = 0.0
     updated_s: float = 0.0
     tail_exists: bool = False
@@ -42,7 +43,6 @@ class Links:
 
     def begin(self, pull: Pull) -> None:
         """Begin to move what exists."""
-        pull.began_s = pull.updated_s = self._queue.now_s
         self._enter(pull)
 
     def release_tail(self, pull: Pull) -> None:
@@ -78,7 +78,9 @@ class Links:
                 self._queue.add(self._queue.now_s + left_s, self._on_limit, (pull, pull.version))
 
     def _move(self, pull: Pull) -> None:
-        pull.moved_bytes += (self._queue.now_s - pull.updated_s) * pull.rate_bytes_per_s
+        elapsed_s = self._queue.now_s - pull.updated_s
+        pull.moved_bytes += elapsed_s * pull.rate_bytes_per_s
+        pull.moving_s += elapsed_s if pull.rate_bytes_per_s else 0.0
         pull.updated_s = self._queue.now_s
 
     def _on_limit(self, scheduled: tuple[Pull, int]) -> None:

@@ -290,7 +290,7 @@ class Replay:
         assert flight.source is not None
         assert flight.sink is not None
         self.workers[pull.source].release(flight.source)
-        self.workers[pull.sink].pulled(flight.sink, pull.size_bytes, self._queue.now_s - pull.began_s)
+        self.workers[pull.sink].pulled(flight.sink, pull.size_bytes, pull.moving_s)
 
     def on_computed(self, worker: Worker, leg: Leg) -> None:
         stored = leg.blocks[leg.cached_blocks :]

@@ -209,13 +209,13 @@ class Worker:
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
         self._proceed(cut=len(self._waiting) == 1 and self._run is not None and not self._run.chunks)
 
-    def pulled(self, leg: Leg, size_bytes: int, elapsed_s: float) -> None:
+    def pulled(self, leg: Leg, size_bytes: int, moving_s: float) -> None:
         """The KV of an admitted pull is here: the sequence joins the next step."""
         self._listener.before_change(self)
         self._pulling -= 1
         self._joiners.append(leg)
         leg.position = leg.prompt_tokens
-        self._meter.pulls.append((size_bytes, elapsed_s))
+        self._meter.pulls.append((size_bytes, moving_s))
         self._listener.on_computed(self, leg)
         self._proceed(cut=True)
 

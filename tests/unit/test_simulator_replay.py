@@ -189,6 +189,18 @@ def test_pulls_share_a_link_evenly() -> None:
     assert ended == {"d1": pytest.approx(2.0), "d2": pytest.approx(4.0)}
 
 
+def test_a_pull_measures_only_the_time_in_which_it_moved() -> None:
+    queue, measured = EventQueue(), list[float]()
+    links = Links(queue, 100.0)
+    pull = Pull("p", "d", 300, 100, lambda pull: measured.append(pull.moving_s))
+    links.begin(pull)
+    queue.add(10.0, lambda _: links.release_tail(pull))
+    while queue.step():
+        pass
+    assert queue.now_s == pytest.approx(11.0)
+    assert measured == [pytest.approx(3.0)]
+
+
 def test_load_is_relative_to_what_the_fleet_can_do() -> None:
     fleet, trace = Fleet(aggregated=2), make_trace(1, count=900)
     half, whole = at_load(trace, fleet, 0.5), at_load(trace, fleet, 1.0)
