@@ -14,7 +14,7 @@ import psutil
 
 from baton.cli.servers import free_port
 
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 100.0
 
 
 @dataclass
