@@ -44,7 +44,7 @@ class Service:
         return chosen["worker_id"]
 
     async def arrive_at_prefill(self, request: str, tokens: list[int]) -> int:
-        """As `arrive`, but no active blocks are counted: `SelectionService` has no such setting, unlike the frontend.
+        """Do what `arrive` does, and count no active blocks: `SelectionService` lacks that setting of the frontend.
 
         Without any, the blocks that the request would add are the same for every worker.
         """
