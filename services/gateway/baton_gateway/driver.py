@@ -339,7 +339,7 @@ class AnswerDriver:
             prompt_tokens=prompt_tokens,
             sampling=sampling,
             cache_salt=order.cache_salt,
-            source=None if prefill is None else prefill,
+            source=prefill,
             cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
         )
         self._spawn(self._send_task(attempt, decode.worker, tokens, decode_task))
