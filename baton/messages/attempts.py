@@ -57,6 +57,8 @@ class Task(Message, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Prompt tokens that the placement expects in the cache of the worker that computes the prompt; the rest adds to
     its queue."""
+    wait_s: float = 0.0
+    """Time for which the attempt may wait for room, holding nothing; 0: a worker without room answers `Busy`."""
 
 
 class PrefillTask(Task, tag="prefill", frozen=True, kw_only=True):
@@ -64,6 +66,8 @@ class PrefillTask(Task, tag="prefill", frozen=True, kw_only=True):
 
     sink_ranks: int = 0
     """Tensor-parallel ranks of the decode worker, each of which pulls; 0: as many as this worker has."""
+    sink: str = ""
+    """Decode worker, which this worker asks to join once a waiting attempt has room."""
 
 
 class DecodeTask(Task, tag="decode", frozen=True, kw_only=True):
@@ -74,7 +78,7 @@ class DecodeTask(Task, tag="decode", frozen=True, kw_only=True):
 
 
 class Accepted(Message, tag="accepted", frozen=True, kw_only=True):
-    """The worker's ledger holds a reservation for this attempt."""
+    """The worker's ledger holds a reservation for this attempt, or it waits there for room."""
 
     worker: str
     generation: int
@@ -87,6 +91,15 @@ class Busy(Message, tag="busy", frozen=True, kw_only=True):
     reason: str
     """One of: `full`, `leases`, `draining`, `generation`, `role`, `tombstone`, `expired`, `incomplete`, `malformed`."""
     detail: str = ""
+
+
+class Join(Message, tag="join", frozen=True, kw_only=True):
+    """Worker to the worker of the other leg: this waiting attempt is reserved here; reserve it as well and begin.
+
+    Answered by `Accepted` or `Busy`. A pair is reserved on both workers or on neither.
+    """
+
+    context: Context
 
 
 class Cancel(Message, tag="cancel", frozen=True, kw_only=True):
@@ -185,6 +198,7 @@ class Prefilled(Message, tag="prefilled", frozen=True, kw_only=True):
 class AttemptState(StrEnum):
     """State of an attempt on a worker, see the protocol in `docs/handoff.md`."""
 
+    WAITING = "waiting"
     RESERVED = "reserved"
     QUEUED = "queued"
     PULLING = "pulling"

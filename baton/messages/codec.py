@@ -13,6 +13,7 @@ from baton.messages.attempts import (
     DecodeTask,
     Digest,
     Frames,
+    Join,
     Prefilled,
     PrefillFailed,
     PrefillTask,
@@ -40,6 +41,7 @@ AnyMessage = (
     | DecodeTask
     | Accepted
     | Busy
+    | Join
     | Cancel
     | Acknowledge
     | Resend

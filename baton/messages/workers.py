@@ -56,6 +56,10 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     context_tokens_max: int
     running: int = 0
     waiting: int = 0
+    overbooked: int = 0
+    """Attempts that wait for room, and hold neither a slot nor KV."""
+    overbooked_kv_tokens: int = 0
+    """KV that they will take."""
     running_max: int
     kv_blocks_used: int = 0
     kv_blocks_total: int

@@ -12,7 +12,7 @@ from baton.messages.attempts import DecodeTask, PrefillTask
 from baton.messages.base import WorkerAddress, unpack_tokens
 from baton.messages.workers import RANKS_MAX, Role
 from baton.worker.assembly import Assembly
-from baton.worker.ledger import Ask, Key, Refusal
+from baton.worker.attempt import Ask, Key, Refusal
 
 REQUEST_CHARACTERS_MAX: Final = 256
 _GATEWAY = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -54,9 +54,14 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
         )
     if task.sampling.max_tokens < 1:
         return Refusal("malformed", "max_tokens must be at least 1")
-    leg = Leg.PREFILL
-    if isinstance(task, DecodeTask):
+    leg, partner = Leg.PREFILL, ""
+    if isinstance(task, PrefillTask):
+        partner = task.sink
+    else:
         leg = Leg.DECODE if task.source else Leg.WHOLE
+        partner = task.source.worker if task.source else ""
+    if leg is not Leg.WHOLE and task.wait_s > 0 and not partner:
+        return Refusal("malformed", "a leg that may wait names the worker of the other one")
     if leg is not Leg.WHOLE and not facts.agents:
         return Refusal("malformed", "this worker's engine has no transfer agent, it cannot hand off")
     if isinstance(task, PrefillTask) and not 0 <= task.sink_ranks <= RANKS_MAX:
@@ -72,6 +77,8 @@ def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: Engine
         budget_s=task.context.budget_s,
         # The last token is always computed, to sample from it.
         cached_tokens=max(0, min(task.cached_tokens, task.prompt_tokens - 1)),
+        wait_s=task.wait_s,
+        partner=partner,
     )
 
 

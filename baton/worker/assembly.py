@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from baton.errors import MalformedMessage
 from baton.messages.attempts import TokenChunk
 from baton.messages.base import TOKEN_BYTES
-from baton.worker.ledger import Key
+from baton.worker.attempt import Key
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from baton.bus import Bus
 from baton.errors import BatonError
 from baton.messages.attempts import Frame, Frames, TokenLogprob, Usage
 from baton.messages.base import TOKEN_BYTES, WorkerAddress, pack_tokens
-from baton.worker.ledger import Key
+from baton.worker.attempt import Key
 
 _log = logging.getLogger("baton.worker")
 

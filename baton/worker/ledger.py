@@ -2,10 +2,16 @@
 
 Pure: the clock's values are passed in. States, and what each holds (protocol: `docs/handoff.md`):
 
+    WAITING     nothing
+        ▼ begin, join
     RESERVED ──enter──▶ QUEUED | PULLING ──advance──▶ RUNNING ──end──▶ RETAINED ──▶ gone     decode
         │   slot, blocks                 slot, blocks          tokens only
         └─────enter──▶ COMPUTING ──hold──▶ HELD ──settle──▶ gone                             prefill
             slot, blocks, lease        blocks, lease
+
+WAITING is an attempt that may wait for room, in order of arrival. Its legs on two workers are reserved on both or on
+neither: the worker that has room first reserves (`begin`) and asks the other one, which reserves and starts (`join`) or
+refuses; then the first one starts (`joined`) or waits again, holding nothing (`fall_back`).
 
 QUEUED is an aggregated attempt before its first token, PULLING a disaggregated one: engines report
 nothing finer. `stop` ends an attempt in any state. Inside the engine it only marks the attempt, which
@@ -16,140 +22,29 @@ key leaves a tombstone that outlives both.
 
 from __future__ import annotations
 
-from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
 from baton.engines.engine import EngineDelta, Leg
-from baton.errors import AttemptFailed, BatonError, DeadlineExceeded, EngineFailed
-from baton.messages.attempts import AttemptState, DigestEntry, Finish, FinishReason, Frame, TokenLogprob, Usage
-from baton.messages.base import ErrorReport, pack_tokens
+from baton.errors import AttemptFailed, BatonError, DeadlineExceeded, EngineFailed, Overloaded
+from baton.messages.attempts import AttemptState, DigestEntry, Finish, FinishReason
+from baton.messages.base import ErrorReport
 from baton.node.membership import Membership
+from baton.worker.attempt import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Limits, Refusal, Stopped
 from baton.worker.tombstones import Tombstones
 
-Key = tuple[str, int]
-
-IN_ENGINE: Final = frozenset({AttemptState.QUEUED, AttemptState.PULLING, AttemptState.RUNNING, AttemptState.COMPUTING})
-WITH_SLOT: Final = IN_ENGINE | {AttemptState.RESERVED}
-WITH_BLOCKS: Final = WITH_SLOT | {AttemptState.HELD}
+JOIN_TIMEOUT_S: Final = 0.5
+"""Longest time for which a leg stays reserved while the worker of the other leg is asked."""
+JOIN_PAUSE_S: Final = 0.05
+"""Time after a refused join in which the leg lets others go first."""
 
 _ENTERED: Final = {
     Leg.WHOLE: AttemptState.QUEUED,
     Leg.DECODE: AttemptState.PULLING,
     Leg.PREFILL: AttemptState.COMPUTING,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of a worker. `kv_blocks` are the engine's blocks, of `engine_block_tokens` each."""
-
-    slots: int
-    kv_blocks: int
-    engine_block_tokens: int
-    output_headroom_tokens_max: int = 512
-    """An attempt reserves blocks for its prompt and for at most this much output."""
-    leased_share_max: float = 0.4
-    enter_timeout_s: float = 2.0
-    progress_s: float = 30.0
-    """An attempt that has begun to generate is given up after this long without a further token."""
-    retain_s: float = 30.0
-    retained_tokens_max: int = 4_000_000
-    lost_after_s: float = 5.0
-    """A gateway that is silent for this long is lost, and its attempts are aborted."""
-    abort_timeout_s: float = 10.0
-    """An aborted attempt that the engine has not released after this long is ended without it."""
-    budget_s_max: float = 3600.0
-    tombstones_max: int = 65_536
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """A task's request to the ledger."""
-
-    key: Key
-    gateway: str
-    leg: Leg
-    prompt_tokens: int
-    output_tokens_max: int
-    budget_s: float
-    cached_tokens: int = 0
-    """Prompt tokens expected in this worker's cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Refusal of an ask: `reason` of `messages.Busy`, and a sentence."""
-
-    reason: str
-    detail: str
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Attempt:
-    """One attempt in the ledger; changed by the ledger alone."""
-
-    key: Key
-    gateway: str
-    leg: Leg
-    prompt_tokens: int
-    uncached_tokens: int
-    """Prompt tokens that must be computed, as estimated at admission."""
-    blocks: int
-    deadline_s: float
-    """Instant by which its first token must arrive."""
-    give_up_s: float
-    """Instant at which it is given up: the deadline, and once tokens come, the progress limit after the last one."""
-    state: AttemptState = AttemptState.RESERVED
-    state_until_s: float = inf
-    """Instant at which a state with its own time limit ends: RESERVED, RETAINED, stopping."""
-    stopping: bool = False
-    stop_error: BatonError | None = None
-    """Error to report for a stopped attempt; None: no report is wanted."""
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
-    cached_tokens: int = 0
-    transferred_tokens: int = 0
-    transferred_bytes: int = 0
-    finish: Finish | None = None
-
-    def usage(self) -> Usage:
-        here_before = self.cached_tokens + self.transferred_tokens
-        return Usage(
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=len(self.tokens),
-            cached_tokens=self.cached_tokens,
-            transferred_tokens=self.transferred_tokens,
-            transferred_bytes=self.transferred_bytes,
-            computed_tokens=max(0, self.prompt_tokens - here_before),
-        )
-
-    def frame(self, index: int) -> Frame:
-        """Return all output from token `index` on, the end included."""
-        index = max(0, min(index, len(self.tokens)))
-        request, attempt = self.key
-        return Frame(
-            request=request,
-            attempt=attempt,
-            index=index,
-            tokens=pack_tokens(self.tokens[index:]),
-            logprobs=tuple(self.logprobs[index:]),
-            finish=self.finish,
-            usage=self.usage() if index == 0 and self.tokens else None,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """An attempt that `sweep` stopped, and what the caller must do about it."""
-
-    attempt: Attempt
-    tell_engine: bool
-    overdue: bool = False
-    """The engine never released the attempt; its task must be cancelled."""
 
 
 class Ledger:
@@ -181,8 +76,13 @@ class Ledger:
     @property
     def prefill_tokens_queued(self) -> int:
         """Prompt tokens accepted and not yet computed, without those expected in the cache."""
-        uncomputed = (AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
+        uncomputed = (AttemptState.WAITING, AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
         return sum(a.uncached_tokens for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
+
+    @property
+    def waiting(self) -> list[Attempt]:
+        """Attempts that wait for room, in order of arrival."""
+        return [attempt for attempt in self if attempt.state is AttemptState.WAITING]
 
     def digests(self) -> dict[str, tuple[DigestEntry, ...]]:
         """Return the attempts held for each live gateway; an empty list is reported, too."""
@@ -196,7 +96,10 @@ class Ledger:
     # ------------------------------------------------------------ admission
 
     def reserve(self, ask: Ask, now_s: float) -> Attempt | Refusal:
-        """Reserve for an attempt, or say why not. The caller looks up live keys with `get` first."""
+        """Reserve for an attempt, have it wait if it may, or say why not.
+
+        The caller looks up live keys with `get` first.
+        """
         assert ask.key not in self._attempts, "a live attempt is reserved twice"
         request, number = ask.key
         if not ask.budget_s > 0:
@@ -206,7 +109,8 @@ class Ledger:
             return Refusal("tombstone", "this attempt was cancelled or ended here, or a newer one was seen")
         if self.draining:
             return Refusal("draining", "the worker is leaving")
-        if refusal := self._lack(blocks := self._blocks_of(ask), ask.leg):
+        blocks = self._blocks_of(ask)
+        if refusal := self._no_place(blocks, ask.leg) if ask.wait_s > 0 else self._lack(blocks, ask.leg):
             return refusal
         self.hear_gateway(ask.gateway, now_s)
         deadline_s = now_s + min(ask.budget_s, self.limits.budget_s_max)
@@ -219,19 +123,36 @@ class Ledger:
             blocks=blocks,
             deadline_s=deadline_s,
             give_up_s=deadline_s,
-            state_until_s=now_s + self.limits.enter_timeout_s,
+            state=AttemptState.WAITING,
+            partner=ask.partner,
+            wait_until_s=now_s + min(ask.wait_s, self.limits.wait_s_max),
         )
         self._attempts[ask.key] = attempt
         self._bury(request, number - 1, deadline_s)
-        self.slots_used += 1
-        self.blocks_used += blocks
-        self.leased_blocks += blocks if ask.leg is Leg.PREFILL else 0
+        if not ask.wait_s > 0:
+            self._take_room(attempt, now_s + self.limits.enter_timeout_s)
         return attempt
+
+    def _take_room(self, attempt: Attempt, until_s: float) -> None:
+        attempt.state, attempt.state_until_s = AttemptState.RESERVED, until_s
+        self.slots_used += 1
+        self.blocks_used += attempt.blocks
+        self.leased_blocks += attempt.blocks if attempt.leg is Leg.PREFILL else 0
 
     def _blocks_of(self, ask: Ask) -> int:
         # Prefill's sampled token is discarded, so it never takes a place in the cache.
         output = 0 if ask.leg is Leg.PREFILL else min(ask.output_tokens_max, self.limits.output_headroom_tokens_max)
         return -(-(ask.prompt_tokens + output) // self.limits.engine_block_tokens)
+
+    def _no_place(self, blocks: int, leg: Leg) -> Refusal | None:
+        """Return why an attempt cannot wait here: too many do, or it would not fit even alone."""
+        limits = self.limits
+        if len(self.waiting) >= limits.waiting_max:
+            return Refusal("full", f"{limits.waiting_max} attempts wait already")
+        share = limits.leased_share_max if leg is Leg.PREFILL else 1.0
+        if blocks > int(limits.kv_blocks * share):
+            return Refusal("full", f"{blocks} KV blocks asked, the worker has {int(limits.kv_blocks * share)}")
+        return None
 
     def _lack(self, blocks: int, leg: Leg) -> Refusal | None:
         limits = self.limits
@@ -246,12 +167,66 @@ class Ledger:
             )
         return None
 
+    # ------------------------------------------------------------ waiting for room
+
+    def begin(self, now_s: float) -> list[Attempt]:
+        """Reserve for waiting attempts, first come, first served, and return those that now have room.
+
+        An attempt with a `partner` is only reserved until `joined` or `fall_back`; the others may enter the engine.
+        """
+        begun: list[Attempt] = []
+        for attempt in self.waiting:
+            if attempt.offer_at_s > now_s:
+                continue
+            if self._lack(attempt.blocks, attempt.leg):
+                # Smaller attempts behind it must not take its room again and again.
+                break
+            attempt.joining = bool(attempt.partner)
+            self._take_room(attempt, now_s + (JOIN_TIMEOUT_S if attempt.joining else self.limits.enter_timeout_s))
+            begun.append(attempt)
+        return begun
+
+    def join(self, key: Key, now_s: float) -> Attempt | None:
+        """Reserve because the other leg is reserved, and return the attempt; None where it cannot be.
+
+        It must enter the engine unless it already did.
+        """
+        attempt = self._attempts.get(key)
+        if attempt is None or attempt.stopping or attempt.state is AttemptState.RETAINED:
+            return None
+        if attempt.state is AttemptState.WAITING:
+            if self._lack(attempt.blocks, attempt.leg):
+                return None
+            self._take_room(attempt, inf)
+        self._confirm(attempt, now_s)
+        return attempt
+
+    def joined(self, key: Key, now_s: float) -> bool:
+        """Record that both legs are reserved; True if this one is to enter the engine now."""
+        attempt = self._attempts.get(key)
+        if attempt is None or not attempt.joining:
+            return False
+        self._confirm(attempt, now_s)
+        return True
+
+    def _confirm(self, attempt: Attempt, now_s: float) -> None:
+        if attempt.state is AttemptState.RESERVED:
+            attempt.joining, attempt.state_until_s = False, now_s + self.limits.enter_timeout_s
+
+    def fall_back(self, key: Key, now_s: float) -> None:
+        """Wait again, holding nothing: the other leg cannot be reserved."""
+        attempt = self._attempts.get(key)
+        if attempt is not None and attempt.joining:
+            attempt.joining, attempt.state_until_s = False, inf
+            attempt.offer_at_s = now_s + JOIN_PAUSE_S
+            self._change(attempt, AttemptState.WAITING)
+
     # ------------------------------------------------------------ progress
 
     def enter(self, key: Key) -> bool:
         """Record that the attempt is handed to the engine now; False if it must not be any more."""
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state is not AttemptState.RESERVED:
+        if attempt is None or attempt.state is not AttemptState.RESERVED or attempt.joining:
             return False
         attempt.state = _ENTERED[attempt.leg]
         attempt.state_until_s = inf
@@ -301,7 +276,7 @@ class Ledger:
         An attempt whose gateway may still ask for it is RETAINED with its `finish`; others are forgotten at once.
         """
         attempt = self._attempts.get(key)
-        if attempt is None or attempt.state not in WITH_SLOT:
+        if attempt is None or attempt.state not in WITH_SLOT | {AttemptState.WAITING}:
             return None
         if attempt.stopping:
             error = attempt.stop_error
@@ -341,7 +316,7 @@ class Ledger:
         had the attempt); without one, the attempt is forgotten.
         """
         match attempt.state:
-            case AttemptState.RESERVED:
+            case AttemptState.WAITING | AttemptState.RESERVED:
                 attempt.stopping, attempt.stop_error = True, error
                 self.end(attempt.key, FinishReason.ERROR, error, now_s)
                 return False
@@ -384,6 +359,11 @@ class Ledger:
                     self._forget(attempt)
             elif attempt.give_up_s <= now_s:
                 stopped.append(Stopped(attempt, self.stop(attempt, self._lateness(attempt), now_s)))
+            elif attempt.state is AttemptState.WAITING and attempt.wait_until_s <= now_s:
+                full = Overloaded("no room within the time for which the attempt may wait here")
+                stopped.append(Stopped(attempt, self.stop(attempt, full, now_s)))
+            elif attempt.joining and attempt.state_until_s <= now_s:
+                self.fall_back(attempt.key, now_s)
             elif attempt.state is AttemptState.RESERVED and attempt.state_until_s <= now_s:
                 stuck = AttemptFailed(f"the attempt did not enter the engine within {self.limits.enter_timeout_s:g} s")
                 stopped.append(Stopped(attempt, self.stop(attempt, stuck, now_s)))

@@ -17,7 +17,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.node.service import Node, Process, run
 from baton.worker.admission import Identity
-from baton.worker.ledger import Limits
+from baton.worker.attempt import Limits
 from baton.worker.service import Timers, WorkerService
 from baton.worker.settings import WorkerSettings, create_engine
 

@@ -16,8 +16,9 @@ from baton.errors import BatonError, EngineFailed
 from baton.messages.attempts import FinishReason, Prefilled, PrefillFailed
 from baton.messages.base import Context, WorkerAddress
 from baton.telemetry import Metrics, Tracing, catalogue
+from baton.worker.attempt import Attempt
 from baton.worker.frames import FrameSender
-from baton.worker.ledger import Attempt, Ledger
+from baton.worker.ledger import Ledger
 from baton.worker.rates import Rates
 from baton.worker.tracing import LegTrace, traced_leg
 

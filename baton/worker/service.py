@@ -32,6 +32,7 @@ from baton.messages.attempts import (
     DecodeTask,
     Digest,
     FinishReason,
+    Join,
     PrefillTask,
     Resend,
     TokenChunk,
@@ -43,14 +44,16 @@ from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node, subscribed
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
 from baton.worker.assembly import Assembly
+from baton.worker.attempt import Attempt, Key, Limits, Refusal
 from baton.worker.canary import prove_block_identity
 from baton.worker.events import EventPublisher
 from baton.worker.frames import FrameSender
-from baton.worker.ledger import Attempt, Key, Ledger, Limits, Refusal
+from baton.worker.ledger import Ledger
 from baton.worker.metrics import WorkerReadings
 from baton.worker.rates import Rates
 from baton.worker.runner import Runner
 from baton.worker.shadow import ShadowMap
+from baton.worker.waiting import WaitingAttempts
 
 _log = logging.getLogger("baton.worker")
 
@@ -108,6 +111,9 @@ class WorkerService:
             address=identity.address,
             on_engine_failed=self._engine_failed.set,
         )
+        self._waiting = WaitingAttempts(
+            bus=self._bus, clock=self._clock, engine=engine, ledger=self._ledger, address=identity.address
+        )
         shadow = ShadowMap(
             model_digest=facts.model_digest,
             engine_block_tokens=facts.block_tokens,
@@ -146,6 +152,7 @@ class WorkerService:
                     tasks.create_task(self._publisher.follow(self._engine.events()), name="events"),
                     tasks.create_task(self._publisher.publish(), name="kv-stream"),
                     tasks.create_task(self._frames.run(), name="frames"),
+                    tasks.create_task(self._waiting.run(), name="waiting"),
                 ]
                 await prove_block_identity(
                     self._engine,
@@ -215,6 +222,8 @@ class WorkerService:
                     tell_engine = self._ledger.acknowledge(key, now_s)
                 if attempt is not None and tell_engine:
                     self._tasks.create_task(self._runner.abort(attempt))
+            case Join() as join:
+                await delivery.respond(self._waiting.answer(join))
             case Resend(context=context, index=index):
                 attempt = self._ledger.get((context.request, context.attempt))
                 # No answer for an unknown attempt: the next digest shows that it is gone.
@@ -225,7 +234,7 @@ class WorkerService:
                 await delivery.respond(Refused(error=ErrorReport.of(wrong)))
 
     def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
-        """Reserve for an attempt and start it, or say why not. Raises InvalidRequest for unsupported parameters."""
+        """Start an attempt or let it wait, or say why not. Raises InvalidRequest for unsupported parameters."""
         address = self._identity.address
         accepted = Accepted(worker=address.worker, generation=address.generation)
         known = self._ledger.get(key_of(task))
@@ -252,10 +261,17 @@ class WorkerService:
         attempt = self._ledger.reserve(ask, now_s)
         if isinstance(attempt, Refusal):
             return attempt
-        request = engine_request(task, ask, tokens, attempt.deadline_s - now_s)
-        run = self._tasks.create_task(self._runner.run(attempt, request, task.context.trace))
-        self._running[attempt.key] = run
-        run.add_done_callback(lambda _: self._running.pop(attempt.key, None))
+
+        def start() -> None:
+            request = engine_request(task, ask, tokens, attempt.deadline_s - self._clock.now_s())
+            run = self._tasks.create_task(self._runner.run(attempt, request, task.context.trace))
+            self._running[attempt.key] = run
+            run.add_done_callback(lambda _: self._running.pop(attempt.key, None))
+
+        if attempt.state is AttemptState.WAITING:
+            self._waiting.add(attempt, start)
+        else:
+            start()
         return attempt
 
     async def _on_gateway_beat(self, delivery: Delivery) -> None:
@@ -291,6 +307,7 @@ class WorkerService:
         states = [attempt.state for attempt in ledger]
         engine_blocks = round(self._engine.load().kv_usage * facts.kv_blocks)
         waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
+        overbooked = ledger.waiting
         return Heartbeat(
             address=identity.address,
             role=identity.role,
@@ -305,6 +322,8 @@ class WorkerService:
             context_tokens_max=facts.context_tokens_max,
             running=ledger.slots_used - waiting,
             waiting=waiting,
+            overbooked=len(overbooked),
+            overbooked_kv_tokens=sum(attempt.blocks for attempt in overbooked) * facts.block_tokens,
             running_max=ledger.limits.slots,
             # Reserved blocks count as used, because the ledger admits by its own reservations.
             kv_blocks_used=min(max(ledger.blocks_used, engine_blocks), facts.kv_blocks),

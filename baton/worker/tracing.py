@@ -17,7 +17,7 @@ from opentelemetry.trace import SpanKind
 from baton.clock import Clock
 from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
 from baton.telemetry import Span, Tracing
-from baton.worker.ledger import Attempt
+from baton.worker.attempt import Attempt
 
 
 class LegTrace:

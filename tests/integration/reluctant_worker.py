@@ -10,7 +10,8 @@ from typing import Final
 from baton_decode.config import DecodeSettings
 
 from baton.messages.workers import Role
-from baton.worker.ledger import Key, Ledger
+from baton.worker.attempt import Key
+from baton.worker.ledger import Ledger
 from baton.worker.process import run_worker
 
 _enter: Final = Ledger.enter

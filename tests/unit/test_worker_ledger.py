@@ -11,7 +11,8 @@ from baton.engines.engine import EngineDelta, Leg
 from baton.errors import AttemptFailed, DeadlineExceeded, EngineFailed, WorkerLost
 from baton.messages.attempts import AttemptState, FinishReason
 from baton.messages.base import unpack_tokens
-from baton.worker.ledger import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Ledger, Limits, Refusal
+from baton.worker.attempt import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Limits, Refusal
+from baton.worker.ledger import Ledger
 from baton.worker.tombstones import Tombstones
 
 LIMITS = Limits(slots=3, kv_blocks=20, engine_block_tokens=10, output_headroom_tokens_max=20)

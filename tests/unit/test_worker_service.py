@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 import pytest
@@ -25,6 +25,7 @@ from baton.messages.attempts import (
     FinishReason,
     Frame,
     Frames,
+    Join,
     Prefilled,
     PrefillFailed,
     PrefillTask,
@@ -41,7 +42,7 @@ from baton.node.service import Node, serve
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
 from baton.worker.admission import Identity
-from baton.worker.ledger import Limits
+from baton.worker.attempt import Limits
 from baton.worker.service import Timers, WorkerService
 
 GENERATION = 7
@@ -395,6 +396,86 @@ async def test_a_third_attempt_finds_the_worker_full(decode: World) -> None:
     assert refusal.reason == "full"
     await decode.tell(Cancel(context=context("a")))
     assert isinstance(await decode.ask(decode_task("c", 1)), Accepted)
+
+
+async def fill(world: World, make: Callable[[str], DecodeTask | PrefillTask]) -> None:
+    for request in ("a", "b"):
+        assert isinstance(await world.ask(make(request)), Accepted)
+
+
+async def test_an_attempt_that_may_wait_starts_once_there_is_room(decode: World) -> None:
+    await fill(decode, decode_task)
+    waiting = msgspec.structs.replace(decode_task(pulls=False), wait_s=1.0)
+    assert isinstance(await decode.ask(waiting), Accepted)
+    assert await decode.ask(waiting) == Accepted(worker="w0", generation=GENERATION), "sent twice, it waits once"
+    await decode.clock.advance(0.5)
+    assert ("r", 0) not in decode.engine.requests
+    beat = decode.heartbeat()
+    assert (beat.running, beat.overbooked, beat.overbooked_kv_tokens) == (2, 1, 128)
+    await decode.step(EngineDelta(tokens=[4], finish=FinishReason.LENGTH), ("a", 0))
+    await decode.clock.advance(0.01)
+    assert decode.engine.requests["r", 0].budget_s == pytest.approx(59.49, abs=0.01)
+
+
+async def test_an_attempt_that_waited_too_long_ends_as_overloaded(decode: World) -> None:
+    await fill(decode, decode_task)
+    await decode.ask(msgspec.structs.replace(decode_task(pulls=False), wait_s=0.5))
+    await decode.clock.advance(0.8)
+    (frame,) = decode.frames()
+    assert frame.finish is not None
+    assert frame.finish.error is not None
+    assert frame.finish.error.code == "overloaded"
+    assert ("r", 0) not in decode.engine.requests
+
+
+async def partner(world: World, name: str, *answers: AnyMessage) -> list[AnyMessage]:
+    """Play the worker of the other leg; return what it receives."""
+    received: list[AnyMessage] = []
+
+    async def answer(delivery: Delivery) -> None:
+        received.append(delivery.message)
+        await delivery.respond(answers[min(len(received), len(answers)) - 1])
+
+    await world.gateway_bus.subscribe(subjects.task(name), answer)
+    return received
+
+
+async def test_a_pair_starts_once_the_partner_has_joined(decode: World) -> None:
+    joins = await partner(decode, "p0", Busy(worker="p0", reason="full"), Accepted(worker="p0", generation=3))
+    await decode.ask(msgspec.structs.replace(decode_task(), wait_s=1.0))
+    await decode.clock.settle()
+    assert len(joins) == 1
+    assert ("r", 0) not in decode.engine.requests, "the partner has no room"
+    await decode.clock.advance(0.1)
+    assert [join.context.request for join in joins if isinstance(join, Join)] == ["r", "r"]
+    assert ("r", 0) in decode.engine.requests
+
+
+async def test_a_partner_that_does_not_answer_costs_others_nothing(decode: World) -> None:
+    await decode.ask(msgspec.structs.replace(decode_task(), wait_s=5.0))
+    await decode.ask(msgspec.structs.replace(decode_task("a", pulls=False), wait_s=5.0))
+    await decode.clock.advance(0.01)
+    assert ("a", 0) in decode.engine.requests
+    assert ("r", 0) not in decode.engine.requests
+
+
+async def test_prefill_joins_a_decode_worker_that_has_room(prefill: World) -> None:
+    await partner(prefill, "d0", Busy(worker="d0", reason="full"))
+    join = Join(context=context())
+    assert isinstance(await prefill.ask(join), Busy), "its own task has not come"
+    await prefill.ask(msgspec.structs.replace(prefill_task(), wait_s=1.0, sink="d0"))
+    await prefill.clock.advance(0.01)
+    assert ("r", 0) not in prefill.engine.requests
+    assert isinstance(await prefill.ask(join), Accepted)
+    await prefill.clock.settle()
+    assert ("r", 0) in prefill.engine.requests
+    assert isinstance(await prefill.ask(join), Accepted), "the first answer was lost"
+
+
+async def test_a_leg_that_may_wait_must_know_its_partner(prefill: World) -> None:
+    answer = await prefill.ask(msgspec.structs.replace(prefill_task(), wait_s=1.0))
+    assert isinstance(answer, Busy)
+    assert answer.reason == "malformed"
 
 
 async def test_a_foreign_message_is_refused(decode: World) -> None:

@@ -6,8 +6,8 @@ A lower class comes first. A request moves up one class each `age_s`, so no clas
 that was given the fewest tokens comes next, and within a tenant the request with the earliest deadline. The order is a
 preference: what it names first may be unable to start anywhere while later requests can, so any entry may be taken.
 
-Tenants share by deficits, kept as virtual time: an account per tenant counts the tokens that were placed for it, and a
-tenant that had nothing waiting joins at the level of the account charged last, so it gets no credit for the time before.
+Tenants share by deficits, kept as virtual time: an account per tenant counts the tokens that were placed for it. A
+tenant that had nothing waiting joins at the level of the account charged last, without credit for the time before.
 Two tenants with waiting requests differ by at most one request, as in deficit round robin, without a quantum to choose.
 """
 
