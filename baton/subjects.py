@@ -8,10 +8,13 @@ HEARTBEAT: Final = "baton.heartbeat"
 """Workers to all: `Heartbeat`, `Goodbye`."""
 
 GATEWAY_BEAT: Final = "baton.gateway_beat"
-"""Gateways to all workers: `GatewayBeat`."""
+"""Gateways to all workers and schedulers: `GatewayBeat`."""
 
 PLACE: Final = "baton.place"
 """Gateway to one of the schedulers (queue group `SCHEDULERS`): `Place`."""
+
+WITHDRAWALS: Final = "baton.withdraw"
+"""Gateways to every scheduler: `Withdraw`."""
 
 MATCH: Final = "baton.match"
 """Scheduler to one of the indexes (queue group `INDEXES`): `Match`."""
@@ -57,7 +60,7 @@ def shadow(worker: str) -> str:
 
 
 def gateway(gateway: str) -> str:
-    """Workers to one gateway: `Frames`, `Digest`, `PrefillFailed`."""
+    """Workers to one gateway: `Frames`, `Digest`, `PrefillFailed`. Schedulers to it: `QueuePositions`, `Released`."""
     return f"baton.gateway.{gateway}.frames"
 
 

@@ -22,7 +22,7 @@ from baton.messages.attempts import (
 )
 from baton.messages.base import Refused
 from baton.messages.index import IndexQuery, IndexReport, KvEvents, Match, Matched, ShadowPage, ShadowQuery, WriterLease
-from baton.messages.placement import Audited, Place, Placed, Placement
+from baton.messages.placement import Audited, Held, Place, Placed, Placement, QueuePositions, Released, Withdraw
 from baton.messages.traces import TracePage, TraceQuery, TraceWanted
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
 
@@ -31,6 +31,10 @@ AnyMessage = (
     | Goodbye
     | Place
     | Placement
+    | Held
+    | QueuePositions
+    | Released
+    | Withdraw
     | Refused
     | Match
     | Matched

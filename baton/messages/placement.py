@@ -1,4 +1,5 @@
-"""Placement: gateways ask a scheduler; schedulers tell the indexes and each other what they placed."""
+"""Placement: gateways ask a scheduler, which places or holds; schedulers tell the indexes and each other what they
+placed."""
 
 from __future__ import annotations
 
@@ -7,9 +8,15 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from baton.messages.base import PARAMETERS_MAX, Context, Message, ParameterName, Part, WorkerAddress
+from baton.messages.base import PARAMETERS_MAX, Context, ErrorReport, Message, ParameterName, Part, WorkerAddress
 
 REFUSALS_MAX: Final = 8
+PRIORITIES: Final = 8
+PRIORITY_BEGUN: Final = 0
+"""Class of answers that have begun: their clients wait in the middle of an answer."""
+PRIORITY_NEW: Final = 1
+POSITIONS_MAX: Final = 2048
+"""Entries in one message of positions."""
 
 
 class Disaggregation(StrEnum):
@@ -21,7 +28,7 @@ class Disaggregation(StrEnum):
 
 
 class Place(Message, tag="place", frozen=True, kw_only=True):
-    """Gateway to any scheduler: choose workers for this attempt. Answered by `Placement` or `Refused`."""
+    """Gateway to any scheduler: choose workers for this attempt. Answered by `Placement`, `Held` or `Refused`."""
 
     context: Context
     model: str
@@ -40,6 +47,18 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()
     """Workers that refused the request's parameters. Unlike `exclude`, a strict rule; it covers all workers of the
     same `engine_kind`."""
+    busy: tuple[str, ...] = ()
+    """Workers that have just answered `Busy`: their newest heartbeat is out of date."""
+    gateway: str = ""
+    """Gateway whose own subject gets what becomes of a held request."""
+    hold_s: float = 0.0
+    """Time for which the scheduler may hold the request until a worker has room; 0: it is refused as overloaded."""
+    due_in_s: float = 0.0
+    """Time left for the first token by the request's objective; less than 0: it is late already."""
+    tenant: str = ""
+    """Digest of the client's API key; empty: a deployment without keys."""
+    priority: int = PRIORITY_NEW
+    """Class of the request in the queue, from 0 to below `PRIORITIES`; lower ones come first."""
 
 
 class Candidate(Part, frozen=True, kw_only=True):
@@ -54,6 +73,8 @@ class Candidate(Part, frozen=True, kw_only=True):
     """Part of `cached_tokens` that is still being prefilled."""
     predicted_ttft_s: float
     predicted_token_interval_s: float = 0.0
+    waiting_s: float = 0.0
+    """Part of `predicted_ttft_s` until the workers have room."""
 
 
 class Placement(Message, tag="placement", frozen=True, kw_only=True):
@@ -62,11 +83,48 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
     reason: str
     predicted: Candidate
     candidates: tuple[Candidate, ...] = ()
+    wait_s: float = 0.0
+    """Time for which the attempt may wait at its workers for room; 0: they have room now."""
 
     @property
     def addresses(self) -> tuple[WorkerAddress, ...]:
         """Decode worker, then prefill worker if there is one."""
         return (self.decode,) if self.prefill is None else (self.decode, self.prefill)
+
+
+class Held(Message, tag="held", frozen=True, kw_only=True):
+    """Scheduler to gateway, in answer to `Place`: the request is held, and `Released` follows.
+
+    Until then it is listed in `QueuePositions`. A gateway that hears neither asks again.
+    """
+
+    scheduler: str
+
+
+class QueuePositions(Message, tag="positions", frozen=True, kw_only=True):
+    """Scheduler to gateway, four times a second: all attempts that it holds for this gateway, in several messages if
+    there are many."""
+
+    scheduler: str
+    positions: tuple[tuple[str, int, int], ...]
+    """(request, attempt, number of requests before it)."""
+
+
+class Released(Message, tag="released", frozen=True, kw_only=True):
+    """Scheduler to gateway: a held request is no longer held. It is placed, or refused with `error`, or, with neither,
+    handed back: the scheduler leaves, and another one must be asked."""
+
+    request: str
+    attempt: int
+    placement: Placement | None = None
+    error: ErrorReport | None = None
+
+
+class Withdraw(Message, tag="withdraw", frozen=True, kw_only=True):
+    """Gateway to every scheduler: this attempt needs no placement any more."""
+
+    request: str
+    attempt: int
 
 
 class Placed(Message, tag="placed", frozen=True, kw_only=True):
@@ -84,6 +142,7 @@ class Placed(Message, tag="placed", frozen=True, kw_only=True):
     prompt_tokens: int = 0
     output_tokens_max: int = 0
     predicted: Candidate | None = None
+    tenant: str = ""
 
 
 class Audited(Message, tag="audited", frozen=True, kw_only=True):

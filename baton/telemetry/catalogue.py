@@ -198,10 +198,10 @@ WORKERS: Final = _gauge(
 PLACEMENTS: Final = _counter(
     "baton_placements_total",
     SCHEDULER,
-    "Placements answered, gateways' probes included; refusals by their code.",
+    "Placements made, gateways' probes included; requests held; refusals by their code.",
     "result",
     known=(
-        *("disaggregated", "aggregated", "overloaded", "no_workers", "model_not_found", "invalid_request"),
+        *("disaggregated", "aggregated", "held", "overloaded", "no_workers", "model_not_found", "invalid_request"),
         "deadline_exceeded",
     ),
 )
@@ -212,6 +212,7 @@ PLACE_DURATION: Final = _histogram(
     buckets=(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
 )
 PLACING: Final = _gauge("baton_placing", SCHEDULER, "Placements in progress.")
+HELD_REQUESTS: Final = _gauge("baton_held_requests", SCHEDULER, "Requests held until a worker has room.", "model")
 WITHOUT_INDEX: Final = _counter(
     "baton_placements_without_index_total", SCHEDULER, "Placements made without the index, because it did not answer."
 )

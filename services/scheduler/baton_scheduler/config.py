@@ -37,7 +37,18 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
         Share, msgspec.Meta(description="Share of its KV that a prefill worker may lease out, as set on the workers.")
     ] = 0.4
     retry_after_s: Annotated[Seconds, msgspec.Meta(description="Least time until a refused client may retry.")] = 1.0
-    placements_max: Annotated[Count, msgspec.Meta(description="Most requests placed at the same time.")] = 1024
+    place_wait_s_max: Annotated[
+        Seconds,
+        msgspec.Meta(
+            description="What can begin within this predicted time is placed at once and waits at its worker; the rest "
+            "is held."
+        ),
+    ] = 0.5
+    placements_max: Annotated[
+        Count, msgspec.Meta(description="Most requests placed at the same time; further ones are held.")
+    ] = 32
+    held_max: Annotated[Count, msgspec.Meta(description="Most requests held until a worker has room; then 429.")] = 4096
+    age_s: Annotated[Seconds, msgspec.Meta(description="Time after which a held request moves up one class.")] = 5.0
     learn_s: Annotated[
         Seconds, msgspec.Meta(description="Time at the start to collect heartbeats, before requests are taken.")
     ] = 0.5

@@ -1,0 +1,282 @@
+"""Holds requests until a worker has room: judges them anew as loads change, and keeps their gateways informed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+from opentelemetry.trace import SpanKind
+
+from baton import subjects
+from baton.errors import BatonError, DeadlineExceeded, MalformedMessage, Overloaded, Unavailable
+from baton.messages.base import ErrorReport
+from baton.messages.placement import POSITIONS_MAX, Place, Placed, Placement, QueuePositions, Released
+from baton.node.failure_detector import PauseDetector
+from baton.node.membership import Membership
+from baton.node.service import Node
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.placement import PrefixMatch
+from baton_scheduler.placer import Placer
+from baton_scheduler.queue import Entry, Key, Queue
+
+logger = logging.getLogger(__name__)
+
+GATEWAY: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
+GATEWAY_LOST_AFTER_S: Final = 5.0
+HOLD_S_MAX: Final = 600.0
+POSITIONS_S: Final = 0.25
+"""Interval of the messages about positions."""
+SWEEP_PAUSE_S: Final = 0.01
+"""Least time between two sweeps; a long sweep is followed by a pause as long, so that placing goes on."""
+FRONT: Final = 128
+"""Requests that each sweep judges from the front of the queue."""
+BEHIND: Final = 64
+"""Requests behind these that each sweep judges, in turn: the front may want what is taken, and they something else."""
+BATCH: Final = 32
+"""Requests for which the index is asked at the same time."""
+MATCH_AGE_S_MAX: Final = 1.0
+"""Age at which an answer of the index is out of date."""
+BUSY_S: Final = 0.25
+"""Time for which a worker that has answered `Busy` counts as full: the interval of heartbeats."""
+
+
+@dataclass(slots=True)
+class Request:
+    """A held request."""
+
+    place: Place
+    held_at_s: float
+    match: PrefixMatch | None
+    matched_at_s: float
+
+
+def key_of(place: Place) -> Key:
+    return place.context.request, place.context.attempt
+
+
+class Holding:
+    """Requests that this scheduler holds. `judge` and `report` are its tasks."""
+
+    def __init__(self, settings: SchedulerSettings, node: Node, placer: Placer, name: str) -> None:
+        self._settings = settings
+        self._bus = node.ports.bus
+        self._clock = node.ports.clock
+        self._tracing = node.tracing
+        self._placer = placer
+        self._name = name
+        self._queue = Queue(entries_max=settings.held_max, age_s=settings.age_s)
+        self._requests: dict[Key, Request] = {}
+        self._gateways = Membership[None](lost_after_s=GATEWAY_LOST_AFTER_S)
+        self._changed = asyncio.Event()
+        """Set when requests may have room that had none."""
+        self._sweeping = False
+        self._behind = 0
+        """Where the next sweep goes on behind the front."""
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._requests
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether held requests are being judged; a new one that is placed meanwhile would be out of order."""
+        return self._sweeping or self._changed.is_set()
+
+    def counts(self) -> Counter[str]:
+        """Return the number of held requests by model."""
+        return Counter(request.place.model for request in self._requests.values())
+
+    async def hold(self, place: Place, match: PrefixMatch | None = None, placement: Placement | None = None) -> None:
+        """Hold a request. `placement` is the best one, if it would have to wait for too long.
+
+        Without a `match` it has not been judged yet. Raises Overloaded if the queue is full, Unavailable if this
+        scheduler leaves.
+        """
+        if not GATEWAY.fullmatch(place.gateway):
+            raise MalformedMessage("a gateway's name has letters, digits, - and _ only")
+        if self._closed:
+            raise Unavailable("this scheduler is leaving")
+        now_s, key = self._clock.now_s(), key_of(place)
+        self._gateways.hear(place.gateway, 0, None, now_s)
+        if match is None:
+            self._changed.set()
+        if key in self._requests:
+            self._requests[key].place = place
+            return
+        computing_s = placement.predicted.predicted_ttft_s - placement.predicted.waiting_s if placement else 0.0
+        entry = Entry(
+            key=key,
+            tenant=place.tenant,
+            priority=place.priority,
+            due_s=now_s + place.due_in_s - computing_s,
+            tokens=self._placer.tokens(place),
+            since_s=now_s,
+            until_s=now_s + min(place.hold_s, place.context.budget_s, HOLD_S_MAX),
+        )
+        displaced = self._queue.add(entry)
+        full = Overloaded("too many requests wait for a worker", retry_after_s=self._settings.retry_after_s)
+        if displaced is entry:
+            raise full
+        self._requests[key] = Request(place, now_s, match, now_s if match else -inf)
+        self._placer.results["held"] += 1
+        if displaced is not None:
+            await self._release(displaced.key, error=full)
+
+    def withdraw(self, key: Key) -> None:
+        """Drop a request that its gateway does not need any more."""
+        self._queue.remove(key)
+        self._requests.pop(key, None)
+
+    def note_loads(self) -> None:
+        """Judge again: workers may have room."""
+        if self._requests:
+            self._changed.set()
+
+    def note_gateway(self, gateway: str) -> None:
+        self._gateways.hear(gateway, 0, None, self._clock.now_s())
+
+    def note_placed(self, placed: Placed) -> None:
+        """Charge a tenant for another scheduler's placement."""
+        self._queue.charge(placed.tenant, self._placer.tokens(placed))
+
+    async def hand_back(self) -> None:
+        """Release all requests, and hold no more: another scheduler must be asked."""
+        self._closed = True
+        for key in list(self._requests):
+            self._queue.remove(key)
+            await self._release(key)
+
+    # ------------------------------------------------------------ judging
+
+    async def judge(self) -> None:
+        """Place held requests in order, as loads change, for ever."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            began_s = self._clock.now_s()
+            self._sweeping = True
+            placed = await self._sweep()
+            self._sweeping = False
+            if placed and self._requests:
+                self._changed.set()
+            await self._clock.sleep(SWEEP_PAUSE_S if placed else max(SWEEP_PAUSE_S, self._clock.now_s() - began_s))
+
+    async def _sweep(self) -> bool:
+        """Judge a sample of the requests in order; return whether any was placed."""
+        sample, placed = self._sample(), False
+        for start in range(0, len(sample), BATCH):
+            batch = sample[start : start + BATCH]
+            await self._look_up(batch)
+            for key in batch:
+                placed |= await self._judge(key)
+                # Requests that arrive, and heartbeats, need not wait for the whole sweep.
+                await self._clock.sleep(0)
+        return placed
+
+    def _sample(self) -> list[Key]:
+        """Return the requests that a sweep judges, in order: the front of the queue, and a part of the rest."""
+        order = [entry.key for entry in self._queue.order()]
+        behind = order[FRONT:]
+        if self._behind >= len(behind):
+            self._behind = 0
+        part = behind[self._behind : self._behind + BEHIND]
+        self._behind += BEHIND
+        return order[:FRONT] + part
+
+    async def _look_up(self, keys: list[Key]) -> None:
+        """Ask the index again for those whose last answer is missing or old."""
+        now_s = self._clock.now_s()
+        requests = (self._requests.get(key) for key in keys)
+        async with asyncio.TaskGroup() as group:
+            for request in requests:
+                if request and (request.match is None or now_s - request.matched_at_s > MATCH_AGE_S_MAX):
+                    group.create_task(self._look_up_one(request))
+
+    async def _look_up_one(self, request: Request) -> None:
+        try:
+            request.match = await self._placer.look_up(request.place, request.place.context.trace)
+        except BatonError as error:
+            logger.debug("%s: %s", request.place.context.request, error)  # `choose` says the same.
+        request.matched_at_s = self._clock.now_s()
+
+    async def _judge(self, key: Key) -> bool:
+        """Place a request if a worker has room for it; return whether one has."""
+        request = self._requests.get(key)
+        if request is None:
+            return False  # It was withdrawn meanwhile.
+        place, waited_s = request.place, self._clock.now_s() - request.held_at_s
+        budget_s = place.context.budget_s - waited_s
+        try:
+            if budget_s <= 0:
+                raise DeadlineExceeded("the request's deadline passed while it was held")
+            placement = self._placer.choose(place, request.match, without=place.busy if waited_s < BUSY_S else ())
+            if placement.predicted.waiting_s > self._settings.place_wait_s_max:
+                return False
+            with self._tracing.span("place", parent=place.context.trace, kind=SpanKind.SERVER) as span:
+                span.set({"baton.placement.reason": placement.reason, "baton.held_s": waited_s})
+                self._queue.take(key)
+                await self._placer.commit(place, placement, request.match, budget_s)
+            await self._release(key, placement=placement)
+            return True
+        except Overloaded:
+            return False
+        except BatonError as error:
+            self._queue.remove(key)
+            await self._release(key, error=error)
+        except Exception as error:
+            # The boundary of one request: the others are not affected.
+            logger.exception("a placement failed")
+            self._queue.remove(key)
+            await self._release(key, error=BatonError(f"{type(error).__name__} in the scheduler, see its log"))
+        return False
+
+    # ------------------------------------------------------------ informing gateways
+
+    async def report(self) -> None:
+        """Tell gateways the positions of their requests, and give up what waited too long, for ever."""
+        pauses = PauseDetector(interval_s=POSITIONS_S)
+        while True:
+            now_s = self._clock.now_s()
+            self._gateways.extend_deadlines(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
+            self._gateways.expire(now_s)
+            for key in [key for key, each in self._requests.items() if each.place.gateway not in self._gateways]:
+                self.withdraw(key)
+            for entry in self._queue.tick(now_s):
+                late = Overloaded("no worker became free in time", retry_after_s=self._settings.retry_after_s)
+                await self._release(entry.key, error=late)
+            await self._send_positions()
+            await self._clock.sleep(POSITIONS_S)
+
+    async def _send_positions(self) -> None:
+        positions = defaultdict[str, list[tuple[str, int, int]]](list)
+        for number, entry in enumerate(self._queue.order()):
+            positions[self._requests[entry.key].place.gateway].append((*entry.key, number))
+        for gateway, held in positions.items():
+            for start in range(0, len(held), POSITIONS_MAX):
+                part = tuple(held[start : start + POSITIONS_MAX])
+                await self._tell(gateway, QueuePositions(scheduler=self._name, positions=part))
+
+    async def _release(self, key: Key, *, placement: Placement | None = None, error: BatonError | None = None) -> None:
+        """Tell the gateway what became of a request that is no longer in the queue."""
+        request = self._requests.pop(key, None)
+        if request is None:
+            return
+        if error is not None:
+            self._placer.results[error.code] += 1
+        report = ErrorReport.of(error) if error else None
+        released = Released(request=key[0], attempt=key[1], placement=placement, error=report)
+        await self._tell(request.place.gateway, released)
+
+    async def _tell(self, gateway: str, message: QueuePositions | Released) -> None:
+        try:
+            await self._bus.publish(subjects.gateway(gateway), message)
+        except BatonError as error:
+            logger.warning("gateway %s could not be told, it will ask again: %s", gateway, error)

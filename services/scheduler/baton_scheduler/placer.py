@@ -1,0 +1,162 @@
+"""Places one attempt: asks the index what workers hold, has `choose` decide, and tells the others."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Final
+
+import msgspec
+
+from baton import subjects
+from baton.errors import BatonError, DeadlineExceeded, MalformedMessage, ModelNotFound, NoWorkers, Overloaded
+from baton.messages.base import Context, Refused, WorkerAddress
+from baton.messages.codec import AnyMessage
+from baton.messages.index import Match, Matched
+from baton.messages.placement import Place, Placed, Placement
+from baton.node.service import Node
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.loads import Loads, WorkerLoad
+from baton_scheduler.placement import Demand, PlacementOptions, PrefixMatch, choose, soft_placements
+
+logger = logging.getLogger(__name__)
+
+FIRST_ASK_SHARE: Final = 0.3
+"""Share of the index timeout after which all indexes are asked. One index mostly answers within a tenth of it."""
+WAIT_GROWTH: Final = 4.0
+"""An attempt may wait at its worker for this many times the longest predicted wait: predictions err."""
+
+
+class Placer:
+    def __init__(self, settings: SchedulerSettings, node: Node, loads: Loads, name: str) -> None:
+        self._settings = settings
+        self._bus = node.ports.bus
+        self._clock = node.ports.clock
+        self._random = node.ports.random
+        self._loads = loads
+        self._name = name
+        self._options = PlacementOptions(
+            token_interval_s_max=settings.token_interval_s_max,
+            tie_share=settings.tie_share,
+            chunk_tokens=settings.chunk_tokens,
+            output_headroom_tokens=settings.output_headroom_tokens,
+            leased_share_max=settings.leased_share_max,
+            retry_after_s=settings.retry_after_s,
+        )
+        self.results = Counter[str]()
+        """Placements by kind, and refusals by code."""
+        self.without_index = 0
+        self.asked_again = 0
+
+    async def look_up(self, place: Place, trace: str) -> PrefixMatch | None:
+        """Return how many leading blocks each worker holds; None where the index does not answer in time.
+
+        Raises ModelNotFound or NoWorkers.
+        """
+        serving = self._serving(place.model)
+        if not place.blocks:
+            return PrefixMatch()
+        timeout_s = min(self._settings.index_timeout_s, place.context.budget_s)
+        context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
+        held: dict[str, int] = {}
+        speculative: dict[str, int] = {}
+        try:
+            async with self._clock.timeout(timeout_s):
+                # One digest, except while a model is being replaced by a new version of the same name.
+                for model_digest in sorted({load.heartbeat.model_digest for load in serving}):
+                    match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
+                    answer = await self._match(match, timeout_s)
+                    if isinstance(answer, Refused):
+                        raise answer.error.to_error()
+                    if not isinstance(answer, Matched):
+                        raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
+                    held |= answer.held
+                    speculative |= answer.speculative
+        except (BatonError, TimeoutError) as error:
+            logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
+            return None
+        return PrefixMatch(held, speculative)
+
+    async def _match(self, match: Match, timeout_s: float) -> AnyMessage:
+        """Ask one index, and all of them if that one is late.
+
+        An index that hangs, or whose machine is gone, stays in the queue group for minutes and is handed its share of
+        all matches.
+        """
+        try:
+            return await self._bus.request(subjects.MATCH, match, timeout_s=timeout_s * FIRST_ASK_SHARE)
+        except DeadlineExceeded:
+            self.asked_again += 1
+            return await self._bus.request(subjects.MATCH_ALL, match, timeout_s=timeout_s)
+
+    def choose(self, place: Place, match: PrefixMatch | None, *, without: tuple[str, ...] = ()) -> Placement:
+        """Return the best placement at the moment, counted nowhere yet; `without` names workers that are just full.
+
+        Raises what `placement.choose` does, and Overloaded where only these workers are left.
+        """
+        demand = Demand(
+            model=place.model,
+            prompt_tokens=place.prompt_tokens,
+            output_tokens_max=place.output_tokens_max,
+            disaggregation=place.disaggregation or self._settings.disaggregation,
+            exclude=frozenset((*place.exclude, *without)),
+            exclude_pairs=frozenset(place.exclude_pairs),
+            parameters=frozenset(place.parameters),
+            refused=frozenset(place.refused),
+        )
+        serving = self._serving(place.model)
+        try:
+            placement = choose(demand, serving, match or PrefixMatch(), self._options, self._random)
+        except NoWorkers as error:
+            if not without:
+                raise
+            raise Overloaded(error.detail, retry_after_s=self._settings.retry_after_s) from error
+        waits = placement.predicted.waiting_s > 0
+        reason = placement.reason
+        if match is None:
+            reason = reason.removesuffix(".") + "; the index did not answer, so what workers hold is unknown."
+        wait_s = WAIT_GROWTH * self._settings.place_wait_s_max if waits else 0.0
+        return msgspec.structs.replace(placement, reason=reason, wait_s=wait_s)
+
+    async def commit(self, place: Place, placement: Placement, match: PrefixMatch | None, budget_s: float) -> None:
+        """Count a placement that was just chosen, and tell the indexes and the other schedulers of it."""
+        decode = next(load for load in self._serving(place.model) if load.worker == placement.decode.worker)
+        placed = Placed(
+            context=Context(request=place.context.request, attempt=place.context.attempt, budget_s=budget_s),
+            scheduler=self._name,
+            model_digest=decode.heartbeat.model_digest,
+            blocks=place.blocks,
+            workers=tuple(WorkerAddress(worker=one.worker, generation=one.generation) for one in placement.addresses),
+            prompt_tokens=place.prompt_tokens,
+            output_tokens_max=place.output_tokens_max,
+            predicted=placement.predicted,
+            tenant=place.tenant,
+        )
+        self.count(placed)
+        self.results["aggregated" if placement.prefill is None else "disaggregated"] += 1
+        self.without_index += match is None
+        logger.debug("%s/%d: %s", place.context.request, place.context.attempt, placement.reason)
+        try:
+            # Published before the answer, so that the next match sees it.
+            await self._bus.publish(subjects.PLACED, placed)
+        except BatonError as error:
+            logger.debug("the placement of %s was not published: %s", place.context.request, error)
+
+    def count(self, placed: Placed) -> None:
+        """Count a placement as soft, until heartbeats show it."""
+        soft = soft_placements(placed, now_s=self._clock.now_s(), options=self._options)
+        self._loads.place(placed.context.request, soft)
+
+    def tokens(self, place: Place | Placed) -> int:
+        """Return what a placement costs its tenant."""
+        return place.prompt_tokens + min(place.output_tokens_max, self._options.output_headroom_tokens)
+
+    def _serving(self, model: str) -> list[WorkerLoad]:
+        """Return the live workers of a model. Raises ModelNotFound, or NoWorkers if all departed lately."""
+        live = self._loads.live(self._clock.now_s())
+        serving = [load for load in live if load.heartbeat.model == model]
+        if not serving and self._loads.served_lately(model):
+            raise NoWorkers(f"every worker that served the model {model} has left or is lost")
+        if not serving:
+            raise ModelNotFound(f"no worker serves the model {model}")
+        return serving
