@@ -318,7 +318,7 @@ ENDED: Final = _counter(
     "end",
     known=(
         *("stop", "length", "cancelled", "held", "deadline_exceeded", "transfer_failed", "peer_unreachable"),
-        *("engine_failed", "attempt_failed", "worker_lost"),
+        *("engine_failed", "attempt_failed", "worker_lost", "overloaded"),
     ),
 )
 REFUSED: Final = _counter(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -169,7 +169,7 @@ class NaiveQueue:
     now_s: float = 0.0
     entries: list[Entry] = field(default_factory=list[Entry])
     present: dict[Key, int] = field(default_factory=dict[Key, int])
-    spent: Counter[str] = field(default_factory=Counter[str])
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     level: float = 0.0
 
     def waits(self, tenant: str) -> bool:

@@ -119,7 +119,7 @@ class Holding:
             due_s=now_s + place.due_in_s - computing_s,
             tokens=self._placer.tokens(place),
             since_s=now_s,
-            until_s=now_s + min(place.hold_s, place.context.budget_s, HOLD_S_MAX),
+            until_s=now_s + min(place.hold_s, HOLD_S_MAX),
         )
         displaced = self._queue.add(entry)
         full = Overloaded("too many requests wait for a worker", retry_after_s=self._settings.retry_after_s)

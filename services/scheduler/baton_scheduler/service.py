@@ -102,9 +102,10 @@ class SchedulerService:
             yield Reading(catalogue.PLACEMENTS, count, (result,))
         yield Reading(catalogue.WITHOUT_INDEX, self._placer.without_index)
         yield Reading(catalogue.ASKED_AGAIN, self._placer.asked_again)
-        for model, count in self._holding.counts().items():
-            yield Reading(catalogue.HELD_REQUESTS, count, (model,))
         live = self._loads.live(self._clock.now_s())
+        held = {load.heartbeat.model: 0 for load in live} | self._holding.counts()
+        for model, count in held.items():
+            yield Reading(catalogue.HELD_REQUESTS, count, (model,))
         for (role, model), count in Counter((load.role, load.heartbeat.model) for load in live).items():
             yield Reading(catalogue.WORKERS, count, (role, model))
         for model, pairs in incompatible_pairs(live).items():
@@ -118,6 +119,7 @@ class SchedulerService:
         while True:
             now_s = self._clock.now_s()
             self._loads.tick(now_s, pauses.local_pause_s(now_s, connected=self._bus.connected))
+            self._holding.note_loads()
             await self._clock.sleep(TICK_S)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:

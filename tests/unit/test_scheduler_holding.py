@@ -1,0 +1,413 @@
+"""Requests that a scheduler holds, on the bus in memory and a clock that stands still."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from itertools import count
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.service import SchedulerService
+
+from baton import subjects
+from baton.bus import Delivery, MemoryBus, MemoryNetwork
+from baton.clock import ManualClock
+from baton.messages.base import Context, Refused
+from baton.messages.codec import AnyMessage
+from baton.messages.index import Match, Matched
+from baton.messages.placement import (
+    PRIORITY_BEGUN,
+    Candidate,
+    Held,
+    Place,
+    Placed,
+    Placement,
+    QueuePositions,
+    Released,
+    Withdraw,
+)
+from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
+from baton.node.ports import Randomness, deterministic_ports
+from baton.node.service import Node, serve
+from baton.stop import Stop
+from baton.telemetry import Metrics, Tracing
+from tests.harness.heartbeats import heartbeat
+
+BEAT_S = 0.25
+FULL: dict[str, Any] = {"running": 8}
+
+
+@dataclass
+class World:
+    """Schedulers, workers that are only heartbeats, an index, and what gateway `g` hears."""
+
+    clock: ManualClock = field(default_factory=ManualClock)
+    workers: dict[str, Heartbeat] = field(default_factory=dict[str, Heartbeat])
+    heard: list[AnyMessage] = field(default_factory=list[AnyMessage])
+    placed: list[Placed] = field(default_factory=list[Placed])
+    matches: list[Match] = field(default_factory=list[Match])
+    gateways: tuple[str, ...] = ("g",)
+    seeds: Iterator[int] = field(default_factory=count)
+
+    def __post_init__(self) -> None:
+        self.network = MemoryNetwork(clock=self.clock)
+        self.bus = MemoryBus(self.network)
+
+    async def start(self) -> None:
+        async def hear(delivery: Delivery) -> None:
+            self.heard.append(delivery.message)
+
+        async def note(delivery: Delivery) -> None:
+            assert isinstance(delivery.message, Placed)
+            self.placed.append(delivery.message)
+
+        async def match(delivery: Delivery) -> None:
+            assert isinstance(delivery.message, Match)
+            self.matches.append(delivery.message)
+            await delivery.respond(Matched(held={}))
+
+        handlers = {subjects.gateway("g"): hear, subjects.gateway("h"): hear, subjects.PLACED: note}
+        for subject, handler in (handlers | {subjects.MATCH: match}).items():
+            await self.bus.subscribe(subject, handler)
+
+    @asynccontextmanager
+    async def scheduler(self, random: Randomness | None = None, **changes: Any) -> AsyncGenerator[Stop]:
+        """Run a scheduler."""
+        settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.01), **changes)
+        bus, stop = MemoryBus(self.network), Stop()
+        ports = deterministic_ports(bus, self.clock, seed=next(self.seeds))
+        if random is not None:
+            ports = replace(ports, random=random)
+        node = Node(ports=ports, tracing=Tracing("scheduler"), metrics=Metrics("scheduler"))
+        running = asyncio.create_task(serve(SchedulerService(settings, node), stop))
+        await self.pass_time(0.02)
+        assert stop.serving
+        yield stop
+        stop.asked.set()
+        await self.pass_time(1.0)
+        assert running.done()
+        running.result()
+        await bus.close()
+
+    async def pass_time(self, duration_s: float) -> None:
+        """Let time pass; workers and gateways beat at its start and each 0.25 s."""
+        while duration_s > 0:
+            for worker in self.workers.values():
+                await self.bus.publish(subjects.HEARTBEAT, worker)
+            for gateway in self.gateways:
+                await self.bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway=gateway))
+            await self.clock.advance(min(BEAT_S, duration_s))
+            duration_s -= BEAT_S
+
+    async def beat(self, worker: str, **load: Any) -> None:
+        """Send a worker's heartbeat, and let schedulers act on it."""
+        self.workers[worker] = heartbeat(worker, **load)
+        await self.bus.publish(subjects.HEARTBEAT, self.workers[worker])
+        await self.clock.advance(0.02)
+
+    async def ask(self, request: str, **changes: Any) -> AnyMessage:
+        place = Place(
+            context=Context(request=request, budget_s=60.0),
+            model="tiny",
+            blocks=bytes(32),
+            prompt_tokens=64,
+            output_tokens_max=16,
+            gateway="g",
+            hold_s=10.0,
+        )
+        asked = asyncio.create_task(
+            self.bus.request(subjects.PLACE, msgspec.structs.replace(place, **changes), timeout_s=2.0)
+        )
+        await self.clock.settle()
+        return await asked
+
+    async def hold(self, request: str, **changes: Any) -> None:
+        assert isinstance(await self.ask(request, **changes), Held)
+
+    def released(self) -> dict[str, str]:
+        """Return what became of held requests, in order: their worker, the code of their error, or `handed back`."""
+        return {
+            each.request: each.placement.decode.worker
+            if each.placement
+            else each.error.code
+            if each.error
+            else "handed back"
+            for each in self.heard
+            if isinstance(each, Released)
+        }
+
+    def positions(self) -> list[str]:
+        """Return the requests of the last message of positions, in order."""
+        last = [each for each in self.heard if isinstance(each, QueuePositions)][-1]
+        assert [number for _, _, number in last.positions] == sorted(number for _, _, number in last.positions)
+        return [request for request, _, _ in last.positions]
+
+
+@pytest.fixture
+async def world() -> AsyncGenerator[World]:
+    made = World()
+    await made.start()
+    yield made
+    await made.bus.close()
+    await made.network.close()
+
+
+async def test_a_request_is_held_until_a_worker_has_room(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        await world.pass_time(1.0)
+        assert world.released() == {}
+        await world.beat("d1", running=7)
+        assert world.released() == {"r": "d1"}
+        assert [placed.context.request for placed in world.placed] == ["r"], "the others are told"
+
+
+async def test_without_leave_to_hold_an_overloaded_deployment_refuses(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        answer = await world.ask("r", hold_s=0.0)
+        assert isinstance(answer, Refused)
+        assert answer.error.code == "overloaded"
+
+
+async def test_each_waits_for_its_own_best_worker_and_not_behind_another_one(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.beat("d2", **FULL)
+        await world.hold("wants-d2", exclude=("d1",))
+        await world.hold("wants-any")
+        await world.beat("d1", running=7)
+        assert world.released() == {"wants-any": "d1"}
+
+
+async def test_many_that_cannot_begin_do_not_hide_one_that_can(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.beat("d2", **FULL)
+        for number in range(300):
+            await world.hold(f"wants-d2-{number}", exclude=("d1",), due_in_s=-1.0)
+        await world.hold("wants-d1", exclude=("d2",), due_in_s=1.0)
+        world.workers["d1"] = heartbeat("d1", running=7)
+        await world.pass_time(4.0)
+        assert world.released() == {"wants-d1": "d1"}
+
+
+async def test_one_that_arrives_is_placed_at_once_where_those_held_cannot_begin(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.beat("d2", running=7)
+        await world.hold("wants-d1", exclude=("d2",))
+        await world.clock.advance(0.1)
+        assert isinstance(await world.ask("new"), Placement)
+
+
+async def test_the_order_is_the_queues(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        for number in range(3):
+            await world.hold(f"flood-{number}", tenant="flood", due_in_s=1.0)
+        await world.hold("guest", tenant="guest", due_in_s=2.0)
+        await world.hold("begun", tenant="flood", priority=PRIORITY_BEGUN, due_in_s=3.0)
+        await world.pass_time(BEAT_S)
+        assert world.positions() == ["begun", "guest", "flood-0", "flood-1", "flood-2"]
+        await world.beat("d1", running=5)
+        assert list(world.released()) == ["begun", "guest", "flood-0"]
+
+
+async def test_a_tenant_pays_for_what_other_schedulers_placed(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("a", tenant="a", due_in_s=1.0)
+        await world.hold("b", tenant="b", due_in_s=2.0)
+        elsewhere = Placed(
+            context=Context(request="other", budget_s=1.0),
+            scheduler="another",
+            model_digest="digest",
+            blocks=b"",
+            workers=(),
+            prompt_tokens=100,
+            predicted=Candidate(decode="unknown", predicted_ttft_s=0.1),
+            tenant="a",
+        )
+        await world.bus.publish(subjects.PLACED, elsewhere)
+        await world.pass_time(BEAT_S)
+        assert world.positions() == ["b", "a"]
+
+
+async def test_positions_come_in_one_message_for_each_gateway(world: World) -> None:
+    world.gateways = ("g", "h")
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        for number in range(20):
+            await world.hold(f"r{number:02}", gateway="gh"[number % 2], due_in_s=number)
+        world.heard.clear()
+        await world.clock.advance(BEAT_S)
+        messages = [each for each in world.heard if isinstance(each, QueuePositions)]
+        assert sorted(len(each.positions) for each in messages) == [10, 10]
+        assert sorted(number for each in messages for _, _, number in each.positions) == list(range(20))
+
+
+async def test_a_request_that_is_asked_for_twice_is_held_and_placed_once(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        await world.hold("r")
+        await world.pass_time(BEAT_S)
+        assert world.positions() == ["r"]
+        await world.beat("d1", running=0)
+        await world.pass_time(BEAT_S)
+        assert len([each for each in world.heard if isinstance(each, Released)]) == 1
+
+
+async def test_a_withdrawn_request_is_never_placed(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("leaves")
+        await world.hold("stays")
+        for message in (Withdraw(request="leaves", attempt=0), Withdraw(request="unknown", attempt=0)):
+            await world.bus.publish(subjects.WITHDRAWALS, message)
+        await world.pass_time(BEAT_S)
+        assert world.positions() == ["stays"]
+        await world.beat("d1", running=0)
+        assert list(world.released()) == ["stays"]
+
+
+async def test_requests_of_a_gateway_that_is_gone_are_dropped(world: World) -> None:
+    world.gateways = ("g", "h")
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("dead", gateway="h", hold_s=60.0)
+        await world.hold("alive", hold_s=60.0)
+        world.gateways = ("g",)
+        await world.pass_time(6.0)
+        await world.beat("d1", running=0)
+        assert [placed.context.request for placed in world.placed] == ["alive"]
+
+
+async def test_a_request_is_held_no_longer_than_it_may_be(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("patient", hold_s=5.0)
+        await world.hold("hasty", hold_s=1.0)
+        await world.hold("late", hold_s=60.0, context=Context(request="late", budget_s=2.0))
+        await world.pass_time(1.5)
+        assert world.released() == {"hasty": "overloaded"}
+        await world.pass_time(1.0)
+        assert world.released() == {"hasty": "overloaded", "late": "deadline_exceeded"}
+        refused = next(each.error for each in world.heard if isinstance(each, Released))
+        assert refused is not None
+        assert refused.retry_after_s
+
+
+async def test_a_full_queue_refuses_or_gives_up_one_of_the_tenant_that_has_the_most(world: World) -> None:
+    async with world.scheduler(held_max=2):
+        await world.beat("d1", **FULL)
+        await world.hold("first", tenant="flood", due_in_s=1.0)
+        await world.hold("second", tenant="flood", due_in_s=2.0)
+        answer = await world.ask("third", tenant="flood")
+        assert isinstance(answer, Refused)
+        assert answer.error.code == "overloaded"
+        await world.hold("guest", tenant="guest")
+        await world.clock.settle()
+        assert world.released() == {"second": "overloaded"}
+
+
+async def test_held_requests_learn_that_all_workers_are_gone(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        await world.bus.publish(subjects.HEARTBEAT, Goodbye(address=world.workers.pop("d1").address))
+        await world.clock.advance(0.02)
+        assert world.released() == {"r": "no_workers"}
+
+
+async def test_held_requests_learn_that_all_workers_are_lost(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        world.workers.clear()
+        await world.pass_time(2.0)
+        assert world.released() == {"r": "no_workers"}
+
+
+async def test_a_worker_that_was_busy_counts_as_full_until_its_next_heartbeat(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", running=0)
+        await world.hold("r", busy=("d1",))
+        await world.beat("d1", running=0)
+        assert world.released() == {}
+        await world.pass_time(BEAT_S)
+        await world.beat("d1", running=0)
+        assert world.released() == {"r": "d1"}
+
+
+async def test_a_scheduler_that_drains_hands_back_and_holds_no_more(world: World) -> None:
+    async with world.scheduler() as first:
+        await world.beat("d1", **FULL)
+        for number in range(5):
+            await world.hold(f"r{number}")
+        async with world.scheduler():
+            first.asked.set()
+            await world.pass_time(BEAT_S)
+            assert world.released() == {f"r{number}": "handed back" for number in range(5)}
+            world.heard.clear()
+            for number in range(5):
+                await world.hold(f"r{number}")
+            await world.beat("d1", running=0)
+            assert set(world.released().values()) == {"d1"}
+
+
+async def test_a_burst_is_placed_in_turn_and_nothing_is_refused(world: World) -> None:
+    async with world.scheduler(placements_max=4):
+        for number in range(8):
+            await world.beat(f"d{number}", running_max=64, kv_blocks_total=10_000)
+        answers = [asyncio.create_task(world.ask(f"r{number}")) for number in range(400)]
+        await world.clock.settle()
+        kinds = [type(await answer) for answer in answers]
+        assert set(kinds) == {Placement, Held}
+        await world.pass_time(1.0)
+        assert len(world.released()) == kinds.count(Held)
+        assert len({placed.context.request for placed in world.placed}) == 400
+
+
+async def test_what_the_index_said_is_renewed_while_a_request_is_held(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        await world.beat("d1", **FULL)
+        assert len(world.matches) == 1, "not at every change"
+        await world.pass_time(3.0)
+        assert 3 <= len(world.matches) <= 4
+
+
+class BrokenRandom(Random):
+    """Randomness with a bug that shows once the scheduler has a choice."""
+
+    def sample(self, population: Any, k: int, *, counts: Any = None) -> Any:
+        raise ZeroDivisionError("a bug")
+
+
+async def test_a_bug_ends_one_held_request_and_not_the_scheduler(world: World) -> None:
+    async with world.scheduler(BrokenRandom(0)):
+        await world.beat("d1", **FULL)
+        await world.hold("r")
+        await world.beat("d1", running=0)
+        assert world.released() == {"r": "internal_error"}
+        await world.beat("d1", **FULL)
+        await world.hold("next")
+
+
+@pytest.mark.parametrize("changes", [{"gateway": ""}, {"gateway": "a b"}, {"priority": -1}, {"due_in_s": float("nan")}])
+async def test_nonsense_is_refused(world: World, changes: dict[str, Any]) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        answer = await world.ask("r", **changes)
+        assert isinstance(answer, Refused)
+        assert answer.error.code == "malformed_message"
