@@ -47,8 +47,8 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()
     """Workers that refused the request's parameters. Unlike `exclude`, a strict rule; it covers all workers of the
     same `engine_kind`."""
-    busy: tuple[str, ...] = ()
-    """Workers that have just answered `Busy`: their newest heartbeat is out of date."""
+    unavailable: tuple[str, ...] = ()
+    """Workers that have just answered `Busy`, or did not listen: their newest heartbeat is out of date."""
     gateway: str = ""
     """Gateway whose own subject gets what becomes of a held request."""
     hold_s: float = 0.0

@@ -13,17 +13,20 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from baton_gateway.attempt import Phase
 from baton_gateway.config import Settings
+from baton_scheduler.config import SchedulerSettings
 
 from baton import subjects
 from baton.blocks import hash_blocks, root_key
+from baton.bus import Delivery
 from baton.errors import EngineFailed, TransferFailed
 from baton.messages.attempts import Acknowledge, Cancel, DecodeTask, Frame, PrefillTask, Resend
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
-from baton.messages.placement import Place
+from baton.messages.placement import Disaggregation, Place
 from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL, Attempt, Worker
-from tests.harness.gateway.stage import Stage, forward, open_stage
+from tests.harness.gateway.stage import Stage, forward, open_scheduled_stage, open_stage
 from tests.harness.heartbeats import MODEL_DIGEST
 
 CHAT = "/v1/chat/completions"
@@ -68,7 +71,6 @@ async def check_clean(stage: Stage) -> None:
     """Assert that nothing is left of any request."""
     await stage.wait_for(lambda: not stage.gateway.routes)
     await stage.wait_for(lambda: all(not worker.attempts for worker in stage.workers.values() if worker.alive))
-    assert stage.gateway.admission.waiting() == {}
 
 
 class Chaos:
@@ -349,21 +351,25 @@ async def test_every_message_carries_the_trace_and_the_budget() -> None:
 # ---------------------------------------------------------------- overload
 
 
-async def test_busy_workers_make_requests_wait_in_turn(stage: Stage, client: httpx.AsyncClient) -> None:
-    worker = stage.workers["d1"]
-    worker.script.capacity = 2
-    stage.say("ok")
-    answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(30)))
-    assert [answer.status_code for answer in answers] == [200] * 30
-    assert worker.peak <= 2
-    await check_clean(stage)
+async def test_busy_workers_make_requests_wait_in_turn() -> None:
+    async with (
+        open_scheduled_stage(SETTINGS) as stage,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client,
+    ):
+        worker = stage.workers["d1"]
+        worker.script.capacity = 2
+        stage.say("ok")
+        answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(30)))
+        assert [answer.status_code for answer in answers] == [200] * 30
+        assert worker.peak <= 2
+        await check_clean(stage)
 
 
 @pytest.mark.timeout(180)
 async def test_two_thousand_requests_at_once_over_eight_idle_workers_are_all_served() -> None:
     # Every limit is the default except the wait, which a busy machine needs longer for this load.
     patient = Settings(port=0, admission_wait_s=150.0)
-    async with open_stage(patient) as stage:
+    async with open_scheduled_stage(patient) as stage:
         stage.say("ok")
         names = [f"d{number}" for number in range(1, 9)]
         for name in names[1:]:
@@ -388,14 +394,19 @@ async def post_alone(stage: Stage, fields: dict[str, Any]) -> int:
     return int(answer.split(b" ", 2)[1])
 
 
-async def test_the_admission_queue_is_bounded() -> None:
-    settings = msgspec.structs.replace(SETTINGS, admission_queue_max=3, admission_wait_s=0.5)
-    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
-        stage.workers["d1"].script.busy = "full"
+async def test_held_requests_are_bounded() -> None:
+    settings = msgspec.structs.replace(SETTINGS, admission_wait_s=1.0)
+    scheduling = SchedulerSettings(disaggregation=Disaggregation.NEVER, held_max=3)
+    async with (
+        open_scheduled_stage(settings, scheduling) as stage,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client,
+    ):
+        stage.workers["d1"].script.capacity = 0
         answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(8)))
         assert [answer.status_code for answer in answers] == [429] * 8
         assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
         assert sum("too many" in answer.text for answer in answers) == 5
+        assert sum("in time" in answer.text for answer in answers) == 3
         await check_clean(stage)
 
 
@@ -433,14 +444,22 @@ async def test_a_client_that_leaves_frees_both_workers(stage: Stage, streamed: b
     await check_clean(stage)
 
 
-async def test_a_client_that_leaves_while_it_waits(stage: Stage) -> None:
-    stage.workers["d1"].script.busy = "full"
-    async with httpx.AsyncClient(base_url=stage.base_url) as client:
+async def test_a_client_that_leaves_while_its_request_is_held() -> None:
+    withdrawn: list[Delivery] = []
+
+    async def note(delivery: Delivery) -> None:
+        withdrawn.append(delivery)
+
+    async with open_scheduled_stage(SETTINGS) as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
+        await stage.bus.subscribe(subjects.WITHDRAWALS, note)
+        stage.workers["d1"].script.capacity = 0
         request = asyncio.create_task(client.post(CHAT, json=body()))
-        await stage.wait_for(lambda: stage.gateway.admission.waiting().get(MODEL))
+        await stage.wait_for(lambda: [d.machine.phase for d in stage.gateway.routes.all()] == [Phase.QUEUED])
+        assert not withdrawn
         request.cancel()
         await asyncio.wait([request])
-    await check_clean(stage)
+        await stage.wait_for(lambda: withdrawn)
+        await check_clean(stage)
 
 
 async def test_a_stalled_reader_slows_no_other_and_is_cut_off() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
+from msgspec.structs import replace
 
 from baton.errors import (
     BatonError,
@@ -33,7 +34,7 @@ def test_an_undisturbed_attempt() -> None:
     assert bench.fresh == [ev.SendPlace(0, (), ())]
     assert bench.step(ev.PlaceGranted(0, placement("d1", "p1"))) == [ev.SendTasks(0, placement("d1", "p1"))]
     assert bench.step(ev.TaskAccepted(0, "d1")) == []
-    assert bench.step(ev.TaskAccepted(0, "p1")) == [ev.LeaveQueue(accepted=True)]
+    assert bench.step(ev.TaskAccepted(0, "p1")) == []
     bench.step(ev.PromptComputed(0, 96))
     bench.frame(0, [10, 11])
     assert bench.fresh == [ev.Deliver([10, 11], (), False)]
@@ -104,10 +105,8 @@ def test_the_waits_before_a_worker_share_one_bound() -> None:
     bench = AttemptHarness()
     bench.step(ev.PlaceRefused(0, NoWorkers("all dead")))
     bench.wait(6.0)
-    bench.step(ev.PlaceRefused(0, Overloaded("full")))
-    assert bench.machine.phase is Phase.QUEUED
+    bench.step(ev.PlaceHeld(0))
     bench.wait(3.0)
-    bench.step(ev.TurnCame())
     search(bench, NoWorkers("all dead"))
     assert 10.0 <= bench.now_s <= 11.1
 
@@ -147,7 +146,7 @@ def test_a_worker_that_the_bus_does_not_reach_is_excluded_for_that_try_only(erro
     bench = AttemptHarness()
     bench.step(ev.PlaceGranted(0, placement("d1")))
     bench.step(ev.TaskFailed(0, "d1", error))
-    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())], "at once"
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, unavailable=("d1",))], "at once"
     bench.run_on("d2")
     bench.frame(0, [10])
     bench.step(ev.WorkerGone("d2", 1, "died"))
@@ -161,11 +160,9 @@ def test_the_only_worker_is_tried_until_the_bus_reaches_it(error: BatonError) ->
         attempt = bench.machine.attempt
         bench.step(ev.PlaceGranted(attempt, placement("d1")))
         bench.step(ev.TaskFailed(attempt, "d1", error))
-        bench.step(ev.PlaceRefused(attempt + 1, NoWorkers("all excluded")))
-        assert bench.fresh == [], "not at once"
-        bench.wait(0.8)
-        assert bench.did(ev.SendPlace)[0] == ev.SendPlace(attempt + 1, (), ())
-    assert bench.machine.attempt < 15, "with growing pauses"
+        assert bench.did(ev.SendPlace) == [ev.SendPlace(attempt + 1, unavailable=("d1",))]
+        bench.step(ev.PlaceHeld(attempt + 1))
+        bench.wait(0.25)
     bench.run_on("d1")
     bench.frame(0, [10])
     for _ in range(3):
@@ -183,10 +180,10 @@ def test_a_worker_that_stays_unreached_ends_the_request_in_time() -> None:
         bench.step(ev.PlaceGranted(attempt, placement("d1")))
         bench.step(ev.TaskFailed(attempt, "d1", NoResponders("worker d1 does not listen")))
         if not bench.machine.ended:
-            bench.step(ev.PlaceRefused(attempt + 1, NoWorkers("all excluded")))
+            bench.step(ev.PlaceHeld(attempt + 1))
             bench.wait(0.2)
-    assert 10.0 <= bench.now_s <= 14.0
-    assert isinstance(bench.error, NoResponders)
+    assert 10.0 <= bench.now_s <= 10.5
+    assert isinstance(bench.error, Overloaded), "the scheduler held it for the last time"
 
 
 def test_an_excluded_worker_is_tried_again_before_giving_up() -> None:
@@ -210,72 +207,122 @@ def test_attempts_are_bounded() -> None:
 # ---------------------------------------------------------------- overload
 
 
-def test_busy_workers_are_not_failures_and_lead_to_the_queue() -> None:
+def test_a_held_request_waits_while_its_scheduler_repeats_that_it_holds_it() -> None:
     bench = AttemptHarness()
-    for attempt in range(3):
-        bench.step(ev.PlaceGranted(attempt, placement(f"d{attempt}")))
-        bench.step(ev.TaskBusy(attempt, f"d{attempt}", "full"))
-    assert bench.did(ev.JoinQueue)
+    for _ in range(20):
+        assert bench.step(ev.PlaceHeld(0)) == []
+        assert bench.machine.phase is Phase.QUEUED
+        assert bench.wait(0.25) == []
+    assert bench.step(ev.PlaceGranted(0, placement())) == [ev.SendTasks(0, placement())], "one scheduler was asked"
+
+
+def test_another_scheduler_is_asked_once_the_one_that_holds_a_request_is_silent() -> None:
+    bench = AttemptHarness()
+    bench.step(ev.PlaceHeld(0))
+    assert bench.wait(0.9) == []
+    assert bench.wait(0.1) == [ev.SendPlace(0)]
+    assert bench.machine.phase is Phase.PLACING
+    bench.step(ev.PlaceHeld(0))
     assert bench.machine.phase is Phase.QUEUED
-    bench.step(ev.TurnCame())
-    assert bench.did(ev.SendPlace) == [ev.SendPlace(3, (), ())], "after a wait, busy workers count again"
 
 
-def test_busy_then_no_worker_left_waits() -> None:
+def test_the_first_placement_wins_and_the_other_schedulers_are_told() -> None:
+    bench = AttemptHarness()
+    bench.step(ev.PlaceHeld(0))
+    bench.wait(1.0)
+    bench.step(ev.PlaceHeld(0))
+    won = bench.step(ev.PlaceGranted(0, placement("d1")))
+    assert won == [ev.SendWithdraw(0), ev.SendTasks(0, placement("d1"))]
+    assert bench.step(ev.PlaceGranted(0, placement("d2"))) == []
+    assert bench.step(ev.PlaceHeld(0)) == []
+    assert bench.step(ev.PlaceHandedBack(0)) == []
+    assert bench.step(ev.PlaceRefused(0, InvalidRequest("late"))) == []
+    assert bench.machine.phase is Phase.DISPATCHED
+
+
+def test_what_a_leaving_scheduler_hands_back_is_asked_for_at_once() -> None:
+    bench = AttemptHarness()
+    bench.step(ev.PlaceHeld(0))
+    assert bench.step(ev.PlaceHandedBack(0)) == [ev.SendPlace(0)]
+
+
+def test_a_busy_worker_has_not_failed_and_schedulers_are_told_of_it() -> None:
     bench = AttemptHarness()
     bench.step(ev.PlaceGranted(0, placement("d1", "p1")))
     bench.step(ev.TaskBusy(0, "p1", "leases"))
     assert bench.did(ev.SendCancel) == [ev.SendCancel("d1", 0, "busy"), ev.SendCancel("p1", 0, "busy")]
-    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",), ())]
-    bench.step(ev.PlaceRefused(1, NoWorkers("none left")))
-    assert bench.machine.phase is Phase.QUEUED
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, unavailable=("p1",))]
+    bench.step(ev.PlaceHeld(1))
+    bench.wait(1.0)
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1)], "a worker that was busy a while ago may have room"
 
 
-def test_the_queue_has_a_deadline() -> None:
+def test_workers_that_are_always_busy_end_the_request_in_time() -> None:
+    bench = AttemptHarness()
+    while not bench.machine.ended:
+        attempt = bench.machine.attempt
+        bench.step(ev.PlaceGranted(attempt, placement("d1")))
+        bench.step(ev.TaskBusy(attempt, "d1", "full"))
+        bench.wait(0.2)
+    assert isinstance(bench.error, Overloaded)
+    assert 10.0 <= bench.now_s <= 10.5, "one more after each wait of the test"
+
+
+def test_a_full_queue_refuses_a_new_request_at_once() -> None:
     bench = AttemptHarness()
     bench.step(ev.PlaceRefused(0, Overloaded("full", retry_after_s=3.0)))
-    for _ in range(20):
-        bench.wait(0.4)
-        bench.step(ev.TurnCame())
-        bench.step(ev.PlaceRefused(0, Overloaded("full", retry_after_s=3.0)))
-    assert not bench.machine.ended
-    bench.wait(2.1)
     assert isinstance(bench.error, Overloaded)
     assert bench.error.retry_after_s == 3.0
 
 
-def test_a_try_without_an_answer_lets_the_next_one_of_the_queue_try() -> None:
-    """The head may ask for workers that are away, and those behind it for others."""
-    bench = AttemptHarness(queued=True)
-    bench.step(ev.TurnCame())
-    bench.step(ev.PlaceRefused(0, NoWorkers("no prefill worker")))
-    assert bench.wait(0.25) == [ev.LeaveQueue(accepted=False), ev.SendPlace(0, (), ())]
-    assert bench.wait(0.25) == [ev.SendPlace(0, (), ())]
-    bench.run_on("d1")
-
-
-def test_an_answer_that_waited_once_may_wait_again_when_its_worker_dies() -> None:
+def test_an_answer_that_has_begun_outlasts_a_full_queue() -> None:
     bench = AttemptHarness()
-    bench.step(ev.PlaceRefused(0, Overloaded("full")))
-    bench.step(ev.TurnCame())
     bench.run_on("d1")
     bench.frame(0, [10])
-    bench.wait(15.0)
     bench.step(ev.WorkerGone("d1", 1, "died"))
     bench.step(ev.PlaceRefused(1, Overloaded("full")))
-    assert bench.machine.phase is Phase.QUEUED
-    bench.wait(29.9)
-    assert not bench.machine.ended, "a client that has part of an answer waits for longer than a new one"
-    bench.wait(0.1)
-    assert isinstance(bench.error, Overloaded)
+    assert bench.wait(0.25) == [ev.SendPlace(1, ("d1",))]
+    bench.run_on("d2")
 
 
-def test_a_full_queue_refuses() -> None:
-    bench = AttemptHarness(queued=True)
-    assert bench.fresh == [ev.JoinQueue()]
-    bench.step(ev.QueueFull())
+@pytest.mark.parametrize(("begun", "patience_s"), [(False, 10.0), (True, 30.0)])
+def test_a_request_is_held_up_to_its_limit(begun: bool, patience_s: float) -> None:
+    bench = AttemptHarness()
+    if begun:
+        bench.run_on("d1")
+        bench.frame(0, [10])
+        bench.wait(15.0)
+        bench.step(ev.WorkerGone("d1", 1, "died"))
+    started_s, attempt = bench.now_s, bench.machine.attempt
+    assert bench.machine.hold_s(attempt, started_s) == patience_s
+    while not bench.machine.ended:
+        bench.step(ev.PlaceHeld(attempt))
+        bench.wait(0.25)
+    assert bench.now_s - started_s == pytest.approx(patience_s, abs=0.3)
     assert isinstance(bench.error, Overloaded)
-    assert bench.error.retry_after_s is not None
+    assert bench.did_ever(ev.SendWithdraw) == [ev.SendWithdraw(attempt)]
+
+
+def test_a_move_is_never_held() -> None:
+    bench = AttemptHarness(Sampling(max_tokens=1000, temperature=0.0))
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.step(ev.WorkerLeaving("d1", 1, 5.0, 10.0))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",))]
+    assert bench.machine.hold_s(1, bench.now_s) == 0.0
+
+
+def test_an_attempt_that_found_no_room_in_time_at_its_worker_is_placed_again_and_has_not_failed() -> None:
+    bench = AttemptHarness()
+    for attempt in range(6):
+        bench.step(ev.PlaceGranted(attempt, replace(placement("d1"), wait_s=2.0)))
+        bench.step(ev.TaskAccepted(attempt, "d1"))
+        bench.wait(2.0)
+        if not bench.machine.ended:
+            bench.frame(0, [], FinishReason.ERROR, error=Overloaded("no room in time"))
+    assert isinstance(bench.error, Overloaded), "its waits at workers share the limit of the search"
+    assert bench.did_ever(ev.SendPlace)[1] == ev.SendPlace(1, unavailable=("d1",))
+    assert bench.machine.attempt == 4
 
 
 # ---------------------------------------------------------------- frames
@@ -327,7 +374,8 @@ def test_slow_workers_have_more_time_to_accept_each_further_attempt() -> None:
         assert bench.did(ev.SendPlace)
     bench.step(ev.PlaceGranted(3, placement("d1")))
     bench.wait(2.6)
-    assert bench.step(ev.TaskAccepted(3, "d1")) == [ev.LeaveQueue(accepted=True)]
+    assert bench.step(ev.TaskAccepted(3, "d1")) == []
+    assert bench.machine.phase is Phase.WAITING
 
 
 def test_a_frame_implies_acceptance() -> None:
@@ -515,7 +563,7 @@ def test_the_deadline_until_the_first_token_and_a_client_that_leaves_end_every_p
     for event in (leaves,) if stage == "streaming" else (ev.Tick(), leaves):
         bench = AttemptHarness(deadline_s=0.05)
         if stage == "queued":
-            bench.step(ev.PlaceRefused(0, Overloaded("full")))
+            bench.step(ev.PlaceHeld(0))
         elif stage == "dispatched":
             bench.step(ev.PlaceGranted(0, placement("d1", "p1")))
         elif stage in ("waiting", "streaming"):
@@ -529,6 +577,7 @@ def test_the_deadline_until_the_first_token_and_a_client_that_leaves_end_every_p
         assert isinstance(bench.error, expected)
         cancelled = {action.worker for action in bench.did(ev.SendCancel)}
         assert cancelled == ({"d1", "p1"} if stage in ("dispatched", "waiting", "streaming") else set())
+        assert len(bench.did(ev.SendWithdraw)) == (stage in ("placing", "queued"))
 
 
 def test_a_stop_string_cancels_the_decode() -> None:

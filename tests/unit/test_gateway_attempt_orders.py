@@ -10,6 +10,7 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from baton.errors import (
     BatonError,
@@ -26,6 +27,8 @@ from baton.errors import (
 from baton.messages.attempts import AttemptState, DigestEntry, FinishReason, Frame, Sampling
 from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, frame, placement
 
+WAITS = replace(placement("d1"), wait_s=2.0)
+"""A placement that may wait at its worker for room."""
 EXACT = {"temperature": 0.0}
 SEEDED = {"temperature": 1.0, "seed": 7}
 
@@ -63,8 +66,8 @@ class Watched(AttemptHarness):
         return [action for action in self.all if isinstance(action, ev.Complete | ev.Fail)]
 
 
-def watch(sampling: Sampling, *, queued: bool = False) -> Watched:
-    bench = Watched(sampling, queued=queued, deadline_s=1e9)
+def watch(sampling: Sampling) -> Watched:
+    bench = Watched(sampling, deadline_s=1e9)
     bench.view, bench.starts = [], {}
     return bench
 
@@ -190,11 +193,10 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
     """Return what can happen to the machine now, the likelier things more often."""
     machine, attempt = bench.machine, bench.machine.attempt
     happens: list[ev.Event] = []
-    if machine.phase is Phase.QUEUED:
-        happens += [ev.TurnCame()] * 5 + [ev.QueueFull()]
-    elif machine.phase is Phase.PLACING:
-        places = [placement("d1"), placement("d2"), placement("d1", "p1")]
+    if machine.seeks(attempt):
+        places = [placement("d1"), placement("d2"), placement("d1", "p1"), WAITS]
         happens += [ev.PlaceGranted(attempt, place) for place in places] * 3
+        happens += [ev.PlaceHeld(attempt)] * 5 + [ev.PlaceHandedBack(attempt)]
         happens += [ev.PlaceRefused(attempt, error) for error in REFUSALS]
     else:
         assert machine.placement is not None
@@ -209,7 +211,9 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
             happens += [ev.TaskFailed(attempt, worker, error) for error in LOSSES]
             happens.append(ev.WorkerGone(worker, 1, "died"))
         broken = frame(attempt, end - start, [], FinishReason.ERROR, error=EngineFailed("bug"))
-        happens += [ev.FrameArrived(decode, 1, broken), ev.DigestArrived(decode, 1, None)]
+        late = frame(attempt, end - start, [], FinishReason.ERROR, error=Overloaded("no room in time"))
+        happens += [ev.FrameArrived(decode, 1, broken), ev.FrameArrived(decode, 1, late)]
+        happens.append(ev.DigestArrived(decode, 1, None))
         happens += [ev.WorkerLeaving(decode, 1, 0.0, 10.0), ev.PlaceGranted(attempt + 1, placement("d3"))]
     waits = [partial(bench.wait, duration_s) for duration_s in (0.05, 0.3, 3.0, 40.0)]
     return [*(partial(bench.step, event) for event in happens), bench.show, *waits]
@@ -219,12 +223,11 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
     st.lists(st.integers(0, 1 << 16), min_size=50, max_size=50),
     st.integers(1, 12),
     st.sampled_from([EXACT, SEEDED]),
-    st.booleans(),
 )
 def test_any_order_of_events_ends_in_time_by_one_cause(
-    choices: list[int], length: int, parameters: dict[str, float], queued: bool
+    choices: list[int], length: int, parameters: dict[str, float]
 ) -> None:
-    bench = watch(Sampling(max_tokens=length, **parameters), queued=queued)  # pyright: ignore[reportArgumentType]
+    bench = watch(Sampling(max_tokens=length, **parameters))  # pyright: ignore[reportArgumentType]
     for choice in choices:
         if not bench.machine.ended:
             happens = possible(bench, length)
@@ -243,11 +246,15 @@ def test_a_search_ends_in_time_whatever_it_meets(choices: list[int]) -> None:
     for choice in cycle(choices):
         attempt = bench.machine.attempt
         events: list[ev.Event] = [ev.PlaceRefused(attempt, error) for error in REFUSALS[:4]]
-        events.append(ev.PlaceGranted(attempt, placement("d1")))
-        if bench.machine.phase is Phase.QUEUED:
-            events = [ev.TurnCame()]
+        events += [ev.PlaceHeld(attempt), ev.PlaceHandedBack(attempt)]
+        events += [ev.PlaceGranted(attempt, placement("d1")), ev.PlaceGranted(attempt, WAITS)]
+        if bench.machine.phase is Phase.WAITING:
+            late = frame(attempt, 0, [], FinishReason.ERROR, error=Overloaded("no room in time"))
+            events = [ev.FrameArrived("d1", 1, late)]
         elif bench.machine.phase is Phase.DISPATCHED:
             events = [ev.TaskBusy(attempt, "d1", "full"), *(ev.TaskFailed(attempt, "d1", e) for e in LOSSES[:2])]
+            if bench.machine.placement == WAITS:
+                events.append(ev.TaskAccepted(attempt, "d1"))
         bench.step(events[choice % len(events)])
         bench.wait(0.05)
         if bench.machine.ended:

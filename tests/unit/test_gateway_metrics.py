@@ -9,7 +9,7 @@ from baton_gateway.order import Order, Outcome
 from baton_gateway.timeline import Timeline
 from baton_gateway.workers import Model
 
-from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
+from baton.errors import BatonError, ClientGone, NoWorkers, WorkerLost
 from baton.messages.attempts import FinishReason, Sampling
 from baton.telemetry import Metrics
 from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, placement
@@ -46,8 +46,8 @@ class Stage:
     def now_s(self) -> float:
         return self.bench.now_s
 
-    def begin(self, *, queued: bool = False, sampling: Sampling = GREEDY) -> Watched:
-        self.bench = Watched(sampling, queued=queued)
+    def begin(self, sampling: Sampling = GREEDY) -> Watched:
+        self.bench = Watched(sampling)
         model = Model(name="tiny", path="", digest="", block_tokens=32, context_tokens_max=100)
         order = Order(
             request="r",
@@ -57,6 +57,7 @@ class Stage:
             root=b"",
             blocks=b"",
             sampling=sampling,
+            tenant="",
             eos_tokens=frozenset(),
             cache_salt="",
             disaggregation=None,
@@ -134,7 +135,7 @@ def test_each_attempt_ends_once_by_its_cause(stage: Stage) -> None:
 
 
 def test_an_answer_that_starts_over_has_the_times_of_its_final_run(stage: Stage) -> None:
-    bench = stage.begin(sampling=Sampling(max_tokens=8, seed=1))
+    bench = stage.begin(Sampling(max_tokens=8, seed=1))
     bench.run_on()
     bench.now_s = 0.1
     bench.frame(0, [5, 6])
@@ -186,12 +187,13 @@ def test_the_wait_for_a_worker_ends_with_its_word_or_with_the_answer(stage: Stag
     bench = stage.begin()
     for now_s in (0.0, 1.5):
         bench.now_s = now_s
-        bench.step(ev.PlaceRefused(0, Overloaded("full")))
+        bench.step(ev.PlaceHeld(0))
         bench.now_s = now_s + 0.5
-        bench.step(ev.TurnCame())
+        bench.step(ev.PlaceHandedBack(0))
     bench.run_on()
     assert stage.shown("baton_admission_wait_seconds_sum") == pytest.approx(2.0)
-    bench = stage.begin(queued=True)
+    bench = stage.begin()
+    bench.step(ev.PlaceHeld(0))
     bench.now_s = 3.0
     bench.step(ev.Aborted(ClientGone("left")))
     stage.answer.end(None, ClientGone("left"))

@@ -104,7 +104,7 @@ def test_a_move_is_no_failure_and_a_busy_target_is_placed_again() -> None:
     bench.step(leaving())
     bench.step(ev.PlaceGranted(1, placement("d2")))
     bench.step(ev.TaskBusy(1, "d2", "full"))
-    assert bench.did(ev.SendPlace) == [ev.SendPlace(2, ("d2",), ())]
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(2, unavailable=("d2",))]
     bench.run_on("d3")
     bench.frame(0, [12])
     assert bench.machine.delivered == [10, 11, 12]

@@ -1,19 +1,14 @@
-"""The table of live workers, and the queue in front of them."""
+"""The table of live workers, and how prompts are cut for them."""
 
 from __future__ import annotations
 
-import asyncio
-from random import Random
-
 import msgspec
 import pytest
-from baton_gateway.admission import RETRY_MAX_S, TRIES_MAX, AdmissionQueue, Ticket
 from baton_gateway.driver import cut
-from baton_gateway.workers import WorkerTable, has_room
+from baton_gateway.workers import WorkerTable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.clock import ManualClock
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Heartbeat, Role
@@ -85,126 +80,6 @@ def test_only_decode_workers_that_stay_serve_a_model() -> None:
     table.members.take(beat("d3", context_tokens_max=800), 0.0)
     assert table.model("m").context_tokens_max == 500
     assert [model.name for model in table.models()] == ["m"]
-
-
-def test_room() -> None:
-    assert has_room(beat(running=1, waiting=2))
-    assert not has_room(beat(running=3, waiting=1))
-    assert not has_room(beat(draining=True))
-
-
-class Line:
-    """A queue at work on a clock that tests move."""
-
-    def __init__(self, waiting_max: int = 10) -> None:
-        self.clock = ManualClock()
-        self.queue = AdmissionQueue(waiting_max=waiting_max, clock=self.clock, random=Random(1))
-        self.turns: list[str] = []
-
-    def ticket(self, name: str, model: str = "m") -> Ticket:
-        return Ticket(model, lambda: self.turns.append(name))
-
-
-async def test_new_requests_try_at_once_while_not_too_many_do() -> None:
-    line = Line()
-    tickets = [line.ticket(str(number)) for number in range(TRIES_MAX + 1)]
-    assert [line.queue.enter(ticket) for ticket in tickets] == [True] * TRIES_MAX + [False]
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(line.queue.run())
-        assert line.queue.join(tickets[-1])
-        await line.clock.advance(1.0)
-        assert line.turns == []
-        assert line.queue.waiting() == {"m": 1}
-        line.queue.leave(tickets[5], accepted=True)
-        await line.clock.advance(0.0)
-        assert line.turns == [str(TRIES_MAX)]
-        running.cancel()
-    for ticket in tickets:
-        line.queue.leave(ticket)
-    assert line.queue.waiting() == {}
-
-
-async def test_when_workers_are_full_turns_come_in_order_and_only_to_the_head() -> None:
-    line = Line()
-    first, second, third = line.ticket("first"), line.ticket("second"), line.ticket("third")
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(line.queue.run())
-        assert line.queue.enter(first)
-        assert line.queue.join(first), "its try was in vain"
-        assert not line.queue.enter(second)
-        assert line.queue.join(second)
-        await line.clock.advance(1.0)
-        assert line.turns == ["first"], "one try at a time"
-        line.queue.join(first)
-        await line.clock.advance(RETRY_MAX_S)
-        assert line.turns == ["first", "first"], "a head that failed keeps its place"
-        line.queue.leave(first)
-        await line.clock.advance(0.0)
-        assert line.turns == ["first", "first", "second"]
-        assert not line.queue.enter(third), "one that left says nothing of room"
-        line.queue.leave(second)
-        assert line.queue.waiting() == {}
-        assert line.queue.enter(third)
-        running.cancel()
-
-
-async def test_with_each_that_is_accepted_one_more_tries_until_one_fails() -> None:
-    line = Line(waiting_max=100)
-    tickets = [line.ticket(str(number)) for number in range(20)]
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(line.queue.run())
-        assert line.queue.enter(tickets[0])
-        for ticket in tickets:
-            line.queue.join(ticket)
-        await line.clock.advance(RETRY_MAX_S)
-        assert line.turns == ["0"]
-        # The first three have left the queue before, as their tries took long.
-        for first, tried, expected in ((0, 1, 3), (1, 3, 7), (3, 7, 15)):
-            for ticket in tickets[first:tried]:
-                if first < 3:
-                    line.queue.leave(ticket)
-                line.queue.leave(ticket, accepted=True)
-            await line.clock.advance(0.0)
-            assert line.turns == [str(number) for number in range(expected)], "in order"
-        line.queue.join(tickets[9])
-        await line.clock.advance(1.0)
-        assert line.turns[15:] == [], "the first of them still tries"
-        for ticket in tickets[7:9]:
-            line.queue.leave(ticket)
-        await line.clock.advance(0.0)
-        assert line.turns[15:] == ["9"], "the one that failed keeps its place"
-        running.cancel()
-
-
-async def test_a_heartbeat_with_room_gives_the_turn_at_once() -> None:
-    line = Line()
-    async with asyncio.TaskGroup() as group:
-        running = group.create_task(line.queue.run())
-        line.queue.join(line.ticket("a"))
-        line.queue.join(line.ticket("b", "other"))
-        await line.clock.advance(0.001)
-        assert line.turns == []
-        line.queue.note_room("m")
-        await line.clock.advance(0.0)
-        assert line.turns == ["a"]
-        running.cancel()
-
-
-async def test_the_queue_is_bounded_per_model() -> None:
-    line = Line(waiting_max=1)
-    first = line.ticket("first")
-    assert line.queue.join(first)
-    assert line.queue.join(first), "it waits already"
-    second = line.ticket("second")
-    assert not line.queue.enter(second)
-    assert not line.queue.join(second)
-    assert line.queue.join(line.ticket("other", "another model"))
-    none = Line(waiting_max=0)
-    ticket = none.ticket("x")
-    assert none.queue.enter(ticket)
-    assert not none.queue.join(ticket)
-    none.queue.leave(ticket)
-    assert none.queue.waiting() == {}
 
 
 @given(st.binary(max_size=400).map(lambda raw: raw[: len(raw) // 4 * 4]), st.integers(-5, 100))

@@ -340,7 +340,7 @@ async def test_held_requests_learn_that_all_workers_are_lost(world: World) -> No
 async def test_a_worker_that_was_busy_counts_as_full_until_its_next_heartbeat(world: World) -> None:
     async with world.scheduler():
         await world.beat("d1", running=0)
-        await world.hold("r", busy=("d1",))
+        await world.hold("r", unavailable=("d1",))
         await world.beat("d1", running=0)
         assert world.released() == {}
         await world.pass_time(BEAT_S)

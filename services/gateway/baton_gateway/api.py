@@ -193,6 +193,7 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
         disaggregation=disaggregation,
         operation=operation,
         trace=trace.trace,
+        tenant=request.state.tenant,
     )
 
 

@@ -1,11 +1,13 @@
 """The attempts of one answer as a state machine: events in, actions out, no clock, no I/O.
 
-    QUEUED ◀──── Overloaded, all busy ────┐
-      │ turn                              │
-      ▼                                   │
-    PLACING ──Placement──▶ DISPATCHED ──both Accepted──▶ WAITING ──tokens──▶ STREAMING ──finish──▶ DONE
-      ▲                        │ Busy, silence              │ lost, error       │
-      └──── cancel both, attempt + 1, exclude ──────────────┴───────────────────┘   else FAILED, CANCELLED
+    PLACING ◀──Held, silence──▶ QUEUED
+      │ Placement                 │ Placement
+      └──────▶ DISPATCHED ◀───────┘
+                   │ both Accepted
+                   ▼
+                WAITING ──tokens──▶ STREAMING ──finish──▶ DONE         else FAILED, CANCELLED
+
+    DISPATCHED, WAITING, STREAMING ──Busy, silence, lost, error──▶ cancel both, attempt + 1, PLACING
 
 An answer that would outlast its draining decode worker is moved: the machine asks for a placement while the attempt
 runs on, and enters DISPATCHED once it has one. Without one, or if the answer cannot continue exactly, it stays.
@@ -58,6 +60,7 @@ TOKENS_PER_S_MIN = 0.1
 
 class Phase(StrEnum):
     QUEUED = "queued"
+    """A scheduler holds the request until a worker has room."""
     PLACING = "placing"
     DISPATCHED = "dispatched"
     WAITING = "waiting"
@@ -98,8 +101,6 @@ class AttemptMachine:
         self._sampling = sampling
         self._timers = timers
         self._search = Search(timers)
-        self._has_turn = True
-        """Whether the admission queue lets this request try."""
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
         """Deadline of the first token; infinite once that token has arrived."""
@@ -132,6 +133,10 @@ class AttemptMachine:
         """Return the time that workers have for the first token; once it has come, for the next one."""
         return self._token_s if self._deadline_at_s == inf else max(0.0, self._deadline_at_s - now_s)
 
+    def hold_s(self, attempt: int, now_s: float) -> float:
+        """Return how long a scheduler may hold this attempt; a move is not held, since the answer runs meanwhile."""
+        return max(0.0, self._search.ends_at_s - now_s) if self.seeks(attempt) else 0.0
+
     @property
     def _emitted(self) -> int:
         """Tokens delivered from the present attempt."""
@@ -142,18 +147,18 @@ class AttemptMachine:
         """Time for the first token of an accepted attempt; the progress limit if it continues an answer."""
         return self._timers.progress_s if self.delivered else self._timers.first_token_s
 
+    def seeks(self, attempt: int) -> bool:
+        """Return whether this attempt is the present one and has no workers yet."""
+        return attempt == self.attempt and self.phase in (Phase.PLACING, Phase.QUEUED)
+
     def runs_on(self, worker: str) -> bool:
         """Return whether the present attempt was given to `worker`."""
         addresses = () if self.placement is None else self.placement.addresses
         return worker in {address.worker for address in addresses}
 
-    def start(self, now_s: float, *, queued: bool) -> list[ev.Action]:
-        """Return the first actions. `queued`: enough other requests look for a worker, so join the queue."""
-        if queued:
-            self._search.limit(now_s, self._timers.admission_wait_s)
-            self._seek(self._search.join_queue(now_s, Overloaded("other requests are waiting for a worker")))
-        else:
-            self._place(now_s)
+    def start(self, now_s: float) -> list[ev.Action]:
+        """Return the first actions."""
+        self._place(now_s)
         return self._take_actions()
 
     def step(self, now_s: float, event: ev.Event) -> list[ev.Action]:
@@ -182,20 +187,17 @@ class AttemptMachine:
             case ev.Aborted(error):
                 self._cancel_both(error.code)
                 self._end(Phase.CANCELLED, ev.Fail(error))
-            case ev.TurnCame():
-                if self.phase is Phase.QUEUED:
-                    self._has_turn = True
-                    self._place(now_s)
-            case ev.QueueFull():
-                self._fail(Overloaded("too many requests are waiting for a worker", retry_after_s=1.0))
             case ev.PlaceGranted(attempt, placement):
-                if attempt == self.attempt and self.phase is Phase.PLACING:
+                if self.seeks(attempt):
+                    # The first placement wins; other schedulers may hold the request, too.
+                    if self._search.asked > 1:
+                        self._actions.append(ev.SendWithdraw(attempt))
                     self._dispatch(now_s, placement)
                 elif attempt == self.attempt + 1:
                     self._move(now_s, placement)
-            case ev.PlaceRefused(attempt, error):
-                if attempt == self.attempt and self.phase is Phase.PLACING:
-                    self._seek(self._search.note_refusal(now_s, error))
+            case ev.PlaceRefused() | ev.PlaceHeld() | ev.PlaceHandedBack():
+                if self.seeks(event.attempt):
+                    self._on_place_answer(now_s, event)
             case ev.TaskAccepted() | ev.TaskBusy() | ev.TaskFailed():
                 if event.attempt == self.attempt and event.worker in self._awaited:
                     self._on_task_answer(now_s, event)
@@ -214,15 +216,22 @@ class AttemptMachine:
         self._search.limit(now_s, self._timers.progress_s if self.delivered else self._timers.admission_wait_s)
         self._seek(self._search.ask(now_s, self.attempt))
 
-    def _seek(self, step: ev.SendPlace | ev.JoinQueue | ev.Fail | None) -> None:
+    def _on_place_answer(self, now_s: float, event: ev.PlaceRefused | ev.PlaceHeld | ev.PlaceHandedBack) -> None:
+        match event:
+            case ev.PlaceRefused(_, error):
+                self.phase = Phase.PLACING
+                self._seek(self._search.note_refusal(now_s, error, begun=bool(self.delivered)))
+            case ev.PlaceHeld():
+                self.phase = Phase.QUEUED
+                self._search.note_held(now_s)
+            case ev.PlaceHandedBack():
+                self._seek(self._search.ask_again(now_s, self.attempt))
+
+    def _seek(self, step: ev.SendPlace | ev.Fail | None) -> None:
         """Take the search's next step."""
         match step:
             case ev.SendPlace():
                 self.phase = Phase.PLACING
-                self._actions.append(step)
-            case ev.JoinQueue():
-                self.phase = Phase.QUEUED
-                self._has_turn = False
                 self._actions.append(step)
             case ev.Fail(error):
                 self._fail(error)
@@ -248,27 +257,31 @@ class AttemptMachine:
                 if not self._awaited:
                     self._wait_for_tokens(now_s)
             case ev.TaskBusy(_, worker, detail):
-                busy = Overloaded(f"worker {worker} is busy: {detail}")
-                self._give_up_attempt(busy, "busy")
-                if self._search.note_busy(worker):
-                    self._seek(self._search.join_queue(now_s, busy))
-                else:
-                    self._place(now_s)
+                self._try_elsewhere(now_s, Overloaded(f"worker {worker} is busy: {detail}"), worker)
             case ev.TaskFailed(_, worker, error):
                 unreached = isinstance(error, NoResponders | BusUnavailable)
                 if unreached and now_s < self._search.ends_at_s:
-                    self._give_up_attempt(error)
-                    self._search.note_unreached(worker)
-                    self._place(now_s)
+                    self._try_elsewhere(now_s, error, worker)
                 else:
                     self._retry(now_s, error, worker)
 
+    def _try_elsewhere(self, now_s: float, error: BatonError, worker: str) -> None:
+        """Begin the next attempt; the worker has not failed, and the search goes on until its end."""
+        if now_s >= self._search.ends_at_s:
+            self._cancel_both("busy")
+            self._fail(Overloaded(f"no worker became free in time: {error}", retry_after_s=1.0))
+            return
+        self._give_up_attempt(error, "busy" if isinstance(error, Overloaded) else "")
+        self._search.note_unavailable(worker)
+        self._place(now_s)
+
     def _wait_for_tokens(self, now_s: float) -> None:
+        assert self.placement is not None
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._token_s
-        self._has_turn = False
-        self._search.note_accepted()
-        self._actions.append(ev.LeaveQueue(accepted=True))
+        if not self.placement.wait_s:
+            # Where the attempt may wait for room, the search ends with its first token.
+            self._search.note_accepted()
 
     # ------------------------------------------------------------ waiting, streaming
 
@@ -300,6 +313,8 @@ class AttemptMachine:
     def _accept_tokens(self, now_s: float, frame: Frame, tokens: list[int], known: int) -> None:
         if not tokens:
             return
+        if self.phase is not Phase.STREAMING:
+            self._search.note_accepted()
         self.phase = Phase.STREAMING
         self._phase_until_s = now_s + self._timers.progress_s
         self._deadline_at_s = inf
@@ -322,6 +337,9 @@ class AttemptMachine:
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
             self._search.cut_pair(prefill.worker, decode)
             self._retry(now_s, error)
+        elif isinstance(error, Overloaded):
+            # The attempt waited at its worker, and found no room in time.
+            self._try_elsewhere(now_s, error, decode)
         elif isinstance(error, TransferFailed) and prefill is not None:
             # The decode worker has just reported this, so it is alive: most likely the prefill worker failed.
             self._retry(now_s, error, prefill.worker)
@@ -391,13 +409,7 @@ class AttemptMachine:
             self._ask_again(now_s)
         if now_s < self._until_s:
             return
-        if self._has_turn:
-            # The bus, the scheduler or the workers are away or slow. Other requests in the queue may need others.
-            self._has_turn = False
-            self._actions.append(ev.LeaveQueue(accepted=False))
-        if self.phase is Phase.QUEUED:
-            self._seek(self._search.no_turn())
-        elif self.phase is Phase.PLACING:
+        if self.seeks(self.attempt):
             self._seek(self._search.ask_again(now_s, self.attempt))
         else:
             self._on_silence(now_s)
@@ -466,5 +478,7 @@ class AttemptMachine:
         self._end(Phase.FAILED, ev.Fail(error))
 
     def _end(self, phase: Phase, last: ev.Complete | ev.Fail) -> None:
+        if self.seeks(self.attempt):
+            self._actions.append(ev.SendWithdraw(self.attempt))
         self.phase = phase
         self._actions.append(last)

@@ -38,6 +38,20 @@ class PlaceRefused:
 
 
 @dataclass(frozen=True, slots=True)
+class PlaceHeld:
+    """A scheduler holds the request, and repeats this several times a second."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceHandedBack:
+    """A scheduler that leaves does not hold the request any more."""
+
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
 class TaskAccepted:
     attempt: int
     worker: str
@@ -109,16 +123,6 @@ class WorkerLeaving:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnCame:
-    """The admission queue lets this request try a placement."""
-
-
-@dataclass(frozen=True, slots=True)
-class QueueFull:
-    """The admission queue takes no further request."""
-
-
-@dataclass(frozen=True, slots=True)
 class Shown:
     """The client receives the first part of the answer, which from now on cannot start over."""
 
@@ -143,6 +147,8 @@ class Tick:
 Event = (
     PlaceGranted
     | PlaceRefused
+    | PlaceHeld
+    | PlaceHandedBack
     | TaskAccepted
     | TaskBusy
     | TaskFailed
@@ -151,8 +157,6 @@ Event = (
     | DigestArrived
     | WorkerGone
     | WorkerLeaving
-    | TurnCame
-    | QueueFull
     | Shown
     | TextStopped
     | Aborted
@@ -164,12 +168,13 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendPlace:
-    """Ask any scheduler; `exclude` names workers that failed or were busy, `refused` those that refused the request."""
+    """Ask any scheduler (see `Place`)."""
 
     attempt: int
-    exclude: tuple[str, ...]
-    exclude_pairs: tuple[tuple[str, str], ...]
+    exclude: tuple[str, ...] = ()
+    exclude_pairs: tuple[tuple[str, str], ...] = ()
     refused: tuple[str, ...] = ()
+    unavailable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +206,10 @@ class SendResend:
 
 
 @dataclass(frozen=True, slots=True)
-class JoinQueue:
-    """Wait for a turn; a request that already waits keeps its place."""
+class SendWithdraw:
+    """Tell all schedulers that this attempt needs no placement any more: one of them may hold it."""
 
-
-@dataclass(frozen=True, slots=True)
-class LeaveQueue:
-    """Let the next request try: workers have `accepted` this one, or it goes on with its own timers."""
-
-    accepted: bool
+    attempt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +247,7 @@ Action = (
     | SendCancel
     | SendAcknowledge
     | SendResend
-    | JoinQueue
-    | LeaveQueue
+    | SendWithdraw
     | Deliver
     | StartOver
     | Complete

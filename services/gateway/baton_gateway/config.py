@@ -52,7 +52,6 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
             "worker of its model to return (503).",
         ),
     ] = 10.0
-    admission_queue_max: Annotated[int, Meta(ge=0, description="Requests per model that may wait.")] = 4096
     requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond this, 429.")] = 4096
 
     goal_ttft_s: Annotated[Seconds, Meta(description="TTFT limit of a good answer, in metrics.")] = 1.0

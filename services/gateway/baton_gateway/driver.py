@@ -38,16 +38,16 @@ from baton.messages.attempts import (
 )
 from baton.messages.base import TOKEN_BYTES, Context, Refused, WorkerAddress, pack_tokens
 from baton.messages.codec import encode
-from baton.messages.placement import Audited, Place, Placement
+from baton.messages.placement import PRIORITY_BEGUN, PRIORITY_NEW, Audited, Held, Place, Placement, Withdraw
 from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
-from baton_gateway.admission import AdmissionQueue, Ticket
 from baton_gateway.attempt import AttemptMachine
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
 from baton_gateway.publisher import Publisher
+from baton_gateway.rate_limit import RateLimit
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
 from baton_gateway.timeline import Timeline
@@ -83,8 +83,9 @@ class Links:
     tracing: Tracing
     figures: GatewayMetrics
     publisher: Publisher
-    admission: AdmissionQueue
     timers: AttemptTimers
+    repeats: RateLimit
+    """Limit on repeated questions to schedulers, of all drivers."""
     routes: Routes[AnswerDriver]
 
 
@@ -103,7 +104,6 @@ class AnswerDriver:
         self._spans = AnswerTrace(links.tracing, links.publisher, self.machine, request=order.request, root=order.trace)
         self._timeline = Timeline(self.machine, links.clock)
         self._figures = AnswerMetrics(links.figures, self.machine, self._timeline, order)
-        self._ticket = Ticket(order.model.name, lambda: self.post(ev.TurnCame()))
         self._events: deque[ev.Event] = deque()
         self._stepping = False
         self._wake = asyncio.Event()
@@ -112,10 +112,16 @@ class AnswerDriver:
         self._error: Exception | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._children: set[asyncio.Task[None]] = set()
+        self._asked_attempt = -1
+        """Attempt of the last question to schedulers."""
 
     @property
     def attempt(self) -> int:
         return self.machine.attempt
+
+    @property
+    def model(self) -> str:
+        return self._order.model.name
 
     def post(self, event: ev.Event) -> None:
         """Step the machine with an event and perform its actions. Never waits, never raises."""
@@ -143,8 +149,7 @@ class AnswerDriver:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                queued = not links.admission.enter(self._ticket)
-                self._perform(self.machine.start(links.clock.now_s(), queued=queued))
+                self._perform(self.machine.start(links.clock.now_s()))
                 self._pump()
                 while not self._is_over():
                     await self._sleep()
@@ -154,7 +159,6 @@ class AnswerDriver:
                     child.cancel()
         finally:
             links.routes.leave(order.request)
-            links.admission.leave(self._ticket)
             # After a cancellation or a bug, the workers must not go on with an answer that has no reader.
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
             self._spans.end(self._error)
@@ -198,11 +202,9 @@ class AnswerDriver:
                     self._tell(worker, Acknowledge(context=self._context(attempt)))
                 case ev.SendResend(worker, attempt, index):
                     self._tell(worker, Resend(context=self._context(attempt), index=index))
-                case ev.JoinQueue():
-                    if not self._links.admission.join(self._ticket):
-                        self._events.append(ev.QueueFull())
-                case ev.LeaveQueue(accepted):
-                    self._links.admission.leave(self._ticket, accepted=accepted)
+                case ev.SendWithdraw(attempt):
+                    withdraw = Withdraw(request=self._order.request, attempt=attempt)
+                    self._links.publisher.post(subjects.WITHDRAWALS, withdraw)
                 case ev.Complete(reason, cached_tokens):
                     self._complete(reason, cached_tokens)
                 case ev.Fail(error):
@@ -279,8 +281,11 @@ class AnswerDriver:
 
     async def _place(self, action: ev.SendPlace) -> None:
         links, order = self._links, self._order
+        is_repeated, self._asked_attempt = action.attempt == self._asked_attempt, action.attempt
+        if is_repeated and not links.repeats.allow(links.clock.now_s()):
+            return  # As if the question were lost: the machine asks again.
         tokens, prompt_tokens = self._prompt()
-        timers = links.timers
+        timers, now_s = links.timers, links.clock.now_s()
         message = Place(
             context=self._context(action.attempt, self._spans.place),
             model=order.model.name,
@@ -292,6 +297,12 @@ class AnswerDriver:
             exclude_pairs=action.exclude_pairs,
             parameters=tuple(order.sampling.extensions),
             refused=action.refused,
+            unavailable=action.unavailable,
+            gateway=links.gateway,
+            hold_s=self.machine.hold_s(action.attempt, now_s),
+            due_in_s=order.received_at_s + links.figures.goals.ttft_s - now_s,
+            tenant=order.tenant,
+            priority=PRIORITY_BEGUN if self.machine.delivered else PRIORITY_NEW,
         )
         try:
             # A late answer is as good as one to a resend, so wait until the resends are over.
@@ -305,6 +316,8 @@ class AnswerDriver:
         match answer:
             case Placement():
                 self.post(ev.PlaceGranted(action.attempt, answer))
+            case Held():
+                self.post(ev.PlaceHeld(action.attempt))
             case Refused(error=report):
                 self.post(ev.PlaceRefused(action.attempt, report.to_error()))
             case _:
@@ -329,6 +342,8 @@ class AnswerDriver:
                 cache_salt=order.cache_salt,
                 sink_ranks=len(decode.agents),
                 cached_tokens=placement.predicted.cached_tokens,
+                wait_s=placement.wait_s,
+                sink=decode.worker,
             )
             self._spawn(self._send_task(attempt, prefill.worker, tokens, prefill_task))
         decode_task = DecodeTask(
@@ -341,6 +356,7 @@ class AnswerDriver:
             cache_salt=order.cache_salt,
             source=prefill,
             cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
+            wait_s=placement.wait_s,
         )
         self._spawn(self._send_task(attempt, decode.worker, tokens, decode_task))
 

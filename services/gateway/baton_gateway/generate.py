@@ -48,6 +48,7 @@ class RequestFacts:
     disaggregation: Disaggregation | None
     operation: Operation
     trace: str
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +143,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
                 deadline_at_s=facts.deadline_at_s,
                 operation=facts.operation,
                 trace=facts.trace,
+                tenant=facts.tenant,
             )
             for prompt in plan.prompts
             for choice in range(plan.choices_per_prompt)

@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """Paths that need no key, as probes carry none."""
+TENANT_CHARACTERS: Final = 32
 
 
 class ApiKeys:
@@ -30,10 +31,13 @@ class ApiKeys:
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
-    def check(self, authorization: str) -> None:
-        """Raise Unauthenticated if keys are set and the header carries none of them."""
+    def check(self, authorization: str) -> str:
+        """Return the tenant: a digest of the key that the header carries, empty if no keys are set.
+
+        Raises Unauthenticated if keys are set and the header carries none of them.
+        """
         if not self._digests:
-            return
+            return ""
         scheme, _, token = authorization.partition(" ")
         if scheme.lower() != "bearer" or not token.strip():
             raise Unauthenticated("this server asks for an API key: send it as `Authorization: Bearer KEY`")
@@ -42,6 +46,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if not any(matches):
             raise Unauthenticated("the API key is not known to this server")
+        return presented.hex()[:TENANT_CHARACTERS]
 
 
 class Guard:
@@ -89,7 +94,7 @@ class Guard:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._drain_state().check_takes()
-                self._keys.check(headers.get("authorization", ""))
+                scope["state"]["tenant"] = self._keys.check(headers.get("authorization", ""))
             await self._app(scope, receive, send_with_id)
         except BatonError as error:
             await error_response(error)(scope, receive, send_with_id)

@@ -31,6 +31,8 @@ class Order:
     operation: str
     """Endpoint, named as in OpenTelemetry's conventions: `chat` or `text_completion`."""
     trace: str
+    tenant: str
+    """Digest of the client's API key; empty where none is asked for."""
 
 
 @dataclass(frozen=True, slots=True)

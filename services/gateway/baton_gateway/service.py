@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from typing import Final
@@ -22,22 +23,23 @@ from baton.messages.attempts import (
     PrefillFailed,
 )
 from baton.messages.base import Context, Refused
-from baton.messages.placement import Place, Placement
+from baton.messages.placement import Place, Placement, QueuePositions, Released, Withdraw
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Event, Left, Lost, Restarted
 from baton.node.service import Node, subscribed
 from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
-from baton_gateway.admission import AdmissionQueue
+from baton_gateway.attempt import Phase
 from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
 from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.models import Models
 from baton_gateway.publisher import Publisher
+from baton_gateway.rate_limit import RateLimit
 from baton_gateway.routes import Routes
-from baton_gateway.workers import WorkerTable, has_room
+from baton_gateway.workers import WorkerTable
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,8 @@ BEAT_S: Final = 1.0
 EXPIRY_S: Final = 0.1
 READY_KEPT_S: Final = 1.0
 FAREWELL_S: Final = 1.0
+REPEATS_PER_S: Final = 1000.0
+"""Repeated questions to schedulers: on a machine that is too busy to answer in time, more would make it busier."""
 
 
 class Gateway:
@@ -67,9 +71,6 @@ class Gateway:
         self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes[AnswerDriver]()
         self.publisher = Publisher(self.bus)
-        self.admission = AdmissionQueue(
-            waiting_max=settings.admission_queue_max, clock=self.clock, random=self.ports.random
-        )
         goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
         self.figures = GatewayMetrics(node.metrics, self.clock, goals)
         node.metrics.read(self._readings)
@@ -80,8 +81,8 @@ class Gateway:
             tracing=self.tracing,
             figures=self.figures,
             publisher=self.publisher,
-            admission=self.admission,
             timers=settings.attempt_timers(),
+            repeats=RateLimit(per_s=REPEATS_PER_S, burst=REPEATS_PER_S / 4),
             routes=self.routes,
         )
         self.drain_state = DrainState.OPEN
@@ -90,7 +91,8 @@ class Gateway:
 
     def _readings(self) -> Iterator[Reading]:
         yield Reading(catalogue.ANSWERS_RUNNING, len(self.routes))
-        waits = {model.name: 0 for model in self.workers.models()} | self.admission.waiting()
+        held = Counter(driver.model for driver in self.routes.all() if driver.machine.phase is Phase.QUEUED)
+        waits = {model.name: 0 for model in self.workers.models()} | held
         for model, waiting in waits.items():
             yield Reading(catalogue.ADMISSION_WAITING, waiting, (model,))
         for labels, count in self.workers.counts().items():
@@ -101,7 +103,7 @@ class Gateway:
         """Take part in the system inside this context. A bug in one of the tasks ends it."""
         handlers = {subjects.HEARTBEAT: self._on_worker, subjects.gateway(self.links.gateway): self._on_message}
         async with subscribed(self.bus, handlers), asyncio.TaskGroup() as group:
-            loops = (self._beat(), self._expire(), self.publisher.run(), self.admission.run())
+            loops = (self._beat(), self._expire(), self.publisher.run())
             tasks = [group.create_task(loop) for loop in loops]
             try:
                 yield
@@ -165,8 +167,6 @@ class Gateway:
                 self._note_leaving(message)
             if message.role is Role.DECODE:
                 self.models.prepare(message.model_path, message.model_digest)
-            if has_room(message):
-                self.admission.note_room(message.model)
 
     async def _on_message(self, delivery: Delivery) -> None:
         message = delivery.message
@@ -178,6 +178,11 @@ class Gateway:
                         driver.post(ev.FrameArrived(message.worker, message.generation, frame))
             case Digest():
                 self._on_digest(message)
+            case Released():
+                self._on_released(message)
+            case QueuePositions(positions=positions):
+                for request, attempt, _ in positions:
+                    self._on_position(request, attempt)
             case Prefilled(context=context, usage=usage):
                 driver = self.routes.get(context.request)
                 if driver is not None:
@@ -187,6 +192,25 @@ class Gateway:
                 log.info("prefill %s on %s failed: %s", context.request, worker, error.detail)
             case _:
                 log.warning("unexpected %s on %s", type(message).__name__, delivery.subject)
+
+    def _on_released(self, released: Released) -> None:
+        driver, attempt = self.routes.get(released.request), released.attempt
+        if driver is None:
+            return
+        if released.placement is not None:
+            driver.post(ev.PlaceGranted(attempt, released.placement))
+        elif released.error is not None:
+            driver.post(ev.PlaceRefused(attempt, released.error.to_error()))
+        else:
+            driver.post(ev.PlaceHandedBack(attempt))
+
+    def _on_position(self, request: str, attempt: int) -> None:
+        driver = self.routes.get(request)
+        if driver is not None and driver.machine.seeks(attempt):
+            driver.post(ev.PlaceHeld(attempt))
+        else:
+            # The earlier message was lost, or another scheduler has placed it.
+            self.publisher.post(subjects.WITHDRAWALS, Withdraw(request=request, attempt=attempt))
 
     def _on_digest(self, digest: Digest) -> None:
         entries = {(entry.request, entry.attempt): entry for entry in digest.entries}

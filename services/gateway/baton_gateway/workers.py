@@ -73,8 +73,3 @@ class WorkerTable:
 
     def _serving(self) -> list[Heartbeat]:
         return [each for each in self.members.beats() if each.role is Role.DECODE and not each.draining]
-
-
-def has_room(heartbeat: Heartbeat) -> bool:
-    """Return whether this worker could take another request."""
-    return not heartbeat.draining and heartbeat.running + heartbeat.waiting < heartbeat.running_max

@@ -21,7 +21,7 @@ from baton.node.membership import Membership
 from baton.node.service import Node
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.placement import PrefixMatch
-from baton_scheduler.placer import Placer
+from baton_scheduler.placer import Choice, Placer
 from baton_scheduler.queue import Entry, Key, Queue
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ BATCH: Final = 32
 """Requests for which the index is asked at the same time."""
 MATCH_AGE_S_MAX: Final = 1.0
 """Age at which an answer of the index is out of date."""
-BUSY_S: Final = 0.25
-"""Time for which a worker that has answered `Busy` counts as full: the interval of heartbeats."""
+UNAVAILABLE_S: Final = 0.25
+"""Time for which a worker that was busy or not reached counts as full: the interval of heartbeats."""
 
 
 @dataclass(slots=True)
@@ -94,8 +94,8 @@ class Holding:
         """Return the number of held requests by model."""
         return Counter(request.place.model for request in self._requests.values())
 
-    async def hold(self, place: Place, match: PrefixMatch | None = None, placement: Placement | None = None) -> None:
-        """Hold a request. `placement` is the best one, if it would have to wait for too long.
+    async def hold(self, place: Place, match: PrefixMatch | None = None, choice: Choice | None = None) -> None:
+        """Hold a request. `choice` is the best placement, if it would have to wait for too long.
 
         Without a `match` it has not been judged yet. Raises Overloaded if the queue is full, Unavailable if this
         scheduler leaves.
@@ -111,7 +111,8 @@ class Holding:
         if key in self._requests:
             self._requests[key].place = place
             return
-        computing_s = placement.predicted.predicted_ttft_s - placement.predicted.waiting_s if placement else 0.0
+        predicted = choice.placement.predicted if choice else None
+        computing_s = predicted.predicted_ttft_s - predicted.waiting_s if predicted else 0.0
         entry = Entry(
             key=key,
             tenant=place.tenant,
@@ -217,13 +218,14 @@ class Holding:
         try:
             if budget_s <= 0:
                 raise DeadlineExceeded("the request's deadline passed while it was held")
-            placement = self._placer.choose(place, request.match, without=place.busy if waited_s < BUSY_S else ())
-            if placement.predicted.waiting_s > self._settings.place_wait_s_max:
+            without = place.unavailable if waited_s < UNAVAILABLE_S else ()
+            choice = self._placer.choose(place, request.match, without=without)
+            if not choice.begins_soon:
                 return False
             with self._tracing.span("place", parent=place.context.trace, kind=SpanKind.SERVER) as span:
-                span.set({"baton.placement.reason": placement.reason, "baton.held_s": waited_s})
+                span.set({"baton.placement.reason": choice.placement.reason, "baton.held_s": waited_s})
                 self._queue.take(key)
-                await self._placer.commit(place, placement, request.match, budget_s)
+                placement = await self._placer.commit(place, choice, request.match, budget_s)
             await self._release(key, placement=placement)
             return True
         except Overloaded:

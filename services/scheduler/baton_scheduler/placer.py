@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -25,6 +26,16 @@ FIRST_ASK_SHARE: Final = 0.3
 """Share of the index timeout after which all indexes are asked. One index mostly answers within a tenth of it."""
 WAIT_GROWTH: Final = 4.0
 """An attempt may wait at its worker for this many times the longest predicted wait: predictions err."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A placement that is counted nowhere yet."""
+
+    placement: Placement
+    model_digest: str
+    begins_soon: bool
+    """Whether its predicted wait is short enough to wait at the worker."""
 
 
 class Placer:
@@ -89,7 +100,7 @@ class Placer:
             self.asked_again += 1
             return await self._bus.request(subjects.MATCH_ALL, match, timeout_s=timeout_s)
 
-    def choose(self, place: Place, match: PrefixMatch | None, *, without: tuple[str, ...] = ()) -> Placement:
+    def choose(self, place: Place, match: PrefixMatch | None, *, without: tuple[str, ...] = ()) -> Choice:
         """Return the best placement at the moment, counted nowhere yet; `without` names workers that are just full.
 
         Raises what `placement.choose` does, and Overloaded where only these workers are left.
@@ -111,20 +122,22 @@ class Placer:
             if not without:
                 raise
             raise Overloaded(error.detail, retry_after_s=self._settings.retry_after_s) from error
-        waits = placement.predicted.waiting_s > 0
+        waiting_s, longest_s = placement.predicted.waiting_s, self._settings.place_wait_s_max
         reason = placement.reason
         if match is None:
             reason = reason.removesuffix(".") + "; the index did not answer, so what workers hold is unknown."
-        wait_s = WAIT_GROWTH * self._settings.place_wait_s_max if waits else 0.0
-        return msgspec.structs.replace(placement, reason=reason, wait_s=wait_s)
+        wait_s = WAIT_GROWTH * longest_s if waiting_s > 0 else 0.0
+        placement = msgspec.structs.replace(placement, reason=reason, wait_s=wait_s)
+        decode = next(load for load in serving if load.worker == placement.decode.worker)
+        return Choice(placement, decode.heartbeat.model_digest, begins_soon=waiting_s <= longest_s)
 
-    async def commit(self, place: Place, placement: Placement, match: PrefixMatch | None, budget_s: float) -> None:
-        """Count a placement that was just chosen, and tell the indexes and the other schedulers of it."""
-        decode = next(load for load in self._serving(place.model) if load.worker == placement.decode.worker)
+    async def commit(self, place: Place, choice: Choice, match: PrefixMatch | None, budget_s: float) -> Placement:
+        """Count a placement that was just chosen, tell the indexes and the other schedulers of it, and return it."""
+        placement = choice.placement
         placed = Placed(
             context=Context(request=place.context.request, attempt=place.context.attempt, budget_s=budget_s),
             scheduler=self._name,
-            model_digest=decode.heartbeat.model_digest,
+            model_digest=choice.model_digest,
             blocks=place.blocks,
             workers=tuple(WorkerAddress(worker=one.worker, generation=one.generation) for one in placement.addresses),
             prompt_tokens=place.prompt_tokens,
@@ -141,6 +154,7 @@ class Placer:
             await self._bus.publish(subjects.PLACED, placed)
         except BatonError as error:
             logger.debug("the placement of %s was not published: %s", place.context.request, error)
+        return placement
 
     def count(self, placed: Placed) -> None:
         """Count a placement as soft, until heartbeats show it."""

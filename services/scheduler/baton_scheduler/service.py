@@ -32,7 +32,7 @@ from baton.telemetry import Reading, catalogue
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.holding import Holding, key_of
 from baton_scheduler.loads import Loads, LoadsOptions, incompatible_pairs
-from baton_scheduler.placer import Placer
+from baton_scheduler.placer import Choice, Placer
 
 logger = logging.getLogger(__name__)
 
@@ -203,18 +203,17 @@ class SchedulerService:
         budget_s = place.context.budget_s - (self._clock.now_s() - started_s)
         if budget_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it was being placed")
-        placement: Placement | None = None
+        choice: Choice | None = None
+        full = Overloaded("no worker has room soon", retry_after_s=self._settings.retry_after_s)
         try:
-            placement = self._placer.choose(place, match, without=place.busy)
-        except Overloaded:
-            if not place.hold_s > 0:
-                raise
-        if placement is not None and placement.predicted.waiting_s <= self._settings.place_wait_s_max:
-            await self._placer.commit(place, placement, match, budget_s)
-            return placement
+            choice = self._placer.choose(place, match, without=place.unavailable)
+        except Overloaded as error:
+            full = error
+        if choice is not None and choice.begins_soon:
+            return await self._placer.commit(place, choice, match, budget_s)
         if not place.hold_s > 0:
-            raise Overloaded("no worker has room soon", retry_after_s=self._settings.retry_after_s)
-        await self._holding.hold(place, match, placement)
+            raise full
+        await self._holding.hold(place, match, choice)
         return Held(scheduler=self._name)
 
     async def _refuse(self, delivery: Delivery, error: BatonError) -> None:

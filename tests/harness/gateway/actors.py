@@ -48,13 +48,14 @@ from baton.messages.attempts import (
 )
 from baton.messages.base import Context, ErrorReport, Refused, WorkerAddress, pack_tokens, unpack_tokens
 from baton.messages.codec import AnyMessage
-from baton.messages.placement import Candidate, Disaggregation, Place, Placement
+from baton.messages.placement import Candidate, Disaggregation, Held, Place, Placement, Released
 from baton.messages.workers import Heartbeat, Role
 from tests.harness.heartbeats import heartbeat
 
 MODEL: Final = "tiny"
 CONTEXT_TOKENS: Final = 4096
 EOS: Final = 2
+HOLD_S: Final = 0.05
 SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}{% if m['role'] == 'developer' %}{{ raise_exception('no developers here') }}{% endif %}"
@@ -343,7 +344,10 @@ class Worker:
 
 
 class Scheduler:
-    """Places on the first live worker that is not excluded. All workers are alike: what one refuses, all refuse."""
+    """Places on the first live worker that is not excluded. All workers are alike: what one refuses, all refuse.
+
+    A request whose worker was just unavailable is held for `HOLD_S`.
+    """
 
     def __init__(self, actors: Actors) -> None:
         self.actors = actors
@@ -369,14 +373,32 @@ class Scheduler:
             refused = InvalidRequest("every live decode worker refuses this request")
             await delivery.respond(Refused(error=ErrorReport.of(refused)))
             return
+        placement = self._choose(place)
+        if placement is None:
+            await delivery.respond(Refused(error=ErrorReport.of(NoWorkers("no worker is left"))))
+        elif {address.worker for address in placement.addresses} & set(place.unavailable):
+            await delivery.respond(Held(scheduler="scripted"))
+            self.actors.spawn(self._release(place))
+        else:
+            await delivery.respond(placement)
+
+    async def _release(self, place: Place) -> None:
+        await self.actors.clock.sleep(HOLD_S)
+        placement = self._choose(place)
+        error = None if placement else ErrorReport.of(NoWorkers("no worker is left"))
+        context = place.context
+        released = Released(request=context.request, attempt=context.attempt, placement=placement, error=error)
+        with suppress(BusUnavailable):
+            await self.actors.bus.publish(subjects.gateway(place.gateway), released)
+
+    def _choose(self, place: Place) -> Placement | None:
         decode, prefill = self._pick(place, Role.DECODE), self._pick(place, Role.PREFILL)
         wants_prefill = place.disaggregation is Disaggregation.ALWAYS
         if decode is None or (wants_prefill and prefill is None):
-            await delivery.respond(Refused(error=ErrorReport.of(NoWorkers("no worker is left"))))
-            return
+            return None
         source = prefill.address if wants_prefill and prefill is not None else None
         predicted = Candidate(decode=decode.name, cached_tokens=self.predicted_cached_tokens, predicted_ttft_s=0.1)
-        await delivery.respond(Placement(decode=decode.address, prefill=source, reason="scripted", predicted=predicted))
+        return Placement(decode=decode.address, prefill=source, reason="scripted", predicted=predicted)
 
     def _pick(self, place: Place, role: Role) -> Worker | None:
         fit = [
@@ -396,6 +418,8 @@ class Actors:
         self.clock = clock
         self.workers: dict[str, Worker] = {}
         self.scheduler = Scheduler(self)
+        self.scripted_scheduler = True
+        """Whether `scheduler` answers; False: a real one does."""
         self.origins: dict[str, int] = {}
         """Prompt length of each request's first attempt."""
         self.answer: list[int] = [65, 66, 67, EOS]
@@ -428,7 +452,8 @@ class Actors:
 
     @asynccontextmanager
     async def acting(self) -> AsyncGenerator[None]:
-        await self.bus.subscribe(subjects.PLACE, self.scheduler.handle, group=subjects.SCHEDULERS)
+        if self.scripted_scheduler:
+            await self.bus.subscribe(subjects.PLACE, self.scheduler.handle, group=subjects.SCHEDULERS)
         async with asyncio.TaskGroup() as group:
             self._group = group
             try:

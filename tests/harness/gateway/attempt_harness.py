@@ -46,10 +46,10 @@ def frame(
 class AttemptHarness:
     """Steps an attempt's state machine and records its actions."""
 
-    def __init__(self, sampling: Sampling = GREEDY, *, queued: bool = False, deadline_s: float = 300.0) -> None:
+    def __init__(self, sampling: Sampling = GREEDY, *, deadline_s: float = 300.0) -> None:
         self.now_s = 0.0
         self.machine = AttemptMachine(sampling, AttemptTimers(), deadline_at_s=deadline_s, eos_tokens=frozenset({2}))
-        self.all: list[ev.Action] = list(self.machine.start(0.0, queued=queued))
+        self.all: list[ev.Action] = list(self.machine.start(0.0))
         self.fresh: list[ev.Action] = list(self.all)
 
     def step(self, event: ev.Event) -> list[ev.Action]:

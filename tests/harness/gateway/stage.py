@@ -12,16 +12,19 @@ from baton_gateway.models import Models
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import ModelTokenizer
+from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.service import SchedulerService
 from msgspec import structs
 
 from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import SystemClock
+from baton.messages.placement import Disaggregation
 from baton.messages.traces import SpanRecord
 from baton.node.ports import system_ports
 from baton.node.service import Node
 from baton.telemetry import Metrics, Tracing
 from tests.harness.gateway.actors import Actors
-from tests.harness.nodes import living
+from tests.harness.nodes import living, make_node
 
 
 class Stage(Actors):
@@ -84,6 +87,23 @@ async def open_stage(settings: Settings | None = None, intake: IntakePool | None
         await stage.add("d1")
         await forward(stage, "d1")
         yield stage
+
+
+@asynccontextmanager
+async def open_scheduled_stage(
+    settings: Settings, scheduling: SchedulerSettings | None = None
+) -> AsyncGenerator[Stage]:
+    """Serve a stage as `open_stage` does, with a real scheduler."""
+    stage = Stage(settings)
+    stage.scripted_scheduler = False
+    async with stage.standing(), stage.serving():
+        await stage.add("d1")
+        await forward(stage, "d1")
+        bus = MemoryBus(stage.network, name="scheduler")
+        defaults = SchedulerSettings(disaggregation=Disaggregation.NEVER)
+        async with living(SchedulerService(scheduling or defaults, make_node("scheduler", bus))):
+            yield stage
+        await bus.close()
 
 
 async def forward(stage: Stage, *workers: str) -> None:
