@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections import Counter, defaultdict
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Final
@@ -31,6 +32,8 @@ GATEWAY_LOST_AFTER_S: Final = 5.0
 HOLD_S_MAX: Final = 600.0
 POSITIONS_S: Final = 0.25
 """Interval of the messages about positions."""
+JUDGE_S: Final = 0.03
+"""Longest time between two sweeps while requests are held."""
 SWEEP_PAUSE_S: Final = 0.01
 """Least time between two sweeps; a long sweep is followed by a pause as long, so that placing goes on."""
 FRONT: Final = 128
@@ -72,6 +75,7 @@ class Holding:
         self._queue = Queue(entries_max=settings.held_max, age_s=settings.age_s)
         self._requests: dict[Key, Request] = {}
         self._gateways = Membership[None](lost_after_s=GATEWAY_LOST_AFTER_S)
+        self._held_some = asyncio.Event()
         self._changed = asyncio.Event()
         """Set when requests may have room that had none."""
         self._sweeping = False
@@ -126,6 +130,7 @@ class Holding:
         full = Overloaded("too many requests wait for a worker", retry_after_s=self._settings.retry_after_s)
         if displaced is entry:
             raise full
+        self._held_some.set()
         self._requests[key] = Request(place, now_s, match, now_s if match else -inf)
         self._placer.results["held"] += 1
         if displaced is not None:
@@ -160,7 +165,13 @@ class Holding:
     async def judge(self) -> None:
         """Place held requests in order, as loads change, for ever."""
         while True:
-            await self._changed.wait()
+            if not self._requests:
+                self._held_some.clear()
+            await self._held_some.wait()
+            with suppress(TimeoutError):
+                # Room that is predicted appears with time alone.
+                async with self._clock.timeout(JUDGE_S):
+                    await self._changed.wait()
             self._changed.clear()
             began_s = self._clock.now_s()
             self._sweeping = True

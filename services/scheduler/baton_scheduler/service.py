@@ -119,7 +119,6 @@ class SchedulerService:
         while True:
             now_s = self._clock.now_s()
             self._loads.tick(now_s, pauses.local_pause_s(now_s, connected=self._bus.connected))
-            self._holding.note_loads()
             await self._clock.sleep(TICK_S)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
