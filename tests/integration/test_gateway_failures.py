@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from baton_gateway.attempt import Phase
 from baton_gateway.config import Settings
+from baton_gateway.service import REPEATS_PER_S
 from baton_scheduler.config import SchedulerSettings
 
 from baton import subjects
@@ -392,6 +393,17 @@ async def post_alone(stage: Stage, fields: dict[str, Any]) -> int:
     answer = await reader.read()
     writer.close()
     return int(answer.split(b" ", 2)[1])
+
+
+async def test_schedulers_that_do_not_answer_are_not_flooded() -> None:
+    hasty = msgspec.structs.replace(SETTINGS, place_resend_s=0.002, admission_wait_s=1.0)
+    async with open_stage(hasty) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=60.0) as client:
+        stage.scheduler.answers = [None] * 1_000_000
+        started_s = stage.clock.now_s()
+        answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(100)))
+        repeats = REPEATS_PER_S * (stage.clock.now_s() - started_s + 0.25)
+        assert {answer.status_code for answer in answers} == {503}
+        assert len(stage.scheduler.places) <= 100 + repeats
 
 
 async def test_held_requests_are_bounded() -> None:

@@ -266,6 +266,18 @@ async def test_a_request_that_is_asked_for_twice_is_held_and_placed_once(world: 
         assert len([each for each in world.heard if isinstance(each, Released)]) == 1
 
 
+async def test_a_request_that_is_asked_for_again_counts_from_then(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", running=0)
+        await world.hold("r", unavailable=("d1",), context=Context(request="r", budget_s=0.3))
+        await world.clock.advance(0.2)
+        await world.hold("r", unavailable=("d1",), context=Context(request="r", budget_s=0.3))
+        await world.clock.advance(0.2)
+        assert world.released() == {}, "neither late nor placed on a worker that was busy just now"
+        await world.clock.advance(0.09)
+        assert world.released() == {"r": "d1"}
+
+
 async def test_a_withdrawn_request_is_never_placed(world: World) -> None:
     async with world.scheduler():
         await world.beat("d1", **FULL)

@@ -70,7 +70,7 @@ def test_a_tenant_that_floods_delays_another_one_by_one_request() -> None:
     assert "guest" in names(queue)[:2]
 
 
-def test_capacity_that_was_free_is_charged_to_nobody() -> None:
+def test_capacity_that_was_free_is_charged_to_no_tenant() -> None:
     queue = queue_of()
     queue.charge("a", 1_000_000)
     for number in range(3):

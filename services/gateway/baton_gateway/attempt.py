@@ -221,9 +221,9 @@ class AttemptMachine:
             case ev.PlaceRefused(_, error):
                 self.phase = Phase.PLACING
                 self._seek(self._search.note_refusal(now_s, error, begun=bool(self.delivered)))
-            case ev.PlaceHeld():
+            case ev.PlaceHeld(_, position):
                 self.phase = Phase.QUEUED
-                self._search.note_held(now_s)
+                self._search.note_held(now_s, position)
             case ev.PlaceHandedBack():
                 self._seek(self._search.ask_again(now_s, self.attempt))
 

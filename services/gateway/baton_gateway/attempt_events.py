@@ -42,6 +42,8 @@ class PlaceHeld:
     """A scheduler holds the request, and repeats this several times a second."""
 
     attempt: int
+    position: int | None = None
+    """Number of requests before it, if the scheduler has said so."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,11 +83,12 @@ class Search:
             return ev.Fail(self._reason or Unavailable("no scheduler answered", retry_after_s=1.0))
         return self._try(now_s, attempt)
 
-    def note_held(self, now_s: float) -> None:
+    def note_held(self, now_s: float, position: int | None) -> None:
         """Wait: a scheduler holds the request until a worker has room."""
         self._tries = 0
         self._unavailable.clear()
-        self._reason = Overloaded("no worker became free in time", retry_after_s=1.0)
+        before = "" if position is None else f"; {position} requests were before this one"
+        self._reason = Overloaded(f"no worker became free in time{before}", retry_after_s=1.0)
         self.until_s = min(now_s + HELD_SILENCE_S, self.ends_at_s)
 
     def note_refusal(self, now_s: float, error: BatonError, *, begun: bool) -> ev.Fail | None:

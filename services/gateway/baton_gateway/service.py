@@ -181,8 +181,8 @@ class Gateway:
             case Released():
                 self._on_released(message)
             case QueuePositions(positions=positions):
-                for request, attempt, _ in positions:
-                    self._on_position(request, attempt)
+                for position in positions:
+                    self._on_position(*position)
             case Prefilled(context=context, usage=usage):
                 driver = self.routes.get(context.request)
                 if driver is not None:
@@ -204,10 +204,10 @@ class Gateway:
         else:
             driver.post(ev.PlaceHandedBack(attempt))
 
-    def _on_position(self, request: str, attempt: int) -> None:
+    def _on_position(self, request: str, attempt: int, position: int) -> None:
         driver = self.routes.get(request)
         if driver is not None and driver.machine.seeks(attempt):
-            driver.post(ev.PlaceHeld(attempt))
+            driver.post(ev.PlaceHeld(attempt, position))
         else:
             # The earlier message was lost, or another scheduler has placed it.
             self.publisher.post(subjects.WITHDRAWALS, Withdraw(request=request, attempt=attempt))

@@ -54,6 +54,7 @@ class Request:
 
     place: Place
     held_at_s: float
+    """Instant of `place`: the last one, where a gateway has asked more than once."""
     match: PrefixMatch | None
     matched_at_s: float
 
@@ -112,8 +113,8 @@ class Holding:
         self._gateways.hear(place.gateway, 0, None, now_s)
         if match is None:
             self._changed.set()
-        if key in self._requests:
-            self._requests[key].place = place
+        if (known := self._requests.get(key)) is not None:
+            known.place, known.held_at_s = place, now_s
             return
         predicted = choice.placement.predicted if choice else None
         computing_s = predicted.predicted_ttft_s - predicted.waiting_s if predicted else 0.0

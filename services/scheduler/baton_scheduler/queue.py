@@ -97,7 +97,7 @@ class Queue:
         if not self._counts[entry.tenant]:
             del self._counts[entry.tenant]
         if not self._entries:
-            # Shares are those of one time of overload; nobody is charged for capacity that was free.
+            # Shares are those of one time of overload; no tenant is charged for capacity that was free.
             self._spent.clear()
             self._level = 0.0
         return entry
