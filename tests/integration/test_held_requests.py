@@ -28,15 +28,16 @@ PATIENT = ("--admission-wait-s", "200", "--accept-s", "5", "--lost-after-s", "10
 async def held(cluster: Cluster, *schedulers: str) -> int:
     """Return how many requests these schedulers hold."""
     count = 0.0
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=60.0) as client:
         for name in schedulers:
             shown = (await client.get(f"http://{cluster.status_address(name)}/metrics")).text
             count += sum(map(float, re.findall(r"^baton_held_requests\S* (\S+)$", shown, re.MULTILINE)))
     return int(count)
 
 
-async def wait_held(cluster: Cluster, count: int, *schedulers: str) -> None:
-    while await held(cluster, *schedulers) < count:  # noqa: ASYNC110 - other processes.
+async def wait_held(cluster: Cluster, answers: list[asyncio.Task[int]], *schedulers: str) -> None:
+    """Wait until these schedulers hold all requests that are not answered."""
+    while await held(cluster, *schedulers) < sum(not answer.done() for answer in answers):  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
 
@@ -75,10 +76,10 @@ async def test_a_thousand_held_requests_outlive_their_scheduler(tmp_path: Path, 
         blockers = [asyncio.create_task(occupy(cluster)) for _ in range(SLOTS)]
         await cluster.observer.until(lambda: cluster.observer.heartbeats["decode-0"].running == SLOTS, timeout_s=60.0)
         answers = [asyncio.create_task(post(cluster, number)) for number in range(REQUESTS)]
-        await wait_held(cluster, REQUESTS, *SCHEDULERS)
+        await wait_held(cluster, answers, *SCHEDULERS)
         assert await held(cluster, "scheduler") > REQUESTS / 10, "both take part"
         cluster.services["scheduler"].signal(ending)
-        await wait_held(cluster, REQUESTS, "scheduler-1")
+        await wait_held(cluster, answers, "scheduler-1")
         for blocker in blockers:
             blocker.cancel()
         await asyncio.wait(blockers)

@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from math import inf
 from typing import Final
 
@@ -35,7 +36,9 @@ POSITIONS_S: Final = 0.25
 JUDGE_S: Final = 0.03
 """Longest time between two sweeps while requests are held."""
 SWEEP_PAUSE_S: Final = 0.01
-"""Least time between two sweeps; a long sweep is followed by a pause as long, so that placing goes on."""
+"""Least time between two sweeps."""
+SWEEP_REST: Final = 2.0
+"""Pause after a sweep that placed nothing, in durations of the sweep: a third of a core is spent in vain at most."""
 FRONT: Final = 128
 """Requests that each sweep judges from the front of the queue."""
 BEHIND: Final = 64
@@ -170,21 +173,23 @@ class Holding:
                 self._held_some.clear()
             await self._held_some.wait()
             with suppress(TimeoutError):
-                # Room that is predicted appears with time alone.
+                # Room that is predicted appears with time alone; the first of the queue are enough to notice it.
                 async with self._clock.timeout(JUDGE_S):
                     await self._changed.wait()
+            sample = self._sample() if self._changed.is_set() else self._first(BATCH)
             self._changed.clear()
             began_s = self._clock.now_s()
             self._sweeping = True
-            placed = await self._sweep()
+            placed = await self._sweep(sample)
             self._sweeping = False
             if placed and self._requests:
                 self._changed.set()
-            await self._clock.sleep(SWEEP_PAUSE_S if placed else max(SWEEP_PAUSE_S, self._clock.now_s() - began_s))
+            rest_s = 0.0 if placed else SWEEP_REST * (self._clock.now_s() - began_s)
+            await self._clock.sleep(max(SWEEP_PAUSE_S, rest_s))
 
-    async def _sweep(self) -> bool:
-        """Judge a sample of the requests in order; return whether any was placed."""
-        sample, placed = self._sample(), False
+    async def _sweep(self, sample: list[Key]) -> bool:
+        """Judge these requests in order; return whether any was placed."""
+        placed = False
         for start in range(0, len(sample), BATCH):
             batch = sample[start : start + BATCH]
             await self._look_up(batch)
@@ -194,9 +199,12 @@ class Holding:
                 await self._clock.sleep(0)
         return placed
 
+    def _first(self, count: int) -> list[Key]:
+        return [entry.key for entry in islice(self._queue.order(), count)]
+
     def _sample(self) -> list[Key]:
         """Return the requests that a sweep judges, in order: the front of the queue, and a part of the rest."""
-        order = [entry.key for entry in self._queue.order()]
+        order = self._first(len(self._queue))
         behind = order[FRONT:]
         if self._behind >= len(behind):
             self._behind = 0
@@ -205,12 +213,12 @@ class Holding:
         return order[:FRONT] + part
 
     async def _look_up(self, keys: list[Key]) -> None:
-        """Ask the index again for those whose last answer is missing or old."""
+        """Ask the index again for those that asked a while ago or never."""
         now_s = self._clock.now_s()
         requests = (self._requests.get(key) for key in keys)
         async with asyncio.TaskGroup() as group:
             for request in requests:
-                if request and (request.match is None or now_s - request.matched_at_s > MATCH_AGE_S_MAX):
+                if request is not None and now_s - request.matched_at_s > MATCH_AGE_S_MAX:
                     group.create_task(self._look_up_one(request))
 
     async def _look_up_one(self, request: Request) -> None:
