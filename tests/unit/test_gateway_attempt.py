@@ -366,6 +366,14 @@ def test_frames_of_an_old_attempt_are_fenced() -> None:
     assert bench.machine.delivered == [10, 11]
 
 
+def test_workers_have_more_time_to_accept_in_a_burst() -> None:
+    bench = AttemptHarness()
+    bench.step(ev.PlaceGranted(0, placement("d1"), unanswered=48))
+    assert bench.wait(0.39) == []
+    bench.wait(0.02)
+    assert bench.did(ev.SendPlace), "four times as long, with three times as many as double it"
+
+
 def test_slow_workers_have_more_time_to_accept_each_further_attempt() -> None:
     bench = AttemptHarness()
     for attempt, accept_s in enumerate([0.1, 0.3, 0.9]):

@@ -52,6 +52,8 @@ from baton_gateway.search import Search
 
 ACCEPT_GROWTH = 3
 """Growth of `accept_s` per failure: the last of four attempts gives a slow worker on a busy machine 2.7 s."""
+ACCEPT_BURST = 16
+"""Unanswered attempts that double the time to accept another one."""
 MOVE_S = 1.0
 """Margin before a worker leaves: an answer that would end later than this is moved."""
 TOKENS_PER_S_MIN = 0.1
@@ -97,6 +99,8 @@ class AttemptMachine:
         """Prompt tokens that the present attempt's workers had cached, as far as reported."""
         self.starts_at = 0
         """Delivered tokens before the present attempt."""
+        self.accept_s = timers.accept_s
+        """Time for this attempt's workers to accept it; grows with each failure, and in a burst."""
         self._shown = False
         self._sampling = sampling
         self._timers = timers
@@ -114,11 +118,6 @@ class AttemptMachine:
     @property
     def ended(self) -> bool:
         return self.phase in ENDED
-
-    @property
-    def accept_s(self) -> float:
-        """Time for this attempt's workers to accept it; grows with each failure."""
-        return self._timers.accept_s * ACCEPT_GROWTH**self._search.failures
 
     @property
     def wake_at_s(self) -> float:
@@ -187,14 +186,14 @@ class AttemptMachine:
             case ev.Aborted(error):
                 self._cancel_both(error.code)
                 self._end(Phase.CANCELLED, ev.Fail(error))
-            case ev.PlaceGranted(attempt, placement):
+            case ev.PlaceGranted(attempt, placement, unanswered):
                 if self.seeks(attempt):
                     # The first placement wins; other schedulers may hold the request, too.
                     if self._search.asked > 1:
                         self._actions.append(ev.SendWithdraw(attempt))
-                    self._dispatch(now_s, placement)
+                    self._dispatch(now_s, placement, unanswered)
                 elif attempt == self.attempt + 1:
-                    self._move(now_s, placement)
+                    self._move(now_s, placement, unanswered)
             case ev.PlaceRefused() | ev.PlaceHeld() | ev.PlaceHandedBack():
                 if self.seeks(event.attempt):
                     self._on_place_answer(now_s, event)
@@ -240,13 +239,14 @@ class AttemptMachine:
 
     # ------------------------------------------------------------ dispatched
 
-    def _dispatch(self, now_s: float, placement: Placement) -> None:
+    def _dispatch(self, now_s: float, placement: Placement, unanswered: int) -> None:
         self.phase = Phase.DISPATCHED
         self.placement = placement
         self.starts_at = len(self.delivered)
         self._absences = 0
         self.cached_tokens = 0
         self._awaited = {address.worker for address in placement.addresses}
+        self.accept_s = self._timers.accept_s * ACCEPT_GROWTH**self._search.failures * (1 + unanswered / ACCEPT_BURST)
         self._phase_until_s = now_s + self.accept_s
         self._actions.append(ev.SendTasks(self.attempt, placement))
 
@@ -375,12 +375,12 @@ class AttemptMachine:
             self._move_again_at_s = now_s + self._timers.place_resend_s
             self._actions.append(self._search.request(self.attempt + 1, event.worker))
 
-    def _move(self, now_s: float, placement: Placement) -> None:
+    def _move(self, now_s: float, placement: Placement, unanswered: int) -> None:
         """Continue on the new placement from the tokens delivered so far."""
         if not self._may_move():
             return
         self._give_up_attempt(Moved("its worker is leaving"))
-        self._dispatch(now_s, placement)
+        self._dispatch(now_s, placement, unanswered)
 
     def _may_move(self) -> bool:
         accepted = self.phase in (Phase.WAITING, Phase.STREAMING)

@@ -29,6 +29,8 @@ class AttemptTimers:
 class PlaceGranted:
     attempt: int
     placement: Placement
+    unanswered: int = 0
+    """Attempts of this gateway that workers have not answered yet; they delay the answers to this one."""
 
 
 @dataclass(frozen=True, slots=True)

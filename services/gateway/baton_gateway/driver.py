@@ -41,13 +41,12 @@ from baton.messages.codec import encode
 from baton.messages.placement import PRIORITY_BEGUN, PRIORITY_NEW, Audited, Held, Place, Placement, Withdraw
 from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
-from baton_gateway.attempt import AttemptMachine
+from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
 from baton_gateway.publisher import Publisher
-from baton_gateway.rate_limit import RateLimit
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
 from baton_gateway.timeline import Timeline
@@ -84,8 +83,10 @@ class Links:
     figures: GatewayMetrics
     publisher: Publisher
     timers: AttemptTimers
-    repeats: RateLimit
-    """Limit on repeated questions to schedulers, of all drivers."""
+    unanswered: set[str]
+    """Requests whose workers have not answered yet."""
+    questions: asyncio.Semaphore
+    """Limit on unanswered questions to schedulers: on a busy machine, repeated ones would make it busier."""
     routes: Routes[AnswerDriver]
 
 
@@ -112,8 +113,8 @@ class AnswerDriver:
         self._error: Exception | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._children: set[asyncio.Task[None]] = set()
-        self._asked_attempt = -1
-        """Attempt of the last question to schedulers."""
+        self._question: ev.SendPlace | None = None
+        """Question to schedulers that waits for its turn."""
 
     @property
     def attempt(self) -> int:
@@ -127,6 +128,9 @@ class AnswerDriver:
         """Step the machine with an event and perform its actions. Never waits, never raises."""
         self._events.append(event)
         self._pump()
+
+    def grant(self, attempt: int, placement: Placement) -> None:
+        self.post(ev.PlaceGranted(attempt, placement, len(self._links.unanswered)))
 
     def _pump(self) -> None:
         if self._stepping or self._tasks is None:
@@ -183,6 +187,8 @@ class AnswerDriver:
 
     def _perform(self, actions: list[ev.Action]) -> None:
         if (change := self._timeline.observe()) is not None:
+            is_unanswered = self.machine.phase is Phase.DISPATCHED
+            (self._links.unanswered.add if is_unanswered else self._links.unanswered.discard)(self._order.request)
             self._spans.note(change)
             self._figures.note(change)
         for action in actions:
@@ -193,7 +199,9 @@ class AnswerDriver:
                     self._text = self._new_text()
                     self._sink.take_back()
                 case ev.SendPlace():
-                    self._spawn(self._place(action))
+                    if self._question is None:
+                        self._spawn(self._place())
+                    self._question = action
                 case ev.SendTasks(attempt, placement):
                     self._dispatch(attempt, placement)
                 case ev.SendCancel(worker, attempt, reason):
@@ -257,11 +265,12 @@ class AnswerDriver:
             trace=self._order.trace if trace is None else trace,
         )
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> None:
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
         assert self._tasks is not None
         child = self._tasks.create_task(work)
         self._children.add(child)
         child.add_done_callback(self._children.discard)
+        return child
 
     # ------------------------------------------------------------ placing and dispatching
 
@@ -279,11 +288,20 @@ class AnswerDriver:
         rest, parent = tokens[hashed_bytes:], order.blocks[-ID_BYTES:]
         return order.blocks + hash_blocks(order.root, rest, order.model.block_tokens, parent)
 
-    async def _place(self, action: ev.SendPlace) -> None:
+    async def _place(self) -> None:
+        """Ask the newest question in turn. Its turn ends with an answer, or when the machine would ask again."""
+        links = self._links
+        async with links.questions:
+            question, self._question = self._question, None
+            if question is None:
+                return
+            asking = self._spawn(self._ask(question))
+            with suppress(TimeoutError):
+                async with links.clock.timeout(links.timers.place_resend_s):
+                    await asyncio.wait([asking])
+
+    async def _ask(self, action: ev.SendPlace) -> None:
         links, order = self._links, self._order
-        is_repeated, self._asked_attempt = action.attempt == self._asked_attempt, action.attempt
-        if is_repeated and not links.repeats.allow(links.clock.now_s()):
-            return  # As if the question were lost: the machine asks again.
         tokens, prompt_tokens = self._prompt()
         timers, now_s = links.timers, links.clock.now_s()
         message = Place(
@@ -315,7 +333,7 @@ class AnswerDriver:
             return
         match answer:
             case Placement():
-                self.post(ev.PlaceGranted(action.attempt, answer))
+                self.grant(action.attempt, answer)
             case Held():
                 self.post(ev.PlaceHeld(action.attempt))
             case Refused(error=report):

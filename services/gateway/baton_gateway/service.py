@@ -37,7 +37,6 @@ from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.models import Models
 from baton_gateway.publisher import Publisher
-from baton_gateway.rate_limit import RateLimit
 from baton_gateway.routes import Routes
 from baton_gateway.workers import WorkerTable
 
@@ -47,8 +46,8 @@ BEAT_S: Final = 1.0
 EXPIRY_S: Final = 0.1
 READY_KEPT_S: Final = 1.0
 FAREWELL_S: Final = 1.0
-REPEATS_PER_S: Final = 1000.0
-"""Repeated questions to schedulers: on a machine that is too busy to answer in time, more would make it busier."""
+QUESTIONS_MAX: Final = 64
+"""Unanswered questions to schedulers: enough for thousands of placements per second."""
 
 
 class Gateway:
@@ -82,7 +81,8 @@ class Gateway:
             figures=self.figures,
             publisher=self.publisher,
             timers=settings.attempt_timers(),
-            repeats=RateLimit(per_s=REPEATS_PER_S, burst=REPEATS_PER_S / 4),
+            unanswered=set(),
+            questions=asyncio.Semaphore(QUESTIONS_MAX),
             routes=self.routes,
         )
         self.drain_state = DrainState.OPEN
@@ -198,7 +198,7 @@ class Gateway:
         if driver is None:
             return
         if released.placement is not None:
-            driver.post(ev.PlaceGranted(attempt, released.placement))
+            driver.grant(attempt, released.placement)
         elif released.error is not None:
             driver.post(ev.PlaceRefused(attempt, released.error.to_error()))
         else:
