@@ -1,7 +1,7 @@
 """The rate at which the queue for workers drains: `make bench-burst`.
 
 A complete deployment as `baton up` starts it, with eight idle workers of simulated engines. Requests are sent in two
-ways, turn by turn: all at once, so that most wait in the gateway's queue, and a few at a time, so that none does. The
+ways, turn by turn: all at once, so that schedulers hold most of them, and a few at a time, so that none does. The
 benchmark compares the rates of answers. Every answer must be 200.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import socket
 from collections import Counter
@@ -24,7 +25,7 @@ from baton.bus import Delivery
 from baton.errors import EngineFailed, TransferFailed
 from baton.messages.attempts import Acknowledge, Cancel, DecodeTask, Frame, PrefillTask, Resend
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
-from baton.messages.placement import Disaggregation, Place
+from baton.messages.placement import PRIORITY_NEW, Disaggregation, Place
 from baton.messages.workers import Role
 from tests.harness.gateway.actors import MODEL, Attempt, Worker
 from tests.harness.gateway.stage import Stage, forward, open_scheduled_stage, open_stage
@@ -347,6 +348,21 @@ async def test_every_message_carries_the_trace_and_the_budget() -> None:
         assert (message.context.budget_s == patient.progress_s) is isinstance(message, Acknowledge)
         assert message.context.budget_s == patient.progress_s or 15.0 < message.context.budget_s <= 20.0
     assert len({message.context.trace for message in messages}) == 3, "each is sent by a span of its own"
+
+
+async def test_schedulers_learn_the_tenant_the_objective_and_how_long_to_hold() -> None:
+    settings = msgspec.structs.replace(SETTINGS, api_keys=("one", "two"), goal_ttft_s=2.0)
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        stage.say("ok")
+        for key in ("one", "two", "one"):
+            answer = await client.post(CHAT, json=body(), headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+    first, second, third = stage.scheduler.places
+    assert first.tenant == third.tenant == hashlib.sha256(b"one").hexdigest()[:32]
+    assert second.tenant == hashlib.sha256(b"two").hexdigest()[:32]
+    assert (first.gateway, first.priority) == ("gw-test", PRIORITY_NEW)
+    assert first.hold_s == pytest.approx(SETTINGS.admission_wait_s, abs=1.0)
+    assert -3.0 < first.due_in_s <= 2.0
 
 
 # ---------------------------------------------------------------- overload
