@@ -326,6 +326,16 @@ def test_an_attempt_that_found_no_room_in_time_at_its_worker_is_placed_again_and
     assert bench.machine.attempt == 4
 
 
+def test_an_overloaded_end_after_the_first_token_is_a_failure_that_starts_nothing_over() -> None:
+    bench = AttemptHarness(Sampling(max_tokens=8, temperature=1.0, seed=7))
+    bench.run_on("d1")
+    bench.frame(0, [10])
+    bench.step(ev.Shown())
+    bench.frame(1, [], FinishReason.ERROR, error=Overloaded("no worker says this now"))
+    assert isinstance(bench.error, NotResumable)
+    assert not bench.did_ever(ev.StartOver)
+
+
 # ---------------------------------------------------------------- frames
 
 

@@ -337,7 +337,7 @@ class AttemptMachine:
         if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
             self._search.cut_pair(prefill.worker, decode)
             self._retry(now_s, error)
-        elif isinstance(error, Overloaded):
+        elif isinstance(error, Overloaded) and not self._emitted:
             # The attempt waited at its worker, and found no room in time.
             self._try_elsewhere(now_s, error, decode)
         elif isinstance(error, TransferFailed) and prefill is not None:
