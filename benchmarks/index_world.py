@@ -22,6 +22,7 @@ from baton.errors import BusUnavailable
 from baton.messages.base import WorkerAddress
 from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
 from baton.messages.workers import Fingerprint, Heartbeat, Role
+from baton.worker.rates import STEP_GUESS
 
 MODEL: Final = "bench"
 BLOCK_TOKENS: Final = 32
@@ -93,9 +94,8 @@ class CachingWorker:
             running_max=10_000,
             kv_blocks_total=10_000_000,
             engine_block_tokens=BLOCK_TOKENS,
-            prefill_tokens_per_s=1000.0,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
+            step_tokens_max=2048,
+            steps=STEP_GUESS,
             kv_bytes_per_token=1024,
             events_sequence=self._sequence,
             held=Fingerprint.of(total, len(self._parents)),

@@ -63,6 +63,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     blocks: int
     block_bytes: int
     running_max: int
+    step_tokens_max: int
+    """Prompt tokens that one step computes at most."""
     context_tokens_max: int
     vocabulary: int
     grammars: bool

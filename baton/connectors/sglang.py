@@ -105,6 +105,7 @@ class BatonScheduler(Scheduler):
             blocks=self.max_total_num_tokens // self.page_size,
             block_bytes=sum(tensor[: self.page_size].nbytes for tensor in (*pool.k_buffer, *pool.v_buffer)),
             running_max=self.max_running_requests,
+            step_tokens_max=self.chunked_prefill_size or self.max_prefill_tokens,
             context_tokens_max=min(self.model_config.context_len, self.max_total_num_tokens),
             vocabulary=self.model_config.vocab_size,
             grammars=self.grammar_manager.grammar_backend is not None,

@@ -85,6 +85,8 @@ class EngineFacts:
     kv_blocks: int
     kv_bytes_per_token: int
     running_max: int
+    step_tokens_max: int
+    """Prompt tokens that one step computes at most, over all requests in it."""
     context_tokens_max: int
     kv_identity: str = ""
     """See `baton.identity`; the fingerprint of the agents' pools."""

@@ -30,6 +30,7 @@ FACTS = EngineFacts(
     kv_blocks=100,
     kv_bytes_per_token=64,
     running_max=8,
+    step_tokens_max=512,
     context_tokens_max=2048,
     kv_identity="model=scripted",
     agents=("scripted",),

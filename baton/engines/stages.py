@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from baton.engines.engine import Stage
 from baton.transfer import LayerGroup
+
+BACKEND: Final = "baton.transfer.backend"
+"""Fact of a group of layers: the backend that moved it."""
 
 
 def prompt_stages(
@@ -39,7 +43,7 @@ def _group_stage(group: LayerGroup) -> Stage:
             "baton.transfer.first_layer": group.first_layer,
             "baton.transfer.layers": group.layers,
             "baton.transfer.bytes": group.moved_bytes,
-            "baton.transfer.backend": group.backend,
+            BACKEND: group.backend,
             "baton.transfer.rail": group.rail,
             "baton.transfer.waiting_s": group.waiting_s,
         },

@@ -11,6 +11,7 @@ from msgspec import Meta
 from baton.messages.base import PARAMETERS_MAX, Context, ErrorReport, Message, ParameterName, Part, WorkerAddress
 
 REFUSALS_MAX: Final = 8
+SESSION_CHARACTERS_MAX: Final = 64
 PRIORITIES: Final = 8
 PRIORITY_BEGUN: Final = 0
 """Class of answers that have begun: their clients wait in the middle of an answer."""
@@ -44,6 +45,8 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     """(prefill, decode) pairs whose agents cannot reach each other."""
     parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
     """Keys of the request's `Sampling.extensions`. The decode worker must support all of them."""
+    session: Annotated[str, Meta(max_length=SESSION_CHARACTERS_MAX)] = ""
+    """Name of the conversation, the same for all of its requests; empty: unknown."""
     refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()
     """Workers that refused the request's parameters. Unlike `exclude`, a strict rule; it covers all workers of the
     same `engine_kind`."""
@@ -74,7 +77,9 @@ class Candidate(Part, frozen=True, kw_only=True):
     predicted_ttft_s: float
     predicted_token_interval_s: float = 0.0
     waiting_s: float = 0.0
-    """Part of `predicted_ttft_s` until the workers have room."""
+    """Part of `predicted_ttft_s` until the workers have room for the attempt."""
+    cost_s: float = 0.0
+    """Cost by which the candidate was ranked: the prediction and what the placement does to other requests."""
 
 
 class Placement(Message, tag="placement", frozen=True, kw_only=True):

@@ -11,6 +11,8 @@ from baton.messages.base import PARAMETERS_MAX, Message, ParameterName, Part, Wo
 
 RANKS_MAX: Final = 256
 """Tensor-parallel ranks of an engine."""
+PEERS_MAX: Final = 16
+"""Peers whose bandwidth a heartbeat states."""
 
 
 class Role(StrEnum):
@@ -29,6 +31,43 @@ class Fingerprint(Part, frozen=True, kw_only=True):
     @classmethod
     def of(cls, ids_sum: int, blocks: int) -> Fingerprint:
         return cls(blocks=blocks, ids=(ids_sum % (1 << 128)).to_bytes(16, "little"))
+
+
+class StepFit(Part, frozen=True, kw_only=True):
+    """Seconds that a step of an engine takes, as the worker measured them, see `baton/worker/rates.py`."""
+
+    prompt_step_s: float
+    """A step that computes a part of a prompt."""
+    prompt_token_s: float
+    """Each prompt token computed."""
+    prompt_pair_s: float
+    """Each unit of end² − start² of a prompt computed from token `start` to token `end`."""
+    decode_step_s: float
+    """A step in which sequences run."""
+    sequence_s: float
+    """Each sequence that runs."""
+    kv_s: float
+    """In proportion to the share of the KV cache in use, in a step in which sequences run."""
+    spread: float = 0.0
+    """Standard deviation of one sample from these rates, relative to its prediction."""
+    samples: int = 0
+    """Number of samples; 0: the rates are a guess."""
+
+    def token_interval_s(self, sequences: int, kv_share: float) -> float:
+        """Return the time of a step in which this many sequences run and no prompt is computed."""
+        return self.decode_step_s + self.sequence_s * sequences + self.kv_s * kv_share
+
+
+class TransferFit(Part, frozen=True, kw_only=True):
+    """Measured bandwidth of pulls from one peer."""
+
+    peer: str
+    """Worker from which the KV was pulled."""
+    backend: str
+    """Backend that was used last."""
+    bytes_per_s: float
+    spread: float = 0.0
+    samples: int = 0
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
@@ -67,10 +106,15 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Size of the engine's own block, in tokens: the unit of `kv_blocks_*`."""
     prefill_tokens_queued: int = 0
     """Prompt tokens accepted and not yet computed, without those expected in the cache."""
-    prefill_tokens_per_s: float
-    decode_tokens_per_s: float
-    """Rate of one sequence at the present batch size: the inverse of the token interval."""
-    transfer_bytes_per_s: float
+    prefill_pairs_queued: int = 0
+    """Sum of end² − start² over the same prompts, see `StepFit`."""
+    prefill_elapsed_s: float = 0.0
+    """Time for which the oldest of them has been computed, at most its predicted time."""
+    step_tokens_max: int
+    """Prompt tokens that the engine computes in one step."""
+    steps: StepFit
+    transfers: Annotated[tuple[TransferFit, ...], Meta(max_length=PEERS_MAX)] = ()
+    """Bandwidths of the peers that were pulled from last."""
     kv_bytes_per_token: int
     attempts: tuple[tuple[str, int], ...] = ()
     """(request, attempt) of each attempt that this worker holds."""
@@ -82,6 +126,11 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     draining: bool = False
     leaves_in_s: float = 0.0
     """Time until a draining worker ends the attempts that still run."""
+
+    def token_interval_s(self) -> float:
+        """Return the token interval of the sequences that run now, without prompts."""
+        kv_share = self.kv_blocks_used / self.kv_blocks_total if self.kv_blocks_total > 0 else 1.0
+        return self.steps.token_interval_s(max(1, self.running), kv_share)
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):

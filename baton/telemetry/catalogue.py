@@ -370,13 +370,13 @@ PREFILL_QUEUED: Final = _gauge(
 PREFILL_RATE: Final = _gauge(
     "baton_prefill_rate_tokens_per_second",
     PREFILL_DECODE,
-    "Prefill speed that placements assume.",
+    "Prefill speed in full steps, without running sequences.",
 )
 DECODE_RATE: Final = _gauge(
-    "baton_decode_rate_tokens_per_second", PREFILL_DECODE, "Decode speed of one sequence that placements assume."
+    "baton_decode_rate_tokens_per_second", PREFILL_DECODE, "Decode speed of one sequence at the present batch."
 )
 TRANSFER_RATE: Final = _gauge(
-    "baton_transfer_rate_bytes_per_second", PREFILL_DECODE, "Speed of pulls that placements assume."
+    "baton_transfer_rate_bytes_per_second", PREFILL_DECODE, "Bandwidth of pulls from the newest peer."
 )
 PULLS: Final = _counter(
     "baton_pulls_total", ("decode",), "Pulls that arrived completely and verified, counted per rank.", "backend"

@@ -73,11 +73,15 @@ class Ledger:
     def get(self, key: Key) -> Attempt | None:
         return self._attempts.get(key)
 
+    def prompts_queued(self) -> Iterator[Attempt]:
+        """Return the attempts whose prompts are accepted and not yet computed, the oldest first."""
+        uncomputed = (AttemptState.WAITING, AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
+        return (a for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
+
     @property
     def prefill_tokens_queued(self) -> int:
         """Prompt tokens accepted and not yet computed, without those expected in the cache."""
-        uncomputed = (AttemptState.WAITING, AttemptState.RESERVED, AttemptState.QUEUED, AttemptState.COMPUTING)
-        return sum(a.uncached_tokens for a in self if a.leg is not Leg.DECODE and a.state in uncomputed)
+        return sum(a.uncached_tokens for a in self.prompts_queued())
 
     @property
     def waiting(self) -> list[Attempt]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Final, cast
@@ -11,7 +11,8 @@ from typing import Final, cast
 from baton import subjects
 from baton.bus import Bus
 from baton.clock import Clock
-from baton.engines.engine import Engine, EngineDelta, EngineRequest, Leg
+from baton.engines.engine import Engine, EngineDelta, EngineRequest, Leg, Stage
+from baton.engines.stages import BACKEND
 from baton.errors import BatonError, EngineFailed
 from baton.messages.attempts import FinishReason, Prefilled, PrefillFailed
 from baton.messages.base import Context, WorkerAddress
@@ -72,7 +73,7 @@ class Runner:
             await self._succeed(attempt, reason)
 
     async def _generate(self, attempt: Attempt, request: EngineRequest, leg: LegTrace) -> FinishReason:
-        meter = _Meter(attempt, self._rates, self._metrics, self._clock, leg.trace)
+        meter = _Meter(attempt, request, self._rates, self._metrics, self._clock, leg.trace)
         try:
             # Every engine's `generate` is an async generator: closing it abandons the attempt.
             deltas = cast("AsyncGenerator[EngineDelta]", self._engine.generate(request))
@@ -155,43 +156,52 @@ class Runner:
 class _Meter:
     """Times one attempt for the worker's rates and metrics."""
 
-    def __init__(self, attempt: Attempt, rates: Rates, metrics: Metrics, clock: Clock, trace: str) -> None:
+    def __init__(
+        self, attempt: Attempt, request: EngineRequest, rates: Rates, metrics: Metrics, clock: Clock, trace: str
+    ) -> None:
         self._attempt = attempt
+        self._peer = request.source.worker if request.source else ""
         self._rates = rates
         self._metrics = metrics
         self._clock = clock
         self._trace = trace
         self._entered_s = clock.now_s()
-        self._computing = self._prefilling = attempt.leg is not Leg.DECODE
-        self._last_s: float | None = None
+        self._prefilling = attempt.leg is not Leg.DECODE
+        self._decoding = False
         if self._prefilling:
             rates.prefill_began(self._entered_s)
-            rates.busy.began(self._entered_s)
 
     def note(self, delta: EngineDelta) -> None:
         now_s = self._clock.now_s()
-        if self._last_s is not None:
-            self._rates.tokens_came(len(delta.tokens), now_s - self._last_s)
-        else:
+        if self._decoding:
+            self._rates.tokens_came(len(delta.tokens), now_s)
+        elif self._prefilling or self._attempt.leg is Leg.DECODE:
             self._note_first(delta, now_s)
-        self._last_s = now_s
 
     def _note_first(self, delta: EngineDelta, now_s: float) -> None:
         attempt, rates = self._attempt, self._rates
-        if delta.finish is not FinishReason.CANCELLED:
+        cancelled = delta.finish is FinishReason.CANCELLED
+        if not cancelled:
             self._metrics.observe(catalogue.FIRST_OUTPUT, now_s - self._entered_s, attempt.leg, trace=self._trace)
         if self._prefilling:
             self._prefilling = False
-            rates.prefill_ended(attempt.prompt_tokens - delta.cached_tokens, now_s)
-            return
-        self._computing = True
-        rates.busy.began(now_s)
-        if delta.transfer_s:
-            rates.transfer_ended(delta.transferred_bytes, delta.transfer_s)
+            computed_tokens = 0 if cancelled else attempt.prompt_tokens - delta.cached_tokens
+            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s)
+        elif delta.transfer_s:
+            rates.transfer_ended(self._peer, _backend(delta.stages), delta.transferred_bytes, delta.transfer_s)
+        if attempt.leg is not Leg.PREFILL:
+            self._decoding = True
+            rates.decode_began(now_s)
 
     def close(self) -> None:
         now_s = self._clock.now_s()
         if self._prefilling:
-            self._rates.prefill_ended(0, now_s)
-        if self._computing:
-            self._rates.busy.ended(now_s)
+            self._rates.prefill_ended(0, self._attempt.prompt_tokens, now_s)
+        if self._decoding:
+            self._rates.decode_ended(now_s)
+
+
+def _backend(stages: Sequence[Stage]) -> str:
+    """Return the backend of the pull among the stages; empty where the engine cannot tell."""
+    groups = (group for stage in stages for group in stage.parts)
+    return next((str(group.facts[BACKEND]) for group in groups if BACKEND in group.facts), "")

@@ -50,7 +50,7 @@ from baton.worker.events import EventPublisher
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Ledger
 from baton.worker.metrics import WorkerReadings
-from baton.worker.rates import Rates
+from baton.worker.rates import Rates, prompt_pairs
 from baton.worker.runner import Runner
 from baton.worker.shadow import ShadowMap
 from baton.worker.waiting import WaitingAttempts
@@ -96,7 +96,7 @@ class WorkerService:
         self._pauses = PauseDetector(interval_s=timers.heartbeat_s)
         self._ledger = Ledger(limits)
         self._assembly = Assembly()
-        self._rates = Rates()
+        self._rates = Rates(facts.step_tokens_max)
         self._frames = FrameSender(self._bus, identity.address)
         self._engine_failed = asyncio.Event()
         self._runner = Runner(
@@ -299,12 +299,14 @@ class WorkerService:
             if stopped.tell_engine:
                 self._tasks.create_task(self._runner.abort(attempt))
             await self._runner.conclude(attempt)
-        self._rates.tick()
+        self._rates.tick(self._engine.load().kv_usage, now_s)
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
 
     def _heartbeat(self) -> Heartbeat:
         identity, facts, ledger, rates = self._identity, self._facts, self._ledger, self._rates
         states = [attempt.state for attempt in ledger]
+        prompts = [(attempt.uncached_tokens, attempt.prompt_tokens) for attempt in ledger.prompts_queued()]
+        elapsed_s = min(rates.prefill_elapsed_s(self._clock.now_s()), rates.prefill_s(*prompts[0])) if prompts else 0.0
         engine_blocks = round(self._engine.load().kv_usage * facts.kv_blocks)
         waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
         overbooked = ledger.waiting
@@ -329,10 +331,12 @@ class WorkerService:
             kv_blocks_used=min(max(ledger.blocks_used, engine_blocks), facts.kv_blocks),
             kv_blocks_total=facts.kv_blocks,
             engine_block_tokens=facts.block_tokens,
-            prefill_tokens_queued=ledger.prefill_tokens_queued,
-            prefill_tokens_per_s=rates.prefill_tokens_per_s.value,
-            decode_tokens_per_s=rates.decode_tokens_per_s,
-            transfer_bytes_per_s=rates.transfer_bytes_per_s.value,
+            prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
+            prefill_pairs_queued=sum(prompt_pairs(prompt, uncached) for uncached, prompt in prompts),
+            prefill_elapsed_s=elapsed_s,
+            step_tokens_max=facts.step_tokens_max,
+            steps=rates.steps(),
+            transfers=rates.transfers(),
             kv_bytes_per_token=facts.kv_bytes_per_token,
             attempts=tuple(attempt.key for attempt in ledger),
             events_sequence=self._publisher.published_sequence,

@@ -7,6 +7,8 @@ from dataclasses import replace
 from random import Random
 from typing import Final
 
+from baton_scheduler.policies import PolicyName
+
 from baton.messages.placement import Disaggregation
 from baton_simulator.bound import LeastWork
 from baton_simulator.replay import Fleet, RouterFactory
@@ -15,20 +17,21 @@ from baton_simulator.routers.peers import PEERS
 from baton_simulator.routers.protocol import Router, WorkerSpec
 
 
-def _baton(disaggregation: Disaggregation) -> RouterFactory:
+def _baton(policy: PolicyName, disaggregation: Disaggregation = Disaggregation.ALWAYS) -> RouterFactory:
     """Return Baton's router. A fleet without prefill workers serves aggregated, whatever `disaggregation` says."""
 
     def build(workers: Sequence[WorkerSpec], random: Random) -> Router:
         is_separated = any(spec.role == "prefill" for spec in workers)
-        options = BatonOptions(disaggregation if is_separated else Disaggregation.NEVER)
+        options = BatonOptions(disaggregation if is_separated else Disaggregation.NEVER, policy)
         return BatonRouter(workers, options, random)
 
     return build
 
 
 POLICIES: Mapping[str, RouterFactory] = {
-    "baton": _baton(Disaggregation.ALWAYS),
-    "baton-auto": _baton(Disaggregation.AUTO),
+    "baton": _baton(PolicyName.PREDICTED),
+    "baton-auto": _baton(PolicyName.PREDICTED, Disaggregation.AUTO),
+    **{f"baton-{name}": _baton(name) for name in PolicyName if name is not PolicyName.PREDICTED},
     **PEERS,
 }
 BOUND: Final = "bound"

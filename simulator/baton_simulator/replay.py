@@ -56,7 +56,12 @@ class Fleet:
         )
         return [
             WorkerSpec(
-                f"{role}-{n}", role, self.kv_tokens_in_use // block_tokens, block_tokens, self.kv_bytes_per_token
+                f"{role}-{n}",
+                role,
+                kv_blocks_total=self.kv_tokens_in_use // block_tokens,
+                block_tokens=block_tokens,
+                kv_bytes_per_token=self.kv_bytes_per_token,
+                step_tokens_max=self.prefill_chunk_tokens if role == "prefill" else self.chunk_tokens,
             )
             for role, count in counts
             for n in range(count)
@@ -82,6 +87,7 @@ class Outcome:
     """Worker that computed the prompt, if another one than `decode`."""
     decode: str = ""
     predicted_ttft_s: float | None = None
+    predicted_at_s: float = 0.0
     cached_tokens: int = 0
     """Prompt tokens that the worker which computed the prompt had in its cache."""
     first_s: float | None = None
@@ -143,7 +149,6 @@ class Replay:
                 spec,
                 self._new_cache(spec),
                 steps_of(spec, noise),
-                chunk_tokens=fleet.prefill_chunk_tokens if spec.role == "prefill" else fleet.chunk_tokens,
                 queue=self._queue,
                 listener=self,
             )
@@ -219,7 +224,7 @@ class Replay:
     def _dispatch(self, flight: _Flight, route: Route) -> None:
         request, outcome = flight.outcome.request, flight.outcome
         outcome.placed_s = self._queue.now_s
-        outcome.predicted_ttft_s = route.predicted_ttft_s
+        outcome.predicted_ttft_s, outcome.predicted_at_s = route.predicted_ttft_s, route.predicted_at_s
         outcome.decode = route.decode
         decode = self.workers[route.decode]
         leg = flight.sink = self._leg(flight, request.output_tokens)
@@ -290,7 +295,7 @@ class Replay:
         assert flight.source is not None
         assert flight.sink is not None
         self.workers[pull.source].release(flight.source)
-        self.workers[pull.sink].pulled(flight.sink, pull.size_bytes, pull.moving_s)
+        self.workers[pull.sink].pulled(flight.sink, pull.source, pull.size_bytes, pull.moving_s)
 
     def on_computed(self, worker: Worker, leg: Leg) -> None:
         stored = leg.blocks[leg.cached_blocks :]

@@ -43,7 +43,7 @@ class Summary:
     """Work that arrives at the busiest worker of a role in a minute, relative to the mean: the mean over all minutes,
     of the role where it is larger."""
     predicted_p10: float | None
-    """Predicted over actual TTFT from placement on, where the policy predicts."""
+    """Predicted over actual TTFT, from the prediction on, where the policy predicts."""
     predicted_p50: float | None
     predicted_p90: float | None
 
@@ -56,9 +56,9 @@ def summarise(outcomes: Sequence[Outcome], fleet: Fleet) -> Summary:
     ttfts = [outcome.ttft_s for outcome in served if outcome.ttft_s is not None]
     tpots = [outcome.tpot_s for outcome in served if outcome.tpot_s is not None]
     ratios = [
-        outcome.predicted_ttft_s / (outcome.first_s - outcome.placed_s)
+        outcome.predicted_ttft_s / (outcome.first_s - outcome.predicted_at_s)
         for outcome in served
-        if outcome.predicted_ttft_s is not None and outcome.first_s is not None and outcome.placed_s is not None
+        if outcome.predicted_ttft_s is not None and outcome.first_s is not None
     ]
     good = sum(is_good(outcome) for outcome in counted)
     duration_s = counted[-1].arrived_s - counted[0].arrived_s if counted else 0.0

@@ -19,7 +19,7 @@ from typing import Protocol
 
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
-from baton_simulator.routers.protocol import Measured, WorkerSpec, WorkerState
+from baton_simulator.routers.protocol import Event, Measured, WorkerSpec, WorkerState
 from baton_simulator.steps import StepModel
 
 
@@ -108,14 +108,11 @@ class Run:
 class _Meter:
     """Measurements since the last heartbeat."""
 
-    entered: list[tuple[float, str]] = field(default_factory=list[tuple[float, str]])
-    computed: list[tuple[float, str, int]] = field(default_factory=list[tuple[float, str, int]])
+    events: list[Event] = field(default_factory=list[Event])
     decoded_tokens: int = 0
-    decoded_s: float = 0.0
-    pulls: list[tuple[int, float]] = field(default_factory=list[tuple[int, float]])
 
     def read(self) -> Measured:
-        return Measured(self.entered, self.computed, self.decoded_tokens, self.decoded_s, self.pulls)
+        return Measured(self.events, self.decoded_tokens)
 
 
 class Worker:
@@ -127,7 +124,6 @@ class Worker:
         cache: PrefixCache,
         model: StepModel,
         *,
-        chunk_tokens: int,
         queue: EventQueue,
         listener: Listener,
     ) -> None:
@@ -138,7 +134,7 @@ class Worker:
         self.idle_beats = 0
         """Heartbeats since the last change, of which each found the worker idle."""
         self._model = model
-        self._chunk_tokens = chunk_tokens
+        self._chunk_tokens = spec.step_tokens_max
         self._queue = queue
         self._listener = listener
         self._waiting: deque[Leg] = deque()
@@ -205,17 +201,20 @@ class Worker:
         leg.cached_tokens = self._tokens(leg, self.cache.match(leg.blocks))
         self._waiting_tokens += leg.prompt_tokens - leg.cached_tokens
         self._waiting.append(leg)
-        self._meter.entered.append((self._queue.now_s, leg.request))
+        self._meter.events.append(Event(self._queue.now_s, "entered", leg.request))
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
         self._proceed(cut=len(self._waiting) == 1 and self._run is not None and not self._run.chunks)
 
-    def pulled(self, leg: Leg, size_bytes: int, moving_s: float) -> None:
+    def pulled(self, leg: Leg, peer: str, size_bytes: int, moving_s: float) -> None:
         """The KV of an admitted pull is here: the sequence joins the next step."""
         self._listener.before_change(self)
         self._pulling -= 1
         self._joiners.append(leg)
         leg.position = leg.prompt_tokens
-        self._meter.pulls.append((size_bytes, moving_s))
+        now_s = self._queue.now_s
+        self._meter.events.append(
+            Event(now_s, "pulled", leg.request, peer=peer, size_bytes=size_bytes, elapsed_s=moving_s)
+        )
         self._listener.on_computed(self, leg)
         self._proceed(cut=True)
 
@@ -321,7 +320,8 @@ class Worker:
         self._proceed(cut=False)
 
     def _on_computed(self, leg: Leg) -> None:
-        self._meter.computed.append((self._queue.now_s, leg.request, leg.prompt_tokens - leg.cached_tokens))
+        computed_tokens = leg.prompt_tokens - leg.cached_tokens
+        self._meter.events.append(Event(self._queue.now_s, "computed", leg.request, computed_tokens, leg.prompt_tokens))
         if not leg.output_tokens:
             self._held += 1
         self._listener.on_computed(self, leg)
@@ -329,6 +329,7 @@ class Worker:
             self._on_first_token(leg)
 
     def _on_first_token(self, leg: Leg) -> None:
+        self._meter.events.append(Event(self._queue.now_s, "first_token", leg.request))
         self._listener.on_first_token(self, leg)
         if leg.output_tokens == 1:
             self._end(leg)
@@ -339,11 +340,13 @@ class Worker:
 
     def _end(self, leg: Leg) -> None:
         self.cache.release(leg.blocks, leg.private_blocks)
+        self._meter.events.append(Event(self._queue.now_s, "ended", leg.request))
         self._listener.on_ended(self, leg)
 
     def _count(self, run: Run, steps: int) -> None:
         """Add the decoded tokens of a run's first steps to the measurements."""
         if run.sequences and steps > run.counted:
-            self._meter.decoded_tokens += run.sequences * (steps - run.counted)
-            self._meter.decoded_s += run.sequences * (run.time_s(steps) - run.time_s(run.counted))
+            tokens = run.sequences * (steps - run.counted)
+            self._meter.decoded_tokens += tokens
+            self._meter.events.append(Event(run.start_s + run.time_s(steps), "decoded", tokens=tokens))
             run.counted = steps

@@ -7,9 +7,20 @@ from typing import Any
 import msgspec
 
 from baton.messages.base import WorkerAddress
-from baton.messages.workers import Heartbeat, Role
+from baton.messages.workers import Heartbeat, Role, StepFit
 
 MODEL_DIGEST = "digest"
+STEPS = StepFit(
+    prompt_step_s=0.01,
+    prompt_token_s=0.001,
+    prompt_pair_s=1e-9,
+    decode_step_s=0.008,
+    sequence_s=0.001,
+    kv_s=0.01,
+    spread=0.1,
+    samples=100,
+)
+"""Rates of a worker that computes about 1,000 prompt tokens per second."""
 
 
 def heartbeat(worker: str = "w", role: Role = Role.DECODE, *, generation: int = 1, **changes: Any) -> Heartbeat:
@@ -26,9 +37,8 @@ def heartbeat(worker: str = "w", role: Role = Role.DECODE, *, generation: int = 
             running_max=8,
             kv_blocks_total=1000,
             engine_block_tokens=32,
-            prefill_tokens_per_s=1000.0,
-            decode_tokens_per_s=100.0,
-            transfer_bytes_per_s=1e9,
+            step_tokens_max=2048,
+            steps=STEPS,
             kv_bytes_per_token=1024,
         ),
         **changes,

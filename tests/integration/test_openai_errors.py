@@ -302,6 +302,27 @@ async def test_thousands_of_parameters_are_one_refusal(stage: Stage, client: htt
     assert not stage.scheduler.places
 
 
+async def test_a_conversation_has_one_name_which_does_not_show_the_clients(
+    stage: Stage, client: httpx.AsyncClient
+) -> None:
+    named: list[tuple[dict[str, Any], dict[str, str]]] = [
+        ({}, {"x-baton-session": "alice"}),
+        ({"prompt_cache_key": "alice", "user": "bob"}, {}),
+        ({"user": "alice", "safety_identifier": "bob"}, {}),
+        ({"safety_identifier": "alice", "pad": "x" * 3000, "prompt_cache_key": 7}, {}),
+        ({"user": "bob"}, {"x-baton-session": "alice"}),
+    ]
+    for body, headers in [*named, ({"user": "bob"}, {}), ({}, {})]:
+        # A long body is read by another process.
+        pad = {"messages": [{"role": "user", "content": body.pop("pad")}]} if "pad" in body else {}
+        assert (await client.post(CHAT, json={**HI, **pad, **body}, headers=headers)).status_code == 200
+    alice, *others, bob, unnamed = [place.session for place in stage.scheduler.places]
+    assert len(alice) == 32
+    assert others == [alice] * 4
+    assert bob not in ("", alice)
+    assert unnamed == ""
+
+
 async def test_failed_attempts_are_a_gateway_error(stage: Stage, client: httpx.AsyncClient) -> None:
     script = stage.workers["d1"].script
     script.fail_at, script.failure = 0, EngineFailed("out of memory")

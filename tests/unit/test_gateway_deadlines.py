@@ -83,7 +83,7 @@ def test_a_moved_answer_has_the_progress_limit_too() -> None:
     bench = streaming()
     bench.now_s = 70.0
     bench.frame(1, [11])
-    bench.step(ev.WorkerLeaving("d1", 1, leaves_in_s=5.0, tokens_per_s=1.0))
+    bench.step(ev.WorkerLeaving("d1", 1, leaves_in_s=5.0, token_interval_s=1.0))
     bench.step(ev.PlaceGranted(1, placement("d2", "p1")))
     assert bench.machine.phase is Phase.DISPATCHED
     assert bench.machine.budget_s(bench.now_s) == PROGRESS_S

@@ -61,6 +61,7 @@ class Stage:
             eos_tokens=frozenset(),
             cache_salt="",
             disaggregation=None,
+            session="",
             received_at_s=-0.2,
             deadline_at_s=300.0,
             operation="chat",

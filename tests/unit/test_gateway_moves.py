@@ -16,7 +16,7 @@ LONG = Sampling(max_tokens=1000, temperature=0.0)
 def leaving(
     worker: str = "d1", generation: int = 1, *, leaves_in_s: float = 5.0, rate: float = 10.0
 ) -> ev.WorkerLeaving:
-    return ev.WorkerLeaving(worker, generation, leaves_in_s, tokens_per_s=10.0)
+    return ev.WorkerLeaving(worker, generation, leaves_in_s, token_interval_s=0.1)
 
 
 def streaming(sampling: Sampling = LONG) -> AttemptHarness:

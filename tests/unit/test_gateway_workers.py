@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.errors import InvalidRequest, ModelNotFound
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Heartbeat, Role
+from tests.harness.heartbeats import STEPS
 
 BEAT = Heartbeat(
     address=WorkerAddress(worker="d1", generation=1),
@@ -25,9 +26,8 @@ BEAT = Heartbeat(
     running_max=4,
     kv_blocks_total=10,
     engine_block_tokens=32,
-    prefill_tokens_per_s=1.0,
-    decode_tokens_per_s=1.0,
-    transfer_bytes_per_s=1.0,
+    step_tokens_max=2048,
+    steps=STEPS,
     kv_bytes_per_token=1,
 )
 

@@ -400,18 +400,25 @@ async def test_what_the_index_said_is_renewed_while_a_request_is_held(world: Wor
 
 
 class BrokenRandom(Random):
-    """Randomness with a bug that shows once the scheduler has a choice."""
+    """Randomness with a bug that shows once it is `broken`."""
+
+    broken = False
 
     def sample(self, population: Any, k: int, *, counts: Any = None) -> Any:
-        raise ZeroDivisionError("a bug")
+        if self.broken:
+            raise ZeroDivisionError("a bug")
+        return super().sample(population, k, counts=counts)
 
 
 async def test_a_bug_ends_one_held_request_and_not_the_scheduler(world: World) -> None:
-    async with world.scheduler(BrokenRandom(0)):
+    random = BrokenRandom(0)
+    async with world.scheduler(random):
         await world.beat("d1", **FULL)
         await world.hold("r")
+        random.broken = True
         await world.beat("d1", running=0)
         assert world.released() == {"r": "internal_error"}
+        random.broken = False
         await world.beat("d1", **FULL)
         await world.hold("next")
 

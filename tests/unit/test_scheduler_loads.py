@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from baton_scheduler.loads import Loads, LoadsOptions, SoftPlacement, incompatible_pairs
+from baton_scheduler.loads import Loads, LoadsOptions, incompatible_pairs
+from baton_scheduler.pooling import RATES, pooled, typical
+from baton_scheduler.team import Figures
+from baton_scheduler.worker_load import BANDWIDTH_GUESS, SoftPlacement, WorkerLoad
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.errors import MalformedMessage
 from baton.messages.base import WorkerAddress
-from baton.messages.workers import Goodbye, Role
-from tests.harness.heartbeats import heartbeat
+from baton.messages.workers import Goodbye, Role, StepFit, TransferFit
+from tests.harness.heartbeats import STEPS, heartbeat
 
 
 def soft(placed_s: float, *, attempt: int = 0, lasts_s: float = 60.0) -> SoftPlacement:
-    return SoftPlacement(
-        attempt=attempt, placed_s=placed_s, until_s=placed_s + lasts_s, kv_tokens=64, prefill_tokens=50
-    )
+    return SoftPlacement(attempt=attempt, placed_s=placed_s, until_s=placed_s + lasts_s, kv_tokens=64, prefill_s=0.05)
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def loads() -> Loads:
 
 def soft_slots(loads: Loads, now_s: float) -> int:
     (load,) = loads.live(now_s)
-    return load.soft_slots
+    return len(load.soft)
 
 
 def test_a_lost_worker_takes_no_placements_and_its_model_stays_known_for_a_while(loads: Loads) -> None:
@@ -84,9 +88,8 @@ def test_pairs_that_cannot_hand_over_are_counted_by_model(loads: Loads) -> None:
 def test_a_soft_placement_counts_until_the_attempt_is_listed(loads: Loads) -> None:
     loads.place("r", {"w": soft(0.0)})
     (load,) = loads.live(0.0)
-    assert (load.soft_slots, load.soft_kv_tokens, load.soft_prefill_tokens) == (1, 64, 50)
-    assert load.slots_free == 7
-    assert load.prefill_tokens_queued == 50
+    assert (load.slots_free, load.tokens_free) == (7, 32_000 - 64)
+    assert load.computes_until_s == 0.05
     loads.take(heartbeat(attempts=(("r", 1),)), 0.1)
     assert soft_slots(loads, 0.1) == 1, "another attempt of the request"
     loads.take(heartbeat(attempts=(("r", 0),)), 0.1)
@@ -119,7 +122,7 @@ def test_a_repeated_or_retried_request_counts_once(loads: Loads) -> None:
     loads.take(heartbeat("v"), 0.0)
     loads.place("r", {"w": soft(0.0)})
     loads.place("r", {"v": soft(0.0, attempt=1)})
-    assert {load.worker: load.soft_slots for load in loads.live(0.0)} == {"w": 0, "v": 1}
+    assert {load.worker: len(load.soft) for load in loads.live(0.0)} == {"w": 0, "v": 1}
 
 
 @pytest.mark.parametrize(
@@ -128,9 +131,12 @@ def test_a_repeated_or_retried_request_counts_once(loads: Loads) -> None:
         {"block_tokens": 0},
         {"engine_block_tokens": -1},
         {"running": -1},
-        {"prefill_tokens_per_s": float("nan")},
-        {"transfer_bytes_per_s": float("inf")},
-        {"decode_tokens_per_s": -1.0},
+        {"step_tokens_max": 0},
+        {"prefill_elapsed_s": float("nan")},
+        {"steps": msgspec.structs.replace(STEPS, prompt_token_s=float("nan"))},
+        {"steps": msgspec.structs.replace(STEPS, kv_s=-1.0)},
+        {"steps": msgspec.structs.replace(STEPS, spread=float("inf"))},
+        {"transfers": (TransferFit(peer="p", backend="tcp", bytes_per_s=0.0),)},
     ],
 )
 def test_a_heartbeat_with_impossible_figures_changes_nothing(loads: Loads, nonsense: dict[str, Any]) -> None:
@@ -138,3 +144,138 @@ def test_a_heartbeat_with_impossible_figures_changes_nothing(loads: Loads, nonse
         loads.take(heartbeat(**nonsense), 0.1)
     (load,) = loads.live(0.1)
     assert load.heartbeat == heartbeat()
+
+
+# ---------------------------------------------------------------- what decisions read
+
+
+def test_workers_are_kept_by_model_and_role_in_the_order_of_their_names() -> None:
+    loads = Loads(LoadsOptions())
+    for name in ("b", "c", "a"):
+        loads.take(heartbeat(name), 0.0)
+    loads.take(heartbeat("p", Role.PREFILL), 0.0)
+    loads.take(heartbeat("x", model="other"), 0.0)
+
+    def decodes(model: str) -> list[str]:
+        return [load.worker for load in loads.serving(model, 0.0).teams[Role.DECODE].loads]
+
+    assert decodes("tiny") == ["a", "b", "c"]
+    assert [load.worker for load in loads.serving("tiny", 0.0)] == ["p", "a", "b", "c"]
+    loads.take(Goodbye(address=heartbeat("b").address), 0.1)
+    assert decodes("tiny") == ["a", "c"]
+    assert not loads.serving("nothing", 0.1)
+    loads.take(heartbeat("a", generation=2, model="other"), 0.2)
+    assert decodes("tiny") == ["c"], "a serves another model now"
+    assert decodes("other") == ["a", "x"]
+
+
+def test_prompts_placed_between_heartbeats_queue_behind_each_other(loads: Loads) -> None:
+    loads.place("r1", {"w": soft(1.0)})
+    loads.place("r2", {"w": soft(1.0)})
+    assert loads.live(1.0)[0].computes_until_s == pytest.approx(1.1)
+    loads.place("r3", {"w": soft(1.5)})
+    assert loads.live(1.5)[0].computes_until_s == pytest.approx(1.55), "the others are computed by then"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["beat", "goodbye", "place", "tick", "read"]),
+            st.sampled_from(["u", "v", "w"]),
+            st.integers(0, 4),
+            st.floats(0.0, 0.6),
+        ),
+        max_size=60,
+    )
+)
+def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, int, float]]) -> None:
+    """After any order of heartbeats, placements and time, a load is that of its heartbeat and its soft placements."""
+    loads, now_s = Loads(LoadsOptions()), 0.0
+    for step, name, number, passed_s in steps:
+        now_s += passed_s
+        match step:
+            case "beat":
+                attempts = tuple((f"r{each}", 0) for each in range(number))
+                loads.take(heartbeat(name, generation=1 + number // 3, running=number, attempts=attempts), now_s)
+            case "goodbye":
+                loads.take(Goodbye(address=WorkerAddress(worker=name, generation=1 + number // 3)), now_s)
+            case "place":
+                loads.place(f"r{number}", {name: soft(now_s), "u": soft(now_s)})
+            case "tick":
+                loads.tick(now_s)
+            case _:
+                pass
+        for load in loads.live(now_s):
+            assert all(now_s < min(each.until_s, each.placed_s + 2.0) for each in load.soft.values())
+            anew = WorkerLoad(load.heartbeat, load.heard_s)
+            anew.steps, anew.soft, anew.bandwidth = load.steps, load.soft, load.bandwidth
+            anew.refresh()
+            team = loads.serving("tiny", now_s).teams[load.role]
+            figures = team.figures()
+            for name_of in Figures._fields:
+                assert getattr(figures, name_of)[team.rows[load.worker]] == getattr(anew, name_of)
+
+
+# ---------------------------------------------------------------- rates of a kind
+
+
+def fit(factor: float, *, samples: int = 50, spread: float = 0.1) -> StepFit:
+    """Return rates by which everything takes `factor` times as long."""
+    rates = {name: factor * getattr(STEPS, name) for name in RATES}
+    return StepFit(**rates, samples=samples, spread=spread)
+
+
+def pooled_factors(*fits: StepFit, kinds: str = "") -> list[float]:
+    """Return how slow each worker counts, by kind."""
+    loads = Loads(LoadsOptions())
+    for now_s in (0.0, 2.0):
+        for number, each in enumerate(fits):
+            kind = kinds[number] if kinds else "A"
+            loads.take(heartbeat(f"w{number}", steps=each, engine_kind=kind), now_s)
+    return [load.steps.prompt_token_s / STEPS.prompt_token_s for load in loads.serving("tiny", 2.0)]
+
+
+def test_a_worker_that_has_measured_nothing_takes_the_rates_of_its_kind() -> None:
+    new = fit(5.0, samples=0)
+    assert pooled_factors(fit(1.0), fit(1.1), fit(0.9), new)[3] == pytest.approx(1.0)
+    assert pooled_factors(fit(1.0), new, kinds="AB")[1] == pytest.approx(5.0), "another kind says nothing"
+
+
+def test_noise_is_drawn_towards_the_median_and_a_slow_worker_stays_slow() -> None:
+    equal = [fit(factor, samples=5, spread=0.4) for factor in (0.6, 0.8, 1.0, 1.3, 1.7)]
+    assert all(0.85 < factor < 1.15 for factor in pooled_factors(*equal))
+    half = pooled_factors(*(fit(1.0) for _ in range(7)), fit(2.0, samples=500))
+    assert half[7] > 1.8, "it has measured enough to be sure"
+
+
+def test_a_few_samples_of_new_workers_do_not_change_what_is_typical() -> None:
+    many_new = [fit(9.0, samples=2) for _ in range(5)]
+    assert pooled_factors(fit(1.0), fit(1.0), *many_new)[0] == pytest.approx(1.0)
+
+
+@given(st.lists(st.tuples(st.floats(1e-3, 1e3), st.integers(0, 1000), st.floats(0.0, 2.0)), min_size=1, max_size=9))
+def test_pooled_rates_lie_between_a_workers_own_and_its_kinds(drawn: list[tuple[float, int, float]]) -> None:
+    fits = [fit(factor, samples=samples, spread=spread) for factor, samples, spread in drawn]
+    measured = [each for each in fits if each.samples]
+    kind = typical(fits)
+    assert (kind is None) == (not measured)
+    for own in fits:
+        result = pooled(own, kind)
+        for name in RATES:
+            mine, theirs = getattr(own, name), getattr(kind or own, name)
+            assert min(mine, theirs) * (1 - 1e-9) <= getattr(result, name) <= max(mine, theirs) * (1 + 1e-9)
+
+
+def test_bandwidth_that_was_not_measured_is_that_of_the_workers_other_peers_then_of_its_kind(loads: Loads) -> None:
+    def measured(*rates: float) -> tuple[TransferFit, ...]:
+        return tuple(TransferFit(peer=f"p{n}", backend="tcp", bytes_per_s=rate) for n, rate in enumerate(rates))
+
+    assert loads.live(0.0)[0].bandwidth == BANDWIDTH_GUESS
+    loads = Loads(LoadsOptions())
+    for now_s in (0.0, 2.0):
+        loads.take(heartbeat("a", engine_kind="A", transfers=measured(1e9, 2e9, 6e9)), now_s)
+        loads.take(heartbeat("b", engine_kind="A", transfers=measured(4e9)), now_s)
+        loads.take(heartbeat("c", engine_kind="A"), now_s)
+    loads.take(heartbeat("a", engine_kind="A", transfers=measured(1e9, 2e9, 6e9)), 4.0)
+    assert [load.bandwidth for load in loads.live(4.0)] == [2e9, 4e9, 3e9]
+    assert loads.live(4.0)[0].bandwidths["p2"] == 6e9

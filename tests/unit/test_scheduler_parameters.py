@@ -7,11 +7,14 @@ from random import Random
 from typing import Any
 
 import pytest
-from baton_scheduler.loads import WorkerLoad
-from baton_scheduler.placement import Demand, PlacementOptions, PrefixMatch, choose
+from baton_scheduler.placement import PlacementOptions, choose
+from baton_scheduler.policies.predicted import Predicted
+from baton_scheduler.prediction import Demand, PrefixMatch
+from baton_scheduler.team import Serving
+from baton_scheduler.worker_load import WorkerLoad
 
 from baton.errors import InvalidRequest, NoWorkers
-from baton.messages.placement import Disaggregation
+from baton.messages.placement import Disaggregation, Placement
 from baton.messages.workers import Role
 from tests.harness.heartbeats import heartbeat
 
@@ -26,10 +29,11 @@ def decode(name: str, **changes: Any) -> WorkerLoad:
 def places(*decodes: WorkerLoad, prefills: tuple[WorkerLoad, ...] = (PREFILL,), **asked: Any) -> set[str]:
     """Return the decode workers that chance and load may choose."""
     demand = dataclasses.replace(PLAIN, **{name: frozenset(value) for name, value in asked.items()})
-    workers = [*prefills, *decodes]
-    return {
-        choose(demand, workers, PrefixMatch(), PlacementOptions(), Random(seed)).decode.worker for seed in range(20)
-    }
+    return {place(demand, *prefills, *decodes, seed=seed).decode.worker for seed in range(20)}
+
+
+def place(demand: Demand, *workers: WorkerLoad, seed: int = 1) -> Placement:
+    return choose(demand, Serving(workers), PrefixMatch(), Predicted(), PlacementOptions(), Random(seed), 0.0)
 
 
 def test_decode_goes_where_all_parameters_are_taken_and_prefill_anywhere() -> None:
@@ -65,8 +69,7 @@ def test_a_failed_worker_is_no_refusal() -> None:
 
 def test_where_all_prefill_workers_refuse_a_whole_placement_remains() -> None:
     demand = dataclasses.replace(PLAIN, refused=frozenset({"p1"}))
-    workers = [PREFILL, decode("d1")]
     with pytest.raises(InvalidRequest, match="prefill"):
-        choose(demand, workers, PrefixMatch(), PlacementOptions(), Random(1))
+        place(demand, PREFILL, decode("d1"))
     either = dataclasses.replace(demand, disaggregation=Disaggregation.AUTO)
-    assert choose(either, workers, PrefixMatch(), PlacementOptions(), Random(1)).prefill is None
+    assert place(either, PREFILL, decode("d1")).prefill is None

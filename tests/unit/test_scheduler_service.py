@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.prediction import WAIT_S
 from baton_scheduler.service import SchedulerService
 
 from baton import subjects
@@ -178,7 +179,7 @@ async def test_a_burst_between_two_heartbeats_is_spread_and_then_refused(gateway
         assert sorted(used.count(worker) for worker in set(used)) == [4, 4, 4]
         answer = await gateway.ask(place("more", blocks=b""))
         assert isinstance(answer, Refused)
-        assert (answer.error.code, answer.error.retry_after_s) == ("overloaded", 1.0)
+        assert (answer.error.code, answer.error.retry_after_s) == ("overloaded", pytest.approx(WAIT_S / 4))
 
 
 async def test_refusals_are_typed(gateway: Gateway) -> None:

@@ -13,6 +13,7 @@ from baton.bus import Delivery, MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
 from baton.engines.engine import EngineDelta, EngineLoad, Leg
 from baton.engines.scripted import FACTS, ScriptedEngine
+from baton.engines.stages import prompt_stages
 from baton.errors import ConfigurationError, EngineFailed, InvalidRequest, TransferFailed
 from baton.messages.attempts import (
     Accepted,
@@ -41,6 +42,7 @@ from baton.node.ports import deterministic_ports
 from baton.node.service import Node, serve
 from baton.stop import Stop
 from baton.telemetry import Metrics, Tracing
+from baton.transfer import LayerGroup
 from baton.worker.admission import Identity
 from baton.worker.attempt import Limits
 from baton.worker.service import Timers, WorkerService
@@ -536,8 +538,12 @@ async def test_an_engine_that_ignores_aborts_is_overruled(decode: World) -> None
 
 async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> None:
     await decode.ask(decode_task())
-    await decode.step(EngineDelta(tokens=[1], transferred_bytes=1 << 20, transfer_s=0.5))
-    for _ in range(5):
+    pulled = LayerGroup(
+        first_layer=0, layers=1, began_s=0.0, ended_s=0.5, moved_bytes=1 << 20, backend="shm", rail="", waiting_s=0.0
+    )
+    stages = prompt_stages(entered_s=0.0, begun_s=0.0, ended_s=0.5, pulled=(pulled,))
+    await decode.step(EngineDelta(tokens=[1], transferred_bytes=1 << 20, transfer_s=0.5, stages=stages))
+    for _ in range(40):
         await decode.clock.advance(0.1)
         await decode.step(EngineDelta(tokens=[1]))
     await decode.clock.advance(0.5)
@@ -546,8 +552,12 @@ async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> Non
     assert (beat.running, beat.waiting, beat.running_max) == (1, 0, 2)
     assert beat.attempts == (("r", 0),)
     assert (beat.kv_blocks_used, beat.kv_blocks_total) == (4, 100)
-    assert beat.decode_tokens_per_s == pytest.approx(10, rel=0.01)
-    assert beat.transfer_bytes_per_s == 2 << 20
+    fit, (transfer,) = beat.steps, beat.transfers
+    assert fit.decode_step_s + fit.sequence_s + fit.kv_s * 0.04 == pytest.approx(0.1, rel=0.1)
+    assert fit.samples > 0
+    assert (transfer.peer, transfer.backend, transfer.samples) == ("p0", "shm", 1)
+    assert transfer.bytes_per_s == pytest.approx(2 << 20, rel=0.1)
+    assert beat.step_tokens_max == FACTS.step_tokens_max
     assert beat.events_sequence == 3
 
 

@@ -90,6 +90,7 @@ class SglangEngine:
             kv_blocks=opened.blocks,
             kv_bytes_per_token=opened.block_bytes // opened.block_tokens,
             running_max=opened.running_max,
+            step_tokens_max=opened.step_tokens_max,
             context_tokens_max=opened.context_tokens_max,
             kv_identity=opened.kv_identity,
             agents=(opened.endpoint,) if opened.endpoint else (),

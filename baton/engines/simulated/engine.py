@@ -128,6 +128,7 @@ class SimulatedEngine:
             kv_blocks=options.blocks,
             kv_bytes_per_token=options.kv_bytes_per_token,
             running_max=options.running_max,
+            step_tokens_max=options.step_tokens_max,
             context_tokens_max=self._context_tokens_max,
             kv_identity=identity,
             agents=(agent.endpoint,),

@@ -98,6 +98,7 @@ class VllmEngine:
             kv_blocks=cache.num_gpu_blocks or 0,
             kv_bytes_per_token=sum(int(rank["kv_block_bytes"]) for rank in ranks) // cache.block_size,
             running_max=config.scheduler_config.max_num_seqs,
+            step_tokens_max=config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=self._context_tokens_max,
             kv_identity=str(ranks[0]["kv_identity"]),
             agents=agents,

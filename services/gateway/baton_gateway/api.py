@@ -31,6 +31,7 @@ from baton_gateway.workers import Model
 
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
+SESSION_HEADER: Final = "x-baton-session"
 SCHEMAS: Final = "#/components/schemas/"
 ERROR_SCHEMA: Final = {
     "type": "object",
@@ -191,6 +192,7 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
         received_at_s=now_s,
         deadline_at_s=now_s + deadline_s,
         disaggregation=disaggregation,
+        session=request.headers.get(SESSION_HEADER, ""),
         operation=operation,
         trace=trace.trace,
         tenant=request.state.tenant,

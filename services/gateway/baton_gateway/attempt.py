@@ -56,8 +56,6 @@ ACCEPT_BURST = 16
 """Unanswered attempts that double the time to accept another one."""
 MOVE_S = 1.0
 """Margin before a worker leaves: an answer that would end later than this is moved."""
-TOKENS_PER_S_MIN = 0.1
-"""Decode rate assumed for a worker that has not measured its own yet."""
 
 
 class Phase(StrEnum):
@@ -370,7 +368,7 @@ class AttemptMachine:
         """Ask for another placement while the attempt runs on. Heartbeats repeat the event until there is one."""
         if not self._may_move() or not self._is_decode(event.worker, event.generation) or now_s < self._move_again_at_s:
             return
-        left_s = (self._sampling.max_tokens - len(self.delivered)) / max(event.tokens_per_s, TOKENS_PER_S_MIN)
+        left_s = (self._sampling.max_tokens - len(self.delivered)) * event.token_interval_s
         if left_s + MOVE_S > event.leaves_in_s:
             self._move_again_at_s = now_s + self._timers.place_resend_s
             self._actions.append(self._search.request(self.attempt + 1, event.worker))

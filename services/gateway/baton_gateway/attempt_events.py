@@ -122,8 +122,8 @@ class WorkerLeaving:
     worker: str
     generation: int
     leaves_in_s: float
-    tokens_per_s: float
-    """Decode rate of one answer on this worker."""
+    token_interval_s: float
+    """Interval between the tokens of one answer on this worker."""
 
 
 @dataclass(frozen=True, slots=True)

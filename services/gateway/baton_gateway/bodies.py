@@ -36,6 +36,8 @@ _DROPPED: Final = frozenset(
     }
 )  # fmt: skip
 """Fields that describe a request to the server's operator and change no token."""
+_SESSION: Final = ("prompt_cache_key", "user", "safety_identifier")
+"""Fields of these that tell conversations or their users apart, the most specific first."""
 _TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 Text = Annotated[str, Field(max_length=16 << 20)]
@@ -261,6 +263,12 @@ def asked_of(body: GenerationBody) -> dict[str, int | float]:
     asked["max_tokens"] = body.tokens_max()
     asked["choice.count"] = None if body.n == 1 else body.n
     return {name: value for name, value in asked.items() if value is not None}
+
+
+def session_of(body: GenerationBody) -> str:
+    """Return what the body says of the conversation that it belongs to; empty if nothing."""
+    extra = body.model_extra or {}
+    return next((value for name in _SESSION if isinstance(value := extra.get(name), str) and value), "")
 
 
 def output_of(body: GenerationBody) -> OutputOptions:

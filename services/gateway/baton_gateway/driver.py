@@ -311,6 +311,7 @@ class AnswerDriver:
             prompt_tokens=prompt_tokens,
             output_tokens_max=order.sampling.max_tokens - (prompt_tokens - order.prompt_tokens),
             disaggregation=order.disaggregation,
+            session=order.session,
             exclude=action.exclude,
             exclude_pairs=action.exclude_pairs,
             parameters=tuple(order.sampling.extensions),

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from hashlib import blake2b
 from itertools import count
 from typing import Final
 
@@ -35,6 +36,7 @@ from baton_gateway.workers import Model
 
 HERE_BYTES_MAX: Final = 2048
 """Longest body read in this process."""
+SESSION_BYTES: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,8 @@ class RequestFacts:
     received_at_s: float
     deadline_at_s: float
     disaggregation: Disaggregation | None
+    session: str
+    """The client's name of the conversation; empty: the body may have one."""
     operation: Operation
     trace: str
     tenant: str
@@ -122,8 +126,14 @@ def _accept(gateway: Gateway, parsed: Parsed) -> Model:
     return model
 
 
+def _session_name(said: str) -> str:
+    """Return a name of fixed length that does not show what the client said."""
+    return blake2b(said.encode(), digest_size=SESSION_BYTES).hexdigest() if said else ""
+
+
 def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Job:
     numbers = count()
+    session = _session_name(facts.session or plan.session)
     return Job(
         request=facts.request,
         model=model.name,
@@ -139,6 +149,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
                 eos_tokens=known.eos_tokens,
                 cache_salt=plan.cache_salt,
                 disaggregation=facts.disaggregation,
+                session=session,
                 received_at_s=facts.received_at_s,
                 deadline_at_s=facts.deadline_at_s,
                 operation=facts.operation,

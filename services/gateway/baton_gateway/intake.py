@@ -21,6 +21,7 @@ from baton_gateway.bodies import (
     output_of,
     parse,
     sampling_of,
+    session_of,
 )
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
@@ -68,6 +69,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     root: bytes
     """Key of the prompts' block ids."""
     cache_salt: str
+    session: str
+    """What the body says of the conversation that it belongs to; empty if nothing."""
     stream: bool
     with_usage: bool
     asked: dict[str, int | float]
@@ -134,6 +137,7 @@ class Intake:
             output=output_of(body),
             root=root,
             cache_salt=body.cache_salt or "",
+            session=session_of(body),
             stream=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
             asked=asked_of(body),

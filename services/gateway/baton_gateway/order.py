@@ -26,6 +26,8 @@ class Order:
     eos_tokens: frozenset[int]
     cache_salt: str
     disaggregation: Disaggregation | None
+    session: str
+    """See `Place.session`."""
     received_at_s: float
     deadline_at_s: float
     operation: str

@@ -250,7 +250,7 @@ class Gateway:
 
     def _note_leaving(self, heartbeat: Heartbeat) -> None:
         worker, generation = heartbeat.address.worker, heartbeat.address.generation
-        leaving = ev.WorkerLeaving(worker, generation, heartbeat.leaves_in_s, heartbeat.decode_tokens_per_s)
+        leaving = ev.WorkerLeaving(worker, generation, heartbeat.leaves_in_s, heartbeat.token_interval_s())
         for _, driver in self.routes.running_on(worker):
             driver.post(leaving)
 

@@ -8,6 +8,7 @@ import msgspec
 
 from baton.messages.placement import Disaggregation
 from baton.node.settings import NodeSettings, Seconds
+from baton_scheduler.policies import PolicyName
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -20,16 +21,9 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
     index_timeout_s: Annotated[
         Seconds, msgspec.Meta(description="Longest wait for the index; then requests are placed without it.")
     ] = 0.05
-    token_interval_s_max: Annotated[
-        Seconds,
-        msgspec.Meta(description="Placements that push a decode worker above this token interval rank last."),
-    ] = 0.1
-    tie_share: Annotated[
-        Share, msgspec.Meta(description="Predictions within this share of the best count as equal.")
-    ] = 0.05
-    chunk_tokens: Annotated[
-        Count, msgspec.Meta(description="Prompt tokens that an engine computes in one step beside running requests.")
-    ] = 2048
+    policy: Annotated[PolicyName, msgspec.Meta(description="How workers are chosen, see the scheduler's README.")] = (
+        PolicyName.PREDICTED
+    )
     output_headroom_tokens: Annotated[
         Count, msgspec.Meta(description="Most output tokens for which workers reserve KV, as set on the workers.")
     ] = 512

@@ -22,8 +22,8 @@ from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Membership
 from baton.node.service import Node
 from baton_scheduler.config import SchedulerSettings
-from baton_scheduler.placement import PrefixMatch
 from baton_scheduler.placer import Choice, Placer
+from baton_scheduler.prediction import PrefixMatch
 from baton_scheduler.queue import Entry, Key, Queue
 
 logger = logging.getLogger(__name__)

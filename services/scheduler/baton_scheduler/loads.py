@@ -4,6 +4,9 @@ A placement counts as a soft placement until a heartbeat accounts for it: one th
 that comes late enough to list it and does not, because the attempt was refused or is over already. It also ends when
 the request must have ended by its own prediction, and after `soft_s` at the latest. The worker's own ledger
 decides in any case; soft placements only keep a burst between two heartbeats from piling up on one worker.
+
+All that a decision reads of a worker is kept here and changed by heartbeats and placements, so that a decision computes
+nothing that does not depend on its request.
 """
 
 from __future__ import annotations
@@ -11,77 +14,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from statistics import median
+from typing import Final
 
 from baton.errors import MalformedMessage
-from baton.messages.workers import Goodbye, Heartbeat, Role
+from baton.messages.workers import Goodbye, Heartbeat, Role, StepFit
 from baton.node.membership import LOST_AFTER_S, Event, Leaving, Workers
+from baton_scheduler.pooling import pooled, typical
+from baton_scheduler.team import Serving, Team, prefill_s
+from baton_scheduler.worker_load import BANDWIDTH_GUESS, SoftPlacement, WorkerLoad
 
-
-@dataclass(frozen=True, slots=True)
-class SoftPlacement:
-    """Capacity that one attempt, placed at `placed_s`, takes from a worker until `until_s`."""
-
-    attempt: int
-    placed_s: float
-    until_s: float
-    kv_tokens: int
-    prefill_tokens: int
-    """Prompt tokens that this worker will compute."""
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerLoad:
-    """Load of a live worker: its newest heartbeat plus what was placed on it since."""
-
-    heartbeat: Heartbeat
-    soft_slots: int = 0
-    soft_kv_tokens: int = 0
-    soft_prefill_tokens: int = 0
-
-    @property
-    def worker(self) -> str:
-        return self.heartbeat.address.worker
-
-    @property
-    def role(self) -> Role:
-        return self.heartbeat.role
-
-    @property
-    def kv_identity(self) -> str:
-        return self.heartbeat.kv_identity or f"digest={self.heartbeat.model_digest}"
-
-    @property
-    def kind(self) -> str:
-        """Engine and its options: workers of one kind refuse the same requests."""
-        return self.heartbeat.engine_kind or self.worker
-
-    @property
-    def hands_over(self) -> bool:
-        """Whether the worker's engine has a transfer agent."""
-        return bool(self.heartbeat.address.agents)
-
-    @property
-    def slots_free(self) -> int:
-        return self.heartbeat.running_max - self.heartbeat.running - self.heartbeat.waiting - self.soft_slots
-
-    @property
-    def used_share(self) -> float:
-        """Used share of the slots or of the KV, whichever is larger."""
-        slots_used = 1 - self.slots_free / self.heartbeat.running_max if self.heartbeat.running_max > 0 else 1.0
-        return max(slots_used, self.kv_tokens_used / (self.kv_tokens_total or 1))
-
-    @property
-    def kv_tokens_total(self) -> int:
-        return self.heartbeat.kv_blocks_total * self.heartbeat.engine_block_tokens
-
-    @property
-    def kv_tokens_used(self) -> int:
-        return self.heartbeat.kv_blocks_used * self.heartbeat.engine_block_tokens + self.soft_kv_tokens
-
-    @property
-    def prefill_tokens_queued(self) -> int:
-        return self.heartbeat.prefill_tokens_queued + self.soft_prefill_tokens
+RATE_MIN: Final = 1e-30
+RATE_MAX: Final = 1e30
+"""Rates beyond these would make predictions infinite or no numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +37,36 @@ class LoadsOptions:
     soft_s: float = 2.0
     listed_after_s: float = 0.25
     """Age of a placement from which on a heartbeat lists its attempt, if the worker has it."""
+    leased_share_max: float = 0.4
+    """Prefill workers lease out at most this share of their KV."""
+    pool_s: float = 1.0
+    """Interval at which what is typical of a kind is renewed."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    """Workers of one model, role and kind, and what is typical of them."""
+
+    loads: dict[str, WorkerLoad] = field(default_factory=dict[str, WorkerLoad])
+    due_s: float = -math.inf
+    steps: StepFit | None = None
+    bandwidth: float = BANDWIDTH_GUESS
 
 
 class Loads:
     def __init__(self, options: LoadsOptions) -> None:
         self._options = options
         self._workers = Workers(lost_after_s=options.lost_after_s)
-        self._soft: dict[str, dict[str, SoftPlacement]] = {}
-        """Live worker → request → the soft placement of its newest attempt there."""
+        self._loads: dict[str, WorkerLoad] = {}
+        self._serving: dict[str, Serving] = {}
+        """Model → its live workers."""
+        self._kinds: dict[tuple[str, Role, str], _Kind] = {}
+        self._soft_ends: list[tuple[float, str, str, float]] = []
+        """Heap of (end, worker, request, instant) of soft placements, those included that are gone."""
+        self._placed: dict[str, tuple[str, ...]] = {}
+        """Request → the workers with a soft placement of it."""
+
+    # ------------------------------------------------------------ changes
 
     def take(self, message: Heartbeat | Goodbye, now_s: float) -> None:
         """Take a worker's message; one of a generation that is over is ignored.
@@ -108,57 +77,143 @@ class Loads:
             _check(message)
         self._drop_ended(self._workers.take(message, now_s))
         address = message.address
-        soft = self._soft.get(address.worker)
-        if soft and isinstance(message, Heartbeat) and self._workers.is_live(address.worker, address.generation):
-            listed = set(message.attempts)
-            self._soft[address.worker] = {
-                request: each
-                for request, each in soft.items()
-                if (request, each.attempt) not in listed
-                and now_s < min(each.until_s, each.placed_s + self._options.listed_after_s)
-            }
+        if isinstance(message, Heartbeat) and self._workers.is_live(address.worker, address.generation):
+            self._hear(message, now_s)
 
     def tick(self, now_s: float, pause_s: float = 0.0) -> None:
         """Drop lost workers; `pause_s` is how long this process could not receive."""
         self._workers.extend_deadlines(pause_s, now_s)
         self._drop_ended(self._workers.expire(now_s))
+        self._end_due(now_s)
 
     def place(self, request: str, placed: Mapping[str, SoftPlacement]) -> None:
         """Count an attempt on the workers it was placed on, in place of the request's earlier attempts."""
-        for soft in self._soft.values():
-            soft.pop(request, None)
+        for worker in self._placed.get(request, ()):
+            self._end_soft(worker, request)
         for worker, each in placed.items():
-            if worker in self._workers:
-                self._soft.setdefault(worker, {})[request] = each
+            if (load := self._loads.get(worker)) is not None:
+                load.soft[request] = each
+                self._refresh(load)
+                self._placed[request] = (*self._placed.get(request, ()), worker)
+                heappush(self._soft_ends, (self._soft_end_s(each), worker, request, each.placed_s))
+
+    # ------------------------------------------------------------ reading
+
+    def prefill_s(self, worker: str, uncached_tokens: int, prompt_tokens: int) -> float:
+        """Return the time in which a worker computes the last tokens of a prompt; 0 for an unknown worker."""
+        load = self._loads.get(worker)
+        return prefill_s(load, uncached_tokens, prompt_tokens)[1] if load and uncached_tokens else 0.0
+
+    def serving(self, model: str, now_s: float) -> Serving:
+        """Return the live workers of a model, with their loads at `now_s`."""
+        self._end_due(now_s)
+        return self._serving.get(model, _NONE)
 
     def live(self, now_s: float) -> list[WorkerLoad]:
-        """Return the loads of the live workers."""
-        return [self._load(heartbeat, now_s) for heartbeat in self._workers.beats()]
+        """Return the loads of all live workers."""
+        return [load for model in list(self._serving) for load in self.serving(model, now_s)]
 
     def served_lately(self, model: str) -> bool:
         """Return whether any worker, live or departed, served this model lately: it may come back."""
         return self._workers.newest(model) is not None
 
+    # ------------------------------------------------------------ bookkeeping
+
+    def _hear(self, beat: Heartbeat, now_s: float) -> None:
+        worker, load = beat.address.worker, self._loads.get(beat.address.worker)
+        if load is not None and _group(load.heartbeat) != _group(beat):
+            self._drop(worker)
+            load = None
+        if load is None:
+            load = self._loads[worker] = WorkerLoad(beat, now_s, leased_share_max=self._options.leased_share_max)
+            self._serving.setdefault(beat.model, Serving()).teams[load.role].add(load)
+            self._kinds.setdefault(_group(beat), _Kind()).loads[worker] = load
+        if load.soft:
+            listed = set(beat.attempts)
+            for request, each in list(load.soft.items()):
+                late = now_s >= min(each.until_s, each.placed_s + self._options.listed_after_s)
+                if late or (request, each.attempt) in listed:
+                    self._forget_soft(load, request)
+        kind = self._kinds[_group(beat)]
+        self._pool(kind, now_s)
+        bandwidths = [each.bytes_per_s for each in beat.transfers]
+        load.bandwidth = median(bandwidths) if bandwidths else kind.bandwidth
+        load.steps = pooled(beat.steps, kind.steps)
+        load.hear(beat, now_s, self._options.leased_share_max)
+        self._team(load).update(load)
+
+    def _pool(self, kind: _Kind, now_s: float) -> None:
+        """Renew what is typical of a kind, now and then; workers take it over with their heartbeats."""
+        if now_s < kind.due_s:
+            return
+        kind.due_s = now_s + self._options.pool_s
+        kind.steps = typical([load.heartbeat.steps for load in kind.loads.values()])
+        bandwidths = [each for load in kind.loads.values() for each in load.bandwidths.values()]
+        kind.bandwidth = median(bandwidths) if bandwidths else BANDWIDTH_GUESS
+
     def _drop_ended(self, events: Sequence[Event]) -> None:
         for event in events:
             if not isinstance(event, Leaving):
-                self._soft.pop(event.member, None)
+                self._drop(event.member)
 
-    def _load(self, heartbeat: Heartbeat, now_s: float) -> WorkerLoad:
-        placed = self._soft.get(heartbeat.address.worker, {}).values()
-        soft = [each for each in placed if now_s < min(each.until_s, each.placed_s + self._options.soft_s)]
-        return WorkerLoad(
-            heartbeat,
-            soft_slots=len(soft),
-            soft_kv_tokens=sum(each.kv_tokens for each in soft),
-            soft_prefill_tokens=sum(each.prefill_tokens for each in soft),
-        )
+    def _drop(self, worker: str) -> None:
+        load = self._loads.pop(worker, None)
+        if load is None:
+            return
+        for request in list(load.soft):
+            self._forget_soft(load, request)
+        model, group = load.heartbeat.model, _group(load.heartbeat)
+        self._team(load).remove(load)
+        if not self._serving[model]:
+            del self._serving[model]
+        del self._kinds[group].loads[worker]
+        if not self._kinds[group].loads:
+            del self._kinds[group]
+
+    def _end_due(self, now_s: float) -> None:
+        """End the soft placements whose time is up."""
+        while self._soft_ends and self._soft_ends[0][0] <= now_s:
+            _, worker, request, placed_s = heappop(self._soft_ends)
+            load = self._loads.get(worker)
+            if load is not None and request in load.soft and load.soft[request].placed_s == placed_s:
+                self._end_soft(worker, request)
+
+    def _end_soft(self, worker: str, request: str) -> None:
+        load = self._loads[worker]
+        self._forget_soft(load, request)
+        self._refresh(load)
+
+    def _forget_soft(self, load: WorkerLoad, request: str) -> None:
+        del load.soft[request]
+        workers = tuple(each for each in self._placed[request] if each != load.worker)
+        if workers:
+            self._placed[request] = workers
+        else:
+            del self._placed[request]
+
+    def _refresh(self, load: WorkerLoad) -> None:
+        load.refresh()
+        self._team(load).update(load)
+
+    def _team(self, load: WorkerLoad) -> Team:
+        return self._serving[load.heartbeat.model].teams[load.role]
+
+    def _soft_end_s(self, each: SoftPlacement) -> float:
+        return min(each.until_s, each.placed_s + self._options.soft_s)
+
+
+_NONE: Final = Serving()
+
+
+def _group(beat: Heartbeat) -> tuple[str, Role, str]:
+    """Return model, role and kind. A worker without a kind is of its own."""
+    return beat.model, beat.role, beat.engine_kind or beat.address.worker
 
 
 def incompatible_pairs(loads: Sequence[WorkerLoad]) -> Counter[str]:
     """Return, by model, the pairs of a prefill and a decode worker that cannot hand over to each other."""
     prefills, decodes = (
-        Counter((load.heartbeat.model, load.kv_identity) for load in loads if load.role is role)
+        Counter((load.heartbeat.model, load.identity) for load in loads if load.role is role)
         for role in (Role.PREFILL, Role.DECODE)
     )
     pairs = Counter[str]()
@@ -170,15 +225,36 @@ def incompatible_pairs(loads: Sequence[WorkerLoad]) -> Counter[str]:
 
 def _check(heartbeat: Heartbeat) -> None:
     """Raise MalformedMessage for figures that no worker can have and predictions cannot use."""
-    sizes = (heartbeat.block_tokens, heartbeat.engine_block_tokens, heartbeat.context_tokens_max)
+    sizes = (
+        heartbeat.block_tokens,
+        heartbeat.engine_block_tokens,
+        heartbeat.context_tokens_max,
+        heartbeat.step_tokens_max,
+    )
     counts = (
         heartbeat.running,
         heartbeat.waiting,
+        heartbeat.overbooked,
+        heartbeat.overbooked_kv_tokens,
         heartbeat.kv_blocks_used,
         heartbeat.kv_blocks_total,
         heartbeat.prefill_tokens_queued,
+        heartbeat.prefill_pairs_queued,
+        heartbeat.prefill_elapsed_s,
         heartbeat.kv_bytes_per_token,
+        heartbeat.steps.samples,
+        heartbeat.steps.spread,
     )
-    rates = (heartbeat.prefill_tokens_per_s, heartbeat.decode_tokens_per_s, heartbeat.transfer_bytes_per_s)
-    if min(sizes) <= 0 or min(counts) < 0 or not all(rate >= 0 and math.isfinite(rate) for rate in rates):
+    steps = heartbeat.steps
+    rates = (
+        steps.prompt_step_s,
+        steps.prompt_token_s,
+        steps.prompt_pair_s,
+        steps.decode_step_s,
+        steps.sequence_s,
+        steps.kv_s,
+        *(each.bytes_per_s for each in heartbeat.transfers),
+    )
+    possible = min(sizes) > 0 and all(count >= 0 and math.isfinite(count) for count in counts)
+    if not (possible and all(RATE_MIN < rate < RATE_MAX for rate in rates)):
         raise MalformedMessage(f"the heartbeat of {heartbeat.address.worker} has impossible figures")

@@ -17,8 +17,11 @@ from baton.messages.index import Match, Matched
 from baton.messages.placement import Place, Placed, Placement
 from baton.node.service import Node
 from baton_scheduler.config import SchedulerSettings
-from baton_scheduler.loads import Loads, WorkerLoad
-from baton_scheduler.placement import Demand, PlacementOptions, PrefixMatch, choose, soft_placements
+from baton_scheduler.loads import Loads
+from baton_scheduler.placement import PlacementOptions, choose, soft_placements
+from baton_scheduler.policies import POLICIES
+from baton_scheduler.prediction import Demand, PrefixMatch, session_of
+from baton_scheduler.team import Serving
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +49,8 @@ class Placer:
         self._random = node.ports.random
         self._loads = loads
         self._name = name
-        self._options = PlacementOptions(
-            token_interval_s_max=settings.token_interval_s_max,
-            tie_share=settings.tie_share,
-            chunk_tokens=settings.chunk_tokens,
-            output_headroom_tokens=settings.output_headroom_tokens,
-            leased_share_max=settings.leased_share_max,
-            retry_after_s=settings.retry_after_s,
-        )
+        self._policy = POLICIES[settings.policy]()
+        self._options = PlacementOptions(output_headroom_tokens=settings.output_headroom_tokens)
         self.results = Counter[str]()
         """Placements by kind, and refusals by code."""
         self.without_index = 0
@@ -114,10 +111,12 @@ class Placer:
             exclude_pairs=frozenset(place.exclude_pairs),
             parameters=frozenset(place.parameters),
             refused=frozenset(place.refused),
+            session=session_of(place),
         )
         serving = self._serving(place.model)
         try:
-            placement = choose(demand, serving, match or PrefixMatch(), self._options, self._random)
+            found, now_s = match or PrefixMatch(), self._clock.now_s()
+            placement = choose(demand, serving, found, self._policy, self._options, self._random, now_s)
         except NoWorkers as error:
             if not without:
                 raise
@@ -158,17 +157,16 @@ class Placer:
 
     def count(self, placed: Placed) -> None:
         """Count a placement as soft, until heartbeats show it."""
-        soft = soft_placements(placed, now_s=self._clock.now_s(), options=self._options)
+        soft = soft_placements(placed, self._loads, now_s=self._clock.now_s(), options=self._options)
         self._loads.place(placed.context.request, soft)
 
     def tokens(self, place: Place | Placed) -> int:
         """Return what a placement costs its tenant."""
         return place.prompt_tokens + min(place.output_tokens_max, self._options.output_headroom_tokens)
 
-    def _serving(self, model: str) -> list[WorkerLoad]:
+    def _serving(self, model: str) -> Serving:
         """Return the live workers of a model. Raises ModelNotFound, or NoWorkers if all departed lately."""
-        live = self._loads.live(self._clock.now_s())
-        serving = [load for load in live if load.heartbeat.model == model]
+        serving = self._loads.serving(model, self._clock.now_s())
         if not serving and self._loads.served_lately(model):
             raise NoWorkers(f"every worker that served the model {model} has left or is lost")
         if not serving:

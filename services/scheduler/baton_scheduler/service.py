@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 16
 TICK_S: Final = 0.1
+RETRY_AFTER_S_MAX: Final = 30.0
 
 
 class SchedulerService:
@@ -47,7 +48,9 @@ class SchedulerService:
         self._tracing = node.tracing
         self._metrics = node.metrics
         self._settings = settings
-        self._loads = Loads(LoadsOptions(lost_after_s=settings.lost_after_s))
+        self._loads = Loads(
+            LoadsOptions(lost_after_s=settings.lost_after_s, leased_share_max=settings.leased_share_max)
+        )
         self._name = node.ports.new_id()
         self._placer = Placer(settings, node, self._loads, self._name)
         self._holding = Holding(settings, node, self._placer, self._name)
@@ -111,7 +114,7 @@ class SchedulerService:
         for model, pairs in incompatible_pairs(live).items():
             yield Reading(catalogue.INCOMPATIBLE_PAIRS, pairs, (model,))
         for role in Role:
-            soft = sum(load.soft_slots for load in live if load.role is role)
+            soft = sum(len(load.soft) for load in live if load.role is role)
             yield Reading(catalogue.SOFT_PLACEMENTS, soft, (role,))
 
     async def _watch_workers(self) -> None:
@@ -203,13 +206,14 @@ class SchedulerService:
         if budget_s <= 0:
             raise DeadlineExceeded("the request's deadline passed while it was being placed")
         choice: Choice | None = None
-        full = Overloaded("no worker has room soon", retry_after_s=self._settings.retry_after_s)
         try:
             choice = self._placer.choose(place, match, without=place.unavailable)
+            if choice.begins_soon:
+                return await self._placer.commit(place, choice, match, budget_s)
+            waiting_s = min(max(self._settings.retry_after_s, choice.placement.predicted.waiting_s), RETRY_AFTER_S_MAX)
+            full = Overloaded("the workers that suit this request best are full", retry_after_s=waiting_s)
         except Overloaded as error:
             full = error
-        if choice is not None and choice.begins_soon:
-            return await self._placer.commit(place, choice, match, budget_s)
         if not place.hold_s > 0:
             raise full
         await self._holding.hold(place, match, choice)

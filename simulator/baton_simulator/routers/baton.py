@@ -1,229 +1,209 @@
-"""Baton's own placement as a router: `choose`, `Loads` and the worker's measured rates, unchanged.
+"""Baton's own placement as a router: `choose`, `Loads`, the policies, the queue and the workers' rates, unchanged.
 
-What is modelled here is the rest of Baton: the ledger's book of each worker, heartbeats, the index with its lag, and
-the gateway's admission queue. One scheduler places, so what it places a ledger never refuses.
+What is modelled here is the rest of Baton: one scheduler, which judges held requests at fixed times, and the index with
+its lag; the workers' ledgers are in `ledgers.py`.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import inf
 from random import Random
 from typing import Final
 
 from baton_scheduler.loads import Loads, LoadsOptions
-from baton_scheduler.placement import Demand, PlacementOptions, choose, soft_placements
+from baton_scheduler.placement import PlacementOptions, choose, soft_placements
+from baton_scheduler.policies import POLICIES, PolicyName
+from baton_scheduler.prediction import Demand, PrefixMatch
+from baton_scheduler.queue import Entry, Queue
 
 from baton.errors import BatonError, Overloaded
-from baton.messages.base import Context, WorkerAddress
-from baton.messages.placement import Disaggregation, Placed, Placement
-from baton.messages.workers import Heartbeat
-from baton.messages.workers import Role as WorkerRole
-from baton.worker.rates import Rates
+from baton.messages.base import Context
+from baton.messages.placement import PRIORITY_NEW, Candidate, Disaggregation, Placed, Placement
+from baton_simulator.goals import GOAL_TTFT_S
+from baton_simulator.routers.ledgers import LEASED_SHARE_MAX, MODEL, Attempt, Ledgers
 from baton_simulator.routers.prefix_index import PrefixIndex
-from baton_simulator.routers.protocol import Arrival, Measured, Route, WorkerSpec, WorkerState
+from baton_simulator.routers.protocol import Arrival, Route, WorkerSpec, WorkerState
 
-MODEL: Final = "model"
-RUNNING_MAX: Final = 256
-"""Run slots of a worker, vLLM's default on a GPU of 80 GB."""
-RETRY_MIN_S: Final = 0.02
-RETRY_MAX_S: Final = 0.06
-TICKS_MAX: Final = 100
-BEAT_S: Final = 0.25
+JUDGE_S: Final = 0.1
+"""Interval at which held requests are judged. Schedulers judge more often, as far as their time allows."""
+JUDGED: Final = 48
+"""Requests judged each time, in the queue's order."""
+SESSION_BLOCKS: Final = 2
+"""Blocks at its beginning that tell a conversation from others, where the trace has no sessions."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatonOptions:
+    """Settings of the scheduler and the gateway, with their defaults."""
+
     disaggregation: Disaggregation
+    policy: PolicyName = PolicyName.PREDICTED
     index_lag_s: float = 0.05
-    admission_wait_s: float = 10.0
-    """Longest time in the gateway's queue."""
+    place_wait_s_max: float = 0.5
+    """What can begin within this predicted time waits at its worker."""
+    worker_wait_s_max: float = 2.0
+    """Longest wait there."""
+    hold_s: float = 10.0
+    """Longest time in the scheduler's queue."""
+    held_max: int = 4096
+    age_s: float = 5.0
     placement: PlacementOptions = field(default_factory=PlacementOptions)
-
-
-@dataclass(slots=True)
-class _Entry:
-    """One attempt in a worker's ledger."""
-
-    blocks: int
-    uncached_tokens: int
-    """Prompt tokens that the worker has still to compute, as its task said."""
-
-
-@dataclass(slots=True)
-class _Ledger:
-    """The worker's side of Baton: its ledger's book and its measured rates."""
-
-    spec: WorkerSpec
-    rates: Rates = field(default_factory=Rates)
-    entries: dict[str, _Entry] = field(default_factory=dict[str, _Entry])
-    blocks: int = 0
-    beat_s: float = -inf
-
-    def reserve(self, request: str, tokens: int, uncached_tokens: int) -> None:
-        entry = _Entry(-(-tokens // self.spec.block_tokens), uncached_tokens)
-        self.entries[request] = entry
-        self.blocks += entry.blocks
-
-    def release(self, request: str) -> None:
-        entry = self.entries.pop(request, None)
-        if entry is not None:
-            self.blocks -= entry.blocks
-
-    def measure(self, measured: Measured, now_s: float) -> None:
-        """Feed the measurements to the worker's rates as they came."""
-        began = [(at_s, 0, 0) for at_s, _ in measured.entered]
-        ended = [(at_s, 1, tokens) for at_s, _, tokens in measured.computed]
-        for at_s, is_end, tokens in sorted(began + ended):
-            if is_end:
-                self.rates.prefill_ended(tokens, at_s)
-            else:
-                self.rates.prefill_began(at_s)
-        for _, request, _ in measured.computed:
-            if request in self.entries:
-                self.entries[request].uncached_tokens = 0
-        for size_bytes, moving_s in measured.pulls:
-            self.rates.transfer_ended(size_bytes, moving_s)
-        if measured.decoded_tokens:
-            self.rates.tokens_came(measured.decoded_tokens, measured.decoded_s)
-        # Heartbeats that nothing could see were left out.
-        ticks = 1 if self.beat_s == -inf else round((now_s - self.beat_s) / BEAT_S)
-        for _ in range(min(max(ticks, 1), TICKS_MAX)):
-            self.rates.tick()
-        self.beat_s = now_s
 
 
 class BatonRouter:
     def __init__(self, workers: Sequence[WorkerSpec], options: BatonOptions, random: Random) -> None:
         self._options = options
         self._random = random
-        self._loads = Loads(LoadsOptions())
+        self._policy = POLICIES[options.policy]()
+        self._loads = Loads(LoadsOptions(leased_share_max=LEASED_SHARE_MAX))
         self._index = PrefixIndex([spec.name for spec in workers], options.index_lag_s)
-        self._ledgers = {spec.name: _Ledger(spec) for spec in workers}
-        self._placements: dict[str, Placement] = {}
-        self._queue: deque[tuple[float, Arrival]] = deque()
-        """(latest time, request) of those that found all workers full, first in first out."""
-        self.wake_at_s = inf
+        self._ledgers = Ledgers(workers)
+        self._placed: dict[str, tuple[Arrival, Candidate, float]] = {}
+        """Request → what was predicted and when."""
+        self._queue = Queue(entries_max=options.held_max, age_s=options.age_s)
+        self._held: dict[str, Arrival] = {}
+        self._started: list[Attempt] = []
+        """Attempts that waited at their workers and start now."""
+        self._judge_at_s = inf
         for spec in workers:
             self.beat(WorkerState(spec.name, spec.role, 0, 0, 0, 0, spec.kv_blocks_total, 0), 0.0)
 
     # ------------------------------------------------------------ routing
 
+    @property
+    def wake_at_s(self) -> float:
+        return -inf if self._started else self._judge_at_s
+
     def route(self, arrival: Arrival, now_s: float) -> Route | None:
-        if not self._queue:
-            try:
-                return self._place(arrival, now_s)
-            except Overloaded:
-                self._retry_later(now_s)
-        self._queue.append((now_s + self._options.admission_wait_s, arrival))
+        placement = self._choose(arrival, now_s)
+        if placement.predicted.waiting_s <= self._options.place_wait_s_max:
+            return self._commit(arrival, placement, now_s)
+        self._hold(arrival, placement.predicted, now_s)
         return None
 
     def wake(self, now_s: float) -> list[tuple[Arrival, Route | BatonError]]:
         answers: list[tuple[Arrival, Route | BatonError]] = []
-        while self._queue:
-            until_s, arrival = self._queue[0]
-            try:
-                answers.append((arrival, self._place(arrival, now_s)))
-            except Overloaded as error:
-                if now_s < until_s:
-                    self._retry_later(now_s)
-                    return answers
-                answers.append((arrival, error))
-            except BatonError as error:
-                answers.append((arrival, error))
-            self._queue.popleft()
-        self.wake_at_s = inf
+        if now_s >= self._judge_at_s:
+            answers += self._judge(now_s)
+        started, self._started = self._started, []
+        for attempt in started:
+            arrival, predicted, placed_s = self._placed[attempt.request]
+            answers.append((arrival, _route(predicted, placed_s)))
         return answers
 
-    def _retry_later(self, now_s: float) -> None:
-        self.wake_at_s = now_s + self._random.uniform(RETRY_MIN_S, RETRY_MAX_S)
-
-    def _place(self, arrival: Arrival, now_s: float) -> Route:
+    def _choose(self, arrival: Arrival, now_s: float) -> Placement:
         options = self._options
         demand = Demand(
             model=MODEL,
             prompt_tokens=arrival.prompt_tokens,
             output_tokens_max=arrival.output_tokens_max,
             disaggregation=options.disaggregation,
+            session=arrival.session or str(arrival.blocks[:SESSION_BLOCKS][-1:]),
         )
-        match = self._index.match(arrival.blocks, now_s)
-        placement = choose(demand, self._loads.live(now_s), match, options.placement, self._random)
-        self._count(arrival, placement, now_s)
-        predicted = placement.predicted
-        return Route(predicted.decode, predicted.prefill or None, predicted.predicted_ttft_s)
+        match: PrefixMatch = self._index.match(arrival.blocks, now_s)
+        serving = self._loads.serving(MODEL, now_s)
+        return choose(demand, serving, match, self._policy, options.placement, self._random, now_s)
 
-    def _count(self, arrival: Arrival, placement: Placement, now_s: float) -> None:
-        """Count a placement where schedulers, indexes and ledgers do."""
-        predicted = placement.predicted
-        addresses = [address for address in (placement.prefill, placement.decode) if address is not None]
+    def _commit(self, arrival: Arrival, placement: Placement, now_s: float) -> Route | None:
+        """Count a placement where schedulers, indexes and ledgers do; return None if it waits at its workers."""
+        options, predicted = self._options, placement.predicted
         placed = Placed(
-            context=Context(request=arrival.id, budget_s=self._options.admission_wait_s),
+            context=Context(request=arrival.id, budget_s=options.hold_s),
             model_digest=MODEL,
             blocks=b"",
-            workers=tuple(addresses),
+            workers=tuple(placement.addresses),
             prompt_tokens=arrival.prompt_tokens,
             output_tokens_max=arrival.output_tokens_max,
             predicted=predicted,
         )
-        self._loads.place(arrival.id, soft_placements(placed, now_s=now_s, options=self._options.placement))
-        self._placements[arrival.id] = placement
-        for address in addresses:
+        soft = soft_placements(placed, self._loads, now_s=now_s, options=options.placement)
+        self._loads.place(arrival.id, soft)
+        self._placed[arrival.id] = arrival, predicted, now_s
+        for address in placement.addresses:
             self._index.speculate(address.worker, arrival.blocks)
-        uncached_tokens = arrival.prompt_tokens - predicted.cached_tokens
-        output_tokens = min(arrival.output_tokens_max, self._options.placement.output_headroom_tokens)
-        held_tokens = arrival.prompt_tokens + output_tokens
-        if predicted.prefill:
-            self._ledgers[predicted.prefill].reserve(arrival.id, arrival.prompt_tokens, uncached_tokens)
-            uncached_tokens = 0
-        self._ledgers[predicted.decode].reserve(arrival.id, held_tokens, uncached_tokens)
+        attempt = Attempt(
+            request=arrival.id,
+            decode=predicted.decode,
+            prefill=predicted.prefill,
+            prompt_tokens=arrival.prompt_tokens,
+            uncached_tokens=arrival.prompt_tokens - predicted.cached_tokens,
+            output_tokens=min(arrival.output_tokens_max, options.placement.output_headroom_tokens),
+            until_s=now_s + options.worker_wait_s_max,
+        )
+        if self._ledgers.place(attempt):
+            return _route(predicted, now_s)
+        self._judge_at_s = min(self._judge_at_s, now_s + JUDGE_S)
+        return None
+
+    def _hold(self, arrival: Arrival, predicted: Candidate, now_s: float) -> None:
+        """Queue a request. Raises Overloaded if the queue is full."""
+        options = self._options
+        entry = Entry(
+            key=(arrival.id, 0),
+            tenant="",
+            priority=PRIORITY_NEW,
+            due_s=now_s + GOAL_TTFT_S - (predicted.predicted_ttft_s - predicted.waiting_s),
+            tokens=arrival.prompt_tokens,
+            since_s=now_s,
+            until_s=now_s + options.hold_s,
+        )
+        # All requests are of one tenant and class, so the new one is the one to go.
+        if self._queue.add(entry) is not None:
+            raise Overloaded("too many requests wait for a worker")
+        self._held[arrival.id] = arrival
+        self._judge_at_s = min(self._judge_at_s, now_s + JUDGE_S)
+
+    def _judge(self, now_s: float) -> list[tuple[Arrival, Route | BatonError]]:
+        answers: list[tuple[Arrival, Route | BatonError]] = []
+        for entry in self._queue.tick(now_s):
+            answers.append((self._held.pop(entry.key[0]), Overloaded("no worker became free in time")))
+        given_up, started = self._ledgers.end_late(now_s)
+        self._started += started
+        late = [self._forget(attempt, now_s) for attempt in given_up]
+        waiting = [self._held[entry.key[0]] for entry in islice(self._queue.order(), JUDGED)]
+        for arrival in (*late, *waiting):
+            placement = self._choose(arrival, now_s)
+            is_held = arrival.id in self._held
+            if placement.predicted.waiting_s <= self._options.place_wait_s_max:
+                if is_held:
+                    self._queue.take((arrival.id, 0))
+                    del self._held[arrival.id]
+                if (route := self._commit(arrival, placement, now_s)) is not None:
+                    answers.append((arrival, route))
+            elif not is_held:
+                self._hold(arrival, placement.predicted, now_s)
+        self._judge_at_s = now_s + JUDGE_S if self._held or self._ledgers.is_any_waiting() else inf
+        return answers
+
+    def _forget(self, attempt: Attempt, now_s: float) -> Arrival:
+        """Take back a placement that has waited at its workers for too long."""
+        arrival, _, _ = self._placed.pop(attempt.request)
+        self._loads.place(arrival.id, {})
+        for worker in attempt.workers:
+            self._index.settle(worker, arrival.blocks, now_s)
+        return arrival
 
     # ------------------------------------------------------------ what happens on the workers
 
     def prefilled(self, arrival: Arrival, now_s: float) -> None:
-        placement = self._placements[arrival.id]
-        self._index.settle(placement.decode.worker, arrival.blocks, now_s)
-        if placement.prefill is not None:
-            self._index.settle(placement.prefill.worker, arrival.blocks, now_s)
-            self._ledgers[placement.prefill.worker].release(arrival.id)
+        _, predicted, _ = self._placed[arrival.id]
+        for worker in filter(None, (predicted.decode, predicted.prefill)):
+            self._index.settle(worker, arrival.blocks, now_s)
+        self._started += self._ledgers.prefilled(arrival.id)
 
     def ended(self, arrival: Arrival, now_s: float) -> None:
-        placement = self._placements.pop(arrival.id)
-        self._ledgers[placement.decode.worker].release(arrival.id)
+        del self._placed[arrival.id]
+        self._started += self._ledgers.end(arrival.id)
 
     def cached(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
         self._index.change(worker, stored, evicted, now_s)
 
     def beat(self, state: WorkerState, now_s: float) -> None:
-        ledger = self._ledgers[state.name]
-        ledger.measure(state.measured, now_s)
-        self._loads.take(_heartbeat(ledger, state), now_s)
+        self._loads.take(self._ledgers.beat(state, now_s), now_s)
 
 
-def _heartbeat(ledger: _Ledger, state: WorkerState) -> Heartbeat:
-    """Return the heartbeat that Baton's worker would send."""
-    spec, rates = ledger.spec, ledger.rates
-    return Heartbeat(
-        address=WorkerAddress(worker=spec.name, generation=1, agents=(spec.name,)),
-        role=WorkerRole.PREFILL if spec.role == "prefill" else WorkerRole.DECODE,
-        model=MODEL,
-        model_path=MODEL,
-        model_digest=MODEL,
-        engine="simulated",
-        engine_kind="simulated",
-        block_tokens=spec.block_tokens,
-        context_tokens_max=spec.kv_blocks_total * spec.block_tokens,
-        running=state.running,
-        waiting=state.waiting,
-        running_max=RUNNING_MAX,
-        kv_blocks_used=min(max(ledger.blocks, state.kv_blocks_used), spec.kv_blocks_total),
-        kv_blocks_total=spec.kv_blocks_total,
-        engine_block_tokens=spec.block_tokens,
-        prefill_tokens_queued=sum(entry.uncached_tokens for entry in ledger.entries.values()),
-        prefill_tokens_per_s=rates.prefill_tokens_per_s.value,
-        decode_tokens_per_s=rates.decode_tokens_per_s,
-        transfer_bytes_per_s=rates.transfer_bytes_per_s.value,
-        kv_bytes_per_token=spec.kv_bytes_per_token,
-        attempts=tuple((request, 0) for request in ledger.entries),
-    )
+def _route(predicted: Candidate, placed_s: float) -> Route:
+    return Route(predicted.decode, predicted.prefill or None, predicted.predicted_ttft_s, placed_s)

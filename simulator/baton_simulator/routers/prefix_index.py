@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from baton_scheduler.placement import PrefixMatch
+from baton_scheduler.prediction import PrefixMatch
 
 
 class PrefixIndex:

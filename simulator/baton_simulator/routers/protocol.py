@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from baton.errors import BatonError
 
@@ -34,7 +34,9 @@ class Route:
     prefill: str | None = None
     """None: the decode worker computes the prompt itself."""
     predicted_ttft_s: float | None = None
-    """The router's own prediction, from this placement on; None where it makes none."""
+    """The router's own prediction; None where it makes none."""
+    predicted_at_s: float = 0.0
+    """Instant of the prediction, from which it counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +49,37 @@ class WorkerSpec:
     """Most blocks that running requests may hold."""
     block_tokens: int
     kv_bytes_per_token: int = 131_072
+    step_tokens_max: int = 2048
+    """Most prompt tokens that a step computes."""
+
+
+class Event(NamedTuple):
+    """Something that a worker can measure."""
+
+    at_s: float
+    kind: Literal["entered", "computed", "pulled", "first_token", "decoded", "ended"]
+    """A prompt to compute entered the engine, was computed, or its KV pulled; a sequence has its first token, tokens
+    after it, or its last one."""
+    request: str = ""
+    """Empty where it is of several."""
+    tokens: int = 0
+    """Computed or decoded tokens."""
+    prompt_tokens: int = 0
+    """All tokens of the prompt that was computed."""
+    peer: str = ""
+    """Worker from which KV was pulled."""
+    size_bytes: int = 0
+    elapsed_s: float = 0.0
+    """Time in which the bytes of a pull moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Raw measurements of one worker since its last heartbeat."""
+    """What a worker measured since its last heartbeat."""
 
-    entered: Sequence[tuple[float, str]] = ()
-    """(time, request) of each prompt to compute that entered the engine."""
-    computed: Sequence[tuple[float, str, int]] = ()
-    """(time, request, tokens) of each prompt computed: tokens that were not cached."""
+    events: Sequence[Event] = ()
     decoded_tokens: int = 0
     """Tokens after the first of all sequences."""
-    decoded_s: float = 0.0
-    """Sum of the intervals before these tokens."""
-    pulls: Sequence[tuple[int, float]] = ()
-    """(bytes, seconds) of each KV pull into this worker."""
 
 
 @dataclass(frozen=True, slots=True)

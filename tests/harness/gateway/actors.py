@@ -303,6 +303,8 @@ class Worker:
         self.script = Script()
 
     def heartbeat(self) -> Heartbeat:
+        # A worker without capacity has one slot, which is taken: without slots it would serve nothing at any time.
+        slots = max(1, min(self.script.capacity, 1024))
         return heartbeat(
             self.name,
             self.role,
@@ -312,8 +314,8 @@ class Worker:
             engine="scripted",
             parameters=self.parameters,
             context_tokens_max=CONTEXT_TOKENS,
-            running=self.running,
-            running_max=min(self.script.capacity, 1024),
+            running=max(self.running, slots - self.script.capacity),
+            running_max=slots,
         )
 
     async def beat(self) -> None:

@@ -1,0 +1,202 @@
+"""Predictions for one attempt on any worker, and the cost that ranks them. Pure.
+
+The prediction is plain time, which is reported and compared with what happens:
+
+    time to first token    wait for room + prompts queued before it + its own prompt                 aggregated
+                           the same on the prefill worker + tail of the pull + decode's next step    a pair
+
+The tail of a pull is what is left of it when the prompt is computed: KV moves while prefill computes.
+
+The cost adds what the placement does to other requests, in seconds as well; its weights are in `loads.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+
+from baton.blocks import ID_BYTES
+from baton.messages.placement import Candidate, Disaggregation, Place
+from baton.messages.workers import Role
+from baton_scheduler.team import Figures, Rows, Team, Vector, prefill_s
+from baton_scheduler.worker_load import WorkerLoad
+
+WAIT_S: Final = 10.0
+"""Predicted wait of an attempt on a worker that lacks all the KV it has, or all its slots; in proportion."""
+PRESSURE_S: Final = 0.5
+"""Cost of decoding where all KV is in use, in proportion: steps are longer, cached prefixes are evicted, and the next
+long prompt finds no room."""
+SESSION_BLOCKS: Final = 32
+"""Blocks at its beginning that tell a conversation from others, of 32 tokens each: about a system prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Requirements of one attempt."""
+
+    model: str
+    prompt_tokens: int
+    output_tokens_max: int
+    disaggregation: Disaggregation
+    exclude: frozenset[str] = frozenset()
+    exclude_pairs: frozenset[tuple[str, str]] = frozenset()
+    parameters: frozenset[str] = frozenset()
+    """Extension parameters, all of which the decode worker's engine must take."""
+    refused: frozenset[str] = frozenset()
+    """Workers that refused what the request asks; all workers of their kinds would refuse it."""
+    session: str = ""
+    """Conversation that the request belongs to; empty where that is unknown."""
+
+
+def session_of(place: Place) -> str:
+    """Return the name of a request's conversation; without one, how its prompt begins."""
+    # The id of a block stands for all of the prompt up to there.
+    begins = place.blocks[: SESSION_BLOCKS * ID_BYTES][-ID_BYTES:]
+    return place.session or begins.hex()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """The index's answer: worker → leading blocks of the prompt, where there are any."""
+
+    held: Mapping[str, int] = field(default_factory=dict[str, int])
+    speculative: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Part of each worker of a team in a placement: one element per worker."""
+
+    team: Team
+    rows: Rows
+    """Which workers of the team."""
+    figures: Figures
+    cost_s: Vector
+    """Cost of this part; without the pull where KV is pulled."""
+    waiting_s: Vector
+    cached_tokens: Vector
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def load(self, index: int) -> WorkerLoad:
+        return self.team.loads[int(self.rows[index])]
+
+
+@dataclass(frozen=True, slots=True)
+class Computing(Leg):
+    """Workers that compute the prompt, and decode unless they are prefill workers."""
+
+    queue_s: Vector
+    """Time until the prompt's turn: of the prompts that are placed there already, or of the present step."""
+    own_s: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Receiving(Leg):
+    """Decode workers that pull the KV."""
+
+    missing_bytes: Vector
+
+
+class Prediction:
+    """Predicted times and costs of one demand on the workers at one instant."""
+
+    def __init__(self, demand: Demand, match: PrefixMatch, output_headroom_tokens: int, now_s: float) -> None:
+        self.demand = demand
+        self._held = match.held
+        self._blocks = match.held
+        if match.speculative:
+            longer = {worker: max(blocks, match.held.get(worker, 0)) for worker, blocks in match.speculative.items()}
+            self._blocks = {**match.held, **longer}
+        self._blocks_of: dict[Role, Vector] = {}
+        """Blocks that each worker of a role holds."""
+        self._output_tokens = min(demand.output_tokens_max, output_headroom_tokens)
+        self._now_s = now_s
+
+    def need_tokens(self, role: Role) -> int:
+        """Return the tokens for which a worker's ledger reserves KV, before rounding to its blocks."""
+        # Prefill's sampled token is discarded and gets no place.
+        return self.demand.prompt_tokens + (0 if role is Role.PREFILL else self._output_tokens)
+
+    def compute(self, team: Team, rows: Rows, role: Role) -> Computing:
+        figures = team.figures(rows)
+        cached_tokens, waiting_s = self._cached_tokens(team, rows, figures, role), self._waiting_s(figures, role)
+        # A prompt enters with the next step: on average, half of the present one is left.
+        queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.interval_s / 2)
+        prompt_tokens = self.demand.prompt_tokens
+        prompt_s, own_s = prefill_s(figures, prompt_tokens - cached_tokens, prompt_tokens)
+        cost_s = waiting_s + queue_s + own_s + figures.compute_weight * prompt_s
+        if role is Role.DECODE:
+            cost_s += PRESSURE_S * figures.kv_share
+        return Computing(team, rows, figures, cost_s, waiting_s, cached_tokens, queue_s, own_s)
+
+    def receive(self, team: Team, rows: Rows) -> Receiving:
+        figures = team.figures(rows)
+        role = Role.DECODE
+        cached_tokens, waiting_s = self._cached_tokens(team, rows, figures, role), self._waiting_s(figures, role)
+        missing_bytes = (self.demand.prompt_tokens - cached_tokens) * figures.kv_bytes_per_token
+        cost_s = waiting_s + figures.next_interval_s + PRESSURE_S * figures.kv_share
+        return Receiving(team, rows, figures, cost_s, waiting_s, cached_tokens, missing_bytes)
+
+    def whole(self, leg: Computing, index: int) -> Candidate:
+        """Return the candidate that computes the prompt where it decodes."""
+        load, waiting_s, cached_tokens = leg.load(index), float(leg.waiting_s[index]), int(leg.cached_tokens[index])
+        return Candidate(
+            decode=load.worker,
+            cached_tokens=cached_tokens,
+            decode_cached_tokens=cached_tokens,
+            speculative_tokens=self._speculative_tokens(load, cached_tokens),
+            predicted_ttft_s=waiting_s + float(leg.queue_s[index] + leg.own_s[index]),
+            predicted_token_interval_s=load.next_interval_s,
+            waiting_s=waiting_s,
+            cost_s=float(leg.cost_s[index]),
+        )
+
+    def pair(self, source: Computing, source_index: int, sink: Receiving, sink_index: int) -> Candidate:
+        """Return the candidate that prefills on one worker and decodes on another."""
+        prefill, decode = source.load(source_index), sink.load(sink_index)
+        left_s = tail_s(prefill, decode, float(sink.missing_bytes[sink_index]), float(source.own_s[source_index]))
+        waiting_s = float(max(source.waiting_s[source_index], sink.waiting_s[sink_index]))
+        cached_tokens = int(source.cached_tokens[source_index])
+        computing_s = float(source.queue_s[source_index] + source.own_s[source_index])
+        return Candidate(
+            decode=decode.worker,
+            prefill=prefill.worker,
+            cached_tokens=cached_tokens,
+            decode_cached_tokens=int(sink.cached_tokens[sink_index]),
+            speculative_tokens=self._speculative_tokens(prefill, cached_tokens),
+            predicted_ttft_s=waiting_s + computing_s + left_s + decode.next_interval_s,
+            predicted_token_interval_s=decode.next_interval_s,
+            waiting_s=waiting_s,
+            cost_s=float(source.cost_s[source_index] + sink.cost_s[sink_index]) + left_s,
+        )
+
+    def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, role: Role) -> Vector:
+        """Return the prompt tokens that workers hold or, speculatively, will hold."""
+        if role not in self._blocks_of:
+            blocks, places = [0.0] * len(team.loads), team.rows
+            for worker, count in self._blocks.items():
+                if worker in places:
+                    blocks[places[worker]] = count
+            self._blocks_of[role] = np.array(blocks)
+        # The last token is always computed, to sample from it.
+        return np.minimum(self._blocks_of[role][rows] * figures.block_tokens, self.demand.prompt_tokens - 1)
+
+    def _waiting_s(self, figures: Figures, role: Role) -> Vector:
+        """Return the predicted wait until a worker has room for the attempt: 0 where it has."""
+        tokens = (self.need_tokens(role) - figures.tokens_free) / figures.kv_tokens_max
+        slots = (1 - figures.slots_free) / figures.running_max
+        return WAIT_S * np.maximum(np.maximum(tokens, slots), 0.0)
+
+    def _speculative_tokens(self, load: WorkerLoad, cached_tokens: int) -> int:
+        return max(0, cached_tokens - self._held.get(load.worker, 0) * load.block_tokens)
+
+
+def tail_s(prefill: WorkerLoad, decode: WorkerLoad, missing_bytes: float, own_s: float) -> float:
+    """Return what is left of a pull when the prompt is computed, which takes `own_s`: the rest moves in that time."""
+    return max(0.0, missing_bytes / decode.bandwidths.get(prefill.worker, decode.bandwidth) - own_s)

@@ -1,0 +1,128 @@
+"""Load of one live worker: its newest heartbeat, and what was placed on it since. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from baton.messages.workers import Heartbeat, Role
+
+COMPUTE_WEIGHT: Final = 1.0
+"""Weight of an attempt's own prompt for others, beside its own time: prompts that come next wait for it, too."""
+COMPUTE_WEIGHT_PER_SEQUENCE: Final = 0.1
+"""Added to it for each sequence that runs there: none of them gets a token while the prompt is computed."""
+BANDWIDTH_GUESS: Final = 4e9
+"""Bytes per second of a pull where no worker has measured one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoftPlacement:
+    """Capacity that one attempt, placed at `placed_s`, takes from a worker until `until_s`."""
+
+    attempt: int
+    placed_s: float
+    until_s: float
+    kv_tokens: int
+    prefill_s: float
+    """Predicted time of computing the prompt; 0 where another worker does."""
+
+
+class WorkerLoad:
+    """Load of a live worker: its newest heartbeat plus what was placed on it since."""
+
+    __slots__ = (
+        "bandwidth",
+        "bandwidths",
+        "block_tokens",
+        "compute_weight",
+        "computes_until_s",
+        "context_tokens_max",
+        "heard_s",
+        "heartbeat",
+        "identity",
+        "interval_s",
+        "kv_bytes_per_token",
+        "kv_share",
+        "kv_tokens_max",
+        "next_interval_s",
+        "pair_s",
+        "ready",
+        "role",
+        "running_max",
+        "slots_free",
+        "soft",
+        "step_s",
+        "step_tokens_max",
+        "steps",
+        "token_s",
+        "tokens_free",
+        "used_share",
+        "worker",
+    )
+
+    def __init__(self, heartbeat: Heartbeat, heard_s: float = 0.0, *, leased_share_max: float = 0.4) -> None:
+        self.worker = heartbeat.address.worker
+        self.role = heartbeat.role
+        declared = heartbeat.kv_identity or f"digest={heartbeat.model_digest}"
+        self.identity = declared if heartbeat.address.agents else ""
+        """Workers hand over to workers of the same KV identity; empty: the engine has no transfer agent."""
+        self.soft: dict[str, SoftPlacement] = {}
+        """Soft placements by request."""
+        self.steps = heartbeat.steps
+        """Rates that predictions use; `Loads` pools them."""
+        self.bandwidth = BANDWIDTH_GUESS
+        """Bytes per second of a pull from a peer of which none was measured."""
+        self.hear(heartbeat, heard_s, leased_share_max)
+
+    @property
+    def kind(self) -> str:
+        """Engine and its options: workers of one kind refuse the same requests."""
+        return self.heartbeat.engine_kind or self.worker
+
+    def hear(self, heartbeat: Heartbeat, heard_s: float, leased_share_max: float) -> None:
+        """Take a heartbeat of this worker."""
+        self.heartbeat = heartbeat
+        self.heard_s = heard_s
+        self.block_tokens = heartbeat.block_tokens
+        self.kv_bytes_per_token = heartbeat.kv_bytes_per_token
+        self.context_tokens_max = heartbeat.context_tokens_max
+        # A worker without slots counts as full.
+        self.running_max = max(1, heartbeat.running_max)
+        self.step_tokens_max = heartbeat.step_tokens_max
+        # Prefill workers lease out a part of their KV only.
+        blocks = int(heartbeat.kv_blocks_total * (leased_share_max if self.role is Role.PREFILL else 1.0))
+        self.kv_tokens_max = blocks * heartbeat.engine_block_tokens
+        """Most tokens of KV that attempts can reserve here."""
+        self.ready = not heartbeat.draining
+        self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Compute what decisions read, after a change of heartbeat, rates or soft placements."""
+        beat, steps, soft = self.heartbeat, self.steps, self.soft.values()
+        self.slots_free = beat.running_max - beat.running - beat.waiting - beat.overbooked - len(soft)
+        self.tokens_free = (
+            self.kv_tokens_max
+            - beat.kv_blocks_used * beat.engine_block_tokens
+            - beat.overbooked_kv_tokens
+            # Ledgers reserve whole blocks.
+            - sum(-(-each.kv_tokens // beat.engine_block_tokens) * beat.engine_block_tokens for each in soft)
+        )
+        self.kv_share = min(1.0, 1 - self.tokens_free / self.kv_tokens_max) if self.kv_tokens_max > 0 else 1.0
+        """Share of the KV that is reserved or in use, at most 1."""
+        self.used_share = max(1 - self.slots_free / self.running_max, self.kv_share)
+        """Used share of the slots or of the KV, whichever is larger."""
+        decoding = beat.running if self.role is Role.DECODE else 0
+        self.interval_s = steps.token_interval_s(decoding, self.kv_share) if decoding else 0.0
+        """Time of the sequences in each step; 0 where none run."""
+        self.next_interval_s = steps.token_interval_s(decoding + 1, self.kv_share)
+        """Token interval with one more sequence."""
+        self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * decoding
+        self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
+        token_s = (self.step_s + self.interval_s) / self.step_tokens_max + self.token_s
+        queue_s = token_s * beat.prefill_tokens_queued + self.pair_s * beat.prefill_pairs_queued
+        until_s = self.heard_s + max(0.0, queue_s - beat.prefill_elapsed_s)
+        for each in soft:
+            until_s = max(until_s, each.placed_s) + each.prefill_s
+        self.computes_until_s = until_s
+        """Instant at which the prompts placed here so far will be computed."""

@@ -1,0 +1,222 @@
+"""Baton's side of the simulated workers: each one's book of attempts, its measured rates, its heartbeats.
+
+The book reserves as a worker's ledger does: a run slot and KV for the prompt and some output, from the placement on. An
+attempt that finds no room waits for it, first in first out and holding nothing; a pair starts on both workers or on
+neither. What the messages between the two workers take is left out.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from baton.messages.base import WorkerAddress
+from baton.messages.workers import Heartbeat, Role
+from baton.worker.rates import Rates, prompt_pairs
+from baton_simulator.routers.protocol import Measured, WorkerSpec, WorkerState
+
+MODEL: Final = "model"
+RUNNING_MAX: Final = 256
+"""Run slots of a worker, vLLM's default on a GPU of 80 GB."""
+LEASED_SHARE_MAX: Final = 0.4
+"""Share of its KV that a prefill worker leases out."""
+BACKEND: Final = "simulated"
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One placed request, in the books of its workers."""
+
+    request: str
+    decode: str
+    prefill: str
+    """Empty: the decode worker computes the prompt."""
+    prompt_tokens: int
+    uncached_tokens: int
+    """Prompt tokens to compute, as the scheduler told; 0 once they are."""
+    output_tokens: int
+    """Output for which decode reserves KV."""
+    until_s: float
+    """Instant until which it may wait for room."""
+    is_started: bool = False
+
+    @property
+    def workers(self) -> Sequence[str]:
+        return (self.prefill, self.decode) if self.prefill else (self.decode,)
+
+    @property
+    def computed_on(self) -> str:
+        return self.prefill or self.decode
+
+
+@dataclass(slots=True)
+class _Book:
+    """One worker's ledger."""
+
+    spec: WorkerSpec
+    rates: Rates
+    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    """All, in order of arrival."""
+    waiting: deque[Attempt] = field(default_factory=deque[Attempt])
+    slots: int = 0
+    blocks: int = 0
+
+    def need(self, attempt: Attempt) -> int:
+        output_tokens = 0 if self.spec.role == "prefill" else attempt.output_tokens
+        return -(-(attempt.prompt_tokens + output_tokens) // self.spec.block_tokens)
+
+    def has_room(self, attempt: Attempt) -> bool:
+        share = LEASED_SHARE_MAX if self.spec.role == "prefill" else 1.0
+        blocks_max = int(self.spec.kv_blocks_total * share)
+        return self.slots < RUNNING_MAX and self.blocks + self.need(attempt) <= blocks_max
+
+    def take(self, attempt: Attempt, sign: int) -> None:
+        self.slots += sign
+        self.blocks += sign * self.need(attempt)
+
+
+class Ledgers:
+    """The books of all workers."""
+
+    def __init__(self, workers: Sequence[WorkerSpec]) -> None:
+        self._books: Mapping[str, _Book] = {spec.name: _Book(spec, Rates(spec.step_tokens_max)) for spec in workers}
+        self._attempts: dict[str, Attempt] = {}
+
+    # ------------------------------------------------------------ attempts
+
+    def place(self, attempt: Attempt) -> bool:
+        """Book an attempt; return whether it starts at once."""
+        books = [self._books[worker] for worker in attempt.workers]
+        self._attempts[attempt.request] = attempt
+        for book in books:
+            book.attempts[attempt.request] = attempt
+        if all(not book.waiting and book.has_room(attempt) for book in books):
+            self._start(attempt)
+            return True
+        for book in books:
+            book.waiting.append(attempt)
+        return False
+
+    def prefilled(self, request: str) -> list[Attempt]:
+        """Give up what prefill leased for a request; return the attempts that start in that room."""
+        attempt = self._attempts[request]
+        return self._leave(attempt, attempt.prefill) if attempt.prefill else []
+
+    def end(self, request: str) -> list[Attempt]:
+        """Give up all that a request holds; return the attempts that start in that room."""
+        attempt = self._attempts.pop(request)
+        return [each for worker in attempt.workers for each in self._leave(attempt, worker)]
+
+    def is_any_waiting(self) -> bool:
+        return any(book.waiting for book in self._books.values())
+
+    def end_late(self, now_s: float) -> tuple[list[Attempt], list[Attempt]]:
+        """Give up attempts that have waited for too long; return them, and those that start in their room."""
+        late = {each.request: each for book in self._books.values() for each in book.waiting if each.until_s <= now_s}
+        given_up: list[Attempt] = []
+        started: list[Attempt] = []
+        for attempt in late.values():
+            # One that starts in the room of another is not late after all.
+            if not attempt.is_started:
+                given_up.append(attempt)
+                started += self.end(attempt.request)
+        return given_up, started
+
+    def _leave(self, attempt: Attempt, worker: str) -> list[Attempt]:
+        book = self._books[worker]
+        if book.attempts.pop(attempt.request, None) is None:
+            return []
+        if attempt.is_started:
+            book.take(attempt, -1)
+        else:
+            book.waiting.remove(attempt)
+        return self._start_waiting(book)
+
+    def _start_waiting(self, book: _Book) -> list[Attempt]:
+        started: list[Attempt] = []
+        for attempt in list(book.waiting):
+            if not book.has_room(attempt):
+                # Smaller attempts behind it must not take its room again and again.
+                break
+            books = [self._books[worker] for worker in attempt.workers]
+            # Where its other worker has no room, the next one is tried.
+            if all(each.has_room(attempt) for each in books):
+                for each in books:
+                    each.waiting.remove(attempt)
+                self._start(attempt)
+                started.append(attempt)
+        return started
+
+    def _start(self, attempt: Attempt) -> None:
+        attempt.is_started = True
+        for worker in attempt.workers:
+            self._books[worker].take(attempt, 1)
+
+    # ------------------------------------------------------------ heartbeats
+
+    def beat(self, state: WorkerState, now_s: float) -> Heartbeat:
+        """Return the heartbeat that the worker would send in this state."""
+        book = self._books[state.name]
+        _measure(book, state.measured)
+        book.rates.tick(min(1.0, state.kv_blocks_used / state.kv_blocks_total), now_s)
+        return _heartbeat(book, state, now_s)
+
+
+def _measure(book: _Book, measured: Measured) -> None:
+    """Feed a worker's rates with what it measured."""
+    rates = book.rates
+    for event in sorted(measured.events, key=lambda event: event.at_s):
+        match event.kind:
+            case "entered":
+                rates.prefill_began(event.at_s)
+            case "computed":
+                rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s)
+                if (attempt := book.attempts.get(event.request)) is not None:
+                    attempt.uncached_tokens = 0
+            case "pulled":
+                rates.transfer_ended(event.peer, BACKEND, event.size_bytes, event.elapsed_s)
+            case "first_token":
+                rates.decode_began(event.at_s)
+            case "decoded":
+                rates.tokens_came(event.tokens, event.at_s)
+            case "ended":
+                rates.decode_ended(event.at_s)
+
+
+def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
+    spec, rates = book.spec, book.rates
+    prompts = [
+        (attempt.uncached_tokens, attempt.prompt_tokens)
+        for attempt in book.attempts.values()
+        if attempt.uncached_tokens and attempt.computed_on == spec.name
+    ]
+    elapsed_s = min(rates.prefill_elapsed_s(now_s), rates.prefill_s(*prompts[0])) if prompts else 0.0
+    return Heartbeat(
+        address=WorkerAddress(worker=spec.name, generation=1, agents=(spec.name,)),
+        role=Role.PREFILL if spec.role == "prefill" else Role.DECODE,
+        model=MODEL,
+        model_path=MODEL,
+        model_digest=MODEL,
+        engine="simulated",
+        engine_kind="simulated",
+        block_tokens=spec.block_tokens,
+        context_tokens_max=spec.kv_blocks_total * spec.block_tokens,
+        running=state.running,
+        waiting=state.waiting,
+        overbooked=len(book.waiting),
+        overbooked_kv_tokens=sum(map(book.need, book.waiting)) * spec.block_tokens,
+        running_max=RUNNING_MAX,
+        kv_blocks_used=min(max(book.blocks, state.kv_blocks_used), spec.kv_blocks_total),
+        kv_blocks_total=spec.kv_blocks_total,
+        engine_block_tokens=spec.block_tokens,
+        prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
+        prefill_pairs_queued=sum(prompt_pairs(prompt_tokens, uncached) for uncached, prompt_tokens in prompts),
+        prefill_elapsed_s=elapsed_s,
+        step_tokens_max=spec.step_tokens_max,
+        steps=rates.steps(),
+        transfers=rates.transfers(),
+        kv_bytes_per_token=spec.kv_bytes_per_token,
+        attempts=tuple((request, 0) for request in book.attempts),
+    )
