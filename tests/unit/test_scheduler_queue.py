@@ -86,7 +86,6 @@ def test_what_another_scheduler_placed_counts() -> None:
 
 
 @given(tokens=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 5000)), min_size=10, max_size=200))
-@settings(max_examples=200)
 def test_tenants_that_wait_are_given_the_same_number_of_tokens_but_for_one_request(
     tokens: list[tuple[str, int]],
 ) -> None:
@@ -102,7 +101,6 @@ def test_tenants_that_wait_are_given_the_same_number_of_tokens_but_for_one_reque
     first=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 3)), min_size=1, max_size=20),
     flood=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 3)), min_size=200, max_size=200),
 )
-@settings(max_examples=50)
 def test_nothing_starves_while_requests_of_all_classes_keep_coming(
     first: list[tuple[str, int]], flood: list[tuple[str, int]]
 ) -> None:
@@ -279,7 +277,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 TestQueueAgainstTheModel = QueueMachine.TestCase
-TestQueueAgainstTheModel.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestQueueAgainstTheModel.settings = settings(stateful_step_count=30)
 
 
 @pytest.mark.parametrize("count", [1, 32])

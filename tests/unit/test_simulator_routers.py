@@ -109,6 +109,7 @@ def test_a_seed_determines_all_routes(new_router: NewRouter, workers: Sequence[W
     assert first == second
 
 
+@pytest.mark.timeout(60)
 def test_routes_do_not_depend_on_the_order_of_hashes() -> None:
     program = (
         "from random import Random\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -335,15 +336,21 @@ def check_all_ended(schedule: Schedule) -> None:
         assert (ledger.slots_used, ledger.blocks_used, ledger.leased_blocks) == (0, 0, 0), name
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_no_schedule_of_pairs_deadlocks_or_holds_half_a_pair(part: int) -> None:
+def schedules(counts: range) -> list[Any]:
+    """Return the seeds of each test: a tenth of the schedules daily, the rest nightly."""
+    parts = [range(start, start + counts.step) for start in counts]
+    return [parts[0], *(pytest.param(part, marks=pytest.mark.nightly) for part in parts[1:])]
+
+
+@pytest.mark.parametrize("seeds", schedules(range(0, 8000, 800)), ids=str)
+def test_no_schedule_of_pairs_deadlocks_or_holds_half_a_pair(seeds: range) -> None:
     """Waiting has no time limit here: every attempt runs, whatever the order of messages."""
-    for seed in range(part * 2000, (part + 1) * 2000):
+    for seed in seeds:
         schedule = play(seed, loss=0.0, wait_s_max=1e9)
         check_all_ended(schedule)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_lost_messages_delay_pairs_and_block_nothing(part: int) -> None:
-    for seed in range(part * 500, (part + 1) * 500):
+@pytest.mark.parametrize("seeds", schedules(range(0, 2000, 200)), ids=str)
+def test_lost_messages_delay_pairs_and_block_nothing(seeds: range) -> None:
+    for seed in seeds:
         check_all_ended(play(seed, loss=LOSS, wait_s_max=3.0))
