@@ -10,56 +10,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
-
+from benchmarks.deployment import deployment
 from benchmarks.report import Row, report
 
 WORKERS = 8
 ENGINE_OPTIONS = {"running_max": 64, "speed": 100.0}
+UP_FLAGS = ("--engine", "simulated", "--disaggregation", "never", "--prefill", "0", "--decode", str(WORKERS))
 CONCURRENCY = 32
 """Concurrency of the requests that find no queue: far fewer than the workers can run."""
 OUTPUT_TOKENS = 4
-START_TIMEOUT_S = 300.0
-
-
-@contextmanager
-def deployment(folder: Path) -> Generator[int]:
-    """Run `baton up` and yield the gateway's port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "baton.cli", "up", "--engine", "simulated", "--disaggregation", "never"]
-    command += ["--prefill", "0", "--decode", str(WORKERS), "--engine-options", json.dumps(ENGINE_OPTIONS)]
-    command += ["--port", str(port), "--folder", str(folder), "--die-with-parent"]
-    with (folder / "up.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    try:
-        give_up_s = time.monotonic() + START_TIMEOUT_S
-        while not _is_ready(port):
-            if process.poll() is not None or time.monotonic() > give_up_s:
-                raise SystemExit(f"the deployment did not start:\n{(folder / 'up.log').read_text()}")
-            time.sleep(0.2)
-        yield port
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def _is_ready(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 async def ask(port: int, number: int) -> None:
@@ -92,7 +56,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000, help="requests of each round (default 2000)")
     arguments = parser.parse_args()
     rates: dict[int, list[float]] = {arguments.requests: [], CONCURRENCY: []}
-    with tempfile.TemporaryDirectory() as folder, deployment(Path(folder)) as port:
+    flags = (*UP_FLAGS, "--engine-options", json.dumps(ENGINE_OPTIONS))
+    with tempfile.TemporaryDirectory() as folder, deployment(Path(folder), flags) as ports:
+        port = ports.http
         asyncio.run(requests_per_s(port, CONCURRENCY * WORKERS, CONCURRENCY))  # Warms everything up.
         for number in range(arguments.rounds):
             for at_once in sorted(rates, reverse=bool(number % 2)):

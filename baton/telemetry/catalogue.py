@@ -183,7 +183,7 @@ TTFT_PREDICTION: Final = _histogram(
     "baton_ttft_prediction_ratio",
     GATEWAY,
     "Time from an attempt's placement to its first token, divided by the scheduler's prediction.",
-    buckets=(0.1, 0.25, 0.5, 0.75, 0.9, 1.1, 1.33, 2.0, 4.0, 10.0, 100.0),
+    buckets=(0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.1, 1.25, 1.5, 2.0, 4.0, 10.0, 100.0),
 )
 WORKERS: Final = _gauge(
     "baton_workers",

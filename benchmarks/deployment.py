@@ -1,0 +1,52 @@
+"""A deployment as `baton up` starts it, for benchmarks that speak HTTP."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+START_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    http: int
+    gateway_status: int
+
+
+@contextmanager
+def deployment(folder: Path, flags: Sequence[str]) -> Generator[Ports]:
+    """Run `baton up` with these flags until it is ready, and end it afterwards. Logs go to `folder`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "baton.cli", "up", "--port", str(port), "--folder", str(folder)]
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen([*command, "--die-with-parent", *flags], stdout=log, stderr=log)
+    try:
+        give_up_s = time.monotonic() + START_TIMEOUT_S
+        while not _is_ready(port):
+            if process.poll() is not None or time.monotonic() > give_up_s:
+                raise SystemExit(f"the deployment did not start:\n{(folder / 'up.log').read_text()}")
+            time.sleep(0.2)
+        log = next(folder.rglob("gateway.log")).read_text()
+        yield Ports(port, int(re.findall(r"status is served on \S+ port (\d+)", log)[-1]))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+    except httpx.TransportError:
+        return False
