@@ -14,7 +14,7 @@ import pytest
 from baton_scheduler.loads import Loads, LoadsOptions
 from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES, PolicyName
-from baton_scheduler.policies.predicted import SHORTLIST, Predicted
+from baton_scheduler.policies.predicted import SHORTLIST, TIE_S, TIE_SHARE, Predicted
 from baton_scheduler.pooling import RATES
 from baton_scheduler.prediction import PRESSURE_S, WAIT_S, Demand, Prediction, PrefixMatch
 from baton_scheduler.team import Serving
@@ -536,9 +536,14 @@ def test_more_cached_tokens_never_make_a_prediction_or_a_cost_worse(
             assert (after.receive(team, rows).missing_bytes <= before.receive(team, rows).missing_bytes).all()
 
 
+def near_tie_s(best_s: float) -> float:
+    """Return by how much two near-ties, one of each side, may exceed the best placement."""
+    return TIE_SHARE * best_s + 2 * TIE_S
+
+
 @given(asked=demands, pool=pools(), held=held_blocks)
 def test_the_shortlist_keeps_the_best_cost(asked: Demand, pool: list[WorkerLoad], held: dict[str, int]) -> None:
-    """Pairing only the best of each side loses nothing where no pull takes time."""
+    """Pairing only the best of each side loses no more than a near-tie of each where no pull takes time."""
     even = [
         worker(
             f"{load.worker}-{copy}",
@@ -563,4 +568,5 @@ def test_the_shortlist_keeps_the_best_cost(asked: Demand, pool: list[WorkerLoad]
     if asked.disaggregation is not NEVER and len(rows[Role.PREFILL]):
         source_s = predict.compute(teams[Role.PREFILL], rows[Role.PREFILL], Role.PREFILL).cost_s.min()
         costs.append(source_s + predict.receive(teams[Role.DECODE], rows[Role.DECODE]).cost_s.min())
-    assert min(each.cost_s for each in placement.candidates) == pytest.approx(min(costs))
+    best_s = min(costs)
+    assert best_s - 1e-9 <= min(each.cost_s for each in placement.candidates) <= best_s + near_tie_s(best_s) + 1e-9
