@@ -66,6 +66,11 @@ def check_machine(environ: Mapping[str, str]) -> None:
         raise Stop(f"there is no C++ compiler ({', '.join(compilers)}); on Debian and Ubuntu: apt install g++")
 
 
+def base_python() -> str:
+    """Return the interpreter below all virtual environments: the active one may be the one that is replaced."""
+    return getattr(sys, "_base_executable", sys.executable)
+
+
 class Stamps:
     """Digests of the sources that an environment was made from; kept inside the environment."""
 
@@ -99,14 +104,18 @@ class Environment:
         self.environ = environ
         self.stamps = Stamps(folder)
 
+    def digest(self) -> str:
+        """Return what the environment depends on: the Python below it, and where it is."""
+        return digest_of(sys.version, sys.base_prefix, str(self.folder))
+
     def create(self) -> None:
         """Make the environment, again if another Python made it or it was moved."""
-        digest = digest_of(sys.version, sys.prefix, str(self.folder))
+        digest = self.digest()
         if self.stamps.holds("environment", digest) and self.python.exists():
             return
         say(f"{self.name}: new environment, Python {platform.python_version()}")
         shutil.rmtree(self.folder, ignore_errors=True)
-        command = [sys.executable, "-m", "venv", str(self.folder)]
+        command = [base_python(), "-m", "venv", str(self.folder)]
         made = subprocess.run(command, check=False, capture_output=True, text=True)
         if made.returncode:
             reason = (made.stdout + made.stderr).strip().rpartition("\n")[2]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from requirements import environment
-from requirements.environment import NotOffered, Stamps, Stop, check_machine, digest_of, pip_failure
+from requirements.environment import Environment, NotOffered, Stamps, Stop, check_machine, digest_of, pip_failure
 
 ROOT = Path(environment.__file__).parent.parent
 LOCKS = sorted((ROOT / "requirements").glob("*.txt"))
@@ -66,6 +66,20 @@ def test_locks_name_versions_and_hashes_but_no_address(lock: Path) -> None:
         assert "--hash=sha256:" in requirement
         assert "://" not in requirement
         assert "--index-url" not in requirement
+
+
+def test_an_active_environment_is_kept_and_could_replace_itself(tmp_path: Path) -> None:
+    """`make` may run with the project's own environment first on PATH."""
+    program = (
+        "import sys; from pathlib import Path; from requirements.environment import *\n"
+        "print(base_python(), Environment(Path(sys.argv[1]), {}).digest())"
+    )
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path)], check=True)
+    command = [str(tmp_path / "bin" / "python"), "-c", program, str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    python, digest = answer.stdout.split()
+    assert not Path(python).is_relative_to(tmp_path)
+    assert digest == Environment(tmp_path, {}).digest()
 
 
 def test_wrong_use_is_told_on_the_command_line() -> None:
