@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from baton.bus.memory import BusFaults, MemoryBus, MemoryNetwork
 from baton.bus.nats import NatsBus
-from baton.bus.protocol import Bus, BusLimits, Delivery, Entry, Handler, Subscription
+from baton.bus.protocol import Bus, BusLimits, Delivery, Entry, Handler, Retention, Subscription
 
 __all__ = [
     "Bus",
@@ -16,5 +16,6 @@ __all__ = [
     "MemoryBus",
     "MemoryNetwork",
     "NatsBus",
+    "Retention",
     "Subscription",
 ]

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from baton.bus.delivery import Arrival, Mailbox, check_name, check_payload, check_subject, matches
 from baton.bus.memory_stream import Follower, MemoryStream
-from baton.bus.protocol import BusLimits, DeliveryCounts, Entry, Handler, Subscription
+from baton.bus.protocol import BusLimits, Delivery, DeliveryCounts, Entry, Handler, Retention, Subscription
 from baton.clock import Clock, SystemClock
 from baton.errors import BusUnavailable, ConfigurationError, Conflict, DeadlineExceeded, NoResponders
 from baton.messages.codec import AnyMessage, decode, encode
@@ -101,7 +101,10 @@ class MemoryNetwork:
             self._routes.clear()
 
     def publish(self, sender: object, arrival: Arrival) -> int:
-        """Send to all subscribers and to one member of each group; return the number of receivers."""
+        """Send to all subscribers, one member of each group, and streams; return the number of receivers."""
+        for stream in self.streams.values():
+            if matches(stream.pattern, arrival.subject):
+                stream.append(arrival.subject, arrival.payload)
         if arrival.subject not in self._routes:
             matching = [each for each in self._subscriptions if matches(each.subject, arrival.subject)]
             self._routes[arrival.subject] = matching
@@ -247,6 +250,25 @@ class MemoryBus:
         follower = Follower(target, subject, handler, after, self._limits, self._subscriptions.discard)
         self._subscriptions.add(follower)
         return follower
+
+    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+        check_subject(subject, wildcards=True)
+        self._check_open()
+        self._stream(stream, subject).retention = retention
+
+    async def retention(self, stream: str) -> Retention | None:
+        self._check_open()
+        found = self.network.streams.get(stream)
+        return found and found.retention
+
+    async def read(self, stream: str, subject: str, *, after: int | None = None) -> Delivery | None:
+        check_subject(subject)
+        self._check_open()
+        kept = self.network.streams.get(stream)
+        arrival = kept and kept.find(subject, after)
+        if arrival is None:
+            return None
+        return Delivery(arrival.subject, decode(arrival.payload), arrival.stream_sequence, None)
 
     async def get(self, bucket: str, key: str) -> Entry | None:
         self._check_open()

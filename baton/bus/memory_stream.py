@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from baton.bus.delivery import Arrival, HandlerRunner, matches, parent_wildcard
-from baton.bus.protocol import BusLimits, Handler
+from baton.bus.protocol import BusLimits, Handler, Retention
 from baton.clock import Clock
 
 
@@ -19,19 +19,22 @@ class MemoryStream:
         self.last_sequence = 0
         self.appended = asyncio.Event()
         """Set by the next append, which also replaces it for later waiters."""
+        self.retention = Retention(age_s_max=limits.stream_age_s_max, bytes_max=limits.stream_bytes_max)
         self._clock = clock
         self._limits = limits
         self._kept: OrderedDict[int, tuple[float, str, bytes]] = OrderedDict()
         self._kept_bytes = 0
         self._ids: OrderedDict[str, tuple[float, int]] = OrderedDict()
 
-    def append(self, subject: str, payload: bytes, message_id: str) -> int:
+    def append(self, subject: str, payload: bytes, message_id: str = "") -> int:
+        """Store a message, unless one with this id was stored lately; without an id, in any case."""
         now_s = self._clock.now_s()
         self._forget(now_s)
         if message_id in self._ids:
             return self._ids[message_id][1]
         self.last_sequence += 1
-        self._ids[message_id] = (now_s, self.last_sequence)
+        if message_id:
+            self._ids[message_id] = (now_s, self.last_sequence)
         self._kept[self.last_sequence] = (now_s, subject, payload)
         self._kept_bytes += len(payload)
         self._forget(now_s)
@@ -48,11 +51,20 @@ class MemoryStream:
         _, subject, payload = self._kept[found]
         return Arrival(subject, payload, stream_sequence=found)
 
+    def find(self, subject: str, after: int | None) -> Arrival | None:
+        """Return the first message on a subject beyond a sequence, or the last one."""
+        self._forget(self._clock.now_s())
+        found = [sequence for sequence, (_, kept, _) in self._kept.items() if matches(subject, kept)]
+        if after is None:
+            found = found[-1:]
+        sequence = next((each for each in found if after is None or each > after), None)
+        return None if sequence is None else self.first_from(sequence)
+
     def _forget(self, now_s: float) -> None:
         while self._kept:
             appended_s, _, payload = next(iter(self._kept.values()))
-            is_old = now_s - appended_s > self._limits.stream_age_s_max
-            if not is_old and self._kept_bytes <= self._limits.stream_bytes_max:
+            is_old = now_s - appended_s > self.retention.age_s_max
+            if not is_old and self._kept_bytes <= self.retention.bytes_max:
                 break
             self._kept.popitem(last=False)
             self._kept_bytes -= len(payload)

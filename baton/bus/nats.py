@@ -21,8 +21,8 @@ from nats.aio.subscription import Subscription as ClientSubscription
 from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject
 from baton.bus.nats_bucket import Buckets
 from baton.bus.nats_requests import Requests
-from baton.bus.nats_stream import NatsFollower, append_to_stream
-from baton.bus.protocol import BusLimits, Entry, Handler, Subscription
+from baton.bus.nats_stream import NatsFollower, append_to_stream, keep_in_stream, read_from_stream, retention_of_stream
+from baton.bus.protocol import BusLimits, Delivery, Entry, Handler, Retention, Subscription
 from baton.errors import BusUnavailable, ConfigurationError, DeadlineExceeded
 from baton.messages.codec import AnyMessage, decode, encode
 
@@ -130,6 +130,20 @@ class NatsBus:
             await follower.unsubscribe()
             raise
         return follower
+
+    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+        check_subject(subject, wildcards=True)
+        self._check_open()
+        await keep_in_stream(self._requests, stream, subject, retention, self._limits)
+
+    async def retention(self, stream: str) -> Retention | None:
+        self._check_open()
+        return await retention_of_stream(self._requests, stream, self._limits)
+
+    async def read(self, stream: str, subject: str, *, after: int | None = None) -> Delivery | None:
+        check_subject(subject)
+        self._check_open()
+        return await read_from_stream(self._requests, stream, subject, after, self._limits)
 
     async def get(self, bucket: str, key: str) -> Entry | None:
         return await self._buckets().get(bucket, key)

@@ -11,14 +11,12 @@ from typing import Final
 
 from baton.bus.delivery import check_name, check_payload
 from baton.bus.nats_requests import Requests
-from baton.bus.nats_stream import ApiAnswer, StoredMessage, ask_jetstream, call_api
+from baton.bus.nats_stream import NOT_FOUND, ApiAnswer, StoredMessage, ask_jetstream, call_api
 from baton.bus.protocol import BusLimits, Entry
 from baton.errors import BusUnavailable, Conflict
 from baton.messages.codec import decode
 
 _REVISION_BITS: Final = 40
-_NOT_FOUND: Final = frozenset({10037, 10059})
-"""Error codes for: no message of this subject, no stream of this name."""
 _WRONG_REVISION: Final = frozenset({10071, 10164})
 _DELETED: Final = b"KV-Operation: DEL"
 
@@ -59,7 +57,7 @@ class Buckets:
         check_name(key)
         body: dict[str, object] = {"last_by_subj": f"$KV.{bucket}.{key}"}
         answer = await call_api(self._requests, f"STREAM.MSG.GET.KV_{bucket}", body, self._limits)
-        if answer.error is not None and answer.error.err_code in _NOT_FOUND:
+        if answer.error is not None and answer.error.err_code in NOT_FOUND:
             return None
         return _checked(answer, bucket).message
 
@@ -67,7 +65,7 @@ class Buckets:
         """Return the number that is added to the server's revisions of this bucket."""
         check_name(bucket)
         answer = await call_api(self._requests, f"STREAM.INFO.KV_{bucket}", {}, self._limits)
-        if answer.error is not None and answer.error.err_code in _NOT_FOUND:
+        if answer.error is not None and answer.error.err_code in NOT_FOUND:
             config: dict[str, object] = {
                 "name": f"KV_{bucket}",
                 "subjects": [f"$KV.{bucket}.>"],

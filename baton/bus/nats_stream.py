@@ -24,8 +24,9 @@ from nats.js.api import Header
 
 from baton.bus.delivery import Arrival, HandlerRunner, parent_wildcard
 from baton.bus.nats_requests import Requests
-from baton.bus.protocol import BusLimits, Handler
+from baton.bus.protocol import BusLimits, Delivery, Handler, Retention
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
+from baton.messages.codec import decode
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +39,8 @@ _SILENCE_S: Final = 5.0
 _RETRY_S: Final = 0.25
 _NS: Final = 1_000_000_000
 
+NOT_FOUND: Final = frozenset({10037, 10059})
+"""Error codes for: no message of this subject, no stream of this name."""
 _SUBJECTS_OVERLAP: Final = 10065
 _WRONG_STREAM: Final = 10060
 
@@ -62,10 +65,16 @@ class _StreamState(msgspec.Struct):
     last_seq: int = 0
 
 
+class _Bounds(msgspec.Struct):
+    max_age: int
+    max_bytes: int
+
+
 class StoredMessage(msgspec.Struct):
     """A message of a stream, read by itself."""
 
     seq: int
+    subject: str = ""
     hdrs: bytes = b""
     data: bytes = b""
 
@@ -81,6 +90,8 @@ class ApiAnswer(msgspec.Struct):
     created: str = ""
     state: _StreamState = msgspec.field(default_factory=_StreamState)
     message: StoredMessage | None = None
+    config: dict[str, object] = msgspec.field(default_factory=dict[str, object])
+    """Settings of the stream."""
 
 
 async def call_api(requests: Requests, subject: str, body: dict[str, object], limits: BusLimits) -> ApiAnswer:
@@ -135,15 +146,12 @@ async def _find_or_make_stream(requests: Requests, stream: str, subject: str, li
     answer = await call_api(requests, f"STREAM.INFO.{stream}", {}, limits)
     if answer.error is None:
         return answer
-    config: dict[str, object] = {
+    config = _settings(Retention(age_s_max=limits.stream_age_s_max, bytes_max=limits.stream_bytes_max), limits) | {
         "name": stream,
         "subjects": [parent_wildcard(subject)],
         "storage": "file",
         "retention": "limits",
         "discard": "old",
-        "max_age": int(limits.stream_age_s_max * _NS),
-        "max_bytes": limits.stream_bytes_max,
-        "duplicate_window": int(limits.duplicate_window_s * _NS),
         "num_replicas": 1,
     }
     answer = await call_api(requests, f"STREAM.CREATE.{stream}", config, limits)
@@ -152,6 +160,52 @@ async def _find_or_make_stream(requests: Requests, stream: str, subject: str, li
     if answer.error.err_code == _SUBJECTS_OVERLAP:
         raise ConfigurationError(f"{subject} belongs to another stream than {stream}")
     raise BusUnavailable(f"the stream {stream} cannot be made: {answer.error.description}")
+
+
+def _settings(retention: Retention, limits: BusLimits) -> dict[str, object]:
+    """Return the settings of a stream that follow from its bounds."""
+    return {
+        "max_age": int(retention.age_s_max * _NS),
+        "max_bytes": retention.bytes_max,
+        # The server takes no window longer than the messages are kept.
+        "duplicate_window": int(min(limits.duplicate_window_s, retention.age_s_max) * _NS),
+    }
+
+
+async def keep_in_stream(
+    requests: Requests, stream: str, subject: str, retention: Retention, limits: BusLimits
+) -> None:
+    found = await _find_or_make_stream(requests, stream, subject, limits)
+    config = found.config | _settings(retention, limits)
+    if config == found.config:
+        return
+    answer = await call_api(requests, f"STREAM.UPDATE.{stream}", config, limits)
+    if answer.error is not None:
+        raise BusUnavailable(f"the stream {stream} cannot be changed: {answer.error.description}")
+
+
+async def retention_of_stream(requests: Requests, stream: str, limits: BusLimits) -> Retention | None:
+    answer = await call_api(requests, f"STREAM.INFO.{stream}", {}, limits)
+    if answer.error is not None:
+        if answer.error.err_code in NOT_FOUND:
+            return None
+        raise BusUnavailable(f"the stream {stream} cannot be read: {answer.error.description}")
+    bounds = msgspec.convert(answer.config, _Bounds)
+    return Retention(age_s_max=bounds.max_age / _NS, bytes_max=bounds.max_bytes)
+
+
+async def read_from_stream(
+    requests: Requests, stream: str, subject: str, after: int | None, limits: BusLimits
+) -> Delivery | None:
+    body: dict[str, object] = {"last_by_subj": subject}
+    if after is not None:
+        body = {"next_by_subj": subject, "seq": after + 1}
+    answer = await call_api(requests, f"STREAM.MSG.GET.{stream}", body, limits)
+    if answer.error is not None and answer.error.err_code in NOT_FOUND:
+        return None
+    if answer.error is not None or answer.message is None:
+        raise BusUnavailable(f"the stream {stream} cannot be read: {answer.error and answer.error.description}")
+    return Delivery(answer.message.subject, decode(answer.message.data), answer.message.seq, None)
 
 
 class _Interrupted(Exception):

@@ -43,6 +43,14 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Retention:
+    """Bounds of a stream; beyond them its oldest messages are dropped."""
+
+    age_s_max: float
+    bytes_max: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BusLimits:
     """Bounds of a bus's queues, streams and waits."""
 
@@ -144,6 +152,24 @@ class Bus(Protocol):
 
         Nothing is dropped: the server waits for a slow handler. Survives reconnects without loss or
         duplicates. A stream that was recreated, so that `after` lies beyond its end, is read from its start.
+        """
+        ...
+
+    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+        """Keep in a stream, from now on, what is published on `subject` and its siblings; `publish` stays as it is.
+
+        Makes the stream, or changes the bounds of the one there is.
+        """
+        ...
+
+    async def retention(self, stream: str) -> Retention | None:
+        """Return the bounds of a stream; None: there is no such stream."""
+        ...
+
+    async def read(self, stream: str, subject: str, *, after: int | None = None) -> Delivery | None:
+        """Return the first message that a stream keeps on `subject` beyond sequence `after`, or by default the last.
+
+        Returns None if there is none, or no such stream. The server finds it by its subject, without a scan.
         """
         ...
 
