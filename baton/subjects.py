@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Final
 
 HEARTBEAT: Final = "baton.heartbeat"
@@ -43,6 +44,11 @@ KV_STREAM: Final = "BATON_KV"
 INDEX_BUCKET: Final = "baton_kvindex"
 """JetStream bucket with the `WriterLease` of each place that indexes write to."""
 
+DECISIONS_STREAM: Final = "BATON_DECISIONS"
+"""JetStream stream of all `decisions` and `request_name` subjects."""
+
+DECISIONS_ALL: Final = "baton.decisions.*"
+
 KV_EVENTS_ALL: Final = "baton.kv.*"
 
 
@@ -69,6 +75,17 @@ def kv_events(worker: str) -> str:
     return f"baton.kv.{worker}"
 
 
+def decisions(request: str) -> str:
+    """Schedulers and gateways to the stream: `Decision`, `AttemptReport`. One subject per request of a client, whose
+    choices are the requests `request-0`, `request-1` and so on."""
+    return f"baton.decisions.r{_digest(request.rpartition('-')[0] or request)}"
+
+
+def request_name(name: str) -> str:
+    """Gateways to the stream: `NamedRequest`, for a client's own `x-request-id`."""
+    return f"baton.decisions.n{_digest(name)}"
+
+
 def trace_answers(asker: str) -> str:
     """Services to the asker of a trace: `TracePage`."""
     return f"baton.trace_answers.{asker}"
@@ -77,3 +94,8 @@ def trace_answers(asker: str) -> str:
 def index_answers(asker: str) -> str:
     """Indexes to the asker of an `IndexQuery`: `IndexReport`."""
     return f"baton.index_answers.{asker}"
+
+
+def _digest(text: str) -> str:
+    """Return any text as a short part of a subject."""
+    return blake2b(text.encode(errors="backslashreplace"), digest_size=16).hexdigest()

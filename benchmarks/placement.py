@@ -1,9 +1,9 @@
 """Time of one placement decision in the scheduler, by number of workers: `make bench-placement`.
 
 Measured is all that the service does for a decision beside messages: the loads at this instant, the choice among all
-workers, and counting it. Between decisions heartbeats arrive, as often as in a deployment that decides 500 times per
-second. Times are the thread's processor time, so that other processes on the machine count little. Rounds of all sizes
-are interleaved, and each figure is the median over rounds.
+workers, and counting it; beside it, recording it for `baton explain`. Between decisions heartbeats arrive, as often as
+in a deployment that decides 500 times per second. Times are the thread's processor time, so that other processes on the
+machine count little. Rounds of all sizes are interleaved, and each figure is the median over rounds.
 """
 
 from __future__ import annotations
@@ -18,10 +18,16 @@ from baton_scheduler.loads import Loads, LoadsOptions
 from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.prediction import Demand, PrefixMatch
+from baton_scheduler.recorder import ObservedPolicy, Recorder
 
+from baton.bus import MemoryBus, Retention
+from baton.clock import ManualClock
 from baton.messages.base import Context, WorkerAddress
-from baton.messages.placement import Disaggregation, Placed
+from baton.messages.codec import encode
+from baton.messages.decisions import Verdict
+from baton.messages.placement import Disaggregation, Place, Placed
 from baton.messages.workers import Heartbeat, Role, StepFit, TransferFit
+from baton.node.ports import deterministic_ports
 from baton.worker.rates import STEP_GUESS
 from benchmarks.report import Row, report
 
@@ -104,14 +110,28 @@ class World:
         return (time.thread_time() - began_s) / count
 
 
-def decide(world: World) -> tuple[list[float], list[float]]:
-    """Return the seconds of each decision, and of heartbeats."""
-    policy, options = POLICIES[PolicyName.PREDICTED](), PlacementOptions()
+@dataclass(slots=True)
+class Times:
+    """Seconds of each step, and bytes of each record."""
+
+    decisions: list[float] = field(default_factory=list[float])
+    notes: list[float] = field(default_factory=list[float])
+    """Noting a decision, which the service does before it answers."""
+    packs: list[float] = field(default_factory=list[float])
+    """Packing and encoding what was noted, which it does after it has answered."""
+    record_bytes: list[float] = field(default_factory=list[float])
+    beats: list[float] = field(default_factory=list[float])
+
+
+def decide(world: World) -> Times:
+    policy, options = ObservedPolicy(POLICIES[PolicyName.PREDICTED]()), PlacementOptions()
+    ports = deterministic_ports(MemoryBus(), ManualClock(), seed=1)
+    retention = Retention(age_s_max=3600.0, bytes_max=1 << 28)
+    recorder = Recorder(ports, retention, scheduler=ports.new_id(), policy=PolicyName.PREDICTED)
     demand = Demand(model="model", prompt_tokens=PROMPT_TOKENS, output_tokens_max=500, disaggregation=world.mode)
-    decisions: list[float] = []
-    beats: list[float] = []
+    times = Times()
     for number in range(DECISIONS):
-        beats.append(world.beat())
+        times.beats.append(world.beat())
         match, request = world.match(), f"request-{world.turn}-{number}"
         began_s = time.thread_time()
         serving = world.loads.serving("model", world.now_s)
@@ -126,24 +146,53 @@ def decide(world: World) -> tuple[list[float], list[float]]:
             predicted=placement.predicted,
         )
         world.loads.place(request, soft_placements(placed, world.loads, now_s=world.now_s, options=options))
-        decisions.append(time.thread_time() - began_s)
-    return decisions, beats
+        times.decisions.append(time.thread_time() - began_s)
+        place = Place(
+            context=placed.context,
+            model="model",
+            blocks=b"",
+            prompt_tokens=PROMPT_TOKENS,
+            output_tokens_max=500,
+            gateway="gateway",
+        )
+        began_s = time.thread_time()
+        recorder.note(
+            place,
+            Verdict.PLACED,
+            question=policy.question,
+            ranked=placement.candidates,
+            reason=placement.reason,
+        )
+        noted_s = time.thread_time()
+        record = encode(recorder.pack_next())
+        times.packs.append(time.thread_time() - noted_s)
+        times.notes.append(noted_s - began_s)
+        times.record_bytes.append(len(record))
+    return times
 
 
 def main() -> None:
     modes = {"aggregated": Disaggregation.NEVER, "separated": Disaggregation.ALWAYS, "auto": Disaggregation.AUTO}
     worlds = {(size, name): World(size, mode) for size in SIZES for name, mode in modes.items()}
     figures: dict[tuple[int, str, str], list[float]] = {}
+    sizes: dict[tuple[int, str], float] = {}
     for _ in range(ROUNDS):
         for (size, name), world in worlds.items():
-            decisions, beats = decide(world)
-            cuts = statistics.quantiles(decisions, n=100)
+            times = decide(world)
+            cuts = statistics.quantiles(times.decisions, n=100)
             figures.setdefault((size, name, "p50"), []).append(cuts[49])
             figures.setdefault((size, name, "p99"), []).append(cuts[98])
-            figures.setdefault((size, name, "one heartbeat, p50"), []).append(statistics.median(beats))
+            figures.setdefault((size, name, "one heartbeat, p50"), []).append(statistics.median(times.beats))
+            figures.setdefault((size, name, "noting it, p50"), []).append(statistics.median(times.notes))
+            figures.setdefault((size, name, "packing it later, p50"), []).append(statistics.median(times.packs))
+            sizes[size, name] = statistics.median(times.record_bytes)
     rows = [
         Row(name=f"{size} workers, {name}: {figure}", unit="µs", ours=statistics.median(values) * 1e6)
         for (size, name, figure), values in figures.items()
+    ]
+    rows += [
+        Row(name=f"{size} workers, {name}: its record", unit="bytes", ours=value)
+        for (size, name), value in sizes.items()
     ]
     report("placement", rows, notes=NOTES)
 

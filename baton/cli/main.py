@@ -17,6 +17,7 @@ import msgspec
 from baton.cli.asking import find_nats_url
 from baton.cli.commands import Command, find_commands
 from baton.cli.deployment import ENGINES, Deployment
+from baton.cli.explain import explain
 from baton.cli.index import Question, index, parse_tokens
 from baton.cli.processes import die_with_parent
 from baton.cli.trace import trace
@@ -56,6 +57,9 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     if parsed.command == "trace":
         print(_trace(parsed, environ))
         return 0
+    if parsed.command == "explain":
+        print(explain(parsed.id, nats_url=_nats_url(parsed, environ), as_json=parsed.json))
+        return 0
     if parsed.command == "index":
         print(_index(parsed, environ))
         return 0
@@ -90,6 +94,9 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_trace(commands.add_parser("trace", help="show where the time of one request went", allow_abbrev=False))
+    _add_explain(
+        commands.add_parser("explain", help="show why a request ran where it did, and the outcome", allow_abbrev=False)
+    )
     _add_index(
         commands.add_parser("index", help="show what the index knows, and who holds a prompt", allow_abbrev=False)
     )
@@ -158,6 +165,16 @@ def _add_trace(command: argparse.ArgumentParser) -> None:
     command.description = "Ask all services what they remember of a request, and show it as a waterfall."
     add = command.add_argument
     add("id", help="the x-request-id or the id of an answer, or a trace id")
+    _add_deployment(command)
+
+
+def _add_explain(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Show what schedulers decided about a request, every worker that they considered with each term of its cost, "
+        "what was predicted, and what happened. Decisions are kept for an hour by default, over restarts of all "
+        "services (--decisions-kept-s of the scheduler)."
+    )
+    command.add_argument("id", help="the x-request-id or the id of an answer")
     _add_deployment(command)
 
 

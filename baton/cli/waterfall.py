@@ -68,7 +68,7 @@ def draw(tree: Tree, look: Look, *, left_out: int = 0, older: Sequence[str] = ()
         yield from textwrap.wrap(note, columns, subsequent_indent="  ")
 
 
-def format_time(duration_ns: int) -> str:
+def format_time(duration_ns: float) -> str:
     """Return a duration in four digits or so."""
     ms = duration_ns / 1e6
     if ms >= 10_000:

@@ -21,6 +21,7 @@ from baton.messages.attempts import (
     TokenChunk,
 )
 from baton.messages.base import Refused
+from baton.messages.decisions import AttemptReport, Decision, NamedRequest
 from baton.messages.index import IndexQuery, IndexReport, KvEvents, Match, Matched, ShadowPage, ShadowQuery, WriterLease
 from baton.messages.placement import Audited, Held, Place, Placed, Placement, QueuePositions, Released, Withdraw
 from baton.messages.traces import TracePage, TraceQuery, TraceWanted
@@ -63,6 +64,9 @@ AnyMessage = (
     | TraceQuery
     | TracePage
     | TraceWanted
+    | Decision
+    | AttemptReport
+    | NamedRequest
 )
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(AnyMessage)

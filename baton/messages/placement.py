@@ -78,6 +78,8 @@ class Candidate(Part, frozen=True, kw_only=True):
     predicted_token_interval_s: float = 0.0
     waiting_s: float = 0.0
     """Part of `predicted_ttft_s` until the workers have room for the attempt."""
+    tail_s: float = 0.0
+    """Part of `predicted_ttft_s`: what is left of the pull when the prompt is computed."""
     cost_s: float = 0.0
     """Cost by which the candidate was ranked: the prediction and what the placement does to other requests."""
 

@@ -221,6 +221,13 @@ ASKED_AGAIN: Final = _counter(
     SCHEDULER,
     "Match queries sent to all indexes, because the first that was asked was late.",
 )
+DECISIONS_RECORDED: Final = _counter(
+    "baton_decisions_recorded_total",
+    SCHEDULER,
+    "Decisions published for `baton explain`, and dropped because they could not be published in time.",
+    "result",
+    known=("published", "dropped"),
+)
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
-from bus_world import NOT_A_MESSAGE, Inbox, World, label_of, message
+from bus_world import NOT_A_MESSAGE, Inbox, World, label_of, message, nats_world
 
 from baton.bus import Bus, Retention
 from baton.errors import InvalidRequest, MalformedMessage
+from tests.harness.servers import start_nats
 
 HOUR = Retention(age_s_max=3600.0, bytes_max=1 << 20)
 
@@ -103,3 +105,19 @@ async def test_an_odd_subject_is_refused(world: World, name: str, odd: str) -> N
     bus = await world.open()
     with pytest.raises(InvalidRequest):
         await bus.read(name, odd)
+
+
+async def test_a_server_that_is_killed_and_comes_back_has_kept_them() -> None:
+    async with AsyncExitStack() as stack:
+        with start_nats() as server:
+            bus = await (await nats_world(stack, server)).open()
+            await bus.keep("kept", "kept.*", HOUR)
+            await bus.publish("kept.a", message("before"))
+            await until_kept(bus, "kept", "kept.a", "before")
+            await stack.aclose()
+            server.kill()
+            server.start()
+            bus = await (await nats_world(stack, server)).open()
+            assert await read_all(bus, "kept", "kept.a") == ["before"]
+            assert await bus.retention("kept") == HOUR
+            await stack.aclose()

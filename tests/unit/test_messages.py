@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import MalformedMessage
-from baton.messages import attempts, base, index, placement, traces, workers
+from baton.messages import attempts, base, decisions, index, placement, traces, workers
 from baton.messages.base import (
     PARAMETER_CHARACTERS_MAX,
     PARAMETERS_MAX,
@@ -30,7 +30,7 @@ from tests.harness.heartbeats import heartbeat
 MESSAGES: tuple[type[Message], ...] = get_args(AnyMessage)
 PARTS = [
     kind
-    for conversation in (attempts, base, index, placement, traces, workers)
+    for conversation in (attempts, base, decisions, index, placement, traces, workers)
     for kind in vars(conversation).values()
     if isinstance(kind, type) and issubclass(kind, Part | Message) and kind not in (Part, Message)
 ]

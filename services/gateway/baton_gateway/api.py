@@ -16,8 +16,10 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from baton import subjects
 from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
+from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
 from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody
@@ -142,6 +144,8 @@ class GenerationResponse(Response):
                 with_logprobs=plan.output.logprobs,
             )
             shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
+            if (name := str(request.state.request_id)) != job.request:
+                gateway.publisher.post(subjects.request_name(name), NamedRequest(request=job.request))
             trace.accept(job.model, plan, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
             answer = AnswerResponse(gateway, job, shape, trace, stream=plan.stream, with_usage=plan.with_usage)
             await answer(scope, receive, send)
@@ -188,7 +192,7 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
             ) from error
     now_s = gateway.clock.now_s()
     return RequestFacts(
-        request=gateway.ports.new_id(),
+        request=request.state.request,
         received_at_s=now_s,
         deadline_at_s=now_s + deadline_s,
         disaggregation=disaggregation,

@@ -47,6 +47,7 @@ from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
 from baton_gateway.publisher import Publisher
+from baton_gateway.report import AnswerReport
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
 from baton_gateway.timeline import Timeline
@@ -105,6 +106,7 @@ class AnswerDriver:
         self._spans = AnswerTrace(links.tracing, links.publisher, self.machine, request=order.request, root=order.trace)
         self._timeline = Timeline(self.machine, links.clock)
         self._figures = AnswerMetrics(links.figures, self.machine, self._timeline, order)
+        self._report = AnswerReport(links.publisher, self.machine, order, links.clock, gateway=links.gateway)
         self._events: deque[ev.Event] = deque()
         self._stepping = False
         self._wake = asyncio.Event()
@@ -131,6 +133,11 @@ class AnswerDriver:
 
     def grant(self, attempt: int, placement: Placement) -> None:
         self.post(ev.PlaceGranted(attempt, placement, len(self._links.unanswered)))
+
+    def hold(self, attempt: int, position: int) -> None:
+        """Take the attempt's position in a scheduler's queue."""
+        self._report.note_position(position)
+        self.post(ev.PlaceHeld(attempt, position))
 
     def _pump(self) -> None:
         if self._stepping or self._tasks is None:
@@ -167,6 +174,7 @@ class AnswerDriver:
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
             self._spans.end(self._error)
             self._figures.end(self._outcome, self._error)
+            self._report.end(self._outcome, self._error)
         if self._outcome is None:
             raise self._error or AssertionError("an answer ended without an outcome")
         return self._outcome
@@ -191,6 +199,7 @@ class AnswerDriver:
             (self._links.unanswered.add if is_unanswered else self._links.unanswered.discard)(self._order.request)
             self._spans.note(change)
             self._figures.note(change)
+            self._report.note(change)
         for action in actions:
             match action:
                 case ev.Deliver(tokens, logprobs, ends):

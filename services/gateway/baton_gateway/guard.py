@@ -75,8 +75,9 @@ class Guard:
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
         headers = Headers(scope=scope)
         presented = headers.get("x-request-id", "")
-        request_id = presented if REQUEST_ID.fullmatch(presented) else self._new_id()
-        scope.setdefault("state", {})["request_id"] = request_id
+        request = self._new_id()
+        request_id = presented if REQUEST_ID.fullmatch(presented) else request
+        scope.setdefault("state", {}).update(request=request, request_id=request_id)
         started = finished = False
 
         async def send_with_id(message: Message) -> None:

@@ -207,7 +207,7 @@ class Gateway:
     def _on_position(self, request: str, attempt: int, position: int) -> None:
         driver = self.routes.get(request)
         if driver is not None and driver.machine.seeks(attempt):
-            driver.post(ev.PlaceHeld(attempt, position))
+            driver.hold(attempt, position)
         else:
             # The earlier message was lost, or another scheduler has placed it.
             self.publisher.post(subjects.WITHDRAWALS, Withdraw(request=request, attempt=attempt))

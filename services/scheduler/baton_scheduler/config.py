@@ -43,6 +43,12 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
     ] = 32
     held_max: Annotated[Count, msgspec.Meta(description="Most requests held until a worker has room; then 429.")] = 4096
     age_s: Annotated[Seconds, msgspec.Meta(description="Time after which a held request moves up one class.")] = 5.0
+    decisions_kept_s: Annotated[
+        Seconds, msgspec.Meta(description="Time for which decisions are kept for `baton explain`.")
+    ] = 3600.0
+    decisions_bytes_max: Annotated[
+        Count, msgspec.Meta(description="Most bytes of kept decisions; beyond them the oldest are dropped.")
+    ] = 256 << 20
     learn_s: Annotated[
         Seconds, msgspec.Meta(description="Time at the start to collect heartbeats, before requests are taken.")
     ] = 0.5

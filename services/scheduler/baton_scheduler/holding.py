@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind
 from baton import subjects
 from baton.errors import BatonError, DeadlineExceeded, MalformedMessage, Overloaded, Unavailable
 from baton.messages.base import ErrorReport
+from baton.messages.decisions import Verdict
 from baton.messages.placement import POSITIONS_MAX, Place, Placed, Placement, QueuePositions, Released
 from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Membership
@@ -56,6 +57,7 @@ class Request:
     """A held request."""
 
     place: Place
+    since_s: float
     held_at_s: float
     """Instant of `place`: the last one, where a gateway has asked more than once."""
     match: PrefixMatch | None
@@ -135,8 +137,9 @@ class Holding:
         if displaced is entry:
             raise full
         self._held_some.set()
-        self._requests[key] = Request(place, now_s, match, now_s if match else -inf)
+        self._requests[key] = Request(place, now_s, now_s, match, now_s if match else -inf)
         self._placer.results["held"] += 1
+        self._placer.record(place, Verdict.HELD, choice, without_index=choice is not None and match is None)
         if displaced is not None:
             await self._release(displaced.key, error=full)
 
@@ -245,7 +248,8 @@ class Holding:
             with self._tracing.span("place", parent=place.context.trace, kind=SpanKind.SERVER) as span:
                 span.set({"baton.placement.reason": choice.placement.reason, "baton.held_s": waited_s})
                 self._queue.take(key)
-                placement = await self._placer.commit(place, choice, request.match, budget_s)
+                held_s = self._clock.now_s() - request.since_s
+                placement = await self._placer.commit(place, choice, request.match, budget_s, held_s=held_s)
             await self._release(key, placement=placement)
             return True
         except Overloaded:
@@ -293,6 +297,8 @@ class Holding:
             return
         if error is not None:
             self._placer.results[error.code] += 1
+            held_s = self._clock.now_s() - request.since_s
+            self._placer.record(request.place, Verdict.REFUSED, held_s=held_s, error=error)
         report = ErrorReport.of(error) if error else None
         released = Released(request=key[0], attempt=key[1], placement=placement, error=report)
         await self._tell(request.place.gateway, released)

@@ -10,9 +10,11 @@ from typing import Final
 import msgspec
 
 from baton import subjects
+from baton.bus import Retention
 from baton.errors import BatonError, DeadlineExceeded, MalformedMessage, ModelNotFound, NoWorkers, Overloaded
 from baton.messages.base import Context, Refused, WorkerAddress
 from baton.messages.codec import AnyMessage
+from baton.messages.decisions import Verdict
 from baton.messages.index import Match, Matched
 from baton.messages.placement import Place, Placed, Placement
 from baton.node.service import Node
@@ -20,7 +22,9 @@ from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.loads import Loads
 from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES
+from baton_scheduler.policies.protocol import Question
 from baton_scheduler.prediction import Demand, PrefixMatch, session_of
+from baton_scheduler.recorder import ObservedPolicy, Recorder
 from baton_scheduler.team import Serving
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,8 @@ class Choice:
     model_digest: str
     begins_soon: bool
     """Whether its predicted wait is short enough to wait at the worker."""
+    question: Question | None
+    """What the policy was asked."""
 
 
 class Placer:
@@ -49,7 +55,9 @@ class Placer:
         self._random = node.ports.random
         self._loads = loads
         self._name = name
-        self._policy = POLICIES[settings.policy]()
+        self._policy = ObservedPolicy(POLICIES[settings.policy]())
+        retention = Retention(age_s_max=settings.decisions_kept_s, bytes_max=settings.decisions_bytes_max)
+        self.recorder = Recorder(node.ports, retention, scheduler=name, policy=settings.policy)
         self._options = PlacementOptions(output_headroom_tokens=settings.output_headroom_tokens)
         self.results = Counter[str]()
         """Placements by kind, and refusals by code."""
@@ -128,11 +136,15 @@ class Placer:
         wait_s = WAIT_GROWTH * longest_s if waiting_s > 0 else 0.0
         placement = msgspec.structs.replace(placement, reason=reason, wait_s=wait_s)
         decode = next(load for load in serving if load.worker == placement.decode.worker)
-        return Choice(placement, decode.heartbeat.model_digest, begins_soon=waiting_s <= longest_s)
+        begins_soon = waiting_s <= longest_s
+        return Choice(placement, decode.heartbeat.model_digest, begins_soon, self._policy.question)
 
-    async def commit(self, place: Place, choice: Choice, match: PrefixMatch | None, budget_s: float) -> Placement:
+    async def commit(
+        self, place: Place, choice: Choice, match: PrefixMatch | None, budget_s: float, *, held_s: float = 0.0
+    ) -> Placement:
         """Count a placement that was just chosen, tell the indexes and the other schedulers of it, and return it."""
         placement = choice.placement
+        self.record(place, Verdict.PLACED, choice, without_index=match is None, held_s=held_s)
         placed = Placed(
             context=Context(request=place.context.request, attempt=place.context.attempt, budget_s=budget_s),
             scheduler=self._name,
@@ -154,6 +166,28 @@ class Placer:
         except BatonError as error:
             logger.debug("the placement of %s was not published: %s", place.context.request, error)
         return placement
+
+    def record(
+        self,
+        place: Place,
+        verdict: Verdict,
+        choice: Choice | None = None,
+        *,
+        without_index: bool = False,
+        held_s: float = 0.0,
+        error: BatonError | None = None,
+    ) -> None:
+        """Record a decision of this instant, with the choice that it is about, if there was one."""
+        self.recorder.note(
+            place,
+            verdict,
+            question=choice and choice.question,
+            ranked=choice.placement.candidates if choice else (),
+            reason=choice.placement.reason if choice else "",
+            without_index=without_index,
+            held_s=held_s,
+            error=error,
+        )
 
     def count(self, placed: Placed) -> None:
         """Count a placement as soft, until heartbeats show it."""

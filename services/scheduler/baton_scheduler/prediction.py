@@ -78,6 +78,7 @@ class Leg:
     cost_s: Vector
     """Cost of this part; without the pull where KV is pulled."""
     waiting_s: Vector
+    pressure_s: Vector
     cached_tokens: Vector
 
     def __len__(self) -> int:
@@ -95,12 +96,26 @@ class Computing(Leg):
     """Time until the prompt's turn: of the prompts that are placed there already, or of the present step."""
     own_s: Vector
 
+    def terms(self) -> dict[str, Vector]:
+        """Return the parts of the cost by name."""
+        own = {"waiting_s": self.waiting_s, "queue_s": self.queue_s, "own_s": self.own_s}
+        others_s = self.cost_s - sum(own.values()) - self.pressure_s
+        return {**own, "others_s": others_s, "pressure_s": self.pressure_s}
+
 
 @dataclass(frozen=True, slots=True)
 class Receiving(Leg):
     """Decode workers that pull the KV."""
 
     missing_bytes: Vector
+    pull_s: Vector
+    """Time of the pull at the bandwidth that the worker has with most peers."""
+
+    def terms(self) -> dict[str, Vector]:
+        """Return the parts of the cost by name, and the time of the pull, of which only the tail is added to a pair."""
+        interval_s = self.cost_s - self.waiting_s - self.pressure_s
+        own = {"waiting_s": self.waiting_s, "interval_s": interval_s, "pressure_s": self.pressure_s}
+        return {**own, "pull_s": self.pull_s}
 
 
 class Prediction:
@@ -130,18 +145,18 @@ class Prediction:
         queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.interval_s / 2)
         prompt_tokens = self.demand.prompt_tokens
         prompt_s, own_s = prefill_s(figures, prompt_tokens - cached_tokens, prompt_tokens)
-        cost_s = waiting_s + queue_s + own_s + figures.compute_weight * prompt_s
-        if role is Role.DECODE:
-            cost_s += PRESSURE_S * figures.kv_share
-        return Computing(team, rows, figures, cost_s, waiting_s, cached_tokens, queue_s, own_s)
+        pressure_s = (PRESSURE_S if role is Role.DECODE else 0.0) * figures.kv_share
+        cost_s = waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + pressure_s
+        return Computing(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, queue_s, own_s)
 
     def receive(self, team: Team, rows: Rows) -> Receiving:
         figures = team.figures(rows)
         role = Role.DECODE
         cached_tokens, waiting_s = self._cached_tokens(team, rows, figures, role), self._waiting_s(figures, role)
         missing_bytes = (self.demand.prompt_tokens - cached_tokens) * figures.kv_bytes_per_token
-        cost_s = waiting_s + figures.next_interval_s + PRESSURE_S * figures.kv_share
-        return Receiving(team, rows, figures, cost_s, waiting_s, cached_tokens, missing_bytes)
+        pull_s, pressure_s = missing_bytes / figures.bandwidth, PRESSURE_S * figures.kv_share
+        cost_s = waiting_s + figures.next_interval_s + pressure_s
+        return Receiving(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, missing_bytes, pull_s)
 
     def whole(self, leg: Computing, index: int) -> Candidate:
         """Return the candidate that computes the prompt where it decodes."""
@@ -173,6 +188,7 @@ class Prediction:
             predicted_ttft_s=waiting_s + computing_s + left_s + decode.next_interval_s,
             predicted_token_interval_s=decode.next_interval_s,
             waiting_s=waiting_s,
+            tail_s=left_s,
             cost_s=float(source.cost_s[source_index] + sink.cost_s[sink_index]) + left_s,
         )
 

@@ -24,6 +24,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.messages.base import ErrorReport, Refused
+from baton.messages.decisions import Verdict
 from baton.messages.placement import PRIORITIES, Held, Place, Placed, Placement, Withdraw
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
@@ -74,7 +75,8 @@ class SchedulerService:
             await self._clock.sleep(self._settings.learn_s)
             try:
                 async with asyncio.TaskGroup() as self._tasks:
-                    loops = (self._watch_workers(), self._holding.judge(), self._holding.report())
+                    holding, recorder = self._holding, self._placer.recorder
+                    loops = (self._watch_workers(), holding.judge(), holding.report(), recorder.run())
                     tasks = [self._tasks.create_task(loop) for loop in loops]
                     self._places = await self._bus.subscribe(subjects.PLACE, self._on_place, group=subjects.SCHEDULERS)
                     logger.info("the scheduler answers")
@@ -105,6 +107,9 @@ class SchedulerService:
             yield Reading(catalogue.PLACEMENTS, count, (result,))
         yield Reading(catalogue.WITHOUT_INDEX, self._placer.without_index)
         yield Reading(catalogue.ASKED_AGAIN, self._placer.asked_again)
+        recorder = self._placer.recorder
+        yield Reading(catalogue.DECISIONS_RECORDED, recorder.published, ("published",))
+        yield Reading(catalogue.DECISIONS_RECORDED, recorder.dropped, ("dropped",))
         live = self._loads.live(self._clock.now_s())
         held = {load.heartbeat.model: 0 for load in live} | self._holding.counts()
         for model, count in held.items():
@@ -221,6 +226,8 @@ class SchedulerService:
 
     async def _refuse(self, delivery: Delivery, error: BatonError) -> None:
         self._placer.results[error.code] += 1
+        if isinstance(delivery.message, Place):
+            self._placer.record(delivery.message, Verdict.REFUSED, error=error)
         await self._respond(delivery, Refused(error=ErrorReport.of(error)))
 
     async def _respond(self, delivery: Delivery, answer: Placement | Held | Refused) -> None:

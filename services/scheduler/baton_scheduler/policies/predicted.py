@@ -81,8 +81,8 @@ def _pairs(pool: Pool, question: Question) -> list[Option]:
     count = SHORTLIST + excluded
     sources = _shortlist(source, source.cost_s, count, question.random)
     # How much of a pull is left depends on the pair; with the best source it is about right.
-    pull_s = sink.missing_bytes / sink.figures.bandwidth
-    sinks = _shortlist(sink, sink.cost_s + np.maximum(pull_s - source.own_s[sources[0]], 0.0), count, question.random)
+    left_s = np.maximum(sink.pull_s - source.own_s[sources[0]], 0.0)
+    sinks = _shortlist(sink, sink.cost_s + left_s, count, question.random)
     # Lists of numbers: with vectors, so few would take longer.
     source_columns = (each[sources].tolist() for each in (source.cost_s, source.own_s, source.cached_tokens))
     computing = list(zip(sources, map(source.load, sources), *source_columns, strict=True))

@@ -1,0 +1,189 @@
+"""Records decisions in a stream, for `baton explain`.
+
+A decision is only noted when it is made: references to vectors that do not change any more, in a bounded queue. A task
+packs and publishes it later. Where the queue is full, decisions are dropped and counted; placing never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from baton import subjects
+from baton.bus import Retention
+from baton.errors import BatonError
+from baton.messages.base import ErrorReport
+from baton.messages.decisions import Considered, Decision, Verdict
+from baton.messages.placement import Candidate, Place
+from baton.node.ports import Ports
+from baton_scheduler.policies.protocol import Policy, Question
+from baton_scheduler.prediction import Computing, Receiving
+
+logger = logging.getLogger(__name__)
+
+NOTED_MAX: Final = 256
+"""Decisions that wait to be published."""
+ROWS_MAX: Final = 64
+"""Workers listed for each leg."""
+LEGS_MAX: Final = 8
+NAMES_MAX: Final = 16
+"""Workers listed as avoided."""
+KEEP_AGAIN_S: Final = 30.0
+"""Time after which a stream that could not be made is tried again."""
+
+
+class ObservedPolicy(Policy):
+    """A policy that remembers what it was asked last."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.question: Question | None = None
+
+    def rank(self, question: Question) -> list[Candidate]:
+        self.question = question
+        return self._policy.rank(question)
+
+
+@dataclass(frozen=True, slots=True)
+class NotedLeg:
+    """One leg of a decision."""
+
+    name: str
+    rows: Mapping[str, int]
+    """Worker → its place in the team at that time."""
+    leg: Computing | Receiving
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A decision that is not packed yet."""
+
+    decision: Decision
+    legs: tuple[NotedLeg, ...]
+
+
+class Recorder:
+    """Decisions of one scheduler. `run` is its task."""
+
+    def __init__(self, ports: Ports, retention: Retention, *, scheduler: str, policy: str) -> None:
+        self._bus = ports.bus
+        self._clock = ports.clock
+        self._retention = retention
+        self._scheduler = scheduler
+        self._policy = policy
+        self._noted: deque[Noted] = deque()
+        self._filled = asyncio.Event()
+        self.published = 0
+        self.dropped = 0
+
+    def note(
+        self,
+        place: Place,
+        verdict: Verdict,
+        *,
+        question: Question | None = None,
+        ranked: tuple[Candidate, ...] = (),
+        reason: str = "",
+        error: BatonError | None = None,
+        held_s: float = 0.0,
+        without_index: bool = False,
+    ) -> None:
+        """Note a decision of this instant. Takes a few microseconds, whatever the number of workers."""
+        if not place.gateway:
+            return  # A probe of readiness.
+        if len(self._noted) >= NOTED_MAX:
+            self.dropped += 1
+            return
+        avoided = (*place.exclude, *place.refused, *place.unavailable)
+        decision = Decision(
+            request=place.context.request,
+            attempt=place.context.attempt,
+            scheduler=self._scheduler,
+            at_s=self._clock.wall_s(),
+            verdict=verdict,
+            policy=self._policy,
+            model=place.model,
+            prompt_tokens=place.prompt_tokens,
+            output_tokens_max=place.output_tokens_max,
+            held_s=held_s,
+            avoided=avoided[:NAMES_MAX],
+            avoided_left_out=max(0, len(avoided) - NAMES_MAX),
+            without_index=without_index,
+            reason=reason,
+            candidates=ranked,
+            error=ErrorReport.of(error) if error else None,
+        )
+        legs = tuple(_legs(question))[:LEGS_MAX] if question else ()
+        self._noted.append(Noted(decision, legs))
+        self._filled.set()
+
+    async def run(self) -> None:
+        """Publish what is noted, for ever."""
+        kept_for, again_at_s = -1, -inf
+        while True:
+            # A server that came back may have lost its streams.
+            if kept_for != self._bus.reconnects and self._clock.now_s() >= again_at_s:
+                try:
+                    await self._bus.keep(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, self._retention)
+                    kept_for = self._bus.reconnects
+                except BatonError as error:
+                    again_at_s = self._clock.now_s() + KEEP_AGAIN_S
+                    logger.warning("decisions are not kept, so `baton explain` cannot show them: %s", error)
+            await self._filled.wait()
+            decision = self.pack_next()
+            try:
+                await self._bus.publish(subjects.decisions(decision.request), decision)
+                self.published += 1
+            except BatonError as error:
+                self.dropped += 1
+                logger.debug("a decision was not recorded: %s", error)
+            # Requests that arrive need not wait for all that was noted.
+            await self._clock.sleep(0)
+
+    def pack_next(self) -> Decision:
+        """Return the decision that was noted first, with the terms of the workers."""
+        noted = self._noted.popleft()
+        if not self._noted:
+            self._filled.clear()
+        ranked = noted.decision.candidates
+        chosen = {ranked[0].decode, ranked[0].prefill} if ranked else set[str]()
+        return msgspec.structs.replace(noted.decision, considered=tuple(pack_leg(leg, chosen) for leg in noted.legs))
+
+
+def _legs(question: Question) -> Iterator[NotedLeg]:
+    if question.whole is not None:
+        yield NotedLeg("aggregated", question.whole.team.rows, question.whole)
+    for source, sink in question.pools:
+        yield NotedLeg("prefill", source.team.rows, source)
+        yield NotedLeg("decode", sink.team.rows, sink)
+
+
+def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
+    """Return the workers of a leg with their terms: all of them, or the cheapest and in any case the chosen one."""
+    leg, names = noted.leg, tuple(noted.rows)
+    columns = {"cost_s": leg.cost_s, **leg.terms(), "cached_tokens": leg.cached_tokens}
+    rows, values, left_out = leg.rows, list(columns.values()), max(0, len(leg) - ROWS_MAX)
+    if left_out:
+        ranks = leg.cost_s.copy()
+        for name in chosen:
+            # The rows are in order.
+            index = np.searchsorted(rows, noted.rows.get(name, len(names)))
+            if index < len(rows) and names[rows[index]] == name:
+                ranks[index] = -inf
+        listed = np.argpartition(ranks, ROWS_MAX)[:ROWS_MAX]
+        rows, values = rows[listed], [each[listed] for each in values]
+    return Considered(
+        leg=noted.name,
+        workers=names if len(rows) == len(names) else tuple(names[row] for row in rows.tolist()),
+        terms=tuple(columns),
+        values=np.array(values, dtype="<f4").tobytes(),
+        left_out=left_out,
+    )
