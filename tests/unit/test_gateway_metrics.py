@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import pytest
 from baton_gateway import attempt_events as ev
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics, Goals
 from baton_gateway.order import Order, Outcome
-from baton_gateway.timeline import Timeline
+from baton_gateway.timeline import Change, Timeline
 from baton_gateway.workers import Model
 
 from baton.errors import BatonError, ClientGone, NoWorkers, WorkerLost
@@ -18,10 +20,14 @@ from tests.unit.test_telemetry_metrics import SAMPLED, scrape
 CHAT = 'gen_ai_operation_name="chat",gen_ai_provider_name="baton",gen_ai_request_model="tiny"'
 
 
+class Observer(Protocol):
+    def note(self, change: Change) -> None: ...
+
+
 class Watched(AttemptHarness):
     """A machine whose every step is observed, as its driver does it."""
 
-    answer: AnswerMetrics | None = None
+    answer: Observer | None = None
     timeline: Timeline | None = None
 
     def step(self, event: ev.Event) -> list[ev.Action]:
@@ -42,6 +48,7 @@ class Stage:
         self.figures = GatewayMetrics(self.metrics, self, Goals(ttft_s=1.0, tpot_s=0.1))  # pyright: ignore[reportArgumentType]
         self.bench: Watched
         self.answer: AnswerMetrics
+        self.order: Order
 
     def now_s(self) -> float:
         return self.bench.now_s
@@ -49,7 +56,7 @@ class Stage:
     def begin(self, sampling: Sampling = GREEDY) -> Watched:
         self.bench = Watched(sampling)
         model = Model(name="tiny", path="", digest="", block_tokens=32, context_tokens_max=100)
-        order = Order(
+        order = self.order = Order(
             request="r",
             model=model,
             tokens=b"",

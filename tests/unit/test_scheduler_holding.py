@@ -54,6 +54,7 @@ class World:
     matches: list[Match] = field(default_factory=list[Match])
     gateways: tuple[str, ...] = ("g",)
     seeds: Iterator[int] = field(default_factory=count)
+    bus_of_scheduler: type[MemoryBus] = MemoryBus
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(clock=self.clock)
@@ -80,7 +81,7 @@ class World:
     async def scheduler(self, random: Randomness | None = None, **changes: Any) -> AsyncGenerator[Stop]:
         """Run a scheduler."""
         settings = msgspec.structs.replace(SchedulerSettings(learn_s=0.01), **changes)
-        bus, stop = MemoryBus(self.network), Stop()
+        bus, stop = self.bus_of_scheduler(self.network), Stop()
         ports = deterministic_ports(bus, self.clock, seed=next(self.seeds))
         if random is not None:
             ports = replace(ports, random=random)

@@ -106,7 +106,7 @@ class AnswerDriver:
         self._spans = AnswerTrace(links.tracing, links.publisher, self.machine, request=order.request, root=order.trace)
         self._timeline = Timeline(self.machine, links.clock)
         self._figures = AnswerMetrics(links.figures, self.machine, self._timeline, order)
-        self._report = AnswerReport(links.publisher, self.machine, order, links.clock, gateway=links.gateway)
+        self._report = AnswerReport(links.publisher.post, self.machine, order, links.clock, gateway=links.gateway)
         self._events: deque[ev.Event] = deque()
         self._stepping = False
         self._wake = asyncio.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 from baton import subjects
@@ -11,7 +12,6 @@ from baton.messages.decisions import AttemptReport
 from baton.messages.placement import Placement
 from baton_gateway.attempt import AttemptMachine
 from baton_gateway.order import Order, Outcome
-from baton_gateway.publisher import Publisher
 from baton_gateway.timeline import Change
 
 POSITIONS_MAX: Final = 32
@@ -22,9 +22,15 @@ class AnswerReport:
     """Reports of one answer: one for each of its attempts, when the attempt has ended."""
 
     def __init__(
-        self, publisher: Publisher, machine: AttemptMachine, order: Order, clock: Clock, *, gateway: str
+        self,
+        post: Callable[[str, AttemptReport], None],
+        machine: AttemptMachine,
+        order: Order,
+        clock: Clock,
+        *,
+        gateway: str,
     ) -> None:
-        self._publisher = publisher
+        self._post = post
         self._machine = machine
         self._order = order
         self._clock = clock
@@ -102,4 +108,4 @@ class AnswerReport:
             spent=tuple(self._spent.items()),
             positions=tuple(self._positions),
         )
-        self._publisher.post(subjects.decisions(report.request), report)
+        self._post(subjects.decisions(report.request), report)
