@@ -26,7 +26,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-prediction bench-replay bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-prediction bench-replay bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -34,6 +34,7 @@ help:
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
+	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
 	@echo 'make test          set up everything and run the tests: the C++ core, test-fast, test-engines'
 	@echo 'make test-fast     the tests that need no real engine'
@@ -85,6 +86,9 @@ index: environment
 
 trace: environment
 	@.venv/bin/baton trace --port "$$PORT" -- "$$ID"
+
+explain: environment
+	@.venv/bin/baton explain --port "$$PORT" -- "$$ID"
 
 # What was skipped or left out is said at the end of each run, and of all of them here.
 NOT_RUN = .cache/not-run

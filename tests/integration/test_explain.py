@@ -40,7 +40,7 @@ async def explained(cluster: Cluster, name: str, attempts: int = 1) -> list[dict
     async with asyncio.timeout(30):
         while True:
             status, out = await baton_explain(cluster, "--json", name)
-            content = json.loads(out)["attempts"] if status == 0 else []
+            content: list[dict[str, Any]] = json.loads(out)["attempts"] if status == 0 else []
             if len(content) == attempts and all(each["report"] for each in content):
                 return content
 

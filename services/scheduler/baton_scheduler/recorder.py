@@ -182,7 +182,7 @@ def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
         rows, values = rows[listed], [each[listed] for each in values]
     return Considered(
         leg=noted.name,
-        workers=names if len(rows) == len(names) else tuple(names[row] for row in rows.tolist()),
+        workers=names if len(rows) == len(names) else tuple(map(names.__getitem__, rows)),
         terms=tuple(columns),
         values=np.array(values, dtype="<f4").tobytes(),
         left_out=left_out,
