@@ -78,7 +78,9 @@ def test_each_attempt_is_reported_when_it_has_ended(stage: Reporting) -> None:
     bench = stage.begin()
     bench.run_on("d1")
     bench.now_s = 0.5
-    bench.frame(0, [5, 6, 7])
+    bench.frame(0, [5])
+    bench.now_s = 0.55
+    bench.frame(1, [6, 7])
     bench.now_s = 0.6
     bench.step(ev.WorkerGone("d1", 1, "died"))
     (lost,) = stage.posted

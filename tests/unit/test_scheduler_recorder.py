@@ -54,6 +54,7 @@ class Scene:
                     f"w{number}",
                     role,
                     running=random.randrange(4),
+                    kv_bytes_per_token=10_000_000,
                     kv_blocks_total=1000,
                     kv_blocks_used=random.randrange(900),
                     prefill_tokens_queued=random.randrange(2000),
@@ -98,6 +99,7 @@ async def test_every_worker_is_listed_with_terms_that_add_up_to_its_cost(scene: 
     for load in team.loads:
         assert legs["decode"][load.worker]["pressure_s"] == pytest.approx(PRESSURE_S * load.kv_share)
         assert legs["decode"][load.worker]["interval_s"] == pytest.approx(load.next_interval_s)
+    assert any(each.tail_s > 0 for each in decision.candidates), "pulls outlast the prompt here"
     for each in decision.candidates:
         if each.prefill:
             pair_s = legs["prefill"][each.prefill]["cost_s"] + legs["decode"][each.decode]["cost_s"] + each.tail_s
