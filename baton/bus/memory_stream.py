@@ -54,10 +54,8 @@ class MemoryStream:
     def find(self, subject: str, after: int | None) -> Arrival | None:
         """Return the first message on a subject beyond a sequence, or the last one."""
         self._forget(self._clock.now_s())
-        found = [sequence for sequence, (_, kept, _) in self._kept.items() if matches(subject, kept)]
-        if after is None:
-            found = found[-1:]
-        sequence = next((each for each in found if after is None or each > after), None)
+        kept = reversed(self._kept) if after is None else (each for each in self._kept if each > after)
+        sequence = next((each for each in kept if self._kept[each][1] == subject), None)
         return None if sequence is None else self.first_from(sequence)
 
     def _forget(self, now_s: float) -> None:

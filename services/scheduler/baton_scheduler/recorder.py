@@ -29,7 +29,7 @@ from baton_scheduler.prediction import Computing, Receiving
 
 logger = logging.getLogger(__name__)
 
-NOTED_MAX: Final = 256
+NOTED_MAX: Final = 128
 """Decisions that wait to be published."""
 ROWS_MAX: Final = 64
 """Workers listed for each leg."""
