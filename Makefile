@@ -26,7 +26,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-prediction bench-replay bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-prediction bench-replay bench-separation bench-tracing bench-transfer environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -202,6 +202,10 @@ bench-prediction: environment-vllm
 # Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
 bench-replay: environment
 	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
+
+bench-separation: environment
+	@$(ENVIRONMENT) .venv core test
+	.venv/bin/python -m benchmarks.separation
 
 # BATON_NIXL_PYTHON, BATON_MOONCAKE_PYTHON: interpreters that have these peers; UCX is measured where it could be had.
 bench-engines: environment-vllm environment-sglang

@@ -159,9 +159,8 @@ def decide(world: World) -> Times:
         recorder.note(
             place,
             Verdict.PLACED,
+            placement=placement,
             question=policy.question,
-            ranked=placement.candidates,
-            reason=placement.reason,
         )
         noted_s = time.thread_time()
         record = encode(recorder.pack_next())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -57,7 +57,8 @@ class Explanation:
                 tuple(record for record in found[key] if isinstance(record, Decision)),
                 next((record for record in found[key] if isinstance(record, AttemptReport)), None),
             )
-            for key in sorted(found)
+            # Choices are numbered at the end of their ids: 10 comes after 9.
+            for key in sorted(found, key=lambda key: (len(key[0]), key))
         ]
 
 
@@ -244,7 +245,7 @@ def _wrapped(text: str, indent: str) -> Iterator[str]:
     yield from textwrap.wrap(text, COLUMNS, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
-def _table(header: Row, rows: Iterator[Row] | Sequence[Row]) -> Iterator[str]:
+def _table(header: Row, rows: Iterable[Row]) -> Iterator[str]:
     lines = [header, *rows]
     first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
     for name, *cells in lines:

@@ -113,6 +113,11 @@ def test_what_is_missing_is_said() -> None:
     assert "Its decision is not kept" in said
 
 
+def test_choices_come_in_their_order() -> None:
+    said = text(*(report(choice=choice) for choice in (10, 2, 1)))
+    assert [line.partition(",")[0] for line in said if "attempt" in line] == ["choice 1", "choice 2", "choice 10"]
+
+
 def test_json_has_every_term_by_name() -> None:
     (attempt,) = msgspec.json.decode(msgspec.json.encode(describe(Explanation(REQUEST, (decision(),), (report(),)))))[
         "attempts"

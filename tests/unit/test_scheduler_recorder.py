@@ -69,7 +69,7 @@ class Scene:
         return choose(demand, self.serving, match, self.policy, PlacementOptions(), Random(1), 0.0)
 
     def note(self, placement: Placement) -> None:
-        self.recorder.note(PLACE, Verdict.PLACED, question=self.policy.question, ranked=placement.candidates)
+        self.recorder.note(PLACE, Verdict.PLACED, placement=placement, question=self.policy.question)
 
 
 @pytest.fixture

@@ -139,7 +139,13 @@ class Holding:
         self._held_some.set()
         self._requests[key] = Request(place, now_s, now_s, match, now_s if match else -inf)
         self._placer.results["held"] += 1
-        self._placer.record(place, Verdict.HELD, choice, without_index=choice is not None and match is None)
+        self._placer.recorder.note(
+            place,
+            Verdict.HELD,
+            placement=choice and choice.placement,
+            question=choice and choice.question,
+            without_index=choice is not None and match is None,
+        )
         if displaced is not None:
             await self._release(displaced.key, error=full)
 
@@ -298,7 +304,7 @@ class Holding:
         if error is not None:
             self._placer.results[error.code] += 1
             held_s = self._clock.now_s() - request.since_s
-            self._placer.record(request.place, Verdict.REFUSED, held_s=held_s, error=error)
+            self._placer.recorder.note(request.place, Verdict.REFUSED, error=error, held_s=held_s)
         report = ErrorReport.of(error) if error else None
         released = Released(request=key[0], attempt=key[1], placement=placement, error=report)
         await self._tell(request.place.gateway, released)

@@ -144,7 +144,14 @@ class Placer:
     ) -> Placement:
         """Count a placement that was just chosen, tell the indexes and the other schedulers of it, and return it."""
         placement = choice.placement
-        self.record(place, Verdict.PLACED, choice, without_index=match is None, held_s=held_s)
+        self.recorder.note(
+            place,
+            Verdict.PLACED,
+            placement=placement,
+            question=choice.question,
+            without_index=match is None,
+            held_s=held_s,
+        )
         placed = Placed(
             context=Context(request=place.context.request, attempt=place.context.attempt, budget_s=budget_s),
             scheduler=self._name,
@@ -166,28 +173,6 @@ class Placer:
         except BatonError as error:
             logger.debug("the placement of %s was not published: %s", place.context.request, error)
         return placement
-
-    def record(
-        self,
-        place: Place,
-        verdict: Verdict,
-        choice: Choice | None = None,
-        *,
-        without_index: bool = False,
-        held_s: float = 0.0,
-        error: BatonError | None = None,
-    ) -> None:
-        """Record a decision of this instant, with the choice that it is about, if there was one."""
-        self.recorder.note(
-            place,
-            verdict,
-            question=choice and choice.question,
-            ranked=choice.placement.candidates if choice else (),
-            reason=choice.placement.reason if choice else "",
-            without_index=without_index,
-            held_s=held_s,
-            error=error,
-        )
 
     def count(self, placed: Placed) -> None:
         """Count a placement as soft, until heartbeats show it."""

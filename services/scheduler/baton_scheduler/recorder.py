@@ -22,7 +22,7 @@ from baton.bus import Retention
 from baton.errors import BatonError
 from baton.messages.base import ErrorReport
 from baton.messages.decisions import Considered, Decision, Verdict
-from baton.messages.placement import Candidate, Place
+from baton.messages.placement import Candidate, Place, Placement
 from baton.node.ports import Ports
 from baton_scheduler.policies.protocol import Policy, Question
 from baton_scheduler.prediction import Computing, Receiving
@@ -89,14 +89,16 @@ class Recorder:
         place: Place,
         verdict: Verdict,
         *,
+        placement: Placement | None = None,
         question: Question | None = None,
-        ranked: tuple[Candidate, ...] = (),
-        reason: str = "",
         error: BatonError | None = None,
         held_s: float = 0.0,
         without_index: bool = False,
     ) -> None:
-        """Note a decision of this instant. Takes a few microseconds, whatever the number of workers."""
+        """Note a decision of this instant: the placement that it is about, and what the policy was asked for it.
+
+        Takes a few microseconds, whatever the number of workers.
+        """
         if not place.gateway:
             return  # A probe of readiness.
         if len(self._noted) >= NOTED_MAX:
@@ -117,8 +119,8 @@ class Recorder:
             avoided=avoided[:NAMES_MAX],
             avoided_left_out=max(0, len(avoided) - NAMES_MAX),
             without_index=without_index,
-            reason=reason,
-            candidates=ranked,
+            reason=placement.reason if placement else "",
+            candidates=placement.candidates if placement else (),
             error=ErrorReport.of(error) if error else None,
         )
         legs = tuple(_legs(question))[:LEGS_MAX] if question else ()

@@ -227,7 +227,7 @@ class SchedulerService:
     async def _refuse(self, delivery: Delivery, error: BatonError) -> None:
         self._placer.results[error.code] += 1
         if isinstance(delivery.message, Place):
-            self._placer.record(delivery.message, Verdict.REFUSED, error=error)
+            self._placer.recorder.note(delivery.message, Verdict.REFUSED, error=error)
         await self._respond(delivery, Refused(error=ErrorReport.of(error)))
 
     async def _respond(self, delivery: Delivery, answer: Placement | Held | Refused) -> None:
