@@ -4,6 +4,7 @@ BatonError
 ├── InvalidRequest              400  the client sent something that cannot be served
 │   ├── ContextLengthExceeded   400
 │   └── PayloadTooLarge         413
+├── RequestStopped              422  workers were lost just after they began this request; it is not tried again
 ├── Unauthenticated             401
 ├── ModelNotFound               404
 ├── Overloaded                  429  every worker that could serve is full; carries retry_after_s
@@ -11,7 +12,8 @@ BatonError
 ├── Unavailable                 503  nothing can serve this now
 │   ├── NoWorkers               503  no live worker of the role needed
 │   ├── NoResponders            503  a bus subject has no subscriber
-│   └── BusUnavailable          503  the message bus cannot be reached
+│   ├── BusUnavailable          503  the message bus cannot be reached
+│   └── RetriesLimited          503  the attempt failed, and too many others do; carries retry_after_s
 ├── Conflict                    409  another writer changed the entry first
 ├── DeadlineExceeded            504  the request's budget is spent
 ├── AttemptFailed               502  one attempt ended without an answer; the gateway may retry
@@ -63,6 +65,13 @@ class PayloadTooLarge(InvalidRequest):
     http_status = 413
 
 
+class RequestStopped(BatonError):
+    # Client libraries try again after 5xx, 408, 409 and 429; this request would end more workers.
+    code = "request_stopped"
+    http_status = 422
+    openai_type = "invalid_request_error"
+
+
 class Unauthenticated(BatonError):
     code = "invalid_api_key"
     http_status = 401
@@ -101,6 +110,10 @@ class NoResponders(Unavailable):
 
 class BusUnavailable(Unavailable):
     code = "bus_unavailable"
+
+
+class RetriesLimited(Unavailable):
+    code = "retries_limited"
 
 
 class Conflict(BatonError):

@@ -26,6 +26,9 @@ MATCH_ALL: Final = "baton.match_all"
 PLACED: Final = "baton.placed"
 """Scheduler to every index and every scheduler: `Placed`."""
 
+FAULTS: Final = "baton.faults"
+"""Gateways to every scheduler: `Fault`."""
+
 AUDITS: Final = "baton.audits"
 """Gateway to every index: `Audited`."""
 

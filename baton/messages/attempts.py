@@ -221,3 +221,15 @@ class Digest(Message, tag="digest", frozen=True, kw_only=True):
     worker: str
     generation: int
     entries: tuple[DigestEntry, ...] = ()
+
+
+class Fault(Message, tag="fault", frozen=True, kw_only=True):
+    """Gateway to every scheduler: an attempt failed, and these workers or this pair are at fault. It may be lost."""
+
+    request: str
+    attempt: int
+    workers: tuple[WorkerAddress, ...] = ()
+    pair: tuple[str, str] | None = None
+    """Prefill and decode worker that cannot hand over, though neither failed."""
+    code: str = ""
+    """Class of the error, see `ErrorReport`."""

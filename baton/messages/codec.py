@@ -12,6 +12,7 @@ from baton.messages.attempts import (
     Cancel,
     DecodeTask,
     Digest,
+    Fault,
     Frames,
     Join,
     Prefilled,
@@ -54,6 +55,7 @@ AnyMessage = (
     | PrefillFailed
     | Prefilled
     | Digest
+    | Fault
     | GatewayBeat
     | KvEvents
     | ShadowQuery

@@ -27,19 +27,13 @@ from typing import assert_never
 
 from baton.errors import (
     BatonError,
-    BusUnavailable,
     DeadlineExceeded,
     EngineFailed,
     InvalidRequest,
-    LayoutMismatch,
     MalformedMessage,
-    ModelMismatch,
     NoResponders,
     NotResumable,
     Overloaded,
-    PayloadTooLarge,
-    PeerUnreachable,
-    TransferFailed,
     WorkerLost,
 )
 from baton.messages.attempts import Finish, FinishReason, Frame, Sampling
@@ -47,8 +41,10 @@ from baton.messages.base import unpack_tokens
 from baton.messages.placement import REFUSALS_MAX, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.failures import Ending, ending
 from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
-from baton_gateway.search import Search
+from baton_gateway.search import Retries, Search
+from baton_gateway.suspects import JUST_BEGUN_TOKENS
 
 ACCEPT_GROWTH = 3
 """Growth of `accept_s` per failure: the last of four attempts gives a slow worker on a busy machine 2.7 s."""
@@ -84,6 +80,8 @@ class AttemptMachine:
         sampling: Sampling,
         timers: AttemptTimers,
         *,
+        request: str,
+        retries: Retries,
         deadline_at_s: float,
         eos_tokens: frozenset[int] = frozenset(),
     ) -> None:
@@ -102,7 +100,7 @@ class AttemptMachine:
         self._shown = False
         self._sampling = sampling
         self._timers = timers
-        self._search = Search(timers)
+        self._search = Search(request, timers, retries)
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
         """Deadline of the first token; infinite once that token has arrived."""
@@ -210,8 +208,11 @@ class AttemptMachine:
 
     def _place(self, now_s: float) -> None:
         """Search for a placement. An answer that has begun gets a longer search than a new request."""
-        self._search.limit(now_s, self._timers.progress_s if self.delivered else self._timers.admission_wait_s)
+        self._limit_search(now_s)
         self._seek(self._search.ask(now_s, self.attempt))
+
+    def _limit_search(self, now_s: float) -> None:
+        self._search.limit(now_s, self._timers.progress_s if self.delivered else self._timers.admission_wait_s)
 
     def _on_place_answer(self, now_s: float, event: ev.PlaceRefused | ev.PlaceHeld | ev.PlaceHandedBack) -> None:
         match event:
@@ -257,20 +258,16 @@ class AttemptMachine:
             case ev.TaskBusy(_, worker, detail):
                 self._try_elsewhere(now_s, Overloaded(f"worker {worker} is busy: {detail}"), worker)
             case ev.TaskFailed(_, worker, error):
-                unreached = isinstance(error, NoResponders | BusUnavailable)
-                if unreached and now_s < self._search.ends_at_s:
-                    self._try_elsewhere(now_s, error, worker)
-                else:
-                    self._retry(now_s, error, worker)
+                self._on_failure(now_s, error, worker)
 
-    def _try_elsewhere(self, now_s: float, error: BatonError, worker: str) -> None:
+    def _try_elsewhere(self, now_s: float, error: BatonError, *workers: str) -> None:
         """Begin the next attempt; the worker has not failed, and the search goes on until its end."""
         if now_s >= self._search.ends_at_s:
             self._cancel_both("busy")
             self._fail(Overloaded(f"no worker became free in time: {error}", retry_after_s=1.0))
             return
         self._give_up_attempt(error, "busy" if isinstance(error, Overloaded) else "")
-        self._search.note_unavailable(worker)
+        self._search.note_unavailable(workers)
         self._place(now_s)
 
     def _wait_for_tokens(self, now_s: float) -> None:
@@ -297,7 +294,7 @@ class AttemptMachine:
         try:
             tokens = unpack_tokens(frame.tokens)
         except MalformedMessage as error:
-            self._retry(now_s, error, event.worker)
+            self._on_failure(now_s, error, event.worker)
             return
         known = self._emitted - frame.index
         if known > len(tokens):
@@ -318,6 +315,8 @@ class AttemptMachine:
         self._deadline_at_s = inf
         self._resend_at_s = inf
         self.delivered += tokens
+        if self._emitted >= JUST_BEGUN_TOKENS:
+            self._search.clear()
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
         ends = ends or is_ended(self._sampling, self.delivered, self._eos_tokens)
         self._actions.append(ev.Deliver(tokens, frame.logprobs[known:], ends))
@@ -331,18 +330,7 @@ class AttemptMachine:
             self._complete(finish.reason)
             return
         error = finish.error.to_error() if finish.error else WorkerLost("the worker gave up the request")
-        decode, prefill = self.placement.decode.worker, self.placement.prefill
-        if isinstance(error, PeerUnreachable | LayoutMismatch | ModelMismatch) and prefill is not None:
-            self._search.cut_pair(prefill.worker, decode)
-            self._retry(now_s, error)
-        elif isinstance(error, Overloaded) and not self._emitted:
-            # The attempt waited at its worker, and found no room in time.
-            self._try_elsewhere(now_s, error, decode)
-        elif isinstance(error, TransferFailed) and prefill is not None:
-            # The decode worker has just reported this, so it is alive: most likely the prefill worker failed.
-            self._retry(now_s, error, prefill.worker)
-        else:
-            self._retry(now_s, error, decode)
+        self._on_failure(now_s, error, self.placement.decode.worker)
 
     def _on_digest(self, now_s: float, event: ev.DigestArrived) -> None:
         if self.phase not in (Phase.WAITING, Phase.STREAMING) or not self._is_decode(event.worker, event.generation):
@@ -350,7 +338,8 @@ class AttemptMachine:
         if event.entry is None:
             self._absences += 1
             if self._absences >= 2:
-                self._retry(now_s, WorkerLost(f"worker {event.worker} does not know the request"), event.worker)
+                error = WorkerLost(f"worker {event.worker} does not know the request")
+                self._on_failure(now_s, error, event.worker)
             return
         self._absences = 0
         if event.entry.emitted > self._emitted or event.entry.state == "retained":
@@ -362,7 +351,7 @@ class AttemptMachine:
         # Once tokens arrive, decode holds the whole KV, so the loss of the prefill worker does not matter.
         needed = self.placement.addresses[: 1 if self._emitted else 2]
         if (event.worker, event.generation) in {(address.worker, address.generation) for address in needed}:
-            self._retry(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
+            self._on_failure(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
 
     def _on_worker_leaving(self, now_s: float, event: ev.WorkerLeaving) -> None:
         """Ask for another placement while the attempt runs on. Heartbeats repeat the event until there is one."""
@@ -418,20 +407,61 @@ class AttemptMachine:
         if self.phase is Phase.DISPATCHED:
             silent = ", ".join(sorted(self._awaited))
             error = WorkerLost(f"worker {silent} did not answer within {self.accept_s:g} s")
-            self._retry(now_s, error, *self._awaited)
+            self._on_failure(now_s, error, *self._awaited)
         elif self.phase is Phase.WAITING:
-            self._retry(now_s, WorkerLost(f"no token within {self._token_s:g} s"), decode)
+            self._on_failure(now_s, WorkerLost(f"no token within {self._token_s:g} s"), decode)
         else:
-            self._retry(now_s, WorkerLost(f"no further token within {self._timers.progress_s:g} s"), decode)
+            error = WorkerLost(f"no further token within {self._timers.progress_s:g} s")
+            self._on_failure(now_s, error, decode)
 
     # ------------------------------------------------------------ ends
 
-    def _retry(self, now_s: float, error: BatonError, *failed: str) -> None:
+    def _on_failure(self, now_s: float, error: BatonError, *workers: str) -> None:
+        """Take the response that the table of failures gives; `workers` reported the error, or fell silent."""
+        assert self.placement is not None
+        response = ending(
+            error,
+            begun=self._deadline_at_s == inf,
+            attempt_begun=self._emitted > 0,
+            searching=now_s < self._search.ends_at_s,
+        )
+        prefill, pair = self.placement.prefill, None
+        match response:
+            case Ending.ROOM:
+                self._try_elsewhere(now_s, error, *workers)
+                return
+            case Ending.FAIL:
+                self._cancel_both(error.code)
+                self._fail(error)
+                return
+            case Ending.PREFILL if prefill is not None:
+                # The decode worker has just reported this, so it is alive: most likely the prefill worker failed.
+                workers = (prefill.worker,)
+            case Ending.PAIR if prefill is not None:
+                pair, workers = (prefill.worker, self.placement.decode.worker), ()
+                self._search.cut_pair(pair)
+            case _:
+                pass
+        if isinstance(error, InvalidRequest):
+            self._search.note_refused(error, workers)
+        else:
+            self._search.note_failed(workers)
+            self._report(now_s, error, workers, pair)
+        self._retry(now_s, error)
+
+    def _report(self, now_s: float, error: BatonError, workers: tuple[str, ...], pair: tuple[str, str] | None) -> None:
+        """Tell schedulers who is at fault, and suspect the request where it had just begun."""
+        assert self.placement is not None
+        failed = tuple((each.worker, each.generation) for each in self.placement.addresses if each.worker in workers)
+        self._actions.append(ev.ReportFault(self.attempt, failed, pair, error))
+        if self.phase is not Phase.DISPATCHED and self._emitted < JUST_BEGUN_TOKENS:
+            for each in failed:
+                self._search.note_suspect(each, now_s)
+
+    def _retry(self, now_s: float, error: BatonError) -> None:
         """Give up this attempt and begin the next one, if that is allowed and exact."""
-        self._search.note_failed(error, failed)
         rest, failures = self._rest(error), self._search.failures
-        is_late = isinstance(error, DeadlineExceeded) and self._deadline_at_s < inf
-        if is_late or isinstance(error, PayloadTooLarge) or len(self._search.refusals) > REFUSALS_MAX:
+        if len(self._search.refusals) > REFUSALS_MAX:
             end: FinishReason | BatonError | None = error
         elif rest is None and not isinstance(error, InvalidRequest) and failures >= self._timers.attempts_max:
             detail = f"{failures} attempts failed, the last one because {error}"
@@ -440,7 +470,12 @@ class AttemptMachine:
             end = rest
         if end is None:
             self._give_up_attempt(error)
-            self._place(now_s)
+            self._limit_search(now_s)
+            self.phase = Phase.PLACING
+            if isinstance(error, InvalidRequest):
+                self._seek(self._search.ask(now_s, self.attempt))
+            else:
+                self._seek(self._search.retry(now_s, self.attempt, begun=bool(self.delivered)))
             return
         self._cancel_both(error.code)
         if isinstance(end, FinishReason):
@@ -478,5 +513,6 @@ class AttemptMachine:
     def _end(self, phase: Phase, last: ev.Complete | ev.Fail) -> None:
         if self.seeks(self.attempt):
             self._actions.append(ev.SendWithdraw(self.attempt))
+        self._search.clear()
         self.phase = phase
         self._actions.append(last)

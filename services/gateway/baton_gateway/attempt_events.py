@@ -217,6 +217,16 @@ class SendWithdraw:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportFault:
+    """Tell all schedulers who is at fault for a failed attempt: workers of these generations, or a pair."""
+
+    attempt: int
+    workers: tuple[tuple[str, int], ...]
+    pair: tuple[str, str] | None
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
 class Deliver:
     """Tokens in order, each exactly once since the answer started. `ends`: the last of them ended the output."""
 
@@ -252,6 +262,7 @@ Action = (
     | SendAcknowledge
     | SendResend
     | SendWithdraw
+    | ReportFault
     | Deliver
     | StartOver
     | Complete

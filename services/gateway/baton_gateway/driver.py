@@ -31,6 +31,7 @@ from baton.messages.attempts import (
     Busy,
     Cancel,
     DecodeTask,
+    Fault,
     FinishReason,
     PrefillTask,
     Resend,
@@ -50,6 +51,7 @@ from baton_gateway.publisher import Publisher
 from baton_gateway.report import AnswerReport
 from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
+from baton_gateway.search import Retries
 from baton_gateway.timeline import Timeline
 from baton_gateway.tracing import AnswerTrace
 
@@ -86,6 +88,7 @@ class Links:
     timers: AttemptTimers
     unanswered: set[str]
     """Requests whose workers have not answered yet."""
+    retries: Retries
     questions: asyncio.Semaphore
     """Limit on unanswered questions to schedulers: on a busy machine, repeated ones would make it busier."""
     routes: Routes[AnswerDriver]
@@ -101,7 +104,12 @@ class AnswerDriver:
         self._sink = sink
         self._links = links
         self.machine = AttemptMachine(
-            order.sampling, links.timers, deadline_at_s=order.deadline_at_s, eos_tokens=order.eos_tokens
+            order.sampling,
+            links.timers,
+            request=order.request,
+            retries=links.retries,
+            deadline_at_s=order.deadline_at_s,
+            eos_tokens=order.eos_tokens,
         )
         self._spans = AnswerTrace(links.tracing, links.publisher, self.machine, request=order.request, root=order.trace)
         self._timeline = Timeline(self.machine, links.clock)
@@ -157,6 +165,7 @@ class AnswerDriver:
         """Produce the answer. Raises the error that ended it; both workers are told in any case."""
         links, order = self._links, self._order
         links.routes.enter(order.request, self)
+        links.retries.budget.begin()
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -170,6 +179,7 @@ class AnswerDriver:
                     child.cancel()
         finally:
             links.routes.leave(order.request)
+            links.retries.budget.end(links.clock.now_s())
             # After a cancellation or a bug, the workers must not go on with an answer that has no reader.
             self._perform(self.machine.step(links.clock.now_s(), ev.Aborted(ClientGone("the gateway gave up"))))
             self._spans.end(self._error)
@@ -222,6 +232,12 @@ class AnswerDriver:
                 case ev.SendWithdraw(attempt):
                     withdraw = Withdraw(request=self._order.request, attempt=attempt)
                     self._links.publisher.post(subjects.WITHDRAWALS, withdraw)
+                case ev.ReportFault(attempt, workers, pair, error):
+                    addresses = tuple(WorkerAddress(worker=worker, generation=number) for worker, number in workers)
+                    fault = Fault(
+                        request=self._order.request, attempt=attempt, workers=addresses, pair=pair, code=error.code
+                    )
+                    self._links.publisher.post(subjects.FAULTS, fault)
                 case ev.Complete(reason, cached_tokens):
                     self._complete(reason, cached_tokens)
                 case ev.Fail(error):

@@ -7,11 +7,24 @@ is asked again if it falls silent. No clock, no I/O.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import inf
 
-from baton.errors import BatonError, InvalidRequest, ModelNotFound, NoWorkers, Overloaded, Unavailable
+from baton.errors import (
+    BatonError,
+    InvalidRequest,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+    RequestStopped,
+    RetriesLimited,
+    Unavailable,
+)
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.failures import Asking, asking
+from baton_gateway.retry_budget import RetryBudget
+from baton_gateway.suspects import Suspects, Verdict, Worker
 
 HELD_SILENCE_S = 1.0
 """Silence about a held request after which another scheduler is asked: four messages about positions."""
@@ -19,13 +32,25 @@ PAUSE_DOUBLINGS_MAX = 3
 """Bound on the back-off before failed workers are tried again."""
 RESEND_DOUBLINGS_MAX = 2
 """Bound on the back-off between two questions to schedulers while none can place the request."""
+RETRY_WAIT_S = 0.1
+"""Time after which a retry that was not allowed is considered again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Retries:
+    """Limits of retries that all answers of a gateway share."""
+
+    budget: RetryBudget = field(default_factory=RetryBudget)
+    suspects: Suspects = field(default_factory=Suspects)
 
 
 class Search:
     """Search of one answer (see the module docstring)."""
 
-    def __init__(self, timers: AttemptTimers) -> None:
+    def __init__(self, request: str, timers: AttemptTimers, retries: Retries) -> None:
+        self._request = request
         self._timers = timers
+        self._retries = retries
         self.failures = 0
         """Failed attempts so far."""
         self.refusals: dict[str, InvalidRequest] = {}
@@ -40,6 +65,9 @@ class Search:
         self._pauses = 0
         self._reason: BatonError | None = None
         """Latest reason for having no placement."""
+        self._retry_begun: bool | None = None
+        """Set while a retry is not allowed yet: whether the answer has begun."""
+        self._suspected = False
         self._failed: dict[str, None] = {}
         self._unavailable: dict[str, None] = {}
         """Workers that were busy or not reached in the present search."""
@@ -76,8 +104,30 @@ class Search:
             unavailable=tuple(self._unavailable),
         )
 
-    def ask_again(self, now_s: float, attempt: int) -> ev.SendPlace | ev.Fail:
-        """Ask again after `until_s`, or give up."""
+    def retry(self, now_s: float, attempt: int, *, begun: bool) -> ev.SendPlace | ev.Fail | None:
+        """Ask for a placement after a failed attempt, as soon as that is allowed; None: wait until `until_s`.
+
+        `begun`: a part of the answer has been delivered.
+        """
+        self._retry_begun = begun
+        verdict = Verdict.FREE
+        if self._suspected:
+            verdict, workers = self._retries.suspects.judge(self._request, now_s)
+            if verdict is Verdict.STOP:
+                lost = " and ".join(workers)
+                return ev.Fail(RequestStopped(f"the workers {lost} were lost just after they began this request"))
+        if verdict is Verdict.FREE and self._retries.budget.take(now_s, begun=begun):
+            self._retry_begun = None
+            return self.ask(now_s, attempt)
+        if now_s >= self.ends_at_s:
+            return ev.Fail(RetriesLimited("an attempt failed, and too many others do", retry_after_s=1.0))
+        self.until_s = min(now_s + RETRY_WAIT_S, self.ends_at_s)
+        return None
+
+    def ask_again(self, now_s: float, attempt: int) -> ev.SendPlace | ev.Fail | None:
+        """Ask again after `until_s`, or give up; None: wait on."""
+        if self._retry_begun is not None:
+            return self.retry(now_s, attempt, begun=self._retry_begun)
         is_held = isinstance(self._reason, Overloaded)
         if now_s >= self.ends_at_s and (is_held or self._tries > self._timers.place_resends_max):
             return ev.Fail(self._reason or Unavailable("no scheduler answered", retry_after_s=1.0))
@@ -96,16 +146,18 @@ class Search:
 
         `begun`: the client has a part of the answer, so the queue of a scheduler that is full does not end it.
         """
-        if isinstance(error, NoWorkers) and (self._failed or self._cut_pairs):
-            self._pause(now_s)
-        elif isinstance(error, Unavailable | ModelNotFound) or (isinstance(error, Overloaded) and begun):
-            # The gateway knows the model, so its workers, the bus or the scheduler have just restarted. The request
-            # waits for them: a restart should cost no request.
-            self._reason = NoWorkers(error.detail, retry_after_s=1.0) if isinstance(error, ModelNotFound) else error
-        else:
-            # All have refused: a worker's error says more than the scheduler's.
-            first = next(iter(self.refusals.values()), error)
-            return ev.Fail(first if isinstance(error, InvalidRequest) else error)
+        match asking(error, begun=begun, excludes=bool(self._failed or self._cut_pairs)):
+            case Asking.LIFT:
+                self._pause(now_s)
+            case Asking.WAIT:
+                # The gateway knows the model, so its workers, the bus or the scheduler have just restarted. The request
+                # waits for them: a restart should cost no request.
+                unknown = isinstance(error, ModelNotFound)
+                self._reason = NoWorkers(error.detail, retry_after_s=1.0) if unknown else error
+            case _:
+                # All have refused: a worker's error says more than the scheduler's.
+                first = next(iter(self.refusals.values()), error)
+                return ev.Fail(first if isinstance(error, InvalidRequest) else error)
         return None
 
     def _pause(self, now_s: float) -> None:
@@ -129,18 +181,32 @@ class Search:
         self._unavailable.clear()
         self._pauses = 0
 
-    def note_unavailable(self, worker: str) -> None:
-        """Note that a worker has no room, or does not listen. It has not failed: it may be full, or restarting."""
-        self._unavailable[worker] = None
+    def note_unavailable(self, workers: tuple[str, ...]) -> None:
+        """Note that workers have no room, or do not listen. They have not failed: they may be full, or restarting."""
+        self._unavailable.update(dict.fromkeys(workers))
 
-    def note_failed(self, error: BatonError, workers: tuple[str, ...]) -> None:
-        """Note a failed attempt, or that a worker's engine does not take the request."""
-        if isinstance(error, InvalidRequest):
-            self.refusals.update(dict.fromkeys(workers, error))
-        else:
-            self.failures += 1
-            self._failed.update(dict.fromkeys(workers))
+    def note_refused(self, error: InvalidRequest, workers: tuple[str, ...]) -> None:
+        """Note that a worker's engine does not take the request."""
+        self.refusals.update(dict.fromkeys(workers, error))
 
-    def cut_pair(self, prefill: str, decode: str) -> None:
-        """Exclude a pair of which neither worker is at fault: each may serve with another peer."""
-        self._cut_pairs[prefill, decode] = None
+    def note_failed(self, workers: tuple[str, ...]) -> None:
+        """Note a failed attempt."""
+        self.failures += 1
+        self._failed.update(dict.fromkeys(workers))
+
+    def cut_pair(self, pair: tuple[str, str]) -> None:
+        """Exclude a prefill and a decode worker of which neither is at fault: each may serve with another peer."""
+        self._cut_pairs[pair] = None
+
+    # ------------------------------------------------------------ suspicion
+
+    def note_suspect(self, worker: Worker, now_s: float) -> None:
+        """Note that an attempt that had just begun on this worker failed: see `Suspects`."""
+        self._suspected = True
+        self._retries.suspects.note_failed(self._request, worker, now_s)
+
+    def clear(self) -> None:
+        """Drop all suspicion: an attempt gives tokens, or the answer ends."""
+        if self._suspected:
+            self._suspected = False
+            self._retries.suspects.clear(self._request)

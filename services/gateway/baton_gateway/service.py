@@ -38,6 +38,7 @@ from baton_gateway.metrics import GatewayMetrics, Goals
 from baton_gateway.models import Models
 from baton_gateway.publisher import Publisher
 from baton_gateway.routes import Routes
+from baton_gateway.search import Retries
 from baton_gateway.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,7 @@ class Gateway:
             publisher=self.publisher,
             timers=settings.attempt_timers(),
             unanswered=set(),
+            retries=Retries(),
             questions=asyncio.Semaphore(QUESTIONS_MAX),
             routes=self.routes,
         )
@@ -161,7 +163,10 @@ class Gateway:
         message = delivery.message
         if not isinstance(message, Heartbeat | Goodbye):
             return
-        self._note(self.workers.members.take(message, self.clock.now_s()))
+        address = message.address
+        member = self.workers.members.get(address.worker)
+        drained = isinstance(message, Goodbye) and member is not None and member.leaving
+        self._note(self.workers.members.take(message, self.clock.now_s()), drained=drained)
         if isinstance(message, Heartbeat):
             if message.draining:
                 self._note_leaving(message)
@@ -232,8 +237,8 @@ class Gateway:
         )
         self.publisher.post(subjects.task(worker), gone)
 
-    def _note(self, events: list[Event]) -> None:
-        """Tell running answers that their worker is gone."""
+    def _note(self, events: list[Event], *, drained: bool = False) -> None:
+        """Tell running answers that their worker is gone; `drained`: it said before that it would leave."""
         for event in events:
             match event:
                 case Restarted(member, _, generation):
@@ -245,6 +250,8 @@ class Gateway:
                 case _:
                     continue
             log.info("worker %s (generation %d) %s", member, generation, detail)
+            if not drained:
+                self.links.retries.suspects.note_lost((member, generation), self.clock.now_s())
             for _, driver in self.routes.running_on(member):
                 driver.post(ev.WorkerGone(member, generation, detail))
 

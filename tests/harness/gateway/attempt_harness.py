@@ -8,6 +8,7 @@ from typing import TypeVar
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.search import Retries
 
 from baton.errors import BatonError
 from baton.messages.attempts import Finish, FinishReason, Frame, Sampling, Usage
@@ -46,10 +47,26 @@ def frame(
 class AttemptHarness:
     """Steps an attempt's state machine and records its actions."""
 
-    def __init__(self, sampling: Sampling = GREEDY, *, deadline_s: float = 300.0) -> None:
-        self.now_s = 0.0
-        self.machine = AttemptMachine(sampling, AttemptTimers(), deadline_at_s=deadline_s, eos_tokens=frozenset({2}))
-        self.all: list[ev.Action] = list(self.machine.start(0.0))
+    def __init__(
+        self,
+        sampling: Sampling = GREEDY,
+        *,
+        deadline_s: float = 300.0,
+        request: str = REQUEST,
+        retries: Retries | None = None,
+        now_s: float = 0.0,
+    ) -> None:
+        self.now_s = now_s
+        self.retries = retries or Retries()
+        self.machine = AttemptMachine(
+            sampling,
+            AttemptTimers(),
+            request=request,
+            retries=self.retries,
+            deadline_at_s=deadline_s,
+            eos_tokens=frozenset({2}),
+        )
+        self.all: list[ev.Action] = list(self.machine.start(now_s))
         self.fresh: list[ev.Action] = list(self.all)
 
     def step(self, event: ev.Event) -> list[ev.Action]:
