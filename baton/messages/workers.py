@@ -116,6 +116,12 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     transfers: Annotated[tuple[TransferFit, ...], Meta(max_length=PEERS_MAX)] = ()
     """Bandwidths of the peers that were pulled from last."""
     kv_bytes_per_token: int
+    computing: int = 0
+    """Attempts that the engine has to advance: none that wait for room or for KV."""
+    progress_tokens: int = 0
+    """Tokens computed and generated so far. If it stands still while attempts are computing, the engine is stuck."""
+    completed: int = 0
+    """Attempts that ended well so far."""
     attempts: tuple[tuple[str, int], ...] = ()
     """(request, attempt) of each attempt that this worker holds."""
     events_sequence: int = 0

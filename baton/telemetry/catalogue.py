@@ -138,7 +138,7 @@ ANSWERS: Final = _counter(
     known=(
         *("stop", "length", "client_gone", "invalid_request", "overloaded", "no_workers", "no_responders"),
         *("bus_unavailable", "unavailable", "deadline_exceeded", "worker_lost", "transfer_failed", "peer_unreachable"),
-        *("engine_failed", "not_resumable", "internal_error"),
+        *("engine_failed", "not_resumable", "request_stopped", "retries_limited", "internal_error"),
     ),
 )
 GOOD_ANSWERS: Final = _counter(
@@ -227,6 +227,21 @@ DECISIONS_RECORDED: Final = _counter(
     "Decisions published for `baton explain`, and dropped because they could not be published in time.",
     "result",
     known=("published", "dropped"),
+)
+BREAKERS: Final = _gauge(
+    "baton_breakers",
+    SCHEDULER,
+    "Workers and pairs that placements pass over, because they fail or make no progress, by state: `open`, or"
+    " `half_open` when one request at a time may try them.",
+    "kind",
+    "state",
+)
+BREAKERS_OPENED: Final = _counter(
+    "baton_breakers_opened_total",
+    SCHEDULER,
+    "Breakers of workers and pairs opened, those included that were tried in vain, by cause.",
+    "cause",
+    known=("failures", "no_progress"),
 )
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"

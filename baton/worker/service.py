@@ -64,6 +64,10 @@ LAST_WORDS_S: Final = 2.0
 LISTENS_ON_S: Final = 1.0
 """Minimum time for which a draining worker answers tasks placed before its heartbeat was heard."""
 
+COMPUTING: Final = frozenset({AttemptState.QUEUED, AttemptState.RUNNING, AttemptState.COMPUTING})
+"""States of attempts that the engine has to advance."""
+ENDED_WELL: Final = (FinishReason.STOP, FinishReason.LENGTH, "held")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timers:
@@ -307,7 +311,8 @@ class WorkerService:
         states = [attempt.state for attempt in ledger]
         prompts = [(attempt.uncached_tokens, attempt.prompt_tokens) for attempt in ledger.prompts_queued()]
         elapsed_s = min(rates.prefill_elapsed_s(self._clock.now_s()), rates.prefill_s(*prompts[0])) if prompts else 0.0
-        engine_blocks = round(self._engine.load().kv_usage * facts.kv_blocks)
+        load = self._engine.load()
+        engine_blocks = round(load.kv_usage * facts.kv_blocks)
         waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
         overbooked = ledger.waiting
         return Heartbeat(
@@ -338,6 +343,9 @@ class WorkerService:
             steps=rates.steps(),
             transfers=rates.transfers(),
             kv_bytes_per_token=facts.kv_bytes_per_token,
+            computing=sum(state in COMPUTING for state in states),
+            progress_tokens=load.prompt_tokens_computed + ledger.output_tokens,
+            completed=sum(ledger.ends[end] for end in ENDED_WELL),
             attempts=tuple(attempt.key for attempt in ledger),
             events_sequence=self._publisher.published_sequence,
             held=self._publisher.held,

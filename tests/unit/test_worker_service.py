@@ -561,6 +561,25 @@ async def test_heartbeats_say_what_the_worker_is_and_holds(decode: World) -> Non
     assert beat.events_sequence == 3
 
 
+async def test_heartbeats_say_whether_the_engine_has_work_and_does_it(decode: World) -> None:
+    async def said() -> tuple[int, int, int]:
+        await decode.clock.advance(0.5)
+        beat = decode.heartbeat()
+        return beat.computing, beat.progress_tokens, beat.completed
+
+    assert await said() == (0, 0, 0), "nothing before the first request"
+    await decode.ask(decode_task("pulling"))
+    assert await said() == (0, 0, 0), "the engine has nothing to do yet"
+    await decode.ask(decode_task(pulls=False))
+    assert await said() == (1, 0, 0)
+    decode.engine.load_now = EngineLoad(prompt_tokens_computed=100)
+    assert await said() == (1, 100, 0), "a part of the prompt"
+    await decode.step(EngineDelta(tokens=[1, 2]))
+    assert await said() == (1, 102, 0)
+    await decode.step(EngineDelta(tokens=[3], finish=FinishReason.LENGTH))
+    assert await said() == (0, 103, 1)
+
+
 async def test_draining_refuses_finishes_and_says_goodbye(decode: World) -> None:
     await decode.ask(decode_task())
     decode.stop.asked.set()

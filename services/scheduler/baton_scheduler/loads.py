@@ -68,17 +68,18 @@ class Loads:
 
     # ------------------------------------------------------------ changes
 
-    def take(self, message: Heartbeat | Goodbye, now_s: float) -> None:
-        """Take a worker's message; one of a generation that is over is ignored.
+    def take(self, message: Heartbeat | Goodbye, now_s: float) -> bool:
+        """Take a worker's message; return whether its generation is live, otherwise it is ignored.
 
         Raises MalformedMessage for impossible figures.
         """
         if isinstance(message, Heartbeat):
             _check(message)
         self._drop_ended(self._workers.take(message, now_s))
-        address = message.address
-        if isinstance(message, Heartbeat) and self._workers.is_live(address.worker, address.generation):
+        is_live = self._workers.is_live(message.address.worker, message.address.generation)
+        if isinstance(message, Heartbeat) and is_live:
             self._hear(message, now_s)
+        return is_live
 
     def tick(self, now_s: float, pause_s: float = 0.0) -> None:
         """Drop lost workers; `pause_s` is how long this process could not receive."""
@@ -242,6 +243,9 @@ def _check(heartbeat: Heartbeat) -> None:
         heartbeat.prefill_pairs_queued,
         heartbeat.prefill_elapsed_s,
         heartbeat.kv_bytes_per_token,
+        heartbeat.computing,
+        heartbeat.progress_tokens,
+        heartbeat.completed,
         heartbeat.steps.samples,
         heartbeat.steps.spread,
     )

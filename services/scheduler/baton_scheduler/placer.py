@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -11,13 +12,22 @@ import msgspec
 
 from baton import subjects
 from baton.bus import Retention
-from baton.errors import BatonError, DeadlineExceeded, MalformedMessage, ModelNotFound, NoWorkers, Overloaded
+from baton.errors import (
+    BatonError,
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    MalformedMessage,
+    ModelNotFound,
+    NoWorkers,
+    Overloaded,
+)
 from baton.messages.base import Context, Refused, WorkerAddress
 from baton.messages.codec import AnyMessage
 from baton.messages.decisions import Verdict
 from baton.messages.index import Match, Matched
 from baton.messages.placement import Place, Placed, Placement
 from baton.node.service import Node
+from baton_scheduler.breakers import Breakers, Cause, Pair
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.loads import Loads
 from baton_scheduler.placement import PlacementOptions, choose, soft_placements
@@ -33,6 +43,8 @@ FIRST_ASK_SHARE: Final = 0.3
 """Share of the index timeout after which all indexes are asked. One index mostly answers within a tenth of it."""
 WAIT_GROWTH: Final = 4.0
 """An attempt may wait at its worker for this many times the longest predicted wait: predictions err."""
+PASSED_OVER_MAX: Final = 4
+"""Workers and pairs that a placement's reason names as passed over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +60,13 @@ class Choice:
 
 
 class Placer:
-    def __init__(self, settings: SchedulerSettings, node: Node, loads: Loads, name: str) -> None:
+    def __init__(self, settings: SchedulerSettings, node: Node, loads: Loads, breakers: Breakers, name: str) -> None:
         self._settings = settings
         self._bus = node.ports.bus
         self._clock = node.ports.clock
         self._random = node.ports.random
         self._loads = loads
+        self._breakers = breakers
         self._name = name
         self._policy = ObservedPolicy(POLICIES[settings.policy]())
         retention = Retention(age_s_max=settings.decisions_kept_s, bytes_max=settings.decisions_bytes_max)
@@ -110,34 +123,55 @@ class Placer:
 
         Raises what `placement.choose` does, and Overloaded where only these workers are left.
         """
+        serving = self._serving(place.model)
+        avoided = self._breakers.avoided(self._clock.now_s())
+        try:
+            placement = self._choose(place, match, serving, without, avoided)
+        except (NoWorkers, ContextLengthExceeded) as error:
+            # Breakers are preferences. A worker that failed this request may be the better one, so the gateway gives up
+            # its own exclusions first.
+            if not avoided or (isinstance(error, NoWorkers) and (place.exclude or place.exclude_pairs)):
+                raise
+            avoided = {}
+            placement = self._choose(place, match, serving, without, avoided)
+        waiting_s, longest_s = placement.predicted.waiting_s, self._settings.place_wait_s_max
+        reason = placement.reason.removesuffix(".")
+        if match is None:
+            reason += "; the index did not answer, so what workers hold is unknown"
+        if passed_over := _passed_over(avoided, serving):
+            reason += f"; passed over: {passed_over}"
+        wait_s = WAIT_GROWTH * longest_s if waiting_s > 0 else 0.0
+        placement = msgspec.structs.replace(placement, reason=f"{reason}.", wait_s=wait_s)
+        decode = next(load for load in serving if load.worker == placement.decode.worker)
+        begins_soon = waiting_s <= longest_s
+        return Choice(placement, decode.heartbeat.model_digest, begins_soon, self._policy.question)
+
+    def _choose(
+        self,
+        place: Place,
+        match: PrefixMatch | None,
+        serving: Serving,
+        without: tuple[str, ...],
+        avoided: Mapping[str | Pair, Cause],
+    ) -> Placement:
         demand = Demand(
             model=place.model,
             prompt_tokens=place.prompt_tokens,
             output_tokens_max=place.output_tokens_max,
             disaggregation=place.disaggregation or self._settings.disaggregation,
-            exclude=frozenset((*place.exclude, *without)),
-            exclude_pairs=frozenset(place.exclude_pairs),
+            exclude=frozenset((*place.exclude, *without, *(key for key in avoided if isinstance(key, str)))),
+            exclude_pairs=frozenset((*place.exclude_pairs, *(key for key in avoided if not isinstance(key, str)))),
             parameters=frozenset(place.parameters),
             refused=frozenset(place.refused),
             session=session_of(place),
         )
-        serving = self._serving(place.model)
         try:
             found, now_s = match or PrefixMatch(), self._clock.now_s()
-            placement = choose(demand, serving, found, self._policy, self._options, self._random, now_s)
+            return choose(demand, serving, found, self._policy, self._options, self._random, now_s)
         except NoWorkers as error:
             if not without:
                 raise
             raise Overloaded(error.detail, retry_after_s=self._settings.retry_after_s) from error
-        waiting_s, longest_s = placement.predicted.waiting_s, self._settings.place_wait_s_max
-        reason = placement.reason
-        if match is None:
-            reason = reason.removesuffix(".") + "; the index did not answer, so what workers hold is unknown."
-        wait_s = WAIT_GROWTH * longest_s if waiting_s > 0 else 0.0
-        placement = msgspec.structs.replace(placement, reason=reason, wait_s=wait_s)
-        decode = next(load for load in serving if load.worker == placement.decode.worker)
-        begins_soon = waiting_s <= longest_s
-        return Choice(placement, decode.heartbeat.model_digest, begins_soon, self._policy.question)
 
     async def commit(
         self, place: Place, choice: Choice, match: PrefixMatch | None, budget_s: float, *, held_s: float = 0.0
@@ -178,6 +212,7 @@ class Placer:
         """Count a placement as soft, until heartbeats show it."""
         soft = soft_placements(placed, self._loads, now_s=self._clock.now_s(), options=self._options)
         self._loads.place(placed.context.request, soft)
+        self._breakers.note_placed(placed, self._clock.now_s())
 
     def tokens(self, place: Place | Placed) -> int:
         """Return what a placement costs its tenant."""
@@ -191,3 +226,13 @@ class Placer:
         if not serving:
             raise ModelNotFound(f"no worker serves the model {model}")
         return serving
+
+
+def _passed_over(avoided: Mapping[str | Pair, Cause], serving: Serving) -> str:
+    """Return which of the avoided workers and pairs serve this model, and why they are avoided."""
+    if not avoided:
+        return ""
+    here = {load.worker for load in serving}
+    keys = (((key,) if isinstance(key, str) else key, cause) for key, cause in avoided.items())
+    named = [(" → ".join(key), cause) for key, cause in keys if here.issuperset(key)]
+    return ", ".join(f"{name} ({cause.text})" for name, cause in named[:PASSED_OVER_MAX])

@@ -23,6 +23,7 @@ from baton.errors import (
     Overloaded,
     Unavailable,
 )
+from baton.messages.attempts import Fault
 from baton.messages.base import ErrorReport, Refused
 from baton.messages.decisions import Verdict
 from baton.messages.placement import PRIORITIES, Held, Place, Placed, Placement, Withdraw
@@ -30,6 +31,7 @@ from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node, subscribed
 from baton.telemetry import Reading, catalogue
+from baton_scheduler.breakers import Breakers
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.holding import Holding, key_of
 from baton_scheduler.loads import Loads, LoadsOptions, incompatible_pairs
@@ -53,7 +55,8 @@ class SchedulerService:
             LoadsOptions(lost_after_s=settings.lost_after_s, leased_share_max=settings.leased_share_max)
         )
         self._name = node.ports.new_id()
-        self._placer = Placer(settings, node, self._loads, self._name)
+        self._breakers = Breakers(node.ports.random)
+        self._placer = Placer(settings, node, self._loads, self._breakers, self._name)
         self._holding = Holding(settings, node, self._placer, self._name)
         self._places: Subscription | None = None
         """Subscription to placements; None before this scheduler answers, and once it drains."""
@@ -67,6 +70,7 @@ class SchedulerService:
         handlers = {
             subjects.HEARTBEAT: self._on_heartbeat,
             subjects.PLACED: self._on_placed,
+            subjects.FAULTS: self._on_fault,
             subjects.WITHDRAWALS: self._on_withdraw,
             subjects.GATEWAY_BEAT: self._on_gateway_beat,
         }
@@ -110,6 +114,10 @@ class SchedulerService:
         recorder = self._placer.recorder
         yield Reading(catalogue.DECISIONS_RECORDED, recorder.published, ("published",))
         yield Reading(catalogue.DECISIONS_RECORDED, recorder.dropped, ("dropped",))
+        for labels, count in self._breakers.counts(self._clock.now_s()).items():
+            yield Reading(catalogue.BREAKERS, count, labels)
+        for cause, count in self._breakers.opened.items():
+            yield Reading(catalogue.BREAKERS_OPENED, count, (cause,))
         live = self._loads.live(self._clock.now_s())
         held = {load.heartbeat.model: 0 for load in live} | self._holding.counts()
         for model, count in held.items():
@@ -127,13 +135,15 @@ class SchedulerService:
         while True:
             now_s = self._clock.now_s()
             self._loads.tick(now_s, pauses.local_pause_s(now_s, connected=self._bus.connected))
+            self._breakers.tick(now_s)
             await self._clock.sleep(TICK_S)
 
     async def _on_heartbeat(self, delivery: Delivery) -> None:
         match delivery.message:
             case Heartbeat() | Goodbye() as message:
                 try:
-                    self._loads.take(message, self._clock.now_s())
+                    if self._loads.take(message, self._clock.now_s()) and isinstance(message, Heartbeat):
+                        self._breakers.hear(message, self._clock.now_s())
                     self._holding.note_loads()
                 except MalformedMessage as error:
                     logger.warning("%s", error)
@@ -174,6 +184,10 @@ class SchedulerService:
         if isinstance(placed, Placed) and placed.scheduler != self._name:
             self._placer.count(placed)
             self._holding.note_placed(placed)
+
+    async def _on_fault(self, delivery: Delivery) -> None:
+        if isinstance(delivery.message, Fault):
+            self._breakers.note_fault(delivery.message, self._clock.now_s())
 
     async def _on_withdraw(self, delivery: Delivery) -> None:
         if isinstance(delivery.message, Withdraw):

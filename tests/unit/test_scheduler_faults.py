@@ -1,0 +1,100 @@
+"""A scheduler that hears of failures: which workers and pairs it passes over, and when it takes them nevertheless."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from baton import subjects
+from baton.bus import MemoryNetwork
+from baton.messages.attempts import Fault
+from baton.messages.base import WorkerAddress
+from baton.messages.placement import Disaggregation
+from baton.messages.workers import Heartbeat, Role
+from tests.harness.heartbeats import heartbeat
+from tests.unit.test_scheduler_service import Gateway, place, scheduling
+
+PREFILL = heartbeat("p1", Role.PREFILL)
+GOOD, BAD = heartbeat("good"), heartbeat("bad")
+BUSIER = heartbeat("good", running=4)
+"""Without a breaker, the other one is preferred."""
+
+
+@pytest.fixture
+async def gateway() -> AsyncIterator[Gateway]:
+    made = Gateway(MemoryNetwork())
+    yield made
+    await made.bus.close()
+    await made.bus.network.close()
+
+
+async def report(gateway: Gateway, *workers: Heartbeat, pair: tuple[str, str] | None = None, times: int = 3) -> None:
+    addresses = tuple(WorkerAddress(worker=each.address.worker, generation=1) for each in workers)
+    for number in range(times):
+        fault = Fault(request=f"r{number}", attempt=0, workers=addresses, pair=pair, code="engine_failed")
+        await gateway.bus.publish(subjects.FAULTS, fault)
+
+
+async def test_a_worker_that_fails_is_passed_over_and_the_reason_names_it(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.hear(BUSIER, BAD)
+        before = await gateway.place(blocks=b"")
+        assert (before.decode.worker, "passed over" in before.reason) == ("bad", False)
+        await report(gateway, BAD)
+        after = await gateway.place(blocks=b"")
+        assert after.decode.worker == "good"
+        assert after.reason.endswith("passed over: bad (failures).")
+
+
+async def test_every_scheduler_hears_of_it(gateway: Gateway) -> None:
+    network = gateway.bus.network
+    async with scheduling(network, disaggregation=Disaggregation.NEVER):
+        async with scheduling(network, disaggregation=Disaggregation.NEVER):
+            await gateway.hear(BUSIER, BAD)
+            await report(gateway, BAD)
+            places = [(await gateway.place(f"r{number}", blocks=b"")).decode.worker for number in range(2)]
+            assert places == ["good"] * 2
+        assert (await gateway.place(blocks=b"")).decode.worker == "good", "whichever is left"
+
+
+async def test_where_no_other_is_left_it_is_taken_nevertheless(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.hear(GOOD, BAD)
+        await report(gateway, GOOD, BAD)
+        assert (await gateway.place(blocks=b"")).decode.worker in {"good", "bad"}
+        assert await gateway.refusal(place(blocks=b"", exclude=("bad", "good"))) == "no_workers"
+
+
+async def test_a_worker_that_failed_this_request_is_better_than_one_that_fails_all(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.hear(GOOD, BAD)
+        await report(gateway, BAD)
+        assert await gateway.refusal(place(blocks=b"", exclude=("good",))) == "no_workers", (
+            "the gateway lifts its exclusions"
+        )
+        assert (await gateway.place(blocks=b"")).decode.worker == "good"
+
+
+async def test_a_worker_that_is_merely_full_is_waited_for(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.hear(GOOD, BAD)
+        await report(gateway, BAD)
+        assert await gateway.refusal(place(blocks=b"", unavailable=("good",))) == "overloaded"
+
+
+async def test_a_long_prompt_goes_to_the_only_worker_that_can_hold_it(gateway: Gateway) -> None:
+    large = heartbeat("bad", context_tokens_max=8192)
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.hear(GOOD, large)
+        await report(gateway, BAD)
+        assert (await gateway.place(blocks=b"", prompt_tokens=5000)).decode.worker == "bad"
+
+
+async def test_a_pair_is_passed_over_and_its_workers_are_not(gateway: Gateway) -> None:
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.ALWAYS):
+        await gateway.hear(PREFILL, BUSIER, BAD)
+        await report(gateway, pair=("p1", "bad"), times=2)
+        placement = await gateway.place(blocks=b"")
+        assert placement.decode.worker == "good"
+        assert "passed over: p1 → bad (failures)" in placement.reason
