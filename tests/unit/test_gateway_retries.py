@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from baton_gateway import attempt_events as ev
+from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.retry_budget import BEGUN_SHARE, FLOOR, SHARE, WINDOW_S, RetryBudget
 from baton_gateway.search import Retries
 from baton_gateway.suspects import CONFIRM_S, JUST_BEGUN_TOKENS, KEPT_S, LOSSES_MAX, Suspects, Verdict
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from baton.errors import RequestStopped, RetriesLimited, WorkerLost
 from baton.messages.attempts import Sampling
 from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, placement
+
+TIMERS = AttemptTimers()
 
 # ---------------------------------------------------------------- budget
 
@@ -262,3 +265,19 @@ def test_faults_are_reported(gone: str) -> None:
     bench.step(ev.WorkerGone(gone, 1, "died"))
     (report,) = bench.did(ev.ReportFault)
     assert (report.attempt, report.workers, report.pair, type(report.error)) == (0, ((gone, 1),), None, WorkerLost)
+
+
+# ---------------------------------------------------------------- workers without progress
+
+
+def test_an_attempt_on_a_stuck_worker_is_given_up_before_the_limit_of_the_first_token() -> None:
+    bench = AttemptHarness()
+    bench.run_on("d1", "p1")
+    for worker, generation in (("d1", 0), ("d2", 1)):
+        assert bench.step(ev.WorkerStuck(worker, generation)) == []
+    bench.wait(TIMERS.progress_s - 1)
+    assert bench.step(ev.WorkerStuck("p1", 1)) == [], "it may have been given to the worker a moment ago"
+    bench.wait(1.0)
+    bench.step(ev.WorkerStuck("p1", 1))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("p1",))]
+    assert bench.now_s < TIMERS.first_token_s

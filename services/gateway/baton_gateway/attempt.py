@@ -105,6 +105,8 @@ class AttemptMachine:
         self._deadline_at_s = deadline_at_s
         """Deadline of the first token; infinite once that token has arrived."""
         self._phase_until_s = inf
+        self._patient_until_s = inf
+        """End of the time in which an accepted attempt is not given up for a worker that makes no progress."""
         self._resend_at_s = inf
         self._move_again_at_s = -inf
         self._awaited: set[str] = set()
@@ -174,6 +176,8 @@ class AttemptMachine:
                 self._on_worker_gone(now_s, event)
             case ev.WorkerLeaving():
                 self._on_worker_leaving(now_s, event)
+            case ev.WorkerStuck():
+                self._on_worker_stuck(now_s, event)
             case ev.Shown():
                 self._shown = True
             case ev.TextStopped():
@@ -274,6 +278,7 @@ class AttemptMachine:
         assert self.placement is not None
         self.phase = Phase.WAITING
         self._phase_until_s = now_s + self._token_s
+        self._patient_until_s = now_s + self._timers.progress_s
         if not self.placement.wait_s:
             # Where the attempt may wait for room, the search ends with its first token.
             self._search.note_accepted()
@@ -352,6 +357,13 @@ class AttemptMachine:
         needed = self.placement.addresses[: 1 if self._emitted else 2]
         if (event.worker, event.generation) in {(address.worker, address.generation) for address in needed}:
             self._on_failure(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
+
+    def _on_worker_stuck(self, now_s: float, event: ev.WorkerStuck) -> None:
+        """Give up an attempt that has waited for its first token for as long as others wait for a further one."""
+        if self.placement is None or self.phase is not Phase.WAITING or now_s < self._patient_until_s:
+            return
+        if (event.worker, event.generation) in {(each.worker, each.generation) for each in self.placement.addresses}:
+            self._on_failure(now_s, WorkerLost(f"worker {event.worker} makes no progress"), event.worker)
 
     def _on_worker_leaving(self, now_s: float, event: ev.WorkerLeaving) -> None:
         """Ask for another placement while the attempt runs on. Heartbeats repeat the event until there is one."""

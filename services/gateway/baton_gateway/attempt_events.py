@@ -127,6 +127,14 @@ class WorkerLeaving:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerStuck:
+    """This generation of the worker is alive, but its engine does nothing with its work. Heartbeats repeat it."""
+
+    worker: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Shown:
     """The client receives the first part of the answer, which from now on cannot start over."""
 
@@ -161,6 +169,7 @@ Event = (
     | DigestArrived
     | WorkerGone
     | WorkerLeaving
+    | WorkerStuck
     | Shown
     | TextStopped
     | Aborted

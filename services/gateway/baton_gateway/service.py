@@ -27,6 +27,7 @@ from baton.messages.placement import Place, Placement, QueuePositions, Released,
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Event, Left, Lost, Restarted
+from baton.node.progress import Progress
 from baton.node.service import Node, subscribed
 from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
@@ -70,6 +71,8 @@ class Gateway:
         self.models = models
         self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes[AnswerDriver]()
+        self._progress: dict[str, Progress] = {}
+        """Progress of the live workers."""
         self.publisher = Publisher(self.bus)
         goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
         self.figures = GatewayMetrics(node.metrics, self.clock, goals)
@@ -168,6 +171,7 @@ class Gateway:
         drained = isinstance(message, Goodbye) and member is not None and member.leaving
         self._note(self.workers.members.take(message, self.clock.now_s()), drained=drained)
         if isinstance(message, Heartbeat):
+            self._note_progress(message)
             if message.draining:
                 self._note_leaving(message)
             if message.role is Role.DECODE:
@@ -250,10 +254,25 @@ class Gateway:
                 case _:
                     continue
             log.info("worker %s (generation %d) %s", member, generation, detail)
+            self._progress.pop(member, None)
             if not drained:
                 self.links.retries.suspects.note_lost((member, generation), self.clock.now_s())
             for _, driver in self.routes.running_on(member):
                 driver.post(ev.WorkerGone(member, generation, detail))
+
+    def _note_progress(self, heartbeat: Heartbeat) -> None:
+        """Tell running answers of a worker that is alive and does nothing."""
+        worker, generation, now_s = heartbeat.address.worker, heartbeat.address.generation, self.clock.now_s()
+        if not self.workers.members.is_live(worker, generation):
+            return
+        progress = self._progress.get(worker)
+        if progress is None or progress.generation != generation:
+            self._progress[worker] = Progress(heartbeat, now_s, floor_s=self.settings.progress_s)
+            return
+        progress.hear(heartbeat, now_s)
+        if progress.is_stuck:
+            for _, driver in self.routes.running_on(worker):
+                driver.post(ev.WorkerStuck(worker, generation))
 
     def _note_leaving(self, heartbeat: Heartbeat) -> None:
         worker, generation = heartbeat.address.worker, heartbeat.address.generation

@@ -155,10 +155,12 @@ class Breakers:
 
     def counts(self, now_s: float) -> dict[tuple[str, str], int]:
         """Return the number of breakers that are not closed, by kind and state."""
-        counts = dict.fromkeys(product(("worker", "pair"), ("open", "half_open")), 0)
+        counts: dict[tuple[str, str], int] = {}
+        for kind, state in product(("worker", "pair"), ("open", "half_open")):
+            counts[kind, state] = 0
         for key, breaker in self._open.items():
-            kind, state = "worker" if isinstance(key, str) else "pair", breaker.is_half_open(now_s)
-            counts[kind, "half_open" if state else "open"] += 1
+            kind = "worker" if isinstance(key, str) else "pair"
+            counts[kind, "half_open" if breaker.is_half_open(now_s) else "open"] += 1
         return counts
 
     # ------------------------------------------------------------ changes
@@ -214,16 +216,14 @@ class Breakers:
     def tick(self, now_s: float) -> None:
         """End what is overdue; call it several times a second."""
         for key, breaker in list(self._open.items()):
-            worker = self._workers.get(key) if isinstance(key, str) else None
-            if worker is not None and now_s - worker.heard_s > FORGET_S:
+            if isinstance(key, str) and now_s - self._workers[key].heard_s > FORGET_S:
                 del self._workers[key], self._open[key]
-            elif not breaker.is_overdue(now_s):
-                continue
-            elif worker is not None and breaker.cause is not None:
-                self._trip(key, breaker, breaker.cause, now_s)
-            else:
-                breaker.close()
-                self._note(key, breaker)
+            elif breaker.is_overdue(now_s):
+                if isinstance(key, str) and breaker.cause:
+                    self._trip(key, breaker, breaker.cause, now_s)
+                else:
+                    breaker.close()
+                    self._note(key, breaker)
 
     def _fail(self, key: str | Pair, breaker: Breaker, now_s: float, completed: int) -> None:
         if breaker.fail(now_s, completed):

@@ -132,7 +132,7 @@ class Placer:
             # its own exclusions first.
             if not avoided or (isinstance(error, NoWorkers) and (place.exclude or place.exclude_pairs)):
                 raise
-            avoided = {}
+            avoided = dict[str | Pair, Cause]()
             placement = self._choose(place, match, serving, without, avoided)
         waiting_s, longest_s = placement.predicted.waiting_s, self._settings.place_wait_s_max
         reason = placement.reason.removesuffix(".")
