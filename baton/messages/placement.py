@@ -52,6 +52,8 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     same `engine_kind`."""
     unavailable: tuple[str, ...] = ()
     """Workers that have just answered `Busy`, or did not listen: their newest heartbeat is out of date."""
+    probe: bool = False
+    """Whether only the answer counts: no task follows, and nobody is told of a placement."""
     gateway: str = ""
     """Gateway whose own subject gets what becomes of a held request."""
     hold_s: float = 0.0

@@ -198,7 +198,7 @@ WORKERS: Final = _gauge(
 PLACEMENTS: Final = _counter(
     "baton_placements_total",
     SCHEDULER,
-    "Placements made, gateways' probes included; requests held; refusals by their code.",
+    "Placements made; requests held; refusals by their code, gateways' probes included.",
     "result",
     known=(
         *("disaggregated", "aggregated", "held", "overloaded", "no_workers", "model_not_found", "invalid_request"),

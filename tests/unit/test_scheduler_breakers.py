@@ -6,12 +6,12 @@ from random import Random
 from typing import Any
 
 from baton_scheduler.breakers import (
-    CANARY_S,
     FORGET_S,
     JITTER,
     OPEN_S,
     OPEN_S_MAX,
     PAIRS_MAX,
+    TRIAL_S,
     WORKER_FAILURES,
     Breakers,
     Cause,
@@ -153,12 +153,21 @@ def test_a_failure_of_that_request_doubles_the_back_off() -> None:
     assert not world.avoided
 
 
-def test_a_request_that_comes_to_nothing_does_so_too() -> None:
+def test_a_request_that_gets_no_token_does_so_too() -> None:
     world = half_open()
     world.breakers.note_placed(placed(), world.now_s)
-    world.wait(CANARY_S)
+    world.wait(TRIAL_S, stuck=True)
     assert world.breakers.counts(world.now_s)["worker", "open"] == 1
     assert world.breakers.opened[Cause.FAILURES] == 2
+
+
+def test_after_a_request_that_never_came_another_one_may_try() -> None:
+    world = half_open()
+    world.breakers.note_placed(placed(), world.now_s)
+    assert world.avoided
+    world.wait(TRIAL_S)
+    assert not world.avoided
+    assert world.breakers.opened[Cause.FAILURES] == 1
 
 
 def test_late_failures_of_earlier_requests_change_nothing() -> None:
@@ -232,7 +241,7 @@ def test_a_pair_is_taken_out_without_its_workers() -> None:
     assert not world.avoided
     world.breakers.note_placed(placed("d", "p"), world.now_s)
     assert world.avoided == {PAIR: Cause.FAILURES}
-    world.wait(CANARY_S)
+    world.wait(TRIAL_S)
     assert not sum(world.breakers.counts(world.now_s).values()), "it did not fail"
 
 
@@ -284,5 +293,5 @@ def test_whatever_happens_a_healthy_worker_comes_back(steps: list[str]) -> None:
         world.wait(OPEN_S_MAX * (1 + JITTER))
         world.breakers.note_placed(placed("d", "p"), world.now_s)
         world.progress()
-    world.wait(CANARY_S)
+    world.wait(TRIAL_S)
     assert not world.avoided

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton import subjects
-from baton.bus import MemoryNetwork
+from baton.bus import Delivery, MemoryNetwork
 from baton.messages.attempts import Fault
 from baton.messages.base import WorkerAddress
 from baton.messages.placement import Disaggregation
@@ -98,3 +98,19 @@ async def test_a_pair_is_passed_over_and_its_workers_are_not(gateway: Gateway) -
         placement = await gateway.place(blocks=b"")
         assert placement.decode.worker == "good"
         assert "passed over: p1 → bad (failures)" in placement.reason
+
+
+async def test_a_probe_counts_nowhere(gateway: Gateway) -> None:
+    """Else it would be the one request that tries a worker, and nothing would come of it."""
+    told: list[object] = []
+
+    async def hear(delivery: Delivery) -> None:
+        told.append(delivery.message)
+
+    async with scheduling(gateway.bus.network, disaggregation=Disaggregation.NEVER):
+        await gateway.bus.subscribe(subjects.PLACED, hear)
+        await gateway.hear(heartbeat("d", running_max=1))
+        for _ in range(3):
+            await gateway.place(blocks=b"", probe=True)
+        await gateway.place(blocks=b"")
+    assert len(told) == 1

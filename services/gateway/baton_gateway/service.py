@@ -150,7 +150,7 @@ class Gateway:
         if (error := tokenizer.exception()) is not None:
             return Unavailable(str(error))
         context = Context(request=f"ready-{self.links.gateway}", budget_s=self.settings.place_resend_s)
-        place = Place(context=context, model=name, blocks=b"", prompt_tokens=1, output_tokens_max=1)
+        place = Place(context=context, model=name, blocks=b"", prompt_tokens=1, output_tokens_max=1, probe=True)
         try:
             answer = await self.bus.request(subjects.PLACE, place, timeout_s=self.settings.place_resend_s)
         except BatonError as error:

@@ -36,7 +36,7 @@ OPEN_S: Final = 2.0
 OPEN_S_MAX: Final = 60.0
 JITTER: Final = 0.25
 """Share by which a back-off varies, so that schedulers do not all try a worker at the same moment."""
-CANARY_S: Final = 10.0
+TRIAL_S: Final = 10.0
 """Time for the one request to show progress, or a pair's to fail."""
 FORGET_S: Final = 120.0
 """Time since the last opening after which the back-off begins anew, and since its last heartbeat after which a worker
@@ -66,29 +66,29 @@ class Breaker:
         self._level = 0
         self._opened_s = -inf
         self._open_until_s = -inf
-        self._canary_until_s = inf
+        self._trial_until_s = inf
 
     @property
-    def has_canary(self) -> bool:
+    def has_trial(self) -> bool:
         """Whether the one request that tries it is under way."""
-        return self._canary_until_s < inf
+        return self._trial_until_s < inf
 
     def is_half_open(self, now_s: float) -> bool:
         return self.cause is not None and now_s >= self._open_until_s
 
     def passes(self, now_s: float) -> bool:
         """Return whether a request may be placed now."""
-        return not self.cause or (self.is_half_open(now_s) and not self.has_canary)
+        return not self.cause or (self.is_half_open(now_s) and not self.has_trial)
 
     def is_overdue(self, now_s: float) -> bool:
         """Return whether the time of the one request is over."""
-        return now_s >= self._canary_until_s
+        return now_s >= self._trial_until_s
 
     def fail(self, now_s: float, completed: int) -> bool:
         """Count a failure; return whether it is to be opened. `completed`: attempts that ended well so far."""
         if self.cause:
             # Requests that were placed before fail late; only the one that tries it counts.
-            return self.has_canary
+            return self.has_trial
         self._failures.append((now_s, completed))
         began_s, completed_before = self._failures[0]
         many = len(self._failures) == self._failures.maxlen and now_s - began_s <= WINDOW_S
@@ -100,12 +100,16 @@ class Breaker:
         self.cause, self._opened_s = cause, now_s
         back_off_s = min(OPEN_S * 2.0 ** min(self._level, 16), OPEN_S_MAX)
         self._open_until_s = now_s + back_off_s * random.uniform(1 - JITTER, 1 + JITTER)
-        self._canary_until_s = inf
+        self._trial_until_s = inf
 
     def place(self, now_s: float) -> None:
         """Count a placement: the first one after the back-off tries the worker or pair."""
         if self.cause and self.passes(now_s):
-            self._canary_until_s = now_s + CANARY_S
+            self._trial_until_s = now_s + TRIAL_S
+
+    def end_trial(self) -> None:
+        """Let another request try it."""
+        self._trial_until_s = inf
 
     def close(self) -> None:
         self.reset()
@@ -114,7 +118,7 @@ class Breaker:
     def reset(self) -> None:
         """Close, and keep the failures: the worker was restarted."""
         self.cause = None
-        self._canary_until_s = inf
+        self._trial_until_s = inf
 
 
 class _Worker:
@@ -186,7 +190,7 @@ class Breakers:
         worker.beat, worker.heard_s = beat, now_s
         breaker = worker.breaker
         if worker.progress.hear(beat, now_s):
-            if breaker.cause is Cause.NO_PROGRESS or breaker.has_canary:
+            if breaker.cause is Cause.NO_PROGRESS or breaker.has_trial:
                 breaker.close()
                 self._note(name, breaker)
         elif worker.progress.is_stuck and not breaker.cause:
@@ -219,11 +223,14 @@ class Breakers:
             if isinstance(key, str) and now_s - self._workers[key].heard_s > FORGET_S:
                 del self._workers[key], self._open[key]
             elif breaker.is_overdue(now_s):
-                if isinstance(key, str) and breaker.cause:
-                    self._trip(key, breaker, breaker.cause, now_s)
-                else:
+                if not isinstance(key, str):
                     breaker.close()
                     self._note(key, breaker)
+                elif breaker.cause and self._workers[key].beat.computing:
+                    self._trip(key, breaker, breaker.cause, now_s)
+                else:
+                    # The request never came to the worker, or was cancelled.
+                    breaker.end_trial()
 
     def _fail(self, key: str | Pair, breaker: Breaker, now_s: float, completed: int) -> None:
         if breaker.fail(now_s, completed):

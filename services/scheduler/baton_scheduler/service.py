@@ -228,7 +228,7 @@ class SchedulerService:
         try:
             choice = self._placer.choose(place, match, without=place.unavailable)
             if choice.begins_soon:
-                return await self._placer.commit(place, choice, match, budget_s)
+                return choice.placement if place.probe else await self._placer.commit(place, choice, match, budget_s)
             waiting_s = min(max(self._settings.retry_after_s, choice.placement.predicted.waiting_s), RETRY_AFTER_S_MAX)
             full = Overloaded("the workers that suit this request best are full", retry_after_s=waiting_s)
         except Overloaded as error:
