@@ -241,7 +241,7 @@ BREAKERS_OPENED: Final = _counter(
     SCHEDULER,
     "Breakers of workers and pairs opened, those included that were tried in vain, by cause.",
     "cause",
-    known=("failures", "no_progress"),
+    known=("failures", "no_progress", "restarts"),
 )
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"

@@ -256,6 +256,7 @@ def test_a_worker_that_never_accepted_does_not_count() -> None:
         lose_worker(bench, worker)
         assert not bench.machine.ended
     assert bench.retries.suspects.judge(REQUEST, bench.now_s) == (Verdict.FREE, ())
+    assert not bench.did_ever(ev.ReportFault), "it may be busy"
 
 
 @pytest.mark.parametrize("gone", ["d1", "p1"])

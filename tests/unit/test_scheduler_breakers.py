@@ -11,6 +11,7 @@ from baton_scheduler.breakers import (
     OPEN_S,
     OPEN_S_MAX,
     PAIRS_MAX,
+    RESTARTS,
     TRIAL_S,
     WORKER_FAILURES,
     Breakers,
@@ -213,15 +214,23 @@ def test_a_worker_that_stays_stuck_gets_one_request_now_and_then() -> None:
     assert 2 <= tried <= 5
 
 
-def test_restarts_count_as_one_failure_each_unless_the_worker_drained() -> None:
+def test_restarts_in_a_row_open_a_breaker_unless_the_worker_drained() -> None:
     crashing, drained = World(), World()
-    for generation in range(2, 2 + WORKER_FAILURES):
+    for generation in range(2, 2 + RESTARTS):
         assert not crashing.avoided
-        crashing.breakers.hear(beat(generation=generation), 0.0)
-        drained.breakers.hear(beat(generation=generation - 1, draining=True), 0.0)
-        drained.breakers.hear(beat(generation=generation), 0.0)
-    assert crashing.avoided == {"d": Cause.FAILURES}
+        crashing.breakers.hear(beat(generation=generation), crashing.now_s)
+        drained.breakers.hear(beat(generation=generation - 1, draining=True), drained.now_s)
+        drained.breakers.hear(beat(generation=generation), drained.now_s)
+    assert crashing.avoided == {"d": Cause.RESTARTS}
     assert not drained.avoided
+
+
+def test_the_attempts_that_ended_with_a_worker_do_not_count_for_the_next_generation() -> None:
+    world = opened()
+    world.breakers.hear(beat(generation=2), world.now_s)
+    assert not world.avoided
+    world.breakers.note_fault(fault(generation=2), world.now_s)
+    assert not world.avoided
 
 
 def test_a_restart_ends_what_the_worker_was_taken_out_for() -> None:

@@ -464,9 +464,11 @@ class AttemptMachine:
     def _report(self, now_s: float, error: BatonError, workers: tuple[str, ...], pair: tuple[str, str] | None) -> None:
         """Tell schedulers who is at fault, and suspect the request where it had just begun."""
         assert self.placement is not None
+        if self.phase is Phase.DISPATCHED:
+            return  # A busy worker is late to accept; taking it out would make the others busier.
         failed = tuple((each.worker, each.generation) for each in self.placement.addresses if each.worker in workers)
         self._actions.append(ev.ReportFault(self.attempt, failed, pair, error))
-        if self.phase is not Phase.DISPATCHED and self._emitted < JUST_BEGUN_TOKENS:
+        if self._emitted < JUST_BEGUN_TOKENS:
             for each in failed:
                 self._search.note_suspect(each, now_s)
 

@@ -31,6 +31,9 @@ WORKER_FAILURES: Final = 3
 PAIR_FAILURES: Final = 2
 WINDOW_S: Final = 30.0
 """Time within which so many failures open a breaker."""
+RESTARTS: Final = 3
+RESTARTS_WINDOW_S: Final = 600.0
+"""Time within which so many restarts open a worker's breaker."""
 OPEN_S: Final = 2.0
 """First back-off; each further one is twice as long."""
 OPEN_S_MAX: Final = 60.0
@@ -49,6 +52,7 @@ class Cause(StrEnum):
 
     FAILURES = "failures"
     NO_PROGRESS = "no_progress"
+    RESTARTS = "restarts"
 
     @property
     def text(self) -> str:
@@ -112,12 +116,8 @@ class Breaker:
         self._trial_until_s = inf
 
     def close(self) -> None:
-        self.reset()
-        self._failures.clear()
-
-    def reset(self) -> None:
-        """Close, and keep the failures: the worker was restarted."""
         self.cause = None
+        self._failures.clear()
         self._trial_until_s = inf
 
 
@@ -126,12 +126,18 @@ class _Worker:
 
     def __init__(self, beat: Heartbeat, now_s: float) -> None:
         self.breaker = Breaker(WORKER_FAILURES)
+        self._restarts = deque[float](maxlen=RESTARTS)
         self.hear_first(beat, now_s)
 
     def hear_first(self, beat: Heartbeat, now_s: float) -> None:
         """Take the first heartbeat of a generation."""
         self.progress = Progress(beat, now_s, floor_s=STUCK_S)
         self.beat, self.heard_s = beat, now_s
+
+    def note_restart(self, now_s: float) -> bool:
+        """Count a restart of a worker that had not drained; return whether there are too many."""
+        self._restarts.append(now_s)
+        return len(self._restarts) == RESTARTS and now_s - self._restarts[0] <= RESTARTS_WINDOW_S
 
 
 Pair = tuple[str, str]
@@ -182,10 +188,10 @@ class Breakers:
         before = worker.beat
         if beat.address.generation != before.address.generation:
             worker.hear_first(beat, now_s)
-            worker.breaker.reset()
-            if not before.draining:
-                self._fail(name, worker.breaker, now_s, 0)
+            worker.breaker.close()
             self._note(name, worker.breaker)
+            if not before.draining and worker.note_restart(now_s):
+                self._trip(name, worker.breaker, Cause.RESTARTS, now_s)
             return
         worker.beat, worker.heard_s = beat, now_s
         breaker = worker.breaker
