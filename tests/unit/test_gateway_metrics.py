@@ -58,6 +58,7 @@ class Stage:
         model = Model(name="tiny", path="", digest="", block_tokens=32, context_tokens_max=100)
         order = self.order = Order(
             request="r",
+            client_request="r",
             model=model,
             tokens=b"",
             prompt_tokens=40,

@@ -7,7 +7,7 @@ from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.retry_budget import BEGUN_SHARE, FLOOR, SHARE, WINDOW_S, RetryBudget
 from baton_gateway.search import Retries
-from baton_gateway.suspects import CONFIRM_S, JUST_BEGUN_TOKENS, KEPT_S, LOSSES_MAX, Suspects, Verdict
+from baton_gateway.suspects import CONFIRM_S, JUST_BEGUN_TOKENS, KEPT_S, LOSSES_MAX, STOPPED_MAX, Suspects, Verdict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -119,6 +119,15 @@ def test_a_request_that_ends_two_workers_is_stopped() -> None:
     assert verdict(suspects, "other") is Verdict.FREE, "the losses are explained"
 
 
+def test_all_choices_of_a_request_are_stopped() -> None:
+    suspects = Suspects()
+    lose(suspects, "d1", "r", "r", "r")
+    lose(suspects, "d2", "r", "r")
+    for _ in range(3):
+        assert suspects.judge("r", 0.0) == (Verdict.STOP, ("d1", "d2"))
+        suspects.clear("r")
+
+
 def test_the_same_worker_twice_proves_nothing() -> None:
     suspects = Suspects()
     for generation in (1, 2, 3):
@@ -180,11 +189,9 @@ def test_only_those_that_were_on_two_lost_workers_are_ever_stopped(
             met[request].add(worker)
         if data.draw(st.booleans()):
             suspects.note_lost((worker, generation), generation)
-        for request in "rstu":
+        for request in met:
             if verdict(suspects, request, generation) is Verdict.STOP:
                 assert len(met[request]) >= 2
-                suspects.clear(request)
-                met[request].clear()
 
 
 @given(st.permutations(["innocent-1", "innocent-2", "guilty"]), st.integers(0, 3))
@@ -217,6 +224,11 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(LOSSES_MAX * 2):
         lose(suspects, f"d{number}", "r")
     assert len(suspects._losses) == LOSSES_MAX  # pyright: ignore[reportPrivateUsage]
+    for number in range(STOPPED_MAX * 2):
+        for worker in ("d1", "d2"):
+            lose(suspects, worker, f"r{number}", now_s=number * KEPT_S * 2)
+        verdict(suspects, f"r{number}", number * KEPT_S * 2)
+    assert len(suspects._stopped) == STOPPED_MAX  # pyright: ignore[reportPrivateUsage]
 
 
 # ---------------------------------------------------------------- the attempt machine

@@ -29,7 +29,6 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     EngineFailed,
-    InvalidRequest,
     MalformedMessage,
     NoResponders,
     NotResumable,
@@ -80,7 +79,7 @@ class AttemptMachine:
         sampling: Sampling,
         timers: AttemptTimers,
         *,
-        request: str,
+        client_request: str,
         retries: Retries,
         deadline_at_s: float,
         eos_tokens: frozenset[int] = frozenset(),
@@ -100,7 +99,7 @@ class AttemptMachine:
         self._shown = False
         self._sampling = sampling
         self._timers = timers
-        self._search = Search(request, timers, retries)
+        self._search = Search(client_request, timers, retries)
         self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
         """Deadline of the first token; infinite once that token has arrived."""
@@ -454,12 +453,12 @@ class AttemptMachine:
                 self._search.cut_pair(pair)
             case _:
                 pass
-        if isinstance(error, InvalidRequest):
+        if response is Ending.KIND:
             self._search.note_refused(error, workers)
         else:
             self._search.note_failed(workers)
             self._report(now_s, error, workers, pair)
-        self._retry(now_s, error)
+        self._retry(now_s, error, is_failure=response is not Ending.KIND)
 
     def _report(self, now_s: float, error: BatonError, workers: tuple[str, ...], pair: tuple[str, str] | None) -> None:
         """Tell schedulers who is at fault, and suspect the request where it had just begun."""
@@ -472,12 +471,12 @@ class AttemptMachine:
             for each in failed:
                 self._search.note_suspect(each, now_s)
 
-    def _retry(self, now_s: float, error: BatonError) -> None:
+    def _retry(self, now_s: float, error: BatonError, *, is_failure: bool) -> None:
         """Give up this attempt and begin the next one, if that is allowed and exact."""
         rest, failures = self._rest(error), self._search.failures
         if len(self._search.refusals) > REFUSALS_MAX:
             end: FinishReason | BatonError | None = error
-        elif rest is None and not isinstance(error, InvalidRequest) and failures >= self._timers.attempts_max:
+        elif rest is None and is_failure and failures >= self._timers.attempts_max:
             detail = f"{failures} attempts failed, the last one because {error}"
             end = type(error)(detail) if isinstance(error, WorkerLost | EngineFailed | NoResponders) else error
         else:
@@ -486,10 +485,10 @@ class AttemptMachine:
             self._give_up_attempt(error)
             self._limit_search(now_s)
             self.phase = Phase.PLACING
-            if isinstance(error, InvalidRequest):
-                self._seek(self._search.ask(now_s, self.attempt))
-            else:
+            if is_failure:
                 self._seek(self._search.retry(now_s, self.attempt, begun=bool(self.delivered)))
+            else:
+                self._seek(self._search.ask(now_s, self.attempt))
             return
         self._cancel_both(error.code)
         if isinstance(end, FinishReason):

@@ -106,7 +106,7 @@ class AnswerDriver:
         self.machine = AttemptMachine(
             order.sampling,
             links.timers,
-            request=order.request,
+            client_request=order.client_request,
             retries=links.retries,
             deadline_at_s=order.deadline_at_s,
             eos_tokens=order.eos_tokens,

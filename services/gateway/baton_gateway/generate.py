@@ -140,6 +140,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
         orders=tuple(
             Order(
                 request=f"{facts.request}-{next(numbers)}",
+                client_request=facts.request,
                 model=model,
                 tokens=prompt.tokens,
                 prompt_tokens=len(prompt.tokens) // TOKEN_BYTES,

@@ -14,6 +14,8 @@ class Order:
     """One answer to produce: one choice of one prompt."""
 
     request: str
+    client_request: str
+    """Request of which this is one choice; its choices are suspected together."""
     model: Model
     tokens: bytes
     """The prompt, packed."""

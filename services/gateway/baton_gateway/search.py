@@ -53,7 +53,7 @@ class Search:
         self._retries = retries
         self.failures = 0
         """Failed attempts so far."""
-        self.refusals: dict[str, InvalidRequest] = {}
+        self.refusals: dict[str, BatonError] = {}
         """Refusals by worker. One becomes the answer once all kinds of engines have refused."""
         self.ends_at_s = inf
         """End of the present search, including waits for the bus, schedulers and free workers."""
@@ -114,8 +114,8 @@ class Search:
         if self._suspected:
             verdict, workers = self._retries.suspects.judge(self._request, now_s)
             if verdict is Verdict.STOP:
-                lost = " and ".join(workers)
-                return ev.Fail(RequestStopped(f"the workers {lost} were lost just after they began this request"))
+                lost = ", ".join(workers)
+                return ev.Fail(RequestStopped(f"workers were lost just after they began this request: {lost}"))
         if verdict is Verdict.FREE and self._retries.budget.take(now_s, begun=begun):
             self._retry_begun = None
             return self.ask(now_s, attempt)
@@ -185,7 +185,7 @@ class Search:
         """Note that workers have no room, or do not listen. They have not failed: they may be full, or restarting."""
         self._unavailable.update(dict.fromkeys(workers))
 
-    def note_refused(self, error: InvalidRequest, workers: tuple[str, ...]) -> None:
+    def note_refused(self, error: BatonError, workers: tuple[str, ...]) -> None:
         """Note that a worker's engine does not take the request."""
         self.refusals.update(dict.fromkeys(workers, error))
 

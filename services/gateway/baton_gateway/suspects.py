@@ -24,6 +24,7 @@ JUST_BEGUN_TOKENS: Final = 8
 KEPT_S: Final = 300.0
 CONFIRM_S: Final = 2.0
 LOSSES_MAX: Final = 256
+STOPPED_MAX: Final = 256
 SUSPECTS_MAX: Final = 4096
 """Suspects of one loss; further ones are not suspected."""
 
@@ -54,6 +55,8 @@ class Suspects:
     def __init__(self) -> None:
         self._losses: OrderedDict[Worker, _Loss] = OrderedDict()
         self._on_trial = ""
+        self._stopped: OrderedDict[str, tuple[str, ...]] = OrderedDict()
+        """Requests that were stopped, and the workers lost with them: other choices of one may still run."""
 
     def note_failed(self, request: str, worker: Worker, now_s: float) -> None:
         """Note that an attempt failed when it had just begun on this worker, which may be lost."""
@@ -74,6 +77,8 @@ class Suspects:
 
     def judge(self, request: str, now_s: float) -> tuple[Verdict, tuple[str, ...]]:
         """Say whether a request may be tried again now, and which workers were lost with it."""
+        if request in self._stopped:
+            return Verdict.STOP, self._stopped[request]
         self._forget(now_s)
         confirmed = [loss for loss in self._losses.values() if loss.confirmed]
         mine = [loss for loss in confirmed if request in loss.suspects]
@@ -86,6 +91,9 @@ class Suspects:
         if self._on_trial == request or len(mine[0].suspects) == 1:
             # These losses are explained: they clear the other suspects, and do not speak for later ones.
             self._losses = OrderedDict((key, loss) for key, loss in self._losses.items() if loss not in mine)
+            self._stopped[request] = workers
+            if len(self._stopped) > STOPPED_MAX:
+                self._stopped.popitem(last=False)
             return Verdict.STOP, workers
         if self._on_trial:
             return Verdict.WAIT, workers

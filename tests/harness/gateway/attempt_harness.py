@@ -61,7 +61,7 @@ class AttemptHarness:
         self.machine = AttemptMachine(
             sampling,
             AttemptTimers(),
-            request=request,
+            client_request=request,
             retries=self.retries,
             deadline_at_s=deadline_s,
             eos_tokens=frozenset({2}),
