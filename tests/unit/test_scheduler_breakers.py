@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 from typing import Any
 
@@ -28,14 +29,20 @@ from baton.node.membership import MEMBERS_MAX
 from tests.harness.heartbeats import heartbeat
 
 PAIR = ("p", "d")
+NUMBERS = count()
 
 
 def beat(worker: str = "d", generation: int = 1, **changes: Any) -> Heartbeat:
     return heartbeat(worker, generation=generation, **changes)
 
 
-def fault(worker: str = "d", generation: int = 1) -> Fault:
-    return Fault(request="r", attempt=0, workers=(WorkerAddress(worker=worker, generation=generation),))
+def fault(worker: str = "d", generation: int = 1, request: str = "") -> Fault:
+    address = WorkerAddress(worker=worker, generation=generation)
+    return Fault(request=request or f"r{next(NUMBERS)}", attempt=0, workers=(address,))
+
+
+def pair_fault(pair: tuple[str, str] = PAIR) -> Fault:
+    return Fault(request=f"r{next(NUMBERS)}", attempt=0, pair=pair)
 
 
 def placed(decode: str = "d", prefill: str = "") -> Placed:
@@ -59,7 +66,7 @@ class World:
 
     def fail_pair(self, times: int = 1) -> None:
         for _ in range(times):
-            self.breakers.note_fault(Fault(request="r", attempt=0, pair=PAIR), self.now_s)
+            self.breakers.note_fault(pair_fault(), self.now_s)
 
     def progress(self) -> None:
         self.tokens += 1
@@ -122,12 +129,19 @@ def test_failures_that_are_rare_or_few_among_many_do_not() -> None:
     assert not world.avoided
 
 
+def test_one_request_that_fails_again_and_again_is_one_failure() -> None:
+    world = World()
+    for _ in range(10):
+        world.breakers.note_fault(fault(request="the same"), 0.0)
+    assert not world.avoided
+
+
 def test_faults_of_others_do_not_count() -> None:
     world = World()
     for _ in range(5):
         world.breakers.note_fault(fault("unknown"), 0.0)
         world.breakers.note_fault(fault("d", generation=0), 0.0)
-        world.breakers.note_fault(Fault(request="r", attempt=0, pair=("p", "d")), 0.0)
+        world.breakers.note_fault(pair_fault(), 0.0)
     assert not world.avoided
 
 
@@ -274,7 +288,7 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(PAIRS_MAX + 10):
         pair = (f"w{number % 2000 + 20}", f"w{number // 2000 + 2100}")
         for _ in range(2):
-            world.breakers.note_fault(Fault(request="r", attempt=0, pair=pair), 0.0)
+            world.breakers.note_fault(pair_fault(pair), 0.0)
     assert len(world.avoided) <= PAIRS_MAX
     sizes = (len(world.breakers._workers), len(world.breakers._pairs))  # pyright: ignore[reportPrivateUsage]
     assert sizes == (MEMBERS_MAX, PAIRS_MAX)

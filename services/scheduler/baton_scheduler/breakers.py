@@ -44,7 +44,8 @@ TRIAL_S: Final = 10.0
 FORGET_S: Final = 120.0
 """Time since the last opening after which the back-off begins anew, and since its last heartbeat after which a worker
 is forgotten."""
-PAIRS_MAX: Final = 4096
+PAIRS_MAX: Final = 64
+"""Pairs that are remembered, the newest: each one that is passed over makes decisions slower."""
 
 
 class Cause(StrEnum):
@@ -65,8 +66,8 @@ class Breaker:
     def __init__(self, failures: int) -> None:
         self.cause: Cause | None = None
         """Why it is open; None: it is closed."""
-        self._failures = deque[tuple[float, int]](maxlen=failures)
-        """Instants of the newest failures, and how many attempts had ended well by then."""
+        self._failures = deque[tuple[str, float, int]](maxlen=failures)
+        """The newest failures: request, instant, and how many attempts had ended well by then."""
         self._level = 0
         self._opened_s = -inf
         self._open_until_s = -inf
@@ -88,13 +89,15 @@ class Breaker:
         """Return whether the time of the one request is over."""
         return now_s >= self._trial_until_s
 
-    def fail(self, now_s: float, completed: int) -> bool:
+    def fail(self, request: str, now_s: float, completed: int) -> bool:
         """Count a failure; return whether it is to be opened. `completed`: attempts that ended well so far."""
         if self.cause:
             # Requests that were placed before fail late; only the one that tries it counts.
             return self.has_trial
-        self._failures.append((now_s, completed))
-        began_s, completed_before = self._failures[0]
+        if any(request == failed for failed, _, _ in self._failures):
+            return False  # It may be the request's own fault.
+        self._failures.append((request, now_s, completed))
+        _, began_s, completed_before = self._failures[0]
         many = len(self._failures) == self._failures.maxlen and now_s - began_s <= WINDOW_S
         return many and completed - completed_before <= len(self._failures)
 
@@ -207,10 +210,10 @@ class Breakers:
         for address in fault.workers:
             worker = self._workers.get(address.worker)
             if worker is not None and worker.progress.generation == address.generation:
-                self._fail(address.worker, worker.breaker, now_s, worker.beat.completed)
+                self._fail(address.worker, worker.breaker, fault.request, now_s, worker.beat.completed)
         if fault.pair is not None and all(name in self._workers for name in fault.pair):
             breaker = self._pairs.setdefault(fault.pair, Breaker(PAIR_FAILURES))
-            self._fail(fault.pair, breaker, now_s, 0)
+            self._fail(fault.pair, breaker, fault.request, now_s, 0)
             if len(self._pairs) > PAIRS_MAX:
                 gone, _ = self._pairs.popitem(last=False)
                 self._open.pop(gone, None)
@@ -238,8 +241,8 @@ class Breakers:
                     # The request never came to the worker, or was cancelled.
                     breaker.end_trial()
 
-    def _fail(self, key: str | Pair, breaker: Breaker, now_s: float, completed: int) -> None:
-        if breaker.fail(now_s, completed):
+    def _fail(self, key: str | Pair, breaker: Breaker, request: str, now_s: float, completed: int) -> None:
+        if breaker.fail(request, now_s, completed):
             self._trip(key, breaker, Cause.FAILURES, now_s)
 
     def _trip(self, key: str | Pair, breaker: Breaker, cause: Cause, now_s: float) -> None:
