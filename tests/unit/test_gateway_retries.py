@@ -210,6 +210,20 @@ def test_only_those_that_were_on_two_lost_workers_are_ever_stopped(
                 assert len(met[request]) >= 2
 
 
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.frozensets(st.sampled_from("rstu"))), max_size=30))
+def test_requests_that_get_tokens_between_losses_are_never_stopped_nor_held_up(
+    losses: list[tuple[str, frozenset[str]]],
+) -> None:
+    suspects = Suspects()
+    for generation, (worker, requests) in enumerate(losses):
+        for request in requests:
+            suspects.note_failed(request, (worker, generation), generation)
+        suspects.note_lost((worker, generation), generation)
+        for request in requests:
+            assert verdict(suspects, request, generation) is Verdict.FREE
+            suspects.clear(request)
+
+
 @given(st.permutations(["innocent-1", "innocent-2", "guilty"]), st.integers(0, 3))
 def test_whatever_ends_every_worker_is_stopped_and_others_are_not(order: list[str], shared: int) -> None:
     """All are retried as soon as they may; the guilty one ends each worker it comes to, with those that are there."""
