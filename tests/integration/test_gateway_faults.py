@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import httpx
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 from baton import subjects
 from baton.bus import Delivery
 from baton.errors import EngineFailed
-from baton.messages.attempts import Fault
+from baton.messages.attempts import DecodeTask, Fault
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Goodbye
 from tests.harness.gateway.actors import MODEL
@@ -68,6 +69,18 @@ async def test_a_request_that_ends_workers_is_stopped_with_all_its_choices(
     error = answer.json()["error"]
     assert (error["type"], error["code"]) == ("invalid_request_error", "request_stopped")
     assert sum(worker.alive for worker in stage.workers.values()) == 1
+
+
+async def test_an_attempt_on_a_worker_that_stands_still_goes_elsewhere() -> None:
+    """Long before the limit of the first token, which is two minutes."""
+    async with open_stage(Settings(port=0, progress_s=1.0)) as stage:
+        await stage.add("d2")
+        await forward(stage, "d2")
+        stage.workers["d1"].script.stall_at = 0
+        async with httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+            answers = await asyncio.gather(*(client.post(CHAT, json=BODY) for _ in range(4)))
+        assert [answer.status_code for answer in answers] == [200] * 4
+        assert stage.workers["d1"].got(DecodeTask)
 
 
 async def test_a_worker_that_drained_was_not_lost(stage: Stage) -> None:

@@ -11,7 +11,7 @@ from baton_gateway.suspects import CONFIRM_S, JUST_BEGUN_TOKENS, KEPT_S, LOSSES_
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import RequestStopped, RetriesLimited, WorkerLost
+from baton.errors import InvalidRequest, RequestStopped, RetriesLimited, WorkerLost
 from baton.messages.attempts import Sampling
 from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, placement
 
@@ -99,6 +99,13 @@ def test_a_retry_without_budget_waits_for_it() -> None:
     assert len(bench.did_ever(ev.SendPlace)) == 1
     bench.wait(0.6)
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",))]
+
+
+def test_another_kind_of_worker_is_no_retry() -> None:
+    bench = AttemptHarness(retries=exhausted())
+    bench.step(ev.PlaceGranted(0, placement("d1")))
+    bench.step(ev.TaskFailed(0, "d1", InvalidRequest("no such parameter")))
+    assert bench.did(ev.SendPlace) == [ev.SendPlace(1, refused=("d1",))]
 
 
 def test_a_retry_that_gets_no_budget_ends_with_a_time_to_come_back() -> None:

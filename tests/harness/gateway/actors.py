@@ -315,6 +315,8 @@ class Worker:
             parameters=self.parameters,
             context_tokens_max=CONTEXT_TOKENS,
             running=max(self.running, slots - self.script.capacity),
+            computing=self.running,
+            progress_tokens=sum(len(attempt.tokens) for attempt in self.attempts.values()),
             running_max=slots,
         )
 
