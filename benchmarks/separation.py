@@ -34,8 +34,6 @@ from benchmarks.report import RESULTS, commit, machine
 DOCS: Final = Path(__file__).parents[1] / "docs"
 BEGIN: Final = "<!-- the table: python -m benchmarks.separation -->\n"
 END: Final = "<!-- end of the table -->\n"
-TRACES: Final = ("conversation", "agents")
-LOADS: Final = (0.7, 1.0, 1.5)
 AGGREGATED: Final = Fleet(aggregated=8)
 FLEETS: Final = (AGGREGATED, *(Fleet(prefill=prefill, decode=8 - prefill) for prefill in (3, 4, 5)))
 SEED: Final = 1
@@ -91,16 +89,24 @@ def _scaled(name: str, load: float, minutes: float) -> Trace:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
-    parser.add_argument("--processes", type=int, default=2)
+    add = parser.add_argument
+    add("--traces", default="conversation,agents", help="default: %(default)s")
+    add("--loads", default="0.7,1.0,1.5", help="shares of the aggregated workers' capacity; default: %(default)s")
+    add("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
+    add("--processes", type=int, default=2)
     parsed = parser.parse_args()
-    points = [Point(*each, parsed.minutes) for each in product(TRACES, LOADS, FLEETS)]
+    loads = [float(load) for load in parsed.loads.split(",")]
+    points = [Point(*each, parsed.minutes) for each in product(parsed.traces.split(","), loads, FLEETS)]
     rows: list[dict[str, Any]] = []
     with get_context("spawn").Pool(parsed.processes) as pool:
         for row in pool.imap(Point.replay, points):
             rows.append(row)
             print(f"{len(rows)} of {len(points)}: {json.dumps(row)}", file=sys.stderr, flush=True)
-    facts = {"machine": machine(), "commit": commit(), "seed": SEED, "minutes": parsed.minutes}
+    write(rows, parsed.minutes)
+
+
+def write(rows: Sequence[dict[str, Any]], minutes: float) -> None:
+    facts = {"machine": machine(), "commit": commit(), "seed": SEED, "minutes": minutes}
     lines = ",\n".join(json.dumps(row) for row in rows)
     (RESULTS / "separation.json").write_text(f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n')
     page = DOCS / "separation.md"
@@ -135,9 +141,10 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw each figure over the load: a row of plots for each trace, a line for each fleet."""
     from matplotlib.figure import Figure
 
-    figure = cast("Any", Figure)(figsize=(10, 5.5), layout="constrained")
-    plots = figure.subplots(len(TRACES), len(SHOWN))
-    for trace, line in zip(TRACES, plots, strict=True):
+    traces, loads = (list(dict.fromkeys(row[name] for row in rows)) for name in ("trace", "load"))
+    figure = cast("Any", Figure)(figsize=(10, 0.5 + 2.7 * len(traces)), layout="constrained")
+    plots = figure.subplots(len(traces), len(SHOWN), squeeze=False)
+    for trace, line in zip(traces, plots, strict=True):
         for (name, label, factor, goal), axes in zip(SHOWN, line, strict=True):
             for fleet in map(name_of, FLEETS):
                 shown = [row for row in rows if (row["trace"], row["fleet"]) == (trace, fleet)]
@@ -148,7 +155,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 axes.axhline(goal, color="grey", linestyle=":")
                 axes.set_yscale("log")
             axes.set_title(f"{trace}: {label}", fontsize=10)
-            axes.set_xticks(LOADS)
+            axes.set_xticks(loads)
             axes.grid(alpha=0.3)
     plots[-1][0].set_xlabel("load, share of the aggregated workers' capacity")
     plots[0][0].legend(fontsize=8)
