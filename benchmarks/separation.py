@@ -153,11 +153,11 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
                 axes.plot([row["load"] for row in shown], values, marker="o", label=fleet, **style)
             if goal is not None:
                 axes.axhline(goal, color="grey", linestyle=":")
-                axes.set_yscale("log")
             axes.set_title(f"{trace}: {label}", fontsize=10)
             axes.set_xticks(loads)
+            axes.set_ylim(bottom=0)
             axes.grid(alpha=0.3)
-    plots[-1][0].set_xlabel("load, share of the aggregated workers' capacity")
+    figure.supxlabel("load, share of the aggregated workers' capacity", fontsize=10)
     plots[0][0].legend(fontsize=8)
     figure.savefig(path, dpi=90)
 
