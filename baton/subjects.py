@@ -63,6 +63,11 @@ def task(worker: str) -> str:
     return f"baton.worker.{worker}.task"
 
 
+def role(worker: str) -> str:
+    """Supervisor, or `baton roles`, to one worker: `ChangeRole`."""
+    return f"baton.worker.{worker}.role"
+
+
 def shadow(worker: str) -> str:
     """Index to one worker: `ShadowQuery`."""
     return f"baton.worker.{worker}.shadow"

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
+from baton import subjects
 from baton.bus import Bus, Delivery
-from baton.errors import InvalidRequest
+from baton.clock import SystemClock
+from baton.errors import InvalidRequest, Unavailable
 from baton.messages.codec import AnyMessage
+from baton.messages.workers import Goodbye, Heartbeat
+from baton.node.membership import Workers
 
 NATS_URL_FILE: Final = "nats-url"
 """File with the bus's address in the run folder of a `baton up`."""
@@ -19,6 +24,10 @@ QUIET_S: Final = 0.25
 """Silence after which all services have answered: they answer at once."""
 ANSWERS_S: Final = 3.0
 ANSWERS_MAX: Final = 2000
+FIRST_HEARTBEAT_S: Final = 3.0
+"""Time for the first heartbeat to arrive from a busy machine."""
+HEARTBEATS_S: Final = 0.6
+"""Two heartbeats: after this time every live worker is known."""
 
 Answer = TypeVar("Answer")
 
@@ -59,3 +68,32 @@ async def ask_all(bus: Bus, subject: str, query: AnyMessage, answer_to: str, kin
     finally:
         await subscription.unsubscribe()
     return answers
+
+
+async def hear_workers(bus: Bus) -> list[Heartbeat]:
+    """Return the newest heartbeat of each live worker. Raises Unavailable if there is none."""
+    workers, clock = Workers(), SystemClock()
+    first = asyncio.Event()
+
+    async def take(delivery: Delivery) -> None:
+        if isinstance(delivery.message, Heartbeat | Goodbye):
+            workers.take(delivery.message, clock.now_s())
+            first.set()
+
+    subscription = await bus.subscribe(subjects.HEARTBEAT, take)
+    with suppress(TimeoutError):
+        await asyncio.wait_for(first.wait(), FIRST_HEARTBEAT_S)
+        await asyncio.sleep(HEARTBEATS_S)
+    await subscription.unsubscribe()
+    if not (beats := list(workers.beats())):
+        raise Unavailable("no worker sends heartbeats: does Baton run on this message bus?")
+    return beats
+
+
+def table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield the lines of a table; none where there are no rows."""
+    if not rows:
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        yield "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -14,19 +13,13 @@ import msgspec
 
 from baton import subjects
 from baton.blocks import hash_blocks, root_key
-from baton.bus import Bus, Delivery, NatsBus
-from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all
-from baton.clock import SystemClock
+from baton.bus import Bus, NatsBus
+from baton.cli.asking import CONNECT_TIMEOUT_S, ask_all, hear_workers, table
 from baton.errors import InvalidRequest, Unavailable
 from baton.messages.base import pack_tokens
 from baton.messages.index import IndexQuery, IndexReport, WorkerReport
-from baton.messages.workers import Goodbye, Heartbeat
-from baton.node.membership import Workers
+from baton.messages.workers import Heartbeat
 
-FIRST_HEARTBEAT_S: Final = 3.0
-"""Time for the first heartbeat to arrive from a busy machine."""
-HEARTBEATS_S: Final = 0.6
-"""Two heartbeats: after this time every live worker is known."""
 MODEL_CHARS: Final = 12
 
 
@@ -80,22 +73,7 @@ async def _index(question: Question, nats_url: str) -> tuple[list[IndexReport], 
 
 async def _find_model(bus: Bus, name: str) -> Heartbeat:
     """Return a heartbeat of a worker that serves the model. Raises InvalidRequest."""
-    workers, clock = Workers(), SystemClock()
-    first = asyncio.Event()
-
-    async def take(delivery: Delivery) -> None:
-        if isinstance(delivery.message, Heartbeat | Goodbye):
-            workers.take(delivery.message, clock.now_s())
-            first.set()
-
-    subscription = await bus.subscribe(subjects.HEARTBEAT, take)
-    with suppress(TimeoutError):
-        await asyncio.wait_for(first.wait(), FIRST_HEARTBEAT_S)
-        await asyncio.sleep(HEARTBEATS_S)
-    await subscription.unsubscribe()
-    beats = {heartbeat.model: heartbeat for heartbeat in workers.beats()}
-    if not beats:
-        raise Unavailable("no worker sends heartbeats, so the size of its blocks is unknown")
+    beats = {heartbeat.model: heartbeat for heartbeat in await hear_workers(bus)}
     if name in beats or (not name and len(beats) == 1):
         return beats[name or next(iter(beats))]
     raise InvalidRequest(f"name one of the models that are served with --model: {', '.join(sorted(beats))}")
@@ -126,12 +104,12 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
             f"  model {model.model_digest[:MODEL_CHARS]}: {model.blocks} blocks in memory, {model.cold_blocks} cold; "
             f"held {model.holdings} times; {model.nodes} nodes, {model.depth} blocks deep, {model.bytes / 1e6:.1f} MB"
         )
-        yield from _table(
+        yield from table(
             ("shared by workers", "blocks", "last block"),
             [(str(each.workers), str(each.blocks), each.last.hex()) for each in model.prefixes],
         )
     header = ("worker", "generation", "blocks", "event", "state", "predicted hits", "found")
-    yield from _table(header, [_row(worker) for worker in report.workers])
+    yield from table(header, [_row(worker) for worker in report.workers])
     if report.left_out:
         yield f"    and {report.left_out} workers more"
     counted = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.counters.items() if count)
@@ -141,7 +119,7 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
         holds = report.held
         will_hold = holds | report.speculative
         rows = [(worker, str(holds.get(worker, 0)), str(will_hold[worker])) for worker in sorted(will_hold)]
-        yield from _table(("worker", "holds", "will hold"), rows)
+        yield from table(("worker", "holds", "will hold"), rows)
 
 
 def _row(worker: WorkerReport) -> tuple[str, ...]:
@@ -162,11 +140,3 @@ def _row(worker: WorkerReport) -> tuple[str, ...]:
         str(worker.predicted_tokens),
         str(worker.cached_tokens),
     )
-
-
-def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    if not rows:
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        yield "    " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

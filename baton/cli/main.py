@@ -20,6 +20,7 @@ from baton.cli.deployment import ENGINES, Deployment
 from baton.cli.explain import explain
 from baton.cli.index import Question, index, parse_tokens
 from baton.cli.processes import die_with_parent
+from baton.cli.roles import parse_wish, roles
 from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
@@ -63,6 +64,10 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     if parsed.command == "index":
         print(_index(parsed, environ))
         return 0
+    if parsed.command == "roles":
+        wish = parse_wish(parsed.change)
+        print(roles(wish, nats_url=_nats_url(parsed, environ), as_json=parsed.json))
+        return 0
     if parsed.die_with_parent:
         die_with_parent(os.getppid(), signal.SIGTERM)
     deployment = Deployment(
@@ -100,6 +105,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     _add_index(
         commands.add_parser("index", help="show what the index knows, and who holds a prompt", allow_abbrev=False)
     )
+    _add_roles(commands.add_parser("roles", help="show the workers' roles, or change one", allow_abbrev=False))
     for name, other in others.items():
         other.add_arguments(commands.add_parser(name, help=other.SUMMARY, allow_abbrev=False))
     command = commands.add_parser(
@@ -187,6 +193,13 @@ def _add_index(command: argparse.ArgumentParser) -> None:
     add("--model", default="", metavar="NAME", help="whose prompt that is, where several models are served")
     add("--salt", default="", metavar="SALT", help="cache_salt of the prompt")
     add("--top", type=int, default=10, metavar="N", help="prefixes to show; default: %(default)s")
+    _add_deployment(command)
+
+
+def _add_roles(command: argparse.ArgumentParser) -> None:
+    command.description = "Show the role and load of each worker; `set WORKER prefill|decode` changes a role."
+    change = "set WORKER prefill|decode: the worker finishes its attempts and keeps its cache"
+    command.add_argument("change", nargs="*", metavar="set WORKER ROLE", help=change)
     _add_deployment(command)
 
 

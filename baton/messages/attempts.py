@@ -49,6 +49,8 @@ class Task(Message, frozen=True, kw_only=True):
     gateway: str
     generation: int
     """Generation of the worker this is meant for; a worker of another generation answers `Busy`."""
+    role_epoch: int = 0
+    """`role_epoch` of the worker this is meant for; a worker that has changed its role since answers `Busy`."""
     tokens: bytes
     """Tail of the prompt, after the `TokenChunk`s."""
     prompt_tokens: int

@@ -59,10 +59,12 @@ class ErrorReport(Part, frozen=True, kw_only=True):
 
 
 class WorkerAddress(Part, frozen=True, kw_only=True):
-    """Address of one generation of a worker. A message for an older `generation` is refused."""
+    """Address of one generation of a worker. A message for an older `generation` or `role_epoch` is refused."""
 
     worker: str
     generation: int
+    role_epoch: int = 0
+    """Number of changes of role within the generation."""
     agents: tuple[str, ...] = ()
     """Endpoint of the transfer agent of each tensor-parallel rank, opaque outside `baton.transfer`."""
 

@@ -26,7 +26,7 @@ from baton.messages.decisions import AttemptReport, Decision, NamedRequest
 from baton.messages.index import IndexQuery, IndexReport, KvEvents, Match, Matched, ShadowPage, ShadowQuery, WriterLease
 from baton.messages.placement import Audited, Held, Place, Placed, Placement, QueuePositions, Released, Withdraw
 from baton.messages.traces import TracePage, TraceQuery, TraceWanted
-from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
+from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Heartbeat, RoleChange
 
 AnyMessage = (
     Heartbeat
@@ -57,6 +57,8 @@ AnyMessage = (
     | Digest
     | Fault
     | GatewayBeat
+    | ChangeRole
+    | RoleChange
     | KvEvents
     | ShadowQuery
     | ShadowPage

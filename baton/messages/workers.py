@@ -130,8 +130,10 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Fingerprint of all blocks held after event `held_sequence`, which may not have been sent yet."""
     held_sequence: int = 0
     draining: bool = False
+    next_role: Role | None = None
+    """Role that a draining worker takes next; None: it leaves."""
     leaves_in_s: float = 0.0
-    """Time until a draining worker ends the attempts that still run."""
+    """Time until a draining worker leaves, or takes its next role: answers that would end later are moved."""
 
     def token_interval_s(self) -> float:
         """Return the token interval of the sequences that run now, without prompts."""
@@ -143,6 +145,26 @@ class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):
     """A worker leaves on purpose; its blocks and attempts are gone."""
 
     address: WorkerAddress
+
+
+class ChangeRole(Message, tag="change_role", frozen=True, kw_only=True):
+    """Supervisor, or `baton roles`, to one worker: take this role.
+
+    Answered by `RoleChange`, or by `Refused` with Conflict, InvalidRequest or Unavailable.
+    """
+
+    generation: int
+    role_epoch: int
+    """`role_epoch` of the worker as the sender knows it: an order that is out of date is refused."""
+    role: Role
+
+
+class RoleChange(Message, tag="role_change", frozen=True, kw_only=True):
+    """Answer to `ChangeRole`: the worker has this role, or will have it once attempts of the old one have ended."""
+
+    role: Role
+    role_epoch: int
+    """`role_epoch` that belongs to the role."""
 
 
 class GatewayBeat(Message, tag="gateway_beat", frozen=True, kw_only=True):

@@ -326,6 +326,7 @@ INDEX_SEQUENCE: Final = _gauge(
 WORKER: Final = _gauge(
     "baton_worker_info", PREFILL_DECODE, "1; the labels identify the worker.", "worker", "role", "model", "engine"
 )
+ROLE_CHANGES: Final = _counter("baton_worker_role_changes_total", PREFILL_DECODE, "Changes of role since the start.")
 HELD: Final = _gauge(
     "baton_worker_attempts",
     PREFILL_DECODE,

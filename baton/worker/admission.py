@@ -13,6 +13,7 @@ from baton.messages.base import WorkerAddress, unpack_tokens
 from baton.messages.workers import RANKS_MAX, Role
 from baton.worker.assembly import Assembly
 from baton.worker.attempt import Ask, Key, Refusal
+from baton.worker.role import WorkerRole
 
 REQUEST_CHARACTERS_MAX: Final = 256
 _GATEWAY = re.compile(r"[A-Za-z0-9_-]{1,128}")
@@ -23,7 +24,6 @@ class Identity:
     """Identity of this generation of the worker, as others see it."""
 
     address: WorkerAddress
-    role: Role
     model_name: str
     model_path: str
     block_tokens: int
@@ -35,11 +35,15 @@ def key_of(task: PrefillTask | DecodeTask) -> Key:
     return task.context.request, task.context.attempt
 
 
-def check_task(task: PrefillTask | DecodeTask, identity: Identity, facts: EngineFacts) -> Ask | Refusal:
+def check_task(
+    task: PrefillTask | DecodeTask, identity: Identity, role: WorkerRole, facts: EngineFacts
+) -> Ask | Refusal:
     """Return the request to the ledger, or why this worker can never run this task."""
     wanted = Role.PREFILL if isinstance(task, PrefillTask) else Role.DECODE
-    if wanted is not identity.role:
-        return Refusal("role", f"this is a {identity.role} worker, not a {wanted} worker")
+    if wanted is not role.role:
+        return Refusal("role", f"this is a {role.role} worker, not a {wanted} worker")
+    if task.role_epoch != role.epoch:
+        return Refusal("role", f"meant for role epoch {task.role_epoch}, this is {role.epoch}")
     if task.generation != identity.address.generation:
         return Refusal("generation", f"meant for generation {task.generation}, this is {identity.address.generation}")
     if not 0 < len(task.context.request) <= REQUEST_CHARACTERS_MAX or task.context.attempt < 0:

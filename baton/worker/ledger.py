@@ -112,7 +112,7 @@ class Ledger:
         if self._tombstones.refuses(request, number):
             return Refusal("tombstone", "this attempt was cancelled or ended here, or a newer one was seen")
         if self.draining:
-            return Refusal("draining", "the worker is leaving")
+            return Refusal("draining", "the worker takes no new attempts: it leaves, or changes its role")
         blocks = self._blocks_of(ask)
         if refusal := self._no_place(blocks, ask.leg) if ask.wait_s > 0 else self._lack(blocks, ask.leg):
             return refusal

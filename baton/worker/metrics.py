@@ -15,6 +15,7 @@ from baton.worker.events import EventPublisher
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Ledger
 from baton.worker.rates import Rates
+from baton.worker.role import WorkerRole
 from baton.worker.shadow import ShadowMap
 
 
@@ -23,6 +24,7 @@ class WorkerReadings:
     """Source of readings from the parts of one worker."""
 
     identity: Identity
+    role: WorkerRole
     facts: EngineFacts
     engine: Engine
     clock: Clock
@@ -35,8 +37,9 @@ class WorkerReadings:
 
     def __call__(self) -> Iterator[Reading]:
         identity, rates = self.identity, self.rates
-        names = (identity.address.worker, identity.role, identity.model_name, self.facts.engine)
+        names = (identity.address.worker, self.role.role, identity.model_name, self.facts.engine)
         yield Reading(catalogue.WORKER, 1, names)
+        yield Reading(catalogue.ROLE_CHANGES, self.role.epoch)
         yield from self._ledger()
         yield from self._engine()
         yield Reading(catalogue.ENGINE_BUSY, rates.busy_s(self.clock.now_s()))

@@ -18,6 +18,7 @@ from baton.messages.workers import Role
 from baton.node.service import Node, Process, run
 from baton.worker.admission import Identity
 from baton.worker.attempt import Limits
+from baton.worker.role import WorkerRole
 from baton.worker.service import Timers, WorkerService
 from baton.worker.settings import WorkerSettings, create_engine
 
@@ -65,6 +66,7 @@ class LoadingWorker:
             _log.info("model loaded, %.1f s; proving the block mapping …", self._clock.now_s() - began_s)
             self._service = WorkerService(
                 identity=self._identify(facts),
+                role=WorkerRole(self._role, hands_off=bool(facts.agents), change_s=settings.role_change_s),
                 facts=facts,
                 engine=engine,
                 node=self._node,
@@ -95,7 +97,6 @@ class LoadingWorker:
         worker = self._settings.worker_id(self._role)
         return Identity(
             address=WorkerAddress(worker=worker, generation=self._generation, agents=facts.agents),
-            role=self._role,
             model_name=self._settings.public_model_name(),
             model_path=self._settings.model,
             block_tokens=self._settings.block_tokens,

@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import Final
 
+from msgspec.structs import replace
+
 from baton import subjects
 from baton.bus import Delivery
 from baton.engines.engine import Engine, EngineFacts
 from baton.errors import (
     BatonError,
     BusUnavailable,
+    Conflict,
     EngineFailed,
     InvalidRequest,
     MalformedMessage,
@@ -39,7 +42,7 @@ from baton.messages.attempts import (
 )
 from baton.messages.base import ErrorReport, Refused
 from baton.messages.codec import AnyMessage
-from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat
+from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node, subscribed
 from baton.worker.admission import Identity, assemble, check_task, engine_request, key_of
@@ -51,6 +54,7 @@ from baton.worker.frames import FrameSender
 from baton.worker.ledger import Ledger
 from baton.worker.metrics import WorkerReadings
 from baton.worker.rates import Rates, prompt_pairs
+from baton.worker.role import WorkerRole
 from baton.worker.runner import Runner
 from baton.worker.shadow import ShadowMap
 from baton.worker.waiting import WaitingAttempts
@@ -85,6 +89,7 @@ class WorkerService:
         self,
         *,
         identity: Identity,
+        role: WorkerRole,
         facts: EngineFacts,
         engine: Engine,
         node: Node,
@@ -92,6 +97,7 @@ class WorkerService:
         timers: Timers,
     ) -> None:
         self._identity = identity
+        self._role = role
         self._facts = facts
         self._engine = engine
         self._bus = node.ports.bus
@@ -127,6 +133,7 @@ class WorkerService:
         self._refusals = Counter[str]()
         readings = WorkerReadings(
             identity=identity,
+            role=role,
             facts=facts,
             engine=engine,
             clock=self._clock,
@@ -170,6 +177,7 @@ class WorkerService:
                 handlers = {
                     subjects.shadow(worker): self._publisher.answer,
                     subjects.GATEWAY_BEAT: self._on_gateway_beat,
+                    subjects.role(worker): self._on_role,
                     subjects.task(worker): self._on_task,
                 }
                 # Tasks that came after its end could not be run any more.
@@ -252,7 +260,7 @@ class WorkerService:
         return accepted
 
     def _start(self, task: PrefillTask | DecodeTask, now_s: float) -> Attempt | Refusal:
-        ask = check_task(task, self._identity, self._facts)
+        ask = check_task(task, self._identity, self._role, self._facts)
         if isinstance(ask, Refusal):
             return ask
         if isinstance(task, DecodeTask):
@@ -282,6 +290,23 @@ class WorkerService:
         if isinstance(delivery.message, GatewayBeat):
             self._ledger.hear_gateway(delivery.message.gateway, self._clock.now_s())
 
+    async def _on_role(self, delivery: Delivery) -> None:
+        order, address, answer = delivery.message, self._identity.address, None
+        try:
+            if not isinstance(order, ChangeRole):
+                raise MalformedMessage(f"{type(order).__name__} is no order to change the role")
+            if order.generation != address.generation:
+                raise Conflict(f"the order is for generation {order.generation}, this is {address.generation}")
+            if self._leaves_at_s < inf:
+                raise Unavailable("the worker is leaving")
+            answer = self._role.take(order, self._clock.now_s())
+            self._ledger.draining = self._role.next_role is not None
+        except BatonError as error:
+            answer = Refused(error=ErrorReport.of(error))
+        await delivery.respond(answer)
+        # Placements that are made from now on go elsewhere.
+        await self._publish(subjects.HEARTBEAT, self._heartbeat())
+
     # ------------------------------------------------------------ periodic work
 
     async def _every(self, interval_s: float, act: Callable[[], Awaitable[None]]) -> None:
@@ -303,6 +328,9 @@ class WorkerService:
             if stopped.tell_engine:
                 self._tasks.create_task(self._runner.abort(attempt))
             await self._runner.conclude(attempt)
+        if self._role.step(now_s, is_idle=all(attempt.state is AttemptState.RETAINED for attempt in self._ledger)):
+            self._ledger.draining = False
+            _log.info("the role is %s now; %d attempts go on", self._role.role, len(self._ledger))
         self._rates.tick(self._engine.load().kv_usage, now_s)
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
 
@@ -315,9 +343,10 @@ class WorkerService:
         engine_blocks = round(load.kv_usage * facts.kv_blocks)
         waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
         overbooked = ledger.waiting
+        drained_at_s = min(self._leaves_at_s, self._role.changes_at_s)
         return Heartbeat(
-            address=identity.address,
-            role=identity.role,
+            address=replace(identity.address, role_epoch=self._role.epoch),
+            role=self._role.role,
             model=identity.model_name,
             model_path=identity.model_path,
             model_digest=facts.model_digest,
@@ -351,7 +380,8 @@ class WorkerService:
             held=self._publisher.held,
             held_sequence=self._publisher.held_sequence,
             draining=ledger.draining,
-            leaves_in_s=max(0.0, self._leaves_at_s - self._clock.now_s()) if ledger.draining else 0.0,
+            next_role=self._role.next_role,
+            leaves_in_s=max(0.0, drained_at_s - self._clock.now_s()) if ledger.draining else 0.0,
         )
 
     async def _send_digests(self) -> None:
@@ -392,6 +422,7 @@ class WorkerService:
         lost."""
         began_s = self._clock.now_s()
         self._leaves_at_s = began_s + self._timers.drain_s
+        self._role.stay()
         self._ledger.draining = True
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
         _log.info("draining: %d attempts, %g s at most", len(self._ledger), self._timers.drain_s)

@@ -81,6 +81,10 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
         Seconds, Meta(description="How long an answer is kept for a gateway that does not confirm it.")
     ] = 30.0
     drain_s: Annotated[Seconds, Meta(description="Time for running attempts to finish while draining.")] = 30.0
+    role_change_s: Annotated[
+        Seconds,
+        Meta(description="Longest wait for running attempts before a change of role; then they go on."),
+    ] = 5.0
     canary_timeout_s: Annotated[Seconds, Meta(description="Time for the prompt that proves the block mapping.")] = 15.0
 
     agent_host: Annotated[
@@ -155,7 +159,7 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
 
             if settings.tensor_parallel > 1:
                 raise ConfigurationError("the simulated engine has one rank", param="tensor_parallel")
-            return SimulatedEngine(settings.model, role=role, options=settings.engine_options, agent=agent)
+            return SimulatedEngine(settings.model, options=settings.engine_options, agent=agent)
         if settings.engine == "sglang":
             from baton.engines.sglang.engine import SglangEngine
 

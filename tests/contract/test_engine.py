@@ -11,7 +11,6 @@ import pytest
 from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ModelMismatch, TransferFailed
-from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Cause, Corruption, NativeAgent, TransferAgent, TransferFaults
 from baton.transfer.memory import MemoryFabric
 from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
@@ -34,9 +33,9 @@ async def open_pair(
     **decode_options: object,
 ) -> AsyncGenerator[Pair]:
     options = {"step_tokens_max": 512}
-    prefill = SimulatedEngine("a model", role=Role.PREFILL, options=options, agent=prefill_agent, make_agent=make_agent)
+    prefill = SimulatedEngine("a model", options=options, agent=prefill_agent, make_agent=make_agent)
     decode = SimulatedEngine(
-        "a model", role=Role.DECODE, options={**options, **decode_options}, agent=decode_agent, make_agent=make_agent
+        "a model", options={**options, **decode_options}, agent=decode_agent, make_agent=make_agent
     )
     gone = make_agent(AGENT)
     gone.close()

@@ -4,92 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import openai
 import pytest
 
-from baton.bus import Delivery
-from baton.messages.attempts import AttemptState, Cancel
+from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
+from tests.harness.clients import Bystander, Clients
 from tests.harness.cluster import Cluster, Service, running_cluster
 
 pytestmark = pytest.mark.timeout(300)  # On a busy machine; alone the longest takes 40 s.
 
 PROMPTS = [f"{number}: " + " ".join(f"line {line}, the quick brown fox" for line in range(20)) for number in range(6)]
-OUTPUT_TOKENS = 200
 ENGINE = {"speed": 1.0, "step_fixed_s": 0.015, "prefill_token_s": 0.0002, "blocks": 1024, "eos_probability": 0.0}
 """An answer takes about four seconds."""
 DRAIN_S = {Role.PREFILL: 30.0, Role.DECODE: 2.0}
 """Decode ends before its answers do, so some are moved. Prefill ends once nothing needs it any more."""
 PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--lost-after-s", "20")
 """No worker counts as lost on a busy machine, so that only draining moves answers."""
-
-
-class Clients:
-    """Consecutive streams, each from the gateway that accepts new ones at the time."""
-
-    def __init__(self, cluster: Cluster, gateway: str) -> None:
-        self._cluster = cluster
-        self.gateway = gateway
-        self.answers: dict[str, list[str]] = {prompt: [] for prompt in PROMPTS}
-        self.gap_s_max = 0.0
-        self._asking = False
-
-    async def ask(self, prompt: str, **changes: object) -> str:
-        url = self._cluster.gateway_url(self.gateway)
-        text: list[str] = []
-        # The library gives a connection five seconds, and this process may stand still for longer on a busy machine.
-        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120.0) as client:
-            stream = await client.completions.create(
-                model="tiny", prompt=prompt, temperature=0, max_tokens=OUTPUT_TOKENS, stream=True, extra_body=changes
-            )
-            last_s = time.monotonic()
-            finish: list[str] = []
-            async for chunk in stream:
-                now_s = time.monotonic()
-                if text:
-                    self.gap_s_max = max(self.gap_s_max, now_s - last_s)
-                last_s = now_s
-                text += [choice.text for choice in chunk.choices]
-                finish += [choice.finish_reason for choice in chunk.choices if choice.finish_reason]
-        assert finish == ["length"]
-        return "".join(text)
-
-    async def ask_again_and_again(self, prompt: str) -> None:
-        while self._asking:
-            self.answers[prompt].append(await self.ask(prompt))
-
-    @asynccontextmanager
-    async def asking(self) -> AsyncGenerator[None]:
-        """Send requests continuously; await the last answers at the end. Raises any client error."""
-        self._asking = True
-        async with asyncio.TaskGroup() as group:
-            for prompt in PROMPTS:
-                group.create_task(self.ask_again_and_again(prompt))
-            yield
-            self._asking = False
-
-
-class Bystander:
-    """Counts the attempts that gateways cancelled, by reason."""
-
-    def __init__(self) -> None:
-        self.cancels: Counter[str] = Counter()
-
-    @classmethod
-    async def of(cls, cluster: Cluster) -> Bystander:
-        seen = cls()
-        assert cluster.bus is not None
-        await cluster.bus.subscribe("baton.worker.*.task", seen.see)
-        return seen
-
-    async def see(self, delivery: Delivery) -> None:
-        if isinstance(delivery.message, Cancel):
-            self.cancels[delivery.message.reason] += 1
 
 
 @pytest.fixture
@@ -138,7 +72,7 @@ async def test_a_rolling_restart_of_everything_drops_nothing(cluster: Cluster) -
         await start(cluster, name)
     await cluster.wait_ready(gateway="gateway-0")
     seen = await Bystander.of(cluster)
-    clients = Clients(cluster, "gateway-0")
+    clients = Clients(cluster, PROMPTS, gateway="gateway-0")
     expected = {prompt: await clients.ask(prompt) for prompt in PROMPTS}
     left_s: dict[str, float] = {}
     async with clients.asking():
@@ -165,7 +99,7 @@ async def small(cluster: Cluster, *workers: str, drain_s: float, prefill_flags: 
         flags = prefill_flags if role is Role.PREFILL else ()
         await cluster.start_worker(role, name, "--drain-s", str(drain_s), "--digest-s", "0.1", *flags, options=ENGINE)
     await cluster.wait_ready()
-    return Clients(cluster, "gateway")
+    return Clients(cluster, PROMPTS)
 
 
 async def test_prefill_leaves_when_what_it_holds_was_pulled(cluster: Cluster) -> None:

@@ -26,7 +26,6 @@ from baton.errors import (
 )
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.base import WorkerAddress
-from baton.messages.workers import Role
 from baton.transfer import AgentOptions, Pool, TransferEvent
 from baton.transfer.memory import MemoryAgent, MemoryFabric
 
@@ -65,7 +64,6 @@ class World:
 
     async def engine(
         self,
-        role: Role = Role.DECODE,
         *,
         make_agent: Callable[[AgentOptions], MemoryAgent] | None = None,
         agent: AgentOptions | None = None,
@@ -77,7 +75,6 @@ class World:
 
         engine = SimulatedEngine(
             "a model",
-            role=role,
             options={**SECONDS, "block_tokens": 16, **options},
             agent=agent or AgentOptions(unclaimed_ttl_s=1000, lease_ttl_s=1000, wanted_timeout_s=1000),
             clock=self.clock,
@@ -221,10 +218,9 @@ async def test_the_budget_is_the_time_to_the_first_token() -> None:
 # ---------------------------------------------------------------- hand-off
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-async def test_a_layer_moves_before_the_next_is_computed(role: Role) -> None:
+async def test_a_layer_moves_before_the_next_is_computed() -> None:
     async with open_world() as world:
-        prefill, decode = await world.engine(role), await world.engine()
+        prefill, decode = await world.engine(), await world.engine()
         tokens = prompt(65)
         run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
         held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
@@ -234,8 +230,7 @@ async def test_a_layer_moves_before_the_next_is_computed(role: Role) -> None:
             # A quarter of the only step: one of four layers is computed now.
             await world.advance(0.25)
             moved.append(world.agents[1].stats().pulled_blocks)
-        # Only an engine that does nothing but prefill posts layer by layer.
-        assert moved == ([4, 8, 12, 16] if role is Role.PREFILL else [0, 0, 0, 16])
+        assert moved == [4, 8, 12, 16]
         await world.finish(run, held)
         assert run.tokens == await whole_answer(tokens)
         world.assert_empty()
@@ -243,7 +238,7 @@ async def test_a_layer_moves_before_the_next_is_computed(role: Role) -> None:
 
 async def test_what_prefill_had_cached_moves_before_its_first_step_ends() -> None:
     async with open_world() as world:
-        prefill, decode = await world.engine(Role.PREFILL), await world.engine()
+        prefill, decode = await world.engine(), await world.engine()
         tokens = prompt(65)
         await world.finish(world.run(prefill, tokens[:49]))
         held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
@@ -267,7 +262,7 @@ async def test_any_wrong_byte_in_a_handed_off_block_changes_the_answer(side: str
     places = random.Random(3)
     for _ in range(25):
         async with open_world() as world:
-            prefill, decode = await world.engine(Role.PREFILL), await world.engine()
+            prefill, decode = await world.engine(), await world.engine()
             held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
             await world.advance(1.5)
             await held.task
@@ -300,7 +295,7 @@ class MisdirectedAgent(MemoryAgent):
 
 async def test_blocks_in_the_wrong_place_change_the_answer() -> None:
     async with open_world() as world:
-        prefill, decode = await world.engine(Role.PREFILL), await world.engine(make_agent=world.made(MisdirectedAgent))
+        prefill, decode = await world.engine(), await world.engine(make_agent=world.made(MisdirectedAgent))
         tokens = prompt(49)
         held = world.run(prefill, tokens, leg=Leg.PREFILL, name="r")
         run = world.run(decode, tokens, leg=Leg.DECODE, name="r")
@@ -311,7 +306,7 @@ async def test_blocks_in_the_wrong_place_change_the_answer() -> None:
 
 async def test_a_prefill_preempted_under_a_pull_begins_again() -> None:
     async with open_world() as world:
-        prefill = await world.engine(Role.PREFILL, blocks=9, step_tokens_max=9)
+        prefill = await world.engine(blocks=9, step_tokens_max=9)
         decode = await world.engine()
         tokens = prompt(100)
         # The request before it grows until both do not fit.
@@ -349,7 +344,7 @@ async def test_preempted_decodes_answer_as_if_they_had_not_been() -> None:
     sampling = Sampling(max_tokens=40, temperature=0, ignore_eos=True)
     prompts = [prompt(30, seed) for seed in range(5)]
     async with open_world() as world:
-        prefill, decode = await world.engine(Role.PREFILL), await world.engine(blocks=12)
+        prefill, decode = await world.engine(), await world.engine(blocks=12)
         held = [world.run(prefill, tokens, leg=Leg.PREFILL, name=f"r{n}") for n, tokens in enumerate(prompts)]
         runs = [world.run(decode, tokens, sampling, leg=Leg.DECODE, name=f"r{n}") for n, tokens in enumerate(prompts)]
         await world.finish(*held, *runs)
@@ -360,7 +355,7 @@ async def test_preempted_decodes_answer_as_if_they_had_not_been() -> None:
 
 async def test_an_unclaimed_lease_is_freed() -> None:
     async with open_world() as world:
-        prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=10))
+        prefill = await world.engine(agent=AgentOptions(unclaimed_ttl_s=10))
         held = world.run(prefill, prompt(50), leg=Leg.PREFILL)
         await world.finish(held)
         assert prefill.load().leased_blocks == 4
@@ -370,7 +365,7 @@ async def test_an_unclaimed_lease_is_freed() -> None:
 
 async def test_a_lease_that_ends_while_it_is_computed_is_finished_and_freed() -> None:
     async with open_world() as world:
-        prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=2), step_tokens_max=16)
+        prefill = await world.engine(agent=AgentOptions(unclaimed_ttl_s=2), step_tokens_max=16)
         held = world.run(prefill, prompt(100), leg=Leg.PREFILL)
         await world.finish(held)
         assert held.deltas[-1].finish is FinishReason.LENGTH
@@ -379,7 +374,7 @@ async def test_a_lease_that_ends_while_it_is_computed_is_finished_and_freed() ->
 
 async def test_a_cancelled_pull_keeps_its_blocks_until_the_agent_is_done() -> None:
     async with open_world() as world:
-        await world.engine(Role.PREFILL)
+        await world.engine()
         decode = await world.engine()
         run = world.run(decode, prompt(50), leg=Leg.DECODE, name="r")
         await world.clock.settle()
@@ -462,7 +457,7 @@ async def test_close_ends_everything() -> None:
 
 
 async def test_an_engine_that_was_not_started_serves_nothing_and_can_be_closed() -> None:
-    engine = SimulatedEngine("a model", role=Role.DECODE, options={}, agent=AgentOptions())
+    engine = SimulatedEngine("a model", options={}, agent=AgentOptions())
     with pytest.raises(EngineFailed):
         engine.load()
     await engine.close()
@@ -475,7 +470,7 @@ class BrokenAgent(MemoryAgent):
 
 async def test_an_engine_that_dies_says_so_to_everyone() -> None:
     async with open_world() as world:
-        engine = await world.engine(Role.PREFILL, make_agent=world.made(BrokenAgent))
+        engine = await world.engine(make_agent=world.made(BrokenAgent))
         waiting = world.run(engine, prompt(20))
         fatal = world.run(engine, prompt(20), leg=Leg.PREFILL)
         await world.advance(1)
@@ -493,7 +488,7 @@ class DyingAgent(MemoryAgent):
 
 async def test_an_agent_that_dies_takes_the_engine_with_it() -> None:
     async with open_world() as world:
-        prefill = await world.engine(Role.PREFILL, agent=AgentOptions(unclaimed_ttl_s=1))
+        prefill = await world.engine(agent=AgentOptions(unclaimed_ttl_s=1))
         engine = await world.engine(make_agent=world.made(DyingAgent))
         generating = world.run(engine, prompt(20))
         world.run(prefill, prompt(40), leg=Leg.PREFILL, name="r")
@@ -508,6 +503,6 @@ async def test_an_agent_that_dies_takes_the_engine_with_it() -> None:
 
 @pytest.mark.parametrize("model", ["", "/no/such/folder", "./neither"])
 async def test_a_model_folder_that_is_missing_stops_the_start(model: str) -> None:
-    engine = SimulatedEngine(model, role=Role.DECODE, options={}, agent=AgentOptions())
+    engine = SimulatedEngine(model, options={}, agent=AgentOptions())
     with pytest.raises(ConfigurationError, match="does not exist"):
         await engine.start()

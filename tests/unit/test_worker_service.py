@@ -37,7 +37,7 @@ from baton.messages.attempts import (
 from baton.messages.base import Context, Refused, WorkerAddress, pack_tokens, unpack_tokens
 from baton.messages.codec import AnyMessage
 from baton.messages.index import Match
-from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
+from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Heartbeat, Role, RoleChange
 from baton.node.ports import deterministic_ports
 from baton.node.service import Node, serve
 from baton.stop import Stop
@@ -45,6 +45,7 @@ from baton.telemetry import Metrics, Tracing
 from baton.transfer import LayerGroup
 from baton.worker.admission import Identity
 from baton.worker.attempt import Limits
+from baton.worker.role import WorkerRole
 from baton.worker.service import Timers, WorkerService
 
 GENERATION = 7
@@ -70,12 +71,12 @@ class World:
         self.service = WorkerService(
             identity=Identity(
                 address=WorkerAddress(worker="w0", generation=GENERATION, agents=FACTS.agents),
-                role=role,
                 model_name="tiny",
                 model_path="models/tiny",
                 block_tokens=32,
                 engine_kind="kind",
             ),
+            role=WorkerRole(role),
             facts=FACTS,
             engine=self.engine,
             node=self.node,
@@ -625,6 +626,84 @@ async def test_draining_says_when_it_leaves_and_leaves_once_the_last_attempt_was
     assert isinstance(decode.received[-1], Goodbye)
 
 
+async def change_role(world: World, role: Role, *, epoch: int = 0, generation: int = GENERATION) -> AnyMessage:
+    order = ChangeRole(generation=generation, role_epoch=epoch, role=role)
+    answer = asyncio.create_task(world.gateway_bus.request(subjects.role("w0"), order, timeout_s=1.0))
+    await world.clock.settle()
+    return await answer
+
+
+async def test_a_change_of_role_lets_attempts_finish_and_keeps_the_generation(decode: World) -> None:
+    await decode.ask(decode_task())
+    assert await change_role(decode, Role.PREFILL) == RoleChange(role=Role.PREFILL, role_epoch=1)
+    beat = decode.heartbeat()
+    assert (beat.role, beat.next_role, beat.draining, beat.leaves_in_s) == (Role.DECODE, Role.PREFILL, True, 5.0)
+    refusal = await decode.ask(decode_task("late"))
+    assert isinstance(refusal, Busy)
+    assert refusal.reason == "draining"
+    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.LENGTH))
+    await decode.clock.advance(0.25)
+    beat = decode.heartbeat()
+    assert (beat.role, beat.next_role, beat.draining, beat.leaves_in_s) == (Role.PREFILL, None, False, 0.0)
+    assert (beat.address.generation, beat.address.role_epoch) == (GENERATION, 1)
+    [finished] = [frame for frame in decode.frames() if frame.finish]
+    assert finished.finish
+    assert finished.finish.reason is FinishReason.LENGTH
+    assert decode.shown("baton_worker_role_changes_total") == 1
+
+
+async def test_tasks_for_the_old_role_are_refused_and_those_for_the_new_one_run(decode: World) -> None:
+    await change_role(decode, Role.PREFILL)
+    await decode.clock.advance(0.25)
+    for late in (decode_task(), prefill_task(), msgspec.structs.replace(decode_task(), role_epoch=1)):
+        refusal = await decode.ask(late)
+        assert isinstance(refusal, Busy)
+        assert refusal.reason == "role"
+    assert isinstance(await decode.ask(msgspec.structs.replace(prefill_task(), role_epoch=1)), Accepted)
+    assert decode.engine.requests["r", 0].leg is Leg.PREFILL
+
+
+async def test_what_outlasts_a_change_goes_on_beside_the_new_role(decode: World) -> None:
+    await decode.ask(decode_task())
+    await change_role(decode, Role.PREFILL)
+    for _ in range(21):
+        await decode.gateway_bus.publish(subjects.GATEWAY_BEAT, GatewayBeat(gateway="g"))
+        await decode.clock.advance(0.25)
+    assert decode.heartbeat().role is Role.PREFILL
+    assert isinstance(await decode.ask(msgspec.structs.replace(prefill_task("p"), role_epoch=1)), Accepted)
+    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.STOP))
+    assert [frame.finish.reason for frame in decode.frames() if frame.finish] == [FinishReason.STOP]
+
+
+async def test_orders_that_cannot_be_followed_get_a_typed_refusal(decode: World) -> None:
+    for wrong, code in (({"generation": 6}, "conflict"), ({"epoch": 3}, "conflict")):
+        refusal = await change_role(decode, Role.PREFILL, **wrong)
+        assert isinstance(refusal, Refused)
+        assert refusal.error.code == code
+    nonsense = decode.gateway_bus.request(subjects.role("w0"), GatewayBeat(gateway="g"), timeout_s=1.0)
+    asked = asyncio.create_task(nonsense)
+    await decode.clock.settle()
+    answer = await asked
+    assert isinstance(answer, Refused)
+    assert answer.error.code == "malformed_message"
+    decode.stop.asked.set()
+    await decode.clock.settle()
+    refusal = await change_role(decode, Role.PREFILL)
+    assert isinstance(refusal, Refused)
+    assert refusal.error.code == "unavailable"
+    assert decode.heartbeat().next_role is None
+
+
+async def test_a_worker_that_is_stopped_in_a_change_of_role_leaves(decode: World) -> None:
+    await decode.ask(decode_task())
+    await change_role(decode, Role.PREFILL)
+    decode.stop.asked.set()
+    await decode.step(EngineDelta(tokens=[1], finish=FinishReason.LENGTH))
+    await decode.clock.advance(0.5)
+    beat = decode.heartbeat()
+    assert (beat.role, beat.next_role, beat.draining) == (Role.DECODE, None, True)
+
+
 async def test_a_drain_out_of_time_ends_what_runs_as_lost(decode: World) -> None:
     await decode.ask(decode_task())
     decode.stop.asked.set()
@@ -656,11 +735,11 @@ async def test_a_worker_whose_canary_fails_does_not_start() -> None:
     world.service = WorkerService(
         identity=Identity(
             address=WorkerAddress(worker="w0", generation=1),
-            role=Role.DECODE,
             model_name="tiny",
             model_path="tiny",
             block_tokens=32,
         ),
+        role=WorkerRole(Role.DECODE),
         facts=FACTS,
         engine=world.engine,
         node=world.node,

@@ -44,7 +44,6 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
-from baton.messages.workers import Role
 from baton.transfer import AgentOptions, NativeAgent, TransferAgent
 
 ENGINE: Final = "simulated 1"
@@ -63,14 +62,12 @@ class SimulatedEngine:
         self,
         model: str,
         *,
-        role: Role,
         options: Mapping[str, object],
         agent: AgentOptions,
         clock: Clock | None = None,
         make_agent: Callable[[AgentOptions], TransferAgent] = NativeAgent,
     ) -> None:
         self._model_name = model
-        self._role = role
         self._options: SimulatedOptions = parse_options(options)
         self._agent_options = agent
         self._clock: Clock = clock or SystemClock()
@@ -339,9 +336,8 @@ class SimulatedEngine:
         """Write the step's KV into the pool over the time that the step takes."""
         posting = [chunk for chunk in step.chunks if chunk.attempt.leg is Leg.PREFILL]
         layers = self._options.layers
-        # A dedicated prefill engine posts layer by layer, one that also decodes posts per step.
-        layerwise = bool(posting) and self._role is Role.PREFILL
-        spans = [slice(layer, layer + 1) for layer in range(layers)] if layerwise else [slice(0, layers)]
+        # Nobody reads the layers of a step without a lease before its end.
+        spans = [slice(layer, layer + 1) for layer in range(layers)] if posting else [slice(0, layers)]
         start_s = max(self._step_end_s, self._clock.now_s() - _LAG_MAX_S)
         duration_s = self._options.step_s(
             prefill_tokens=sum(chunk.end - chunk.start for chunk in step.chunks if chunk.end - chunk.start > 1),
@@ -357,7 +353,7 @@ class SimulatedEngine:
             self._step_end_s = start_s + duration_s * number / len(spans)
             await self._sleep_until(self._step_end_s)
             for chunk in _alive(posting):
-                self._handoff.post(self._stream(chunk.attempt).lease, span.start if layerwise else -1, chunk.end)
+                self._handoff.post(self._stream(chunk.attempt).lease, span.start, chunk.end)
 
     async def _sleep_until(self, instant_s: float) -> None:
         # Even a step that takes no time lets others run.

@@ -1,0 +1,122 @@
+"""Workers change their roles under streams: no client notices, and caches, generations and the index stay."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from baton.messages.workers import Heartbeat, Role
+from tests.harness.clients import Bystander, Clients
+from tests.harness.cluster import Cluster, running_cluster
+
+pytestmark = pytest.mark.timeout(240)  # On a busy machine; alone it takes 30 s.
+
+PROMPTS = [f"{number}: " + " ".join(f"line {line}, the quick brown fox" for line in range(20)) for number in range(8)]
+ENGINE = {"speed": 1.0, "step_fixed_s": 0.015, "prefill_token_s": 0.0002, "blocks": 1024, "eos_probability": 0.0}
+"""An answer of 200 tokens takes about four seconds."""
+PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--lost-after-s", "20")
+CHANGE_S = "2"
+"""Less than an answer takes: some are moved."""
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, model: Path) -> AsyncIterator[Cluster]:
+    async with running_cluster(tmp_path, model=model) as cluster:
+        yield cluster
+
+
+async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str]:
+    """Run a command as a user would, and return its status and all that it printed."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "baton.cli", *arguments, "--nats-url", cluster.nats_url),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ},
+    )
+    out, _ = await process.communicate()
+    return process.returncode or 0, out.decode()
+
+
+async def change_role(cluster: Cluster, worker: str, role: Role) -> None:
+    """Change a worker's role by the command, and wait until it has accepted an attempt in it."""
+    status, said = await baton(cluster, "roles", "set", worker, role)
+    assert status == 0, said
+    beats = cluster.observer.heartbeats
+    await cluster.observer.until(lambda: beats[worker].role is role and not beats[worker].draining, timeout_s=30)
+    old = set(beats[worker].attempts)
+    await cluster.observer.until(lambda: set(beats[worker].attempts) - old, timeout_s=60)
+
+
+async def test_roles_change_under_streams_and_change_back(cluster: Cluster) -> None:
+    await cluster.start_control_plane(gateway_flags=PATIENT)
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"):
+        await cluster.start_worker(
+            Role(name.split("-")[0]), name, "--role-change-s", CHANGE_S, "--digest-s", "0.1", options=ENGINE
+        )
+    await cluster.wait_ready()
+    observer, seen, clients = cluster.observer, await Bystander.of(cluster), Clients(cluster, PROMPTS)
+    expected = {prompt: await clients.ask(prompt) for prompt in PROMPTS}
+    before = dict(observer.heartbeats)
+
+    async with clients.asking():
+        for changes in (
+            {"decode-1": Role.PREFILL, "prefill-0": Role.DECODE},
+            {"decode-1": Role.DECODE, "prefill-0": Role.PREFILL},
+        ):
+            for worker, role in changes.items():
+                await change_role(cluster, worker, role)
+    for prompt, answers in clients.answers.items():
+        assert answers
+        assert set(answers) == {expected[prompt]}
+    assert set(seen.cancels) <= {"moved", "busy", "not wanted any more"}, "no attempt failed"
+    assert seen.cancels["moved"], "answers outlasted a change"
+
+    for name, beat in before.items():
+        now = observer.heartbeats[name]
+        assert now.address.generation == beat.address.generation
+        assert now.address.role_epoch == (2 if name in ("decode-1", "prefill-0") else 0)
+    await _agree(cluster, before)
+
+
+async def _agree(cluster: Cluster, before: dict[str, Heartbeat]) -> None:
+    """Wait until the index and all workers agree on what each holds; none of it came by a resync."""
+    async with asyncio.timeout(30):
+        while True:
+            status, out = await baton(cluster, "index", "--json")
+            assert status == 0, out
+            (report,) = json.loads(out)
+            workers = {each["worker"]: each for each in report["workers"]}
+            if all(each["agreed_sequence"] == each["sequence"] > 0 for each in workers.values()):
+                break
+    assert workers.keys() == before.keys()
+    for name, worker in workers.items():
+        beat = cluster.observer.heartbeats[name]
+        assert (worker["generation"], worker["state"]) == (beat.address.generation, "synced")
+        assert beat.held is not None
+        assert worker["held"]["blocks"] == beat.held.blocks > 0
+    assert not report["counters"].get("drift")
+
+
+async def test_the_command_lists_roles_and_refuses_what_would_stop_the_service(cluster: Cluster) -> None:
+    await cluster.start_control_plane()
+    for name in ("prefill-0", "decode-0"):
+        await cluster.start_worker(Role(name.split("-")[0]), name, options=ENGINE)
+    await cluster.wait_ready()
+    status, out = await baton(cluster, "roles", "--json")
+    assert status == 0
+    assert {each["worker"]: each["role"] for each in json.loads(out)} == {"prefill-0": "prefill", "decode-0": "decode"}
+    for arguments, reason in (
+        (("set", "decode-0", "prefill"), "baton: decode-0 is the last decode worker of the model tiny"),
+        (("set", "decode-9", "prefill"), "baton: no worker 'decode-9' sends heartbeats"),
+        (("set", "decode-0", "both"), "is none of: set WORKER prefill, set WORKER decode"),
+    ):
+        status, out = await baton(cluster, "roles", *arguments)
+        assert status == 1
+        assert reason in out
+    assert await baton(cluster, "roles", "set", "decode-0", "decode") == (0, "decode-0 is a decode worker already\n")
