@@ -45,7 +45,10 @@ KV_STREAM: Final = "BATON_KV"
 """JetStream stream of all `kv_events` subjects."""
 
 INDEX_BUCKET: Final = "baton_kvindex"
-"""JetStream bucket with the `WriterLease` of each place that indexes write to."""
+"""JetStream bucket with the `Lease` of each place that indexes write to."""
+
+SCHEDULER_BUCKET: Final = "baton_scheduler"
+"""JetStream bucket with the `Lease` of the scheduler that changes workers' roles."""
 
 DECISIONS_STREAM: Final = "BATON_DECISIONS"
 """JetStream stream of all `decisions` and `request_name` subjects."""

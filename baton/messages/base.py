@@ -75,6 +75,12 @@ class Refused(Message, tag="refused", frozen=True, kw_only=True):
     error: ErrorReport
 
 
+class Lease(Message, tag="lease", frozen=True, kw_only=True):
+    """Entry in a bucket that names the one process which may do something. The holder renews it by putting it again."""
+
+    holder: str
+
+
 def pack_tokens(tokens: Sequence[int]) -> bytes:
     """Return token ids as little-endian uint32. Raises MalformedMessage for an id outside uint32."""
     try:

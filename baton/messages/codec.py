@@ -21,9 +21,9 @@ from baton.messages.attempts import (
     Resend,
     TokenChunk,
 )
-from baton.messages.base import Refused
+from baton.messages.base import Lease, Refused
 from baton.messages.decisions import AttemptReport, Decision, NamedRequest
-from baton.messages.index import IndexQuery, IndexReport, KvEvents, Match, Matched, ShadowPage, ShadowQuery, WriterLease
+from baton.messages.index import IndexQuery, IndexReport, KvEvents, Match, Matched, ShadowPage, ShadowQuery
 from baton.messages.placement import Audited, Held, Place, Placed, Placement, QueuePositions, Released, Withdraw
 from baton.messages.traces import TracePage, TraceQuery, TraceWanted
 from baton.messages.workers import ChangeRole, GatewayBeat, Goodbye, Heartbeat, RoleChange
@@ -64,7 +64,7 @@ AnyMessage = (
     | ShadowPage
     | IndexQuery
     | IndexReport
-    | WriterLease
+    | Lease
     | TraceQuery
     | TracePage
     | TraceWanted

@@ -142,9 +142,3 @@ class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
     held: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """`held` and `speculative` are those of `Matched`, for the prompt in the query."""
-
-
-class WriterLease(Message, tag="writer_lease", frozen=True, kw_only=True):
-    """Entry in a bucket that names the writing index. The holder renews it by putting it again."""
-
-    holder: str

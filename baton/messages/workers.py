@@ -99,6 +99,10 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Attempts that wait for room, and hold neither a slot nor KV."""
     overbooked_kv_tokens: int = 0
     """KV that they will take."""
+    pulling: int = 0
+    """Part of `running`: attempts whose KV has not arrived yet."""
+    pulling_kv_blocks: int = 0
+    """Part of `kv_blocks_used` that they reserve."""
     running_max: int
     kv_blocks_used: int = 0
     kv_blocks_total: int

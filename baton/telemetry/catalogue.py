@@ -246,6 +246,28 @@ BREAKERS_OPENED: Final = _counter(
 SOFT_PLACEMENTS: Final = _gauge(
     "baton_soft_placements", SCHEDULER, "Attempts counted on workers whose heartbeats do not list them yet.", "role"
 )
+ROLE_PRESSURE: Final = _gauge(
+    "baton_role_pressure",
+    SCHEDULER,
+    "Demand for a role as a share of what its workers can do; above 1, requests queue up.",
+    "role",
+    "model",
+)
+REPLICAS: Final = _gauge(
+    "baton_replicas_recommended",
+    SCHEDULER,
+    "Workers that a role needs at a pressure of 0.7, for autoscalers.",
+    "role",
+    "model",
+)
+ROLE_ORDERS: Final = _counter(
+    "baton_role_orders_total",
+    SCHEDULER,
+    "Changes of role that this scheduler ordered, by new role; refusals by their code.",
+    "result",
+    known=("prefill", "decode", "conflict", "invalid_request", "unavailable", "no_responders", "deadline_exceeded"),
+)
+SUPERVISOR: Final = _gauge("baton_supervisor", SCHEDULER, "1 on the one scheduler that changes roles, else 0.")
 INCOMPATIBLE_PAIRS: Final = _gauge(
     "baton_incompatible_pairs",
     SCHEDULER,

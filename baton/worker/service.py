@@ -343,6 +343,7 @@ class WorkerService:
         engine_blocks = round(load.kv_usage * facts.kv_blocks)
         waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
         overbooked = ledger.waiting
+        pulling = [attempt.blocks for attempt in ledger if attempt.state is AttemptState.PULLING]
         drained_at_s = min(self._leaves_at_s, self._role.changes_at_s)
         return Heartbeat(
             address=replace(identity.address, role_epoch=self._role.epoch),
@@ -360,6 +361,8 @@ class WorkerService:
             waiting=waiting,
             overbooked=len(overbooked),
             overbooked_kv_tokens=sum(attempt.blocks for attempt in overbooked) * facts.block_tokens,
+            pulling=len(pulling),
+            pulling_kv_blocks=sum(pulling),
             running_max=ledger.limits.slots,
             # Reserved blocks count as used, because the ledger admits by its own reservations.
             kv_blocks_used=min(max(ledger.blocks_used, engine_blocks), facts.kv_blocks),

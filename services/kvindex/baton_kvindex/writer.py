@@ -11,10 +11,9 @@ from typing import Final
 
 from baton import subjects
 from baton.errors import BatonError
-from baton.messages.index import WriterLease
+from baton.node.lease import KeptLease
 from baton.node.ports import Ports
 from baton_kvindex.config import IndexSettings
-from baton_kvindex.election import Election
 from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.spill import Spill
 from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
@@ -24,24 +23,20 @@ logger = logging.getLogger(__name__)
 LAST_WRITE_S: Final = 2.0
 JOURNAL_KEPT_S: Final = 10.0
 """Time for which changes are kept while another index writes: more than that one is behind when it is lost."""
-RENEWALS: Final = 4
-"""Renewals per lease TTL."""
 
 
 class Writer:
     def __init__(
         self, *, ports: Ports, store: Store, reconciler: Reconciler, spill: Spill, settings: IndexSettings
     ) -> None:
-        self._bus = ports.bus
         self._clock = ports.clock
         self._store = store
         self._reconciler = reconciler
         self._spill = spill
         self._settings = settings
-        self._holder = ports.new_id()
-        self._lease = Election(self._holder, settings.writer_ttl_s)
         # Indexes with different Redis prefixes have leases of their own.
-        self._key = re.sub(r"[^A-Za-z0-9_-]", "-", settings.redis_prefix)
+        key = re.sub(r"[^A-Za-z0-9_-]", "-", settings.redis_prefix)
+        self._lease = KeptLease(ports, bucket=subjects.INDEX_BUCKET, key=key, ttl_s=settings.writer_ttl_s)
         self._claimed = 0
         """Fence with which this index writes; 0: another index may have written since it last did."""
 
@@ -54,38 +49,16 @@ class Writer:
         """Write until cancelled; then write the newest state, and release the lease."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._keep_lease())
+                tasks.create_task(self._lease.keep())
                 tasks.create_task(self._write_behind())
         finally:
-            fence = self._claimed or self._lease.fence(self._clock.now_s())
+            fence = self._claimed or self._lease.fence()
             # If Redis or NATS is down, the next start catches up from the workers.
             with suppress(TimeoutError, BatonError):
                 async with self._clock.timeout(LAST_WRITE_S):
                     while fence and self._reconciler.journal and await self._write(fence):
                         pass
-                    if revision := self._lease.held_revision:
-                        await self._bus.delete(subjects.INDEX_BUCKET, self._key, revision=revision)
-
-    # ------------------------------------------------------------ the lease
-
-    async def _keep_lease(self) -> None:
-        while True:
-            try:
-                async with self._clock.timeout(self._settings.writer_ttl_s):
-                    await self._step_lease()
-            except (BatonError, TimeoutError) as error:
-                logger.debug("the lease: %s", str(error) or "no answer in time")
-                self._lease.failed()
-            await self._clock.sleep(self._settings.writer_ttl_s / RENEWALS)
-
-    async def _step_lease(self) -> None:
-        bus, key, lease = self._bus, self._key, self._lease
-        if lease.must_read:
-            lease.saw(await bus.get(subjects.INDEX_BUCKET, key), self._clock.now_s())
-        asked_s = self._clock.now_s()
-        if (revision := lease.revision_to_put(asked_s)) is not None:
-            mine = WriterLease(holder=self._holder)
-            lease.stored(await bus.put(subjects.INDEX_BUCKET, key, mine, revision=revision), asked_s)
+                    await self._lease.release()
 
     # ------------------------------------------------------------ writing
 
@@ -95,7 +68,7 @@ class Writer:
         rotated_s = self._clock.now_s()
         while True:
             await self._clock.sleep(self._settings.write_retry_s if failing else self._settings.write_interval_s)
-            fence = self._lease.fence(self._clock.now_s())
+            fence = self._lease.fence()
             if fence:
                 failing = not await self._write(fence, failing=failing)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -12,6 +13,15 @@ from baton_scheduler.policies import PolicyName
 
 Count = Annotated[int, msgspec.Meta(gt=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class RoleChanges(StrEnum):
+    """Who changes the roles of workers."""
+
+    MANUAL = "manual"
+    """Only operators, with `baton roles`."""
+    AUTO = "auto"
+    """The supervisor, and operators."""
 
 
 class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -49,6 +59,16 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
     decisions_bytes_max: Annotated[
         Count, msgspec.Meta(description="Most bytes of kept decisions; beyond them the oldest are dropped.")
     ] = 256 << 20
+    roles: Annotated[
+        RoleChanges,
+        msgspec.Meta(description="Whether workers change their roles as load shifts: auto, or manual (`baton roles`)."),
+    ] = RoleChanges.MANUAL
+    role_dwell_s: Annotated[
+        Seconds, msgspec.Meta(description="Time for which a role must lack workers before another one changes to it.")
+    ] = 10.0
+    role_rest_s: Annotated[
+        Seconds, msgspec.Meta(description="Least time between changes of role; to undo the last one, four times that.")
+    ] = 30.0
     learn_s: Annotated[
         Seconds, msgspec.Meta(description="Time at the start to collect heartbeats, before requests are taken.")
     ] = 0.5

@@ -237,6 +237,8 @@ def _check(heartbeat: Heartbeat) -> None:
         heartbeat.waiting,
         heartbeat.overbooked,
         heartbeat.overbooked_kv_tokens,
+        heartbeat.pulling,
+        heartbeat.pulling_kv_blocks,
         heartbeat.kv_blocks_used,
         heartbeat.kv_blocks_total,
         heartbeat.prefill_tokens_queued,

@@ -36,6 +36,7 @@ from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.holding import Holding, key_of
 from baton_scheduler.loads import Loads, LoadsOptions, incompatible_pairs
 from baton_scheduler.placer import Choice, Placer
+from baton_scheduler.supervision import Supervision
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class SchedulerService:
         self._breakers = Breakers(node.ports.random)
         self._placer = Placer(settings, node, self._loads, self._breakers, self._name)
         self._holding = Holding(settings, node, self._placer, self._name)
+        self._supervision = Supervision(settings, node, self._loads, self._holding.counts)
         self._places: Subscription | None = None
         """Subscription to placements; None before this scheduler answers, and once it drains."""
         self._tasks: asyncio.TaskGroup
@@ -79,9 +81,10 @@ class SchedulerService:
             await self._clock.sleep(self._settings.learn_s)
             try:
                 async with asyncio.TaskGroup() as self._tasks:
-                    holding, recorder = self._holding, self._placer.recorder
+                    holding, recorder, supervision = self._holding, self._placer.recorder, self._supervision
                     loops = (self._watch_workers(), holding.judge(), holding.report(), recorder.run())
-                    tasks = [self._tasks.create_task(loop) for loop in loops]
+                    supervising = (supervision.keep_lease(), supervision.observe())
+                    tasks = [self._tasks.create_task(loop) for loop in (*loops, *supervising)]
                     self._places = await self._bus.subscribe(subjects.PLACE, self._on_place, group=subjects.SCHEDULERS)
                     logger.info("the scheduler answers")
                     yield

@@ -41,6 +41,7 @@ class Attempt:
     until_s: float
     """Instant until which it may wait for room."""
     is_started: bool = False
+    has_tokens: bool = False
 
     @property
     def workers(self) -> Sequence[str]:
@@ -64,11 +65,11 @@ class _Book:
     blocks: int = 0
 
     def need(self, attempt: Attempt) -> int:
-        output_tokens = 0 if self.spec.role == "prefill" else attempt.output_tokens
+        output_tokens = 0 if attempt.prefill == self.spec.name else attempt.output_tokens
         return -(-(attempt.prompt_tokens + output_tokens) // self.spec.block_tokens)
 
     def has_room(self, attempt: Attempt) -> bool:
-        share = LEASED_SHARE_MAX if self.spec.role == "prefill" else 1.0
+        share = LEASED_SHARE_MAX if attempt.prefill == self.spec.name else 1.0
         blocks_max = int(self.spec.kv_blocks_total * share)
         return self.slots < RUNNING_MAX and self.blocks + self.need(attempt) <= blocks_max
 
@@ -102,6 +103,7 @@ class Ledgers:
     def prefilled(self, request: str) -> list[Attempt]:
         """Give up what prefill leased for a request; return the attempts that start in that room."""
         attempt = self._attempts[request]
+        attempt.has_tokens = True
         return self._leave(attempt, attempt.prefill) if attempt.prefill else []
 
     def end(self, request: str) -> list[Attempt]:
@@ -193,6 +195,11 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         if attempt.uncached_tokens and attempt.computed_on == spec.name
     ]
     elapsed_s = min(rates.prefill_elapsed_s(now_s), rates.prefill_s(*prompts[0])) if prompts else 0.0
+    pulling = [
+        book.need(attempt)
+        for attempt in book.attempts.values()
+        if attempt.prefill and attempt.decode == spec.name and attempt.is_started and not attempt.has_tokens
+    ]
     return Heartbeat(
         address=WorkerAddress(worker=spec.name, generation=1, agents=(spec.name,)),
         role=Role.PREFILL if spec.role == "prefill" else Role.DECODE,
@@ -207,6 +214,8 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         waiting=state.waiting,
         overbooked=len(book.waiting),
         overbooked_kv_tokens=sum(map(book.need, book.waiting)) * spec.block_tokens,
+        pulling=len(pulling),
+        pulling_kv_blocks=sum(pulling),
         running_max=RUNNING_MAX,
         kv_blocks_used=min(max(book.blocks, state.kv_blocks_used), spec.kv_blocks_total),
         kv_blocks_total=spec.kv_blocks_total,
