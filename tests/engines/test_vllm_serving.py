@@ -165,6 +165,34 @@ async def test_fifty_mixed_requests_with_random_cancels_leave_nothing(
     await wait_idle(cluster)
 
 
+@pytest.mark.timeout(300)
+async def test_roles_change_under_answers(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    numbers = range(100, 104)
+    expected = {number: await tell(client, number, mode="never") for number in numbers}
+    before = {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
+    changed = asyncio.Event()
+    answers: list[tuple[int, str]] = []
+
+    async def ask_on(number: int) -> None:
+        while not changed.is_set():
+            answers.append((number, await tell(client, number)))
+
+    async with asyncio.TaskGroup() as group:
+        for number in numbers:
+            group.create_task(ask_on(number))
+        for changes in (
+            (("decode-1", Role.PREFILL), ("prefill-1", Role.DECODE)),
+            (("decode-1", Role.DECODE), ("prefill-1", Role.PREFILL)),
+        ):
+            for worker, role in changes:
+                await cluster.change_role(worker, role, timeout_s=60)
+        changed.set()
+    assert len(answers) > len(numbers)
+    assert all(text == expected[number] for number, text in answers)
+    assert before == {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
+    await wait_idle(cluster)
+
+
 STRIKES: list[tuple[Role, tuple[AttemptState, ...], signal.Signals]] = [
     (Role.DECODE, (AttemptState.RUNNING,), signal.SIGSTOP),
     (Role.DECODE, (AttemptState.RUNNING,), signal.SIGKILL),

@@ -18,9 +18,10 @@ from pathlib import Path
 import httpx
 import psutil
 
+from baton import subjects
 from baton.bus import Bus, Delivery, NatsBus
 from baton.messages.attempts import AttemptState, Digest, Frames, Prefilled
-from baton.messages.workers import Heartbeat, Role
+from baton.messages.workers import ChangeRole, Heartbeat, Role, RoleChange
 from tests.harness.servers import start_nats, start_redis
 
 START_TIMEOUT_S = 60.0
@@ -224,6 +225,18 @@ class Cluster:
             *flags,
             python=python,
         )
+
+    async def change_role(self, worker: str, role: Role, *, timeout_s: float = 30.0) -> None:
+        """Change a worker's role, and wait until it has accepted an attempt in it: requests must come meanwhile."""
+        assert self.bus is not None
+        beats = self.observer.heartbeats
+        address = beats[worker].address
+        order = ChangeRole(generation=address.generation, role_epoch=address.role_epoch, role=role)
+        answer = await self.bus.request(subjects.role(worker), order, timeout_s=timeout_s)
+        assert isinstance(answer, RoleChange), answer
+        await self.observer.until(lambda: beats[worker].role is role and not beats[worker].draining)
+        old = set(beats[worker].attempts)
+        await self.observer.until(lambda: set(beats[worker].attempts) - old, timeout_s=timeout_s)
 
     async def wait_log(self, name: str, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until a service has logged `text`."""

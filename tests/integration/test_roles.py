@@ -43,16 +43,6 @@ async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str]:
     return process.returncode or 0, out.decode()
 
 
-async def change_role(cluster: Cluster, worker: str, role: Role) -> None:
-    """Change a worker's role by the command, and wait until it has accepted an attempt in it."""
-    status, said = await baton(cluster, "roles", "set", worker, role)
-    assert status == 0, said
-    beats = cluster.observer.heartbeats
-    await cluster.observer.until(lambda: beats[worker].role is role and not beats[worker].draining, timeout_s=30)
-    old = set(beats[worker].attempts)
-    await cluster.observer.until(lambda: set(beats[worker].attempts) - old, timeout_s=60)
-
-
 async def test_roles_change_under_streams_and_change_back(cluster: Cluster) -> None:
     await cluster.start_control_plane(gateway_flags=PATIENT)
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2"):
@@ -70,7 +60,7 @@ async def test_roles_change_under_streams_and_change_back(cluster: Cluster) -> N
             {"decode-1": Role.DECODE, "prefill-0": Role.PREFILL},
         ):
             for worker, role in changes.items():
-                await change_role(cluster, worker, role)
+                await cluster.change_role(worker, role, timeout_s=60)
     for prompt, answers in clients.answers.items():
         assert answers
         assert set(answers) == {expected[prompt]}
@@ -120,3 +110,8 @@ async def test_the_command_lists_roles_and_refuses_what_would_stop_the_service(c
         assert status == 1
         assert reason in out
     assert await baton(cluster, "roles", "set", "decode-0", "decode") == (0, "decode-0 is a decode worker already\n")
+    await cluster.start_worker(Role.DECODE, "decode-1", options=ENGINE)
+    await cluster.wait_worker("decode-1")
+    said = "decode-1 becomes a prefill worker once its attempts have ended\n"
+    assert await baton(cluster, "roles", "set", "decode-1", "prefill") == (0, said)
+    await cluster.observer.until(lambda: cluster.observer.heartbeats["decode-1"].role is Role.PREFILL)
