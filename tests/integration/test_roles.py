@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.messages.attempts import AttemptState
 from baton.messages.workers import Heartbeat, Role
 from tests.harness.clients import Bystander, Clients
 from tests.harness.cluster import Cluster, running_cluster
@@ -55,12 +56,12 @@ async def test_roles_change_under_streams_and_change_back(cluster: Cluster) -> N
     before = dict(observer.heartbeats)
 
     async with clients.asking():
-        for changes in (
-            {"decode-1": Role.PREFILL, "prefill-0": Role.DECODE},
-            {"decode-1": Role.DECODE, "prefill-0": Role.PREFILL},
-        ):
-            for worker, role in changes.items():
-                await cluster.change_role(worker, role, timeout_s=60)
+        # Its answers have just begun, and would outlast the change.
+        decode = await observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+        await cluster.change_role(decode, Role.PREFILL, timeout_s=60)
+        await cluster.change_role("prefill-0", Role.DECODE, timeout_s=60)
+        await cluster.change_role(decode, Role.DECODE, timeout_s=60)
+        await cluster.change_role("prefill-0", Role.PREFILL, timeout_s=60)
     for prompt, answers in clients.answers.items():
         assert answers
         assert set(answers) == {expected[prompt]}
@@ -70,7 +71,7 @@ async def test_roles_change_under_streams_and_change_back(cluster: Cluster) -> N
     for name, beat in before.items():
         now = observer.heartbeats[name]
         assert now.address.generation == beat.address.generation
-        assert now.address.role_epoch == (2 if name in ("decode-1", "prefill-0") else 0)
+        assert now.address.role_epoch == (2 if name in (decode, "prefill-0") else 0)
     await _agree(cluster, before)
 
 
