@@ -1,8 +1,9 @@
 """Placement policies compared in replay: traces × fleets × loads × policies.
 
-Every point is a replay of its own, in a process of its own. Points are kept in `.cache/replay` as they end, under a
-digest of the code, so a run that was stopped goes on where it was. The rest of each trace is replayed that policies are
-not tuned on, in as many copies as the time asks for. Writes `benchmarks/results/replay.json` and `docs/replay.md`.
+Every point is a replay of its own. Points are kept in `.cache/replay` as they end, under a digest of the code that they
+depend on, so a run that was stopped goes on where it was, and a change of Baton's policy replays no peer. Replayed is
+the part of each trace that policies are not tuned on, in as many copies as the time asks for. Writes
+`benchmarks/results/replay.json` and `docs/replay.md`.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,20 +25,27 @@ from types import FrameType
 from typing import Any, Final, NoReturn
 
 from baton_simulator.capacity import at_load, ideal_cached_tokens, pooled_cached_share
-from baton_simulator.policies import BOUND, NAMES, on_fleet
+from baton_simulator.policies import BOUND, on_fleet
 from baton_simulator.replay import Fleet, Replay
 from baton_simulator.report import summarise
+from baton_simulator.routers.peers import PEERS
+from baton_simulator.steps import STEPS
 from baton_simulator.traffic import library
 from baton_simulator.traffic.overlay import held_out_part, overlay
 from baton_simulator.traffic.trace import Trace
 
-from benchmarks.report import RESULTS, commit, machine
+from benchmarks.replay_page import write_page, write_results
+from benchmarks.report import commit, machine
 
 ROOT: Final = Path(__file__).parents[1]
-PAGE: Final = ROOT / "docs" / "replay.md"
-BEGIN: Final = "<!-- the tables: python -m benchmarks.replay -->\n"
-END: Final = "<!-- end of the tables -->\n"
-SOURCES: Final = ("simulator", "services/scheduler", "baton/worker", "benchmarks/replay.py")
+SIMULATOR: Final = "simulator/baton_simulator"
+SOURCES: Final = (SIMULATOR, "benchmarks/replay.py")
+BATON_SOURCES: Final = (*SOURCES, "services/scheduler", "baton/worker", "baton/messages")
+"""What a replay of Baton's policies depends on. Those of the peers and the bound have less."""
+NOT_OF_PEERS: Final = frozenset(
+    f"{SIMULATOR}/{file}"
+    for file in ("routers/baton.py", "routers/ledgers.py", "policies.py", "command.py", "plots.py")
+)
 SEED: Final = 1
 MODES: Final = ("aggregated", "separated")
 
@@ -50,6 +58,7 @@ class Point:
     load: float
     policy: str
     minutes: float
+    steps: str = "mocker"
 
     @property
     def fleet(self) -> Fleet:
@@ -67,16 +76,15 @@ def main() -> None:
     add("--traces", default=",".join(library.NAMES), help="default: %(default)s")
     add("--workers", default="8,64", help="sizes of the fleets; default: %(default)s")
     add("--loads", default="0.7,0.9,1.1", help="shares of capacity; default: %(default)s")
-    add(
-        "--policies", default=",".join((BOUND, *(name for name in NAMES if name != BOUND))), help="default: %(default)s"
-    )
+    add("--policies", default=",".join((BOUND, "baton", "baton-auto", *PEERS)), help="default: %(default)s")
     add("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
+    add("--steps", choices=STEPS, default="mocker", help="step times of the workers; default: %(default)s")
     add("--processes", type=int, default=2)
     parsed = parser.parse_args()
     # Ends the processes of the pool, too.
     signal.signal(signal.SIGTERM, _end)
     points = [
-        Point(trace, int(workers), mode, float(load), policy, parsed.minutes)
+        Point(trace, int(workers), mode, float(load), policy, parsed.minutes, parsed.steps)
         for trace, workers, mode, load, policy in product(
             parsed.traces.split(","),
             parsed.workers.split(","),
@@ -94,9 +102,7 @@ def main() -> None:
 
 def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
     """Return one row per point, those of earlier runs included."""
-    folder = ROOT / ".cache" / "replay" / code_digest()
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = {point: folder / f"{hashlib.sha256(repr(point).encode()).hexdigest()[:16]}.json" for point in points}
+    paths = {point: path_of(point) for point in points}
     missing = [point for point in points if not paths[point].exists()]
     began_s = time.monotonic()
     with get_context("spawn").Pool(processes) as pool:
@@ -111,11 +117,17 @@ def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
     return [json.loads(paths[point].read_text()) for point in points]
 
 
+def path_of(point: Point) -> Path:
+    folder = ROOT / ".cache" / "replay" / code_digest(point.policy.startswith("baton"))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{hashlib.sha256(repr(point).encode()).hexdigest()[:16]}.json"
+
+
 def replay(point: Point) -> tuple[Point, dict[str, Any]]:
-    trace, pooled = _scaled(point.trace, point.fleet, point.load, point.minutes)
+    trace, pooled = scaled(point.trace, point.fleet, point.load, point.minutes, held_out_part)
     fleet, new_router = on_fleet(point.policy, point.fleet)
     began_s = time.process_time()
-    outcomes = Replay(trace, fleet, new_router, seed=SEED).run()
+    outcomes = Replay(trace, fleet, new_router, seed=SEED, steps_of=STEPS[point.steps]).run()
     cpu_s = time.process_time() - began_s
     tokens = sum(request.prompt_tokens for request in trace.requests)
     ideal = sum(ideal_cached_tokens(trace)) / tokens
@@ -124,9 +136,11 @@ def replay(point: Point) -> tuple[Point, dict[str, Any]]:
 
 
 @lru_cache(maxsize=1)
-def _scaled(name: str, fleet: Fleet, load: float, minutes: float) -> tuple[Trace, float]:
+def scaled(
+    name: str, fleet: Fleet, load: float, minutes: float, part_of: Callable[[Trace], Trace]
+) -> tuple[Trace, float]:
     """Return the trace of a column, and the cached share of a pooled cache on it."""
-    part = held_out_part(library.load(name, SEED))
+    part = part_of(library.load(name, SEED))
     copies = 1
     while True:
         trace = at_load(overlay(part, copies, Random(f"{SEED} copies")), fleet, load, copies=copies)
@@ -137,64 +151,16 @@ def _scaled(name: str, fleet: Fleet, load: float, minutes: float) -> tuple[Trace
     return trace, pooled_cached_share(trace, fleet)
 
 
-def code_digest() -> str:
+@cache
+def code_digest(is_baton: bool) -> str:
     digest = hashlib.sha256()
-    for source in SOURCES:
+    for source in BATON_SOURCES if is_baton else SOURCES:
         path = ROOT / source
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
-            digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+            name = str(file.relative_to(ROOT))
+            if is_baton or name not in NOT_OF_PEERS:
+                digest.update(name.encode() + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-# ---------------------------------------------------------------- results
-
-
-def write_results(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
-    """Write the rows, one line each."""
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    (RESULTS / "replay.json").write_text(f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n')
-
-
-def write_page(rows: Sequence[dict[str, Any]]) -> None:
-    text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(before + BEGIN + "".join(f"{line}\n" for line in tables(rows)) + END + after)
-
-
-def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield a table of goodput, then one per column of all figures."""
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
-    columns: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        columns.setdefault((row["trace"], row["workers"], row["mode"], row["load"]), {})[row["policy"]] = row
-    yield "\n**Goodput, %**\n"
-    yield f"| trace, workers, load | {' | '.join(policies)} |"
-    yield "|---" * (len(policies) + 1) + "|"
-    for (trace, workers, mode, load), column in columns.items():
-        best = max(row["goodput"] for policy, row in column.items() if policy != BOUND)
-        cells = [_goodput(column[each]["goodput"], best, each) if each in column else "" for each in policies]
-        yield f"| {trace}, {workers} {mode}, {load:.0%} | {' | '.join(cells)} |"
-    for (trace, workers, mode, load), column in columns.items():
-        first = next(iter(column.values()))
-        yield (
-            f"\n**{trace}, {workers} {mode}, {load:.0%}**: {first['requests']} requests, {first['duration_s']:.0f} s. "
-            f"Cached share with an infinite shared cache: {first['ideal_cached']:.3f}, "
-            f"with one LRU as large as all workers': {first['pooled_cached']:.3f}\n"
-        )
-        yield "| policy | good/s | cached | TTFT p50 | p90 | p99, s | TPOT p50 | p99, ms | max/mean | refused |"
-        yield "|---|---|---|---|---|---|---|---|---|---|"
-        for policy, row in column.items():
-            yield (
-                f"| {policy} | {row['good_per_s']:.2f} | {row['cached_share']:.3f} | {row['ttft_p50_s']:.2f} | "
-                f"{row['ttft_p90_s']:.2f} | {row['ttft_p99_s']:.2f} | {row['tpot_p50_ms']:.0f} | "
-                f"{row['tpot_p99_ms']:.0f} | {row['imbalance']:.2f} | {row['refused'] / row['requests']:.1%} |"
-            )
-
-
-def _goodput(share: float, best: float, policy: str) -> str:
-    text = f"{share * 100:.0f}"
-    return f"**{text}**" if share == best and policy != BOUND else text
 
 
 if __name__ == "__main__":

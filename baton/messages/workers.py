@@ -106,6 +106,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     running_max: int
     kv_blocks_used: int = 0
     kv_blocks_total: int
+    kv_shared_share: float = 0.0
+    """Share of what recent prompts found in the cache that running attempts held, so that it took no room."""
     engine_block_tokens: int
     """Size of the engine's own block, in tokens: the unit of `kv_blocks_*`."""
     prefill_tokens_queued: int = 0

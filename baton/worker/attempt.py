@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
@@ -11,6 +12,7 @@ from baton.engines.engine import Leg
 from baton.errors import BatonError
 from baton.messages.attempts import AttemptState, Finish, Frame, TokenLogprob, Usage
 from baton.messages.base import pack_tokens
+from baton.worker.kv_book import Holding
 
 Key = tuple[str, int]
 
@@ -61,6 +63,8 @@ class Ask:
     """Time for which it may wait for room; 0: it is refused without room."""
     partner: str = ""
     """Worker of the other leg, of an attempt that may wait."""
+    prefix: Sequence[Hashable] = ()
+    """Ids of the prompt's leading parts, see `prefix_ids`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +85,9 @@ class Attempt:
     prompt_tokens: int
     uncached_tokens: int
     """Prompt tokens that must be computed, as estimated at admission."""
-    blocks: int
+    kv: Holding
+    lease: Holding
+    """The same in the book of leases, of a prefill leg."""
     deadline_s: float
     """Instant by which its first token must arrive."""
     give_up_s: float

@@ -33,6 +33,7 @@ from baton.messages.attempts import AttemptState, DigestEntry, Finish, FinishRea
 from baton.messages.base import ErrorReport
 from baton.node.membership import Membership
 from baton.worker.attempt import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Limits, Refusal, Stopped
+from baton.worker.kv_book import SHARED_TOKENS, Holding, KvBook
 from baton.worker.tombstones import Tombstones
 
 JOIN_TIMEOUT_S: Final = 0.5
@@ -52,11 +53,13 @@ class Ledger:
         self.limits = limits
         self.draining = False
         self.slots_used = 0
-        self.blocks_used = 0
-        self.leased_blocks = 0
         self.output_tokens = 0
         self.ends = Counter[str]()
         """Ended attempts by finish reason, `held`, or the code of an error."""
+        blocks_per_id = max(1, SHARED_TOKENS // limits.engine_block_tokens)
+        self._kv = KvBook(blocks_per_id)
+        self._leases = KvBook(blocks_per_id)
+        """Part of `_kv` that prefill legs hold."""
         self._attempts: dict[Key, Attempt] = {}
         self._tombstones = Tombstones(limits.tombstones_max)
         self._retained_tokens = 0
@@ -72,6 +75,25 @@ class Ledger:
 
     def get(self, key: Key) -> Attempt | None:
         return self._attempts.get(key)
+
+    @property
+    def blocks_used(self) -> int:
+        """Blocks that attempts hold, shared ones counted once."""
+        return self._kv.used
+
+    @property
+    def leased_blocks(self) -> int:
+        return self._leases.used
+
+    @property
+    def shared_share(self) -> float:
+        """See `KvBook.shared_share`."""
+        return self._kv.shared_share
+
+    @property
+    def waiting_blocks(self) -> int:
+        """Blocks that waiting attempts lack."""
+        return sum(self._kv.lacking(attempt.kv) for attempt in self.waiting)
 
     def prompts_queued(self) -> Iterator[Attempt]:
         """Return the attempts whose prompts are accepted and not yet computed, the oldest first."""
@@ -113,8 +135,8 @@ class Ledger:
             return Refusal("tombstone", "this attempt was cancelled or ended here, or a newer one was seen")
         if self.draining:
             return Refusal("draining", "the worker takes no new attempts: it leaves, or changes its role")
-        blocks = self._blocks_of(ask)
-        if refusal := self._no_place(blocks, ask.leg) if ask.wait_s > 0 else self._lack(blocks, ask.leg):
+        kv, lease = Holding(self._blocks_of(ask), ask.prefix), Holding(self._blocks_of(ask), ask.prefix)
+        if refusal := self._no_place(kv.blocks, ask.leg) if ask.wait_s > 0 else self._lack(kv, ask.leg):
             return refusal
         self.hear_gateway(ask.gateway, now_s)
         deadline_s = now_s + min(ask.budget_s, self.limits.budget_s_max)
@@ -124,7 +146,8 @@ class Ledger:
             leg=ask.leg,
             prompt_tokens=ask.prompt_tokens,
             uncached_tokens=ask.prompt_tokens - ask.cached_tokens,
-            blocks=blocks,
+            kv=kv,
+            lease=lease,
             deadline_s=deadline_s,
             give_up_s=deadline_s,
             state=AttemptState.WAITING,
@@ -140,8 +163,16 @@ class Ledger:
     def _take_room(self, attempt: Attempt, until_s: float) -> None:
         attempt.state, attempt.state_until_s = AttemptState.RESERVED, until_s
         self.slots_used += 1
-        self.blocks_used += attempt.blocks
-        self.leased_blocks += attempt.blocks if attempt.leg is Leg.PREFILL else 0
+        self._kv.take(attempt.kv)
+        if attempt.leg is Leg.PREFILL:
+            self._leases.take(attempt.lease)
+
+    def _settle_kv(self, attempt: Attempt) -> None:
+        """Record that the prompt's KV exists: others may share it now."""
+        cached = attempt.cached_tokens // SHARED_TOKENS
+        self._kv.settle(attempt.kv, cached)
+        if attempt.leg is Leg.PREFILL:
+            self._leases.settle(attempt.lease, cached)
 
     def _blocks_of(self, ask: Ask) -> int:
         # Prefill's sampled token is discarded, so it never takes a place in the cache.
@@ -158,13 +189,15 @@ class Ledger:
             return Refusal("full", f"{blocks} KV blocks asked, the worker has {int(limits.kv_blocks * share)}")
         return None
 
-    def _lack(self, blocks: int, leg: Leg) -> Refusal | None:
+    def _lack(self, kv: Holding, leg: Leg) -> Refusal | None:
         limits = self.limits
+        blocks = self._kv.lacking(kv)
         if self.slots_used >= limits.slots:
             return Refusal("full", f"all {limits.slots} run slots are taken")
         if self.blocks_used + blocks > limits.kv_blocks:
             return Refusal("full", f"{blocks} KV blocks asked, {limits.kv_blocks - self.blocks_used} free")
         leased_max = int(limits.kv_blocks * limits.leased_share_max)
+        blocks = self._leases.lacking(kv)
         if leg is Leg.PREFILL and self.leased_blocks + blocks > leased_max:
             return Refusal(
                 "leases", f"{blocks} KV blocks to lease, {leased_max - self.leased_blocks} of {leased_max} free"
@@ -182,7 +215,7 @@ class Ledger:
         for attempt in self.waiting:
             if attempt.offer_at_s > now_s:
                 continue
-            if self._lack(attempt.blocks, attempt.leg):
+            if self._lack(attempt.kv, attempt.leg):
                 # Smaller attempts behind it must not take its room again and again.
                 break
             attempt.joining = bool(attempt.partner)
@@ -199,7 +232,7 @@ class Ledger:
         if attempt is None or attempt.stopping or attempt.state is AttemptState.RETAINED:
             return None
         if attempt.state is AttemptState.WAITING:
-            if self._lack(attempt.blocks, attempt.leg):
+            if self._lack(attempt.kv, attempt.leg):
                 return None
             self._take_room(attempt, inf)
         self._confirm(attempt, now_s)
@@ -252,6 +285,8 @@ class Ledger:
             self.output_tokens += len(delta.tokens)
             attempt.logprobs.extend(delta.logprobs)
             if delta.tokens:
+                if not index:
+                    self._settle_kv(attempt)
                 attempt.give_up_s = now_s + self.limits.progress_s
         return index
 
@@ -263,6 +298,7 @@ class Ledger:
         if attempt.stopping:
             self._forget(attempt)
             return False
+        self._settle_kv(attempt)
         self._change(attempt, AttemptState.HELD)
         self.ends["held"] += 1
         return True
@@ -291,6 +327,8 @@ class Ledger:
             self._forget(attempt)
             return attempt
         self._change(attempt, AttemptState.RETAINED)
+        # Ends are kept for long, and hold no blocks.
+        attempt.kv.ids = attempt.lease.ids = ()
         self._bury(*attempt.key, max(attempt.deadline_s, attempt.give_up_s))
         attempt.state_until_s = now_s + self.limits.retain_s
         self._retained_tokens += len(attempt.tokens)
@@ -405,8 +443,9 @@ class Ledger:
         self._bury(*attempt.key, max(attempt.deadline_s, attempt.give_up_s))
 
     def _free_blocks(self, attempt: Attempt) -> None:
-        self.blocks_used -= attempt.blocks
-        self.leased_blocks -= attempt.blocks if attempt.leg is Leg.PREFILL else 0
+        self._kv.release(attempt.kv)
+        if attempt.leg is Leg.PREFILL:
+            self._leases.release(attempt.lease)
 
     def _bury(self, request: str, number: int, deadline_s: float) -> None:
         self._tombstones.bury(request, number, deadline_s + self.limits.progress_s)

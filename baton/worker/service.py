@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
@@ -51,6 +51,7 @@ from baton.worker.attempt import Attempt, Key, Limits, Refusal
 from baton.worker.canary import prove_block_identity
 from baton.worker.events import EventPublisher
 from baton.worker.frames import FrameSender
+from baton.worker.kv_book import prefix_ids
 from baton.worker.ledger import Ledger
 from baton.worker.metrics import WorkerReadings
 from baton.worker.rates import Rates, prompt_pairs
@@ -270,7 +271,8 @@ class WorkerService:
         if isinstance(tokens, Refusal):
             return tokens
         self._ledger.settle(self._engine.load().leased)
-        attempt = self._ledger.reserve(ask, now_s)
+        prefix = prefix_ids(self._facts.model_digest, task.cache_salt, tokens, self._facts.block_tokens)
+        attempt = self._ledger.reserve(replace(ask, prefix=prefix), now_s)
         if isinstance(attempt, Refusal):
             return attempt
 
@@ -343,7 +345,7 @@ class WorkerService:
         engine_blocks = round(load.kv_usage * facts.kv_blocks)
         waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
         overbooked = ledger.waiting
-        pulling = [attempt.blocks for attempt in ledger if attempt.state is AttemptState.PULLING]
+        pulling = [attempt.kv.blocks for attempt in ledger if attempt.state is AttemptState.PULLING]
         drained_at_s = min(self._leaves_at_s, self._role.changes_at_s)
         return Heartbeat(
             address=replace(identity.address, role_epoch=self._role.epoch),
@@ -360,13 +362,14 @@ class WorkerService:
             running=ledger.slots_used - waiting,
             waiting=waiting,
             overbooked=len(overbooked),
-            overbooked_kv_tokens=sum(attempt.blocks for attempt in overbooked) * facts.block_tokens,
+            overbooked_kv_tokens=ledger.waiting_blocks * facts.block_tokens,
             pulling=len(pulling),
             pulling_kv_blocks=sum(pulling),
             running_max=ledger.limits.slots,
             # Reserved blocks count as used, because the ledger admits by its own reservations.
             kv_blocks_used=min(max(ledger.blocks_used, engine_blocks), facts.kv_blocks),
             kv_blocks_total=facts.kv_blocks,
+            kv_shared_share=ledger.shared_share,
             engine_block_tokens=facts.block_tokens,
             prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
             prefill_pairs_queued=sum(prompt_pairs(prompt, uncached) for uncached, prompt in prompts),

@@ -18,7 +18,7 @@ from baton_simulator.policies import NAMES as POLICIES
 from baton_simulator.policies import on_fleet
 from baton_simulator.replay import Fleet, Outcome, Replay
 from baton_simulator.report import Summary, as_text, refusals, summarise, table
-from baton_simulator.steps import mocker_steps, rough_steps
+from baton_simulator.steps import STEPS
 from baton_simulator.traffic.library import NAMES, load
 from baton_simulator.traffic.overlay import held_out_part, overlay, tuning_part
 from baton_simulator.traffic.trace import Trace
@@ -33,7 +33,6 @@ PARTS: Final[Mapping[str, Callable[[Trace], Trace]]] = {
     "tuning": tuning_part,
     "held-out": held_out_part,
 }
-STEPS: Final = {"mocker": mocker_steps, "rough": rough_steps}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from random import Random
-from typing import Protocol
+from typing import Final, Protocol
 
 from baton_simulator.routers.protocol import WorkerSpec
 
@@ -76,3 +76,6 @@ def mocker_steps(_spec: WorkerSpec, _random: Random) -> StepModel:
 def rough_steps(_spec: WorkerSpec, random: Random) -> StepModel:
     """Return a model of a worker that runs at 70 to 130 % of the usual speed."""
     return RoughSteps(random, speed=random.uniform(0.7, 1.3))
+
+
+STEPS: Final = {"mocker": mocker_steps, "rough": rough_steps}

@@ -201,7 +201,11 @@ class Worker:
         leg.cached_tokens = self._tokens(leg, self.cache.match(leg.blocks))
         self._waiting_tokens += leg.prompt_tokens - leg.cached_tokens
         self._waiting.append(leg)
-        self._meter.events.append(Event(self._queue.now_s, "entered", leg.request))
+        now_s = self._queue.now_s
+        if self._run is not None:
+            # A worker sees each token as it comes: those before this prompt belong to none of its time.
+            self._count(self._run, self._run.steps_at(now_s))
+        self._meter.events.append(Event(now_s, "entered", leg.request))
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
         self._proceed(cut=len(self._waiting) == 1 and self._run is not None and not self._run.chunks)
 

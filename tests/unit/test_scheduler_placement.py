@@ -16,7 +16,7 @@ from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.policies.predicted import SHORTLIST, TIE_S, TIE_SHARE, Predicted
 from baton_scheduler.pooling import RATES
-from baton_scheduler.prediction import PRESSURE_S, WAIT_S, Demand, Prediction, PrefixMatch
+from baton_scheduler.prediction import MEMORY_S, PRESSURE_S, WAIT_S, Demand, Prediction, PrefixMatch
 from baton_scheduler.team import Serving
 from baton_scheduler.worker_load import WorkerLoad
 from hypothesis import given
@@ -187,6 +187,22 @@ def test_a_full_worker_that_has_the_prefix_is_waited_for() -> None:
     assert placement.predicted.predicted_ttft_s == pytest.approx(WAIT_S * missing_share + 0.008, rel=1e-3)
     fuller = decode("d1", kv_blocks_used=1000, running=12)
     assert names(place(demand(NEVER), fuller, decode("d2"), held={"d1": 31})) == ("", "d2")
+
+
+def test_a_prefix_that_running_attempts_hold_takes_no_room() -> None:
+    """Of its prompt 30 blocks are cached, and half of what is cached there is shared, as the worker says."""
+    full = decode("d1", kv_blocks_used=1000 - 15, kv_shared_share=0.5)
+    placement = place(demand(NEVER), full, held={"d1": 30})
+    missing_share = (1100 - 15 * 32 - 30 * 32 / 2) / 32_000
+    assert placement.predicted.waiting_s == pytest.approx(WAIT_S * missing_share)
+
+
+def test_decode_goes_where_the_prompt_takes_least_room() -> None:
+    sharing, empty = decode("d1", kv_blocks_used=50, kv_shared_share=1.0), decode("d2")
+    pairs = place(demand(ALWAYS), prefill(), sharing, empty, held={"d1": 30}).candidates
+    assert [each.decode for each in pairs] == ["d1", "d2"]
+    saved_s = MEMORY_S * 30 * 32 / 32_000 - PRESSURE_S * 50 / 1000
+    assert pairs[1].cost_s - pairs[0].cost_s == pytest.approx(saved_s)
 
 
 def test_where_all_are_full_one_is_chosen_and_the_wait_is_stated() -> None:

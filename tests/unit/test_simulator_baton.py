@@ -157,7 +157,7 @@ def test_requests_that_are_held_for_too_long_are_refused() -> None:
     (spec,) = specs = make_specs(count=1)
     router = make_router(specs)
     router.route(make_arrival("a", 90), 0.0)
-    router.route(make_arrival("b", 50), 1.0)
+    router.route(make_arrival("b", 50, first=1000), 1.0)
     router.beat(idle(spec, kv_blocks_used=90), 10.8)
     assert router.wake(10.9) == []
     ((arrival, answer),) = router.wake(11.1)
@@ -171,7 +171,8 @@ def test_a_prompt_for_which_no_worker_has_memory_is_refused_at_once() -> None:
 
 
 def make_attempt(name: str, blocks: int, prefill: str = "prefill-0", decode: str = "decode-0") -> Attempt:
-    return Attempt(name, decode, prefill, blocks * BLOCK_TOKENS, blocks * BLOCK_TOKENS, 0, until_s=2.0)
+    tokens = blocks * BLOCK_TOKENS
+    return Attempt(name, (), decode, prefill, tokens, tokens, 0, until_s=2.0)
 
 
 def test_a_pair_starts_on_both_workers_or_on_neither() -> None:
@@ -205,7 +206,7 @@ def test_a_worker_fits_its_rates_to_what_it_measures() -> None:
     speed_s = 3e-4
     for number in range(40):
         tokens, began_s = 512 + 37 * number, float(number)
-        ledgers.place(Attempt(str(number), spec.name, "", tokens, tokens, 0, until_s=inf))
+        ledgers.place(Attempt(str(number), (), spec.name, "", tokens, tokens, 0, until_s=inf))
         ended_s = began_s + speed_s * tokens
         events = [
             Event(began_s, "entered", str(number)),

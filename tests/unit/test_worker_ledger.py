@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -50,11 +52,43 @@ def refused(ledger: Ledger, wanted: Ask, now_s: float = 0.0) -> str:
     return refusal.reason
 
 
+@pytest.mark.parametrize("leg", [Leg.WHOLE, Leg.PREFILL])
+def test_a_prompt_whose_kv_exists_takes_no_room_again(leg: Leg) -> None:
+    # 64 of 100 blocks, or of the 85 that prefill leases.
+    ledger = Ledger(replace(LIMITS, kv_blocks=100, engine_block_tokens=16, leased_share_max=0.85))
+    first, second, third = (
+        replace(ask(name, prompt=1024, output=1, leg=leg), prefix=("A", "B", "C")) for name in "abc"
+    )
+    reserve(ledger, first)
+    assert refused(ledger, second) in ("full", "leases")
+    ledger.enter(first.key)
+    if leg is Leg.PREFILL:
+        ledger.hold(first.key)
+    else:
+        ledger.advance(first.key, EngineDelta(tokens=[1]), 1.0)
+    # 16 blocks have no name yet, and one is for the output.
+    used = ledger.blocks_used
+    reserve(ledger, second)
+    assert ledger.blocks_used == used + used - 3 * 16
+    # The engine had only a third of what was expected, and copied the rest.
+    ledger.enter(second.key)
+    ledger.advance(second.key, EngineDelta(tokens=[1], cached_tokens=256), 1.0)
+    if leg is Leg.PREFILL:
+        ledger.hold(second.key)
+    assert ledger.blocks_used == used + used - 16
+    assert refused(ledger, third) in ("full", "leases")
+    ledger.cancel(first.key, 0.0, 2.0)
+    ledger.end(first.key, FinishReason.STOP, None, 2.0)
+    ledger.cancel(second.key, 0.0, 2.0)
+    ledger.end(second.key, FinishReason.STOP, None, 2.0)
+    assert (ledger.blocks_used, ledger.leased_blocks) == (0, 0)
+
+
 def test_blocks_cover_the_prompt_and_a_bounded_part_of_the_output() -> None:
     ledger = Ledger(LIMITS)
-    assert reserve(ledger, ask("a", prompt=30, output=5)).blocks == 4
-    assert reserve(ledger, ask("b", prompt=30, output=1000)).blocks == 5
-    assert reserve(ledger, ask("c", prompt=30, output=1000, leg=Leg.PREFILL)).blocks == 3
+    assert reserve(ledger, ask("a", prompt=30, output=5)).kv.blocks == 4
+    assert reserve(ledger, ask("b", prompt=30, output=1000)).kv.blocks == 5
+    assert reserve(ledger, ask("c", prompt=30, output=1000, leg=Leg.PREFILL)).kv.blocks == 3
     assert (ledger.slots_used, ledger.blocks_used, ledger.leased_blocks) == (3, 12, 3)
 
 
@@ -440,8 +474,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def the_book_adds_up(self) -> None:
         attempts = list(self.ledger)
         assert self.ledger.slots_used == sum(a.state in WITH_SLOT for a in attempts) <= LIMITS.slots
-        assert self.ledger.blocks_used == sum(a.blocks for a in attempts if a.state in WITH_BLOCKS) <= LIMITS.kv_blocks
-        leased = sum(a.blocks for a in attempts if a.state in WITH_BLOCKS and a.leg is Leg.PREFILL)
+        assert (
+            self.ledger.blocks_used == sum(a.kv.blocks for a in attempts if a.state in WITH_BLOCKS) <= LIMITS.kv_blocks
+        )
+        leased = sum(a.kv.blocks for a in attempts if a.state in WITH_BLOCKS and a.leg is Leg.PREFILL)
         assert self.ledger.leased_blocks == leased <= LIMITS.kv_blocks * LIMITS.leased_share_max
         assert self.accepted == self.ended + len(attempts)
 

@@ -262,7 +262,7 @@ async def test_a_lease_that_ended_makes_room_at_once(prefill: World) -> None:
     await prefill.ask(task)
     prefill.engine.load_now = EngineLoad(leased=frozenset({("long", 0)}))
     await prefill.step(EngineDelta(finish=FinishReason.LENGTH), ("long", 0))
-    next_task = msgspec.structs.replace(task, context=context("next"))
+    next_task = msgspec.structs.replace(task, context=context("next"), tokens=pack_tokens(long[::-1]))
     refusal = await prefill.ask(next_task)
     assert isinstance(refusal, Busy)
     assert refusal.reason == "leases"

@@ -105,6 +105,11 @@ class Loads:
         load = self._loads.get(worker)
         return prefill_s(load, uncached_tokens, prompt_tokens)[1] if load and uncached_tokens else 0.0
 
+    def kv_tokens(self, worker: str, need_tokens: int, cached_tokens: int) -> int:
+        """Return the tokens for which an attempt takes room on a worker: without those that it shares, as expected."""
+        load = self._loads.get(worker)
+        return need_tokens - int(cached_tokens * load.shared_share) if load else need_tokens
+
     def serving(self, model: str, now_s: float) -> Serving:
         """Return the live workers of a model, with their loads at `now_s`."""
         self._end_due(now_s)
@@ -241,6 +246,8 @@ def _check(heartbeat: Heartbeat) -> None:
         heartbeat.pulling_kv_blocks,
         heartbeat.kv_blocks_used,
         heartbeat.kv_blocks_total,
+        heartbeat.kv_shared_share,
+        1 - heartbeat.kv_shared_share,
         heartbeat.prefill_tokens_queued,
         heartbeat.prefill_pairs_queued,
         heartbeat.prefill_elapsed_s,

@@ -88,20 +88,21 @@ def soft_placements(
     output_tokens = min(placed.output_tokens_max, options.output_headroom_tokens)
     computes = chosen.prefill or chosen.decode
 
-    def taken(worker: str, kv_tokens: int, until_s: float) -> SoftPlacement:
+    def taken(worker: str, need_tokens: int, cached_tokens: int, until_s: float) -> SoftPlacement:
         uncached_tokens = placed.prompt_tokens - chosen.cached_tokens if worker == computes else 0
         return SoftPlacement(
             attempt=attempt,
             placed_s=now_s,
             until_s=until_s,
-            kv_tokens=kv_tokens,
+            kv_tokens=loads.kv_tokens(worker, need_tokens, cached_tokens),
             prefill_s=loads.prefill_s(worker, uncached_tokens, placed.prompt_tokens),
         )
 
     last_token_s = first_token_s + placed.output_tokens_max * chosen.predicted_token_interval_s
-    both = {chosen.decode: taken(chosen.decode, placed.prompt_tokens + output_tokens, last_token_s)}
+    need_tokens = placed.prompt_tokens + output_tokens
+    both = {chosen.decode: taken(chosen.decode, need_tokens, chosen.decode_cached_tokens, last_token_s)}
     if chosen.prefill:
-        both[chosen.prefill] = taken(chosen.prefill, placed.prompt_tokens, first_token_s)
+        both[chosen.prefill] = taken(chosen.prefill, placed.prompt_tokens, chosen.cached_tokens, first_token_s)
     return both
 
 

@@ -29,6 +29,8 @@ WAIT_S: Final = 10.0
 PRESSURE_S: Final = 0.5
 """Cost of decoding where all KV is in use, in proportion: steps are longer, cached prefixes are evicted, and the next
 long prompt finds no room."""
+MEMORY_S: Final = 10.0
+"""Cost of taking all KV of a worker that decodes, in proportion: an attempt takes less where it shares its prefix."""
 SESSION_BLOCKS: Final = 32
 """Blocks at its beginning that tell a conversation from others, of 32 tokens each: about a system prompt."""
 
@@ -140,21 +142,25 @@ class Prediction:
 
     def compute(self, team: Team, rows: Rows, role: Role) -> Computing:
         figures = team.figures(rows)
-        cached_tokens, waiting_s = self._cached_tokens(team, rows, figures, role), self._waiting_s(figures, role)
+        cached_tokens = self._cached_tokens(team, rows, figures, role)
+        shared_tokens = cached_tokens * figures.shared_share
+        waiting_s = self._waiting_s(figures, role, shared_tokens)
         # A prompt enters with the next step: on average, half of the present one is left.
         queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.interval_s / 2)
         prompt_tokens = self.demand.prompt_tokens
         prompt_s, own_s = prefill_s(figures, prompt_tokens - cached_tokens, prompt_tokens)
-        pressure_s = (PRESSURE_S if role is Role.DECODE else 0.0) * figures.kv_share
+        pressure_s = _pressure_s(figures, shared_tokens) if role is Role.DECODE else np.zeros(len(rows))
         cost_s = waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + pressure_s
         return Computing(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, queue_s, own_s)
 
     def receive(self, team: Team, rows: Rows) -> Receiving:
         figures = team.figures(rows)
         role = Role.DECODE
-        cached_tokens, waiting_s = self._cached_tokens(team, rows, figures, role), self._waiting_s(figures, role)
+        cached_tokens = self._cached_tokens(team, rows, figures, role)
+        shared_tokens = cached_tokens * figures.shared_share
+        waiting_s = self._waiting_s(figures, role, shared_tokens)
         missing_bytes = (self.demand.prompt_tokens - cached_tokens) * figures.kv_bytes_per_token
-        pull_s, pressure_s = missing_bytes / figures.bandwidth, PRESSURE_S * figures.kv_share
+        pull_s, pressure_s = missing_bytes / figures.bandwidth, _pressure_s(figures, shared_tokens)
         cost_s = waiting_s + figures.next_interval_s + pressure_s
         return Receiving(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, missing_bytes, pull_s)
 
@@ -203,14 +209,23 @@ class Prediction:
         # The last token is always computed, to sample from it.
         return np.minimum(self._blocks_of[role][rows] * figures.block_tokens, self.demand.prompt_tokens - 1)
 
-    def _waiting_s(self, figures: Figures, role: Role) -> Vector:
-        """Return the predicted wait until a worker has room for the attempt: 0 where it has."""
-        tokens = (self.need_tokens(role) - figures.tokens_free) / figures.kv_tokens_max
+    def _waiting_s(self, figures: Figures, role: Role, shared_tokens: Vector) -> Vector:
+        """Return the predicted wait until a worker has room for the attempt: 0 where it has.
+
+        Tokens of the prompt that the attempt shares with others take no room.
+        """
+        kv = (self.need_tokens(role) - shared_tokens - figures.tokens_free) / figures.kv_tokens_max
         slots = (1 - figures.slots_free) / figures.running_max
-        return WAIT_S * np.maximum(np.maximum(tokens, slots), 0.0)
+        return WAIT_S * np.maximum(np.maximum(kv, slots), 0.0)
 
     def _speculative_tokens(self, load: WorkerLoad, cached_tokens: int) -> int:
         return max(0, cached_tokens - self._held.get(load.worker, 0) * load.block_tokens)
+
+
+def _pressure_s(figures: Figures, shared_tokens: Vector) -> Vector:
+    """Return the cost of the KV in use, and of what the attempt takes beyond the worker where it shares most."""
+    shared = shared_tokens / figures.kv_tokens_max
+    return PRESSURE_S * figures.kv_share + MEMORY_S * (shared.max(initial=0.0) - shared)
 
 
 def tail_s(prefill: WorkerLoad, decode: WorkerLoad, missing_bytes: float, own_s: float) -> float:

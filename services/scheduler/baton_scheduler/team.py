@@ -31,6 +31,7 @@ class Figures(NamedTuple):
     pair_s: Vector
     ready: Vector
     running_max: Vector
+    shared_share: Vector
     slots_free: Vector
     step_s: Vector
     step_tokens_max: Vector

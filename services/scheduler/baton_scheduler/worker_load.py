@@ -49,6 +49,7 @@ class WorkerLoad:
         "ready",
         "role",
         "running_max",
+        "shared_share",
         "slots_free",
         "soft",
         "step_s",
@@ -93,6 +94,7 @@ class WorkerLoad:
         blocks = int(heartbeat.kv_blocks_total * (leased_share_max if self.role is Role.PREFILL else 1.0))
         self.kv_tokens_max = blocks * heartbeat.engine_block_tokens
         """Most tokens of KV that attempts can reserve here."""
+        self.shared_share = heartbeat.kv_shared_share
         self.ready = not heartbeat.draining
         self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
         self.refresh()

@@ -29,7 +29,7 @@ from baton_simulator.routers.protocol import Arrival, Route, WorkerSpec, WorkerS
 
 JUDGE_S: Final = 0.1
 """Interval at which held requests are judged. Schedulers judge more often, as far as their time allows."""
-JUDGED: Final = 48
+JUDGED: Final = 16
 """Requests judged each time, in the queue's order."""
 SESSION_BLOCKS: Final = 2
 """Blocks at its beginning that tell a conversation from others, where the trace has no sessions."""
@@ -126,6 +126,7 @@ class BatonRouter:
             self._index.speculate(address.worker, arrival.blocks)
         attempt = Attempt(
             request=arrival.id,
+            blocks=arrival.blocks,
             decode=predicted.decode,
             prefill=predicted.prefill,
             prompt_tokens=arrival.prompt_tokens,

@@ -14,6 +14,7 @@ from typing import Final
 
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Heartbeat, Role
+from baton.worker.kv_book import Holding, KvBook
 from baton.worker.rates import Rates, prompt_pairs
 from baton_simulator.routers.protocol import Measured, WorkerSpec, WorkerState
 
@@ -30,6 +31,8 @@ class Attempt:
     """One placed request, in the books of its workers."""
 
     request: str
+    blocks: Sequence[int]
+    """Ids of the whole blocks of its prompt."""
     decode: str
     prefill: str
     """Empty: the decode worker computes the prompt."""
@@ -61,21 +64,32 @@ class _Book:
     attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
     """All, in order of arrival."""
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
-    slots: int = 0
-    blocks: int = 0
+    kv: KvBook = field(default_factory=KvBook)
+    holdings: dict[str, Holding] = field(default_factory=dict[str, Holding])
+    """Blocks by request, of those that hold a slot, too."""
 
-    def need(self, attempt: Attempt) -> int:
+    def holding(self, attempt: Attempt) -> Holding:
         output_tokens = 0 if attempt.prefill == self.spec.name else attempt.output_tokens
-        return -(-(attempt.prompt_tokens + output_tokens) // self.spec.block_tokens)
+        blocks = -(-(attempt.prompt_tokens + output_tokens) // self.spec.block_tokens)
+        return Holding(blocks, attempt.blocks)
 
     def has_room(self, attempt: Attempt) -> bool:
         share = LEASED_SHARE_MAX if attempt.prefill == self.spec.name else 1.0
         blocks_max = int(self.spec.kv_blocks_total * share)
-        return self.slots < RUNNING_MAX and self.blocks + self.need(attempt) <= blocks_max
+        return len(self.holdings) < RUNNING_MAX and self.kv.used + self.kv.lacking(self.holding(attempt)) <= blocks_max
 
-    def take(self, attempt: Attempt, sign: int) -> None:
-        self.slots += sign
-        self.blocks += sign * self.need(attempt)
+    def take(self, attempt: Attempt) -> None:
+        holding = self.holdings[attempt.request] = self.holding(attempt)
+        self.kv.take(holding)
+
+    def computed(self, request: str, missing_tokens: int) -> None:
+        """Record that the prompt's KV exists here, of which so much did not before."""
+        if (holding := self.holdings.get(request)) is not None:
+            cached_tokens = self.attempts[request].prompt_tokens - missing_tokens
+            self.kv.settle(holding, cached_tokens // self.spec.block_tokens)
+
+    def release(self, request: str) -> None:
+        self.kv.release(self.holdings.pop(request))
 
 
 class Ledgers:
@@ -131,7 +145,7 @@ class Ledgers:
         if book.attempts.pop(attempt.request, None) is None:
             return []
         if attempt.is_started:
-            book.take(attempt, -1)
+            book.release(attempt.request)
         else:
             book.waiting.remove(attempt)
         return self._start_waiting(book)
@@ -154,7 +168,7 @@ class Ledgers:
     def _start(self, attempt: Attempt) -> None:
         attempt.is_started = True
         for worker in attempt.workers:
-            self._books[worker].take(attempt, 1)
+            self._books[worker].take(attempt)
 
     # ------------------------------------------------------------ heartbeats
 
@@ -175,10 +189,12 @@ def _measure(book: _Book, measured: Measured) -> None:
                 rates.prefill_began(event.at_s)
             case "computed":
                 rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s)
+                book.computed(event.request, event.tokens)
                 if (attempt := book.attempts.get(event.request)) is not None:
                     attempt.uncached_tokens = 0
             case "pulled":
                 rates.transfer_ended(event.peer, BACKEND, event.size_bytes, event.elapsed_s)
+                book.computed(event.request, event.size_bytes // book.spec.kv_bytes_per_token)
             case "first_token":
                 rates.decode_began(event.at_s)
             case "decoded":
@@ -196,7 +212,7 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
     ]
     elapsed_s = min(rates.prefill_elapsed_s(now_s), rates.prefill_s(*prompts[0])) if prompts else 0.0
     pulling = [
-        book.need(attempt)
+        book.holding(attempt).blocks
         for attempt in book.attempts.values()
         if attempt.prefill and attempt.decode == spec.name and attempt.is_started and not attempt.has_tokens
     ]
@@ -213,12 +229,14 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         running=state.running,
         waiting=state.waiting,
         overbooked=len(book.waiting),
-        overbooked_kv_tokens=sum(map(book.need, book.waiting)) * spec.block_tokens,
+        overbooked_kv_tokens=sum(book.kv.lacking(book.holding(attempt)) for attempt in book.waiting)
+        * spec.block_tokens,
         pulling=len(pulling),
         pulling_kv_blocks=sum(pulling),
         running_max=RUNNING_MAX,
-        kv_blocks_used=min(max(book.blocks, state.kv_blocks_used), spec.kv_blocks_total),
+        kv_blocks_used=min(max(book.kv.used, state.kv_blocks_used), spec.kv_blocks_total),
         kv_blocks_total=spec.kv_blocks_total,
+        kv_shared_share=book.kv.shared_share,
         engine_block_tokens=spec.block_tokens,
         prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
         prefill_pairs_queued=sum(prompt_pairs(prompt_tokens, uncached) for uncached, prompt_tokens in prompts),

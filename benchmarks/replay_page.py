@@ -1,0 +1,89 @@
+"""The pages of `benchmarks.replay`: `benchmarks/results/replay.json`, and the tables in `docs/replay.md`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from baton_simulator.policies import BOUND
+
+from benchmarks.report import RESULTS
+
+PAGE: Final = Path(__file__).parents[1] / "docs" / "replay.md"
+BEGIN: Final = "<!-- the tables: python -m benchmarks.replay -->\n"
+END: Final = "<!-- end of the tables -->\n"
+ABLATION_BEGIN: Final = "<!-- the ablation: python -m benchmarks.replay_ablation -->\n"
+ABLATION_END: Final = "<!-- end of the ablation -->\n"
+
+
+def write_results(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
+    """Write the rows, one line each."""
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    (RESULTS / "replay.json").write_text(f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n')
+
+
+def write_page(rows: Sequence[dict[str, Any]]) -> None:
+    _replace(BEGIN, END, tables(rows))
+
+
+def write_ablation(rows: Sequence[dict[str, Any]]) -> None:
+    _replace(ABLATION_BEGIN, ABLATION_END, _ablation(rows))
+
+
+def _replace(begin: str, end: str, lines: Iterable[str]) -> None:
+    """Write lines between two marks of the page."""
+    before, rest = PAGE.read_text().split(begin)
+    _, after = rest.split(end)
+    PAGE.write_text(before + begin + "".join(f"{line}\n" for line in lines) + end + after)
+
+
+def _ablation(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    whole, *others = rows
+    columns = [column for column in whole if column != "without"]
+    yield f"\n| goodput, % | {' | '.join(columns)} |"
+    yield "|---" * (len(columns) + 1) + "|"
+    yield f"| all terms | {' | '.join('{:.1f}'.format(whole[each]['goodput'] * 100) for each in columns)} |"
+    for row in others:
+        changes = (f"{(row[each]['goodput'] - whole[each]['goodput']) * 100:+.1f}" for each in columns)
+        yield f"| without: {row['without']} | {' | '.join(changes)} |"
+
+
+def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield a table of goodput, then one per column of all figures."""
+    policies = list(dict.fromkeys(row["policy"] for row in rows))
+    columns: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        columns.setdefault((row["trace"], row["workers"], row["mode"], row["load"]), {})[row["policy"]] = row
+    yield "\n**Goodput, %**\n"
+    yield f"| trace, workers, load | {' | '.join(policies)} |"
+    yield "|---" * (len(policies) + 1) + "|"
+    for (trace, workers, mode, load), column in columns.items():
+        best = max(row["goodput"] for policy, row in column.items() if policy != BOUND)
+        cells = [_goodput(column[each]["goodput"], best, each) if each in column else "" for each in policies]
+        yield f"| {trace}, {workers} {mode}, {load:.0%} | {' | '.join(cells)} |"
+    for (trace, workers, mode, load), column in columns.items():
+        first = next(iter(column.values()))
+        yield (
+            f"\n**{trace}, {workers} {mode}, {load:.0%}**: {first['requests']} requests, {first['duration_s']:.0f} s. "
+            f"Cached share with an infinite shared cache: {first['ideal_cached']:.3f}, "
+            f"with one LRU as large as all workers': {first['pooled_cached']:.3f}\n"
+        )
+        figures = "good/s | cached | TTFT p50 | p90 | p99, s | TPOT p50 | p99, ms | max/mean | refused"
+        yield f"| policy | {figures} | predicted/actual p10 p90 |"
+        yield "|---|---|---|---|---|---|---|---|---|---|---|"
+        for policy, row in column.items():
+            ratios = (row["predicted_p10"], row["predicted_p90"])
+            predicted = " ".join(f"{each:.2f}" for each in ratios if each is not None)
+            yield (
+                f"| {policy} | {row['good_per_s']:.2f} | {row['cached_share']:.3f} | {row['ttft_p50_s']:.2f} | "
+                f"{row['ttft_p90_s']:.2f} | {row['ttft_p99_s']:.2f} | {row['tpot_p50_ms']:.0f} | "
+                f"{row['tpot_p99_ms']:.0f} | {row['imbalance']:.2f} | {row['refused'] / row['requests']:.1%} | "
+                f"{predicted} |"
+            )
+
+
+def _goodput(share: float, best: float, policy: str) -> str:
+    text = f"{share * 100:.0f}"
+    return f"**{text}**" if share == best and policy != BOUND else text
