@@ -13,6 +13,8 @@ from baton.messages.base import PARAMETERS_MAX, Context, ErrorReport, Message, P
 REFUSALS_MAX: Final = 8
 SESSION_CHARACTERS_MAX: Final = 64
 PRIORITIES: Final = 8
+WEIGHT_MIN: Final = 0.001
+WEIGHT_MAX: Final = 1000.0
 PRIORITY_BEGUN: Final = 0
 """Class of answers that have begun: their clients wait in the middle of an answer."""
 PRIORITY_NEW: Final = 1
@@ -60,8 +62,14 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     """Time for which the scheduler may hold the request until a worker has room; 0: it is refused as overloaded."""
     due_in_s: float = 0.0
     """Time left for the first token by the request's objective; less than 0: it is late already."""
+    ttft_s: float = 0.0
+    """TTFT objective by which the request is admitted; 0: it waits for as long as `hold_s` says."""
+    tpot_s: float = 0.0
+    """TPOT objective by which the request is admitted; 0: none."""
     tenant: str = ""
     """Digest of the client's API key; empty: a deployment without keys."""
+    weight: float = 1.0
+    """Share of the tenant, relative to those of others."""
     priority: int = PRIORITY_NEW
     """Class of the request in the queue, from 0 to below `PRIORITIES`; lower ones come first."""
 
@@ -80,6 +88,8 @@ class Candidate(Part, frozen=True, kw_only=True):
     predicted_token_interval_s: float = 0.0
     waiting_s: float = 0.0
     """Part of `predicted_ttft_s` until the workers have room for the attempt."""
+    queue_s: float = 0.0
+    """Part of `predicted_ttft_s` for the prompts that are computed before this one."""
     tail_s: float = 0.0
     """Part of `predicted_ttft_s`: what is left of the pull when the prompt is computed."""
     cost_s: float = 0.0
@@ -115,8 +125,8 @@ class QueuePositions(Message, tag="positions", frozen=True, kw_only=True):
     there are many."""
 
     scheduler: str
-    positions: tuple[tuple[str, int, int], ...]
-    """(request, attempt, number of requests before it)."""
+    positions: tuple[tuple[str, int, int, float], ...]
+    """(request, attempt, number of requests before it, predicted seconds until its turn)."""
 
 
 class Released(Message, tag="released", frozen=True, kw_only=True):
@@ -152,6 +162,7 @@ class Placed(Message, tag="placed", frozen=True, kw_only=True):
     output_tokens_max: int = 0
     predicted: Candidate | None = None
     tenant: str = ""
+    weight: float = 1.0
 
 
 class Audited(Message, tag="audited", frozen=True, kw_only=True):

@@ -141,10 +141,21 @@ ANSWERS: Final = _counter(
         *("engine_failed", "not_resumable", "request_stopped", "retries_limited", "internal_error"),
     ),
 )
-GOOD_ANSWERS: Final = _counter(
-    "baton_good_answers_total",
+OBJECTIVES: Final = _counter(
+    "baton_objective_answers_total",
     GATEWAY,
-    "Complete answers within both goals: `goal_ttft_s` to the first token, `goal_tpot_s` for each after it.",
+    "Answers by what became of their objectives: `attained` (the rate of these is the goodput), `missed_ttft`,"
+    " `missed_tpot` (with the TTFT attained), or `refused`, as no worker was free in time. Answers with other errors"
+    " are not counted.",
+    "model",
+    "result",
+)
+WORKER_OBJECTIVES: Final = _counter(
+    "baton_worker_objective_answers_total",
+    GATEWAY,
+    "The same of complete answers, by worker, of workers that are live; that of a pair counts for both.",
+    "worker",
+    "result",
 )
 ANSWERS_RUNNING: Final = _gauge("baton_answers_running", GATEWAY, "Answers in progress, waiting ones included.")
 ATTEMPTS: Final = _counter(
@@ -406,6 +417,16 @@ ENGINE_PROMPT: Final = _counter(
     "source",
 )
 ENGINE_OUTPUT: Final = _counter("baton_engine_output_tokens_total", PREFILL_DECODE, "Tokens generated here.")
+ENGINE_STEPS: Final = _counter(
+    "baton_engine_output_steps_total",
+    PREFILL_DECODE,
+    "Engine steps that generated tokens here; output tokens by these are the tokens per step.",
+)
+PRICE: Final = _gauge(
+    "baton_worker_price_per_hour",
+    PREFILL_DECODE,
+    "Price of this worker for an hour, from its setting `price_per_hour`; 0: not given.",
+)
 PREEMPTIONS: Final = _counter(
     "baton_engine_preemptions_total", PREFILL_DECODE, "Preemptions of requests by the engine."
 )

@@ -43,6 +43,7 @@ class WorkerReadings:
         yield from self._ledger()
         yield from self._engine()
         yield Reading(catalogue.ENGINE_BUSY, rates.busy_s(self.clock.now_s()))
+        yield Reading(catalogue.ENGINE_STEPS, rates.output_steps)
         yield Reading(catalogue.PREFILL_RATE, rates.prefill_tokens_per_s)
         yield Reading(catalogue.DECODE_RATE, 1 / rates.token_interval_s)
         yield Reading(catalogue.TRANSFER_RATE, rates.transfer_bytes_per_s)

@@ -16,6 +16,7 @@ from baton.errors import ConfigurationError, Unavailable
 from baton.messages.base import WorkerAddress
 from baton.messages.workers import Role
 from baton.node.service import Node, Process, run
+from baton.telemetry import Reading, catalogue
 from baton.worker.admission import Identity
 from baton.worker.attempt import Limits
 from baton.worker.role import WorkerRole
@@ -55,6 +56,7 @@ class LoadingWorker:
         # back by more than the worker's downtime.
         self._generation = int(self._clock.wall_s() * 1000)
         self._service: WorkerService | None = None
+        node.metrics.read(lambda: [Reading(catalogue.PRICE, settings.price_per_hour)])
 
     @asynccontextmanager
     async def serving(self) -> AsyncGenerator[None]:

@@ -80,6 +80,10 @@ class Rates:
         self._prefilling = 0
         self._sequences = 0
         self._kv_share = 0.0
+        self.output_steps = 0
+        """Steps that generated tokens."""
+        self._output_step_s = -math.inf
+        """Instant of the first output of the newest of them."""
 
     # ------------------------------------------------------------ events
 
@@ -103,11 +107,13 @@ class Rates:
     def decode_began(self, now_s: float) -> None:
         """Record that a sequence has its first token."""
         self._advance(now_s)
+        self._count_step(now_s)
         self._sequences += 1
 
     def tokens_came(self, tokens: int, now_s: float) -> None:
         """Record further tokens of a sequence."""
         self._advance(now_s)
+        self._count_step(now_s)
         self._window.decoded_tokens += tokens
 
     def decode_ended(self, now_s: float) -> None:
@@ -204,6 +210,11 @@ class Rates:
             self._busy_s += passed_s
             self._window.busy_s += passed_s
             self._window.sequence_s += self._sequences * passed_s
+
+    def _count_step(self, now_s: float) -> None:
+        if now_s - self._output_step_s > _SAME_STEP_S:
+            self.output_steps += 1
+            self._output_step_s = now_s
 
     def _close(self) -> None:
         """Learn from the window and begin the next one."""

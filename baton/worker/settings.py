@@ -67,6 +67,9 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
     leased_share: Annotated[
         float, Meta(gt=0, le=1, description="Share of the KV blocks that may be held for decode workers.")
     ] = 0.4
+    price_per_hour: Annotated[
+        float, Meta(ge=0, description="Price of this worker for an hour, in any currency, for metrics; 0: not given.")
+    ] = 0.0
 
     heartbeat_s: Annotated[Seconds, Meta(description="Time between two heartbeats.")] = 0.25
     digest_s: Annotated[Seconds, Meta(description="Time between two digests to each gateway.")] = 1.0

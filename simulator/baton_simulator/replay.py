@@ -209,6 +209,8 @@ class Replay:
             blocks=request.blocks,
             prompt_tokens=request.prompt_tokens,
             output_tokens_max=max(self._output_tokens_max, request.output_tokens),
+            tenant=request.tenant,
+            weight=request.weight,
         )
         outcome = self._outcomes[index] = Outcome(request, now_s)
         flight = self._flights[arrival.id] = _Flight(index, arrival, outcome)

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from baton_gateway.attempt import Phase
 from baton_gateway.config import Settings
+from baton_gateway.objectives import Tenant, tenant_of
 from baton_gateway.service import QUESTIONS_MAX
 from baton_scheduler.config import SchedulerSettings
 
@@ -351,7 +352,7 @@ async def test_every_message_carries_the_trace_and_the_budget() -> None:
 
 
 async def test_schedulers_learn_the_tenant_the_objective_and_how_long_to_hold() -> None:
-    settings = msgspec.structs.replace(SETTINGS, api_keys=("one", "two"), goal_ttft_s=2.0)
+    settings = msgspec.structs.replace(SETTINGS, api_keys=("one", "two"), ttft_ms=2000.0)
     async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
         stage.say("ok")
         for key in ("one", "two", "one"):
@@ -363,6 +364,36 @@ async def test_schedulers_learn_the_tenant_the_objective_and_how_long_to_hold() 
     assert (first.gateway, first.priority) == ("gw-test", PRIORITY_NEW)
     assert first.hold_s == pytest.approx(SETTINGS.admission_wait_s, abs=1.0)
     assert -3.0 < first.due_in_s <= 2.0
+    assert (first.ttft_s, first.tpot_s, first.weight) == (0.0, 0.0, 1.0), "nobody stated an objective"
+
+
+async def test_schedulers_learn_the_objectives_that_headers_and_tenants_state() -> None:
+    heavy = Tenant(weight=4.0, ttft_ms=60_000.0, priority=2)
+    settings = msgspec.structs.replace(SETTINGS, api_keys=("one", "two"), tenants={tenant_of("one"): heavy})
+    async with open_stage(settings) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        stage.say("ok")
+        for headers in ({}, {"x-baton-ttft-ms": "30000", "x-baton-tpot-ms": "5000", "x-baton-priority": "3"}):
+            answer = await client.post(CHAT, json=body(), headers={"authorization": "Bearer one", **headers})
+            assert answer.status_code == 200
+    first, second = stage.scheduler.places
+    assert (first.ttft_s, first.tpot_s, first.priority, first.weight) == (60.0, 0.0, 2, 4.0)
+    assert (second.ttft_s, second.tpot_s, second.priority, second.weight) == (30.0, 5.0, 3, 4.0)
+    assert 0 < second.due_in_s <= 30.0
+
+
+async def test_an_attempt_after_a_failure_is_not_refused_by_its_objective() -> None:
+    async with open_stage(SETTINGS) as stage, httpx.AsyncClient(base_url=stage.base_url, timeout=15.0) as client:
+        stage.say("ok")
+        script = stage.workers["d1"].script
+        script.refuse = EngineFailed("broken")
+        asked = asyncio.create_task(client.post(CHAT, json=body(), headers={"x-baton-ttft-ms": "60000"}))
+        await stage.wait_for(lambda: len(stage.scheduler.places) >= 2)
+        script.refuse = None
+        assert (await asked).status_code == 200
+    first, second, *_ = stage.scheduler.places
+    assert (first.context.attempt, first.ttft_s) == (0, 60.0)
+    assert (second.context.attempt, second.ttft_s) == (1, 0.0)
+    assert 0 < second.due_in_s < 60.0, "its place in the queue goes by the objective"
 
 
 # ---------------------------------------------------------------- overload
@@ -445,9 +476,33 @@ async def test_held_requests_are_bounded() -> None:
         stage.workers["d1"].script.capacity = 0
         answers = await asyncio.gather(*(client.post(CHAT, json=body()) for _ in range(8)))
         assert [answer.status_code for answer in answers] == [429] * 8
-        assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+        assert all(
+            answer.headers["retry-after"].isdecimal() and answer.headers["retry-after"] != "0" for answer in answers
+        )
         assert sum("too many" in answer.text for answer in answers) == 5
         assert sum("in time" in answer.text for answer in answers) == 3
+        await check_clean(stage)
+
+
+async def test_a_refused_client_is_told_when_its_turn_would_come() -> None:
+    settings = msgspec.structs.replace(SETTINGS, admission_wait_s=60.0)
+    async with (
+        open_scheduled_stage(settings) as stage,
+        httpx.AsyncClient(base_url=stage.base_url, timeout=60.0) as client,
+    ):
+        stage.say("ok")
+        stage.workers["d1"].script.capacity = 0
+        patient = asyncio.create_task(client.post(CHAT, json=body()))
+        await stage.wait_for(lambda: any(d.machine.phase is Phase.QUEUED for d in stage.gateway.routes.all()))
+        # A stall is taken to last as long again, so it is told a little more than it has waited.
+        began_s = asyncio.get_running_loop().time()
+        hasty = await client.post(CHAT, json=body(), headers={"x-baton-ttft-ms": "8000"})
+        waited_s = asyncio.get_running_loop().time() - began_s
+        assert hasty.status_code == 429
+        assert waited_s >= 1.5, "a quarter of its objective"
+        assert int(hasty.headers["retry-after"]) >= 2
+        stage.workers["d1"].script.capacity = 8
+        assert (await patient).status_code == 200
         await check_clean(stage)
 
 

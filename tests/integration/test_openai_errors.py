@@ -231,7 +231,15 @@ async def test_an_output_is_cut_to_the_room_that_the_prompt_leaves(
 
 
 @pytest.mark.parametrize(
-    "header", [("x-baton-deadline-s", "nan"), ("x-baton-deadline-s", "-1"), ("x-baton-disaggregation", "maybe")]
+    "header",
+    [
+        ("x-baton-deadline-s", "nan"),
+        ("x-baton-deadline-s", "-1"),
+        ("x-baton-disaggregation", "maybe"),
+        ("x-baton-ttft-ms", "0"),
+        ("x-baton-tpot-ms", "fast"),
+        ("x-baton-priority", "0"),
+    ],
 )
 async def test_headers(client: httpx.AsyncClient, header: tuple[str, str]) -> None:
     error = error_of(await client.post(CHAT, json=HI, headers=dict([header])), 400, "invalid_request")
@@ -247,7 +255,7 @@ async def test_request_ids(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refusal", "status"), [(Overloaded("full", retry_after_s=2.0), 429), (NoWorkers("none"), 503)]
+    ("refusal", "status"), [(Overloaded("full", retry_after_s=1.2), 429), (NoWorkers("none"), 503)]
 )
 async def test_refused_by_the_scheduler(
     stage: Stage, client: httpx.AsyncClient, refusal: BatonError, status: int

@@ -296,11 +296,12 @@ def test_a_request_is_held_up_to_its_limit(begun: bool, patience_s: float) -> No
     started_s, attempt = bench.now_s, bench.machine.attempt
     assert bench.machine.hold_s(attempt, started_s) == patience_s
     while not bench.machine.ended:
-        bench.step(ev.PlaceHeld(attempt, 12))
+        bench.step(ev.PlaceHeld(attempt, 12, turn_s=7.5))
         bench.wait(0.25)
     assert bench.now_s - started_s == pytest.approx(patience_s, abs=0.3)
     assert isinstance(bench.error, Overloaded)
     assert "12 requests were before" in str(bench.error)
+    assert bench.error.retry_after_s == 7.5
     assert bench.did_ever(ev.SendWithdraw) == [ev.SendWithdraw(attempt)]
 
 

@@ -6,12 +6,13 @@ from typing import Protocol
 
 import pytest
 from baton_gateway import attempt_events as ev
-from baton_gateway.metrics import AnswerMetrics, GatewayMetrics, Goals
+from baton_gateway.metrics import RESULTS, AnswerMetrics, GatewayMetrics
+from baton_gateway.objectives import Objectives
 from baton_gateway.order import Order, Outcome
 from baton_gateway.timeline import Change, Timeline
 from baton_gateway.workers import Model
 
-from baton.errors import BatonError, ClientGone, NoWorkers, WorkerLost
+from baton.errors import BatonError, ClientGone, NoWorkers, Overloaded, WorkerLost
 from baton.messages.attempts import FinishReason, Sampling
 from baton.telemetry import Metrics
 from tests.harness.gateway.attempt_harness import GREEDY, AttemptHarness, placement
@@ -45,7 +46,7 @@ class Stage:
 
     def __init__(self) -> None:
         self.metrics = Metrics("gateway")
-        self.figures = GatewayMetrics(self.metrics, self, Goals(ttft_s=1.0, tpot_s=0.1))  # pyright: ignore[reportArgumentType]
+        self.figures = GatewayMetrics(self.metrics, self)  # pyright: ignore[reportArgumentType]
         self.bench: Watched
         self.answer: AnswerMetrics
         self.order: Order
@@ -66,6 +67,7 @@ class Stage:
             blocks=b"",
             sampling=sampling,
             tenant="",
+            objectives=Objectives(ttft_s=1.0, tpot_s=0.1),
             eos_tokens=frozenset(),
             cache_salt="",
             disaggregation=None,
@@ -112,7 +114,7 @@ def test_times_run_from_the_arrival_and_between_tokens(stage: Stage) -> None:
     assert stage.shown("baton_prompt_tokens_total") == 40
     assert stage.shown("baton_output_tokens_total") == 4
     assert stage.shown("baton_cached_tokens_total") == 32
-    assert stage.shown("baton_good_answers_total") == 0, "0.2 s per token is no good answer"
+    assert stage.figures.objectives == {("tiny", "missed_tpot"): 1}, "0.2 s per token is too much"
 
 
 def test_an_answer_in_one_frame_has_a_first_token(stage: Stage) -> None:
@@ -123,7 +125,7 @@ def test_an_answer_in_one_frame_has_a_first_token(stage: Stage) -> None:
     stage.whole(1)
     assert stage.shown("gen_ai_server_time_to_first_token_seconds_sum", CHAT) == pytest.approx(0.3)
     assert not any("time_per_output_token_seconds_count{" in line for line in scrape(stage.metrics))
-    assert stage.shown("baton_good_answers_total") == 1
+    assert stage.figures.objectives == {("tiny", "attained"): 1}
 
 
 def test_each_attempt_ends_once_by_its_cause(stage: Stage) -> None:
@@ -208,6 +210,34 @@ def test_the_wait_for_a_worker_ends_with_its_word_or_with_the_answer(stage: Stag
     stage.answer.end(None, ClientGone("left"))
     assert stage.shown("baton_admission_wait_seconds_count") == 2
     assert stage.shown("baton_admission_wait_seconds_sum") == pytest.approx(5.0)
+
+
+def test_each_answer_has_one_result_and_counts_for_its_workers(stage: Stage) -> None:
+    for first_token_s, tokens, last_token_s in ((0.1, 1, 0.1), (0.9, 2, 0.9), (0.1, 3, 0.4)):
+        bench = stage.begin()
+        bench.run_on()
+        bench.now_s = first_token_s
+        bench.frame(0, [5])
+        bench.now_s = last_token_s
+        bench.frame(1, [6] * (tokens - 1), FinishReason.LENGTH)
+        stage.whole(tokens)
+    stage.begin()
+    stage.answer.end(None, Overloaded("full"))
+    stage.begin()
+    stage.answer.end(None, NoWorkers("none"))
+    counted = {"attained": 1, "missed_ttft": 1, "missed_tpot": 1}
+    assert stage.figures.objectives == {("tiny", result): 1 for result in RESULTS}
+    assert stage.figures.by_worker({"d1", "new"}) == {
+        **{("d1", result): count for result, count in counted.items()},
+        **{("new", result): 0 for result in counted},
+    }
+
+
+def test_workers_that_are_gone_are_forgotten(stage: Stage) -> None:
+    for number in range(1000):
+        stage.figures.note_objectives("attained", "tiny", [f"d{number}"])
+    assert len(stage.figures.by_worker({"d1"})) == len(RESULTS) - 1
+    assert stage.figures.by_worker({"d2"})["d2", "attained"] == 0
 
 
 def test_a_path_of_a_client_becomes_no_label(stage: Stage) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -146,8 +147,22 @@ class World:
     def positions(self) -> list[str]:
         """Return the requests of the last message of positions, in order."""
         last = [each for each in self.heard if isinstance(each, QueuePositions)][-1]
-        assert [number for _, _, number in last.positions] == sorted(number for _, _, number in last.positions)
-        return [request for request, _, _ in last.positions]
+        assert [number for _, _, number, _ in last.positions] == sorted(number for _, _, number, _ in last.positions)
+        return [request for request, *_ in last.positions]
+
+
+def placed_elsewhere(tenant: str) -> Placed:
+    """Return what another scheduler tells of a placement."""
+    return Placed(
+        context=Context(request="other", budget_s=1.0),
+        scheduler="another",
+        model_digest="digest",
+        blocks=b"",
+        workers=(),
+        prompt_tokens=100,
+        predicted=Candidate(decode="unknown", predicted_ttft_s=0.1),
+        tenant=tenant,
+    )
 
 
 @pytest.fixture
@@ -227,17 +242,7 @@ async def test_a_tenant_pays_for_what_other_schedulers_placed(world: World) -> N
         await world.beat("d1", **FULL)
         await world.hold("a", tenant="a", due_in_s=1.0)
         await world.hold("b", tenant="b", due_in_s=2.0)
-        elsewhere = Placed(
-            context=Context(request="other", budget_s=1.0),
-            scheduler="another",
-            model_digest="digest",
-            blocks=b"",
-            workers=(),
-            prompt_tokens=100,
-            predicted=Candidate(decode="unknown", predicted_ttft_s=0.1),
-            tenant="a",
-        )
-        await world.bus.publish(subjects.PLACED, elsewhere)
+        await world.bus.publish(subjects.PLACED, placed_elsewhere("a"))
         await world.pass_time(BEAT_S)
         assert world.positions() == ["b", "a"]
 
@@ -252,7 +257,7 @@ async def test_positions_come_in_one_message_for_each_gateway(world: World) -> N
         await world.clock.advance(BEAT_S)
         messages = [each for each in world.heard if isinstance(each, QueuePositions)]
         assert sorted(len(each.positions) for each in messages) == [10, 10]
-        assert sorted(number for each in messages for _, _, number in each.positions) == list(range(20))
+        assert sorted(number for each in messages for _, _, number, _ in each.positions) == list(range(20))
 
 
 async def test_a_request_that_is_asked_for_twice_is_held_and_placed_once(world: World) -> None:
@@ -317,6 +322,96 @@ async def test_a_request_is_held_no_longer_than_it_may_be(world: World) -> None:
         refused = next(each.error for each in world.heard if isinstance(each, Released))
         assert refused is not None
         assert refused.retry_after_s
+
+
+async def test_a_request_with_an_objective_waits_for_a_share_of_it(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("patient")
+        await world.hold("strict", ttft_s=2.0, due_in_s=2.0)
+        answer = await world.ask("waited", ttft_s=2.0, due_in_s=1.5)
+        assert isinstance(answer, Refused)
+        assert answer.error.code == "overloaded"
+        await world.pass_time(0.4)
+        assert world.released() == {}
+        await world.pass_time(0.2)
+        assert world.released() == {"strict": "overloaded"}
+
+
+async def test_an_objective_counts_the_prompts_before_it(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", prefill_tokens_queued=20_000)
+        assert isinstance(await world.ask("patient"), Placement)
+        await world.hold("strict", ttft_s=2.0, due_in_s=2.0)
+        assert isinstance(await world.ask("lax", ttft_s=60.0, due_in_s=60.0), Held), "what may wait waits here"
+
+
+async def test_a_tpot_objective_waits_for_a_fast_worker(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1")
+        await world.hold("strict", tpot_s=1e-6)
+        assert isinstance(await world.ask("lax", tpot_s=1.0), Placement)
+        await world.pass_time(1.0)
+        assert world.released() == {}
+
+
+async def test_a_tenant_that_waits_leaves_workers_free_for_others(world: World) -> None:
+    strict: dict[str, Any] = {"ttft_s": 2.0, "due_in_s": 2.0}
+    async with world.scheduler():
+        await world.beat("d1", prefill_tokens_queued=30_000)
+        for number in range(2):
+            await world.hold(f"flood-{number}", tenant="flood", **strict)
+        await world.bus.publish(subjects.PLACED, placed_elsewhere("guest"))
+        await world.beat("d1", prefill_tokens_queued=300)
+        assert world.released() == {}, "a wait of 0.3 s is short enough for one request only"
+        await world.beat("d1", prefill_tokens_queued=30)
+        assert list(world.released()) == ["flood-0", "flood-1"]
+
+
+async def test_a_new_request_does_not_take_the_room_of_a_tenant_that_was_given_less(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.beat("d2", running=6)
+        await world.hold("guest", tenant="guest", exclude=("d2",))
+        await world.clock.advance(0.1)
+        assert isinstance(await world.ask("first", tenant="flood"), Placement)
+        await world.hold("second", tenant="flood")
+        await world.clock.advance(0.1)
+        assert world.released() == {"second": "d2"}, "the guest waits for another worker"
+
+
+async def test_weights_are_shares(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        for number in range(6):
+            await world.hold(f"light-{number}", tenant="light", due_in_s=number)
+            await world.hold(f"heavy-{number}", tenant="heavy", weight=2.0, due_in_s=number)
+        await world.pass_time(BEAT_S)
+        assert Counter(each.partition("-")[0] for each in world.positions()[:6]) == {"light": 2, "heavy": 4}
+
+
+async def test_refusals_say_when_the_turn_would_come(world: World) -> None:
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        for number in range(60):
+            await world.hold(f"r{number:02}", due_in_s=number, hold_s=60.0, prompt_tokens=1000)
+        # Two are placed in each second.
+        for _ in range(20):
+            await world.beat("d1", running=7)
+            await world.beat("d1", **FULL)
+            await world.pass_time(0.5)
+        world.heard.clear()
+        await world.hold("hasty", hold_s=2.0, due_in_s=99.0)
+        await world.pass_time(0.5)
+        answers = {each.request: each.error for each in world.heard if isinstance(each, Released)}
+        assert (error := answers["hasty"]) is not None
+        assert error.code == "overloaded"
+        assert error.retry_after_s is not None
+        positions = [each for each in world.heard if isinstance(each, QueuePositions)][-1].positions
+        turns_s = [turn_s for *_, turn_s in positions]
+        assert turns_s == sorted(turns_s)
+        assert turns_s[-1] == pytest.approx(len(positions) * 10.0 / (60 - len(positions)), rel=0.5)
+        assert error.retry_after_s == pytest.approx(turns_s[-1], rel=0.2)
 
 
 async def test_a_full_queue_refuses_or_gives_up_one_of_the_tenant_that_has_the_most(world: World) -> None:
@@ -424,7 +519,19 @@ async def test_a_bug_ends_one_held_request_and_not_the_scheduler(world: World) -
         await world.hold("next")
 
 
-@pytest.mark.parametrize("changes", [{"gateway": ""}, {"gateway": "a b"}, {"priority": -1}, {"due_in_s": float("nan")}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gateway": ""},
+        {"gateway": "a b"},
+        {"priority": -1},
+        {"due_in_s": float("nan")},
+        {"ttft_s": float("inf")},
+        {"tpot_s": -1.0},
+        {"weight": 0.0},
+        {"weight": float("nan")},
+    ],
+)
 async def test_nonsense_is_refused(world: World, changes: dict[str, Any]) -> None:
     async with world.scheduler():
         await world.beat("d1", **FULL)

@@ -62,6 +62,18 @@ def test_a_request_moves_up_a_class_with_time() -> None:
     assert names(queue)[0] == "old", "in the same class, its deadline is the earliest"
 
 
+def test_age_moves_no_request_ahead_of_other_tenants_shares() -> None:
+    queue = queue_of(*(entry(f"flood-{number}", "flood", until_s=99.0) for number in range(5)))
+    queue.charge("flood", 1000)
+    guest = entry("guest", "guest", since_s=50.0, due_s=51.0, until_s=99.0)
+    assert queue.add(guest) is None
+    queue.tick(50.0)
+    assert not queue.is_behind_others("guest", 1)
+    assert queue.is_behind_others("flood", 1)
+    queue.charge("guest", 1)
+    assert names(queue)[0] == "guest"
+
+
 def test_a_tenant_that_floods_delays_another_one_by_one_request() -> None:
     queue = queue_of(*(entry(f"flood-{number:02}", "flood") for number in range(50)))
     for _ in range(20):
@@ -85,21 +97,29 @@ def test_what_another_scheduler_placed_counts() -> None:
     assert names(queue) == ["b-0", "a-0", "a-1"]
 
 
-@given(tokens=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 5000)), min_size=10, max_size=200))
-def test_tenants_that_wait_are_given_the_same_number_of_tokens_but_for_one_request(
-    tokens: list[tuple[str, int]],
+@given(
+    weights=st.tuples(*[st.sampled_from((0.5, 1.0, 2.0, 4.0))] * 3),
+    tokens=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 5000)), min_size=10, max_size=200),
+)
+def test_tenants_that_wait_are_given_tokens_by_their_weights_but_for_one_request(
+    weights: tuple[float, float, float], tokens: list[tuple[str, int]]
 ) -> None:
-    queue = queue_of(*(entry(str(number), t, tokens=size) for number, (t, size) in enumerate(tokens)), entries_max=200)
+    weight_of = dict(zip(TENANTS, weights, strict=True))
+    queue = queue_of(
+        *(entry(str(number), t, tokens=size, weight=weight_of[t]) for number, (t, size) in enumerate(tokens)),
+        entries_max=200,
+    )
     given_tokens = Counter(dict.fromkeys({tenant for tenant, _ in tokens}, 0))
     while len({each.tenant for each in queue}) == len(given_tokens):
         taken = queue.take(next(queue.order()).key)
         given_tokens[taken.tenant] += taken.tokens
-        assert max(given_tokens.values()) - min(given_tokens.values()) <= 5000
+        shares = [given_tokens[tenant] / weight_of[tenant] for tenant in given_tokens]
+        assert max(shares) - min(shares) <= 5000 / min(weights)
 
 
 @given(
-    first=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 3)), min_size=1, max_size=20),
-    flood=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(0, 3)), min_size=200, max_size=200),
+    first=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 3)), min_size=1, max_size=20),
+    flood=st.lists(st.tuples(st.sampled_from(TENANTS), st.integers(1, 3)), min_size=200, max_size=200),
 )
 def test_nothing_starves_while_requests_of_all_classes_keep_coming(
     first: list[tuple[str, int]], flood: list[tuple[str, int]]
@@ -135,6 +155,14 @@ def test_a_full_queue_gives_up_a_request_of_the_tenant_that_has_the_most() -> No
     assert len(queue) == 4
 
 
+def test_a_full_queue_gives_up_by_weight() -> None:
+    heavy = [entry(f"heavy-{number}", "heavy", weight=4.0, due_s=number) for number in range(3)]
+    queue = queue_of(*heavy, entry("light-0", "light"), entry("light-1", "light", due_s=1.0), entries_max=5)
+    displaced = queue.add(entry("heavy-3", "heavy", weight=4.0))
+    assert displaced is not None
+    assert displaced.key[0] == "light-1"
+
+
 def test_a_queue_of_tenants_with_one_request_each_refuses_the_next() -> None:
     queue = queue_of(*(entry(name, name) for name in "abcd"), entries_max=4)
     guest = entry("guest", "guest")
@@ -146,6 +174,25 @@ def test_requests_whose_time_is_up_are_given_up() -> None:
     assert queue.tick(0.9) == []
     assert [each.key[0] for each in queue.tick(1.0)] == ["short"]
     assert names(queue) == ["long"]
+
+
+def test_a_tenant_leaves_room_while_it_waits_and_others_have_come_lately() -> None:
+    queue = queue_of(entry("a-0", until_s=99.0), entry("a-1", until_s=99.0))
+    assert not queue.must_leave_room("a", ("a-0", 0)), "it is alone"
+    queue.charge("b", 100)
+    assert queue.must_leave_room("a", ("a-0", 0))
+    assert not queue.must_leave_room("b", ("b-0", 0)), "nothing of it waits"
+    assert [queue.add(entry(f"b-{number}", "b")) for number in range(2)] == [None] * 2
+    assert not queue.must_leave_room("a", ("a-0", 0)), "the other one was given more"
+    assert queue.must_leave_room("b", ("b-0", 0))
+    for number in range(2):
+        queue.remove((f"b-{number}", 0))
+    queue.charge("a", 1000)
+    queue.charge("a", 1)
+    queue.tick(9.0)
+    assert queue.must_leave_room("a", ("a-0", 0))
+    queue.tick(10.1)
+    assert not queue.must_leave_room("a", ("a-0", 0))
 
 
 def test_accounts_are_bounded_by_the_queue() -> None:
@@ -173,7 +220,7 @@ class NaiveQueue:
     def waits(self, tenant: str) -> bool:
         return any(each.tenant == tenant for each in self.entries)
 
-    def charge(self, tenant: str, tokens: int) -> None:
+    def charge(self, tenant: str, tokens: float) -> None:
         if self.entries:
             start = self.spent[tenant] if self.waits(tenant) else max(self.spent[tenant], self.level)
             self.level = max(self.level, start)
@@ -197,7 +244,7 @@ class NaiveQueue:
             first = min(left, key=lambda e: (self.present[e.key], spent[e.tenant], e.due_s, e.key))
             left.remove(first)
             keys.append(first.key)
-            spent[first.tenant] += first.tokens
+            spent[first.tenant] += first.charge
         return keys
 
 
@@ -215,9 +262,10 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         due_s=st.integers(0, 5),
         tokens=st.integers(1, 9),
+        weight=st.sampled_from((1.0, 2.0, 4.0)),
         patience_s=st.integers(1, 20),
     )
-    def add(self, tenant: str, priority: int, due_s: int, tokens: int, patience_s: int) -> None:
+    def add(self, tenant: str, priority: int, due_s: int, tokens: int, weight: float, patience_s: int) -> None:
         now_s, self.number = self.naive.now_s, self.number + 1
         new = Entry(
             key=(f"{self.number:03}", 0),
@@ -225,6 +273,7 @@ class QueueMachine(RuleBasedStateMachine):
             priority=priority,
             due_s=now_s + due_s,
             tokens=tokens,
+            weight=weight,
             since_s=now_s,
             until_s=now_s + patience_s,
         )
@@ -236,14 +285,14 @@ class QueueMachine(RuleBasedStateMachine):
     def take(self, index: int) -> None:
         chosen = self.naive.entries[index % len(self.naive.entries)]
         assert self.queue.take(chosen.key) is chosen
-        self.naive.charge(chosen.tenant, chosen.tokens)
+        self.naive.charge(chosen.tenant, chosen.charge)
         self.naive.remove(chosen.key)
 
     @precondition(lambda self: self.naive.entries)
     @rule()
     def take_next(self) -> None:
         taken = self.queue.take(next(self.queue.order()).key)
-        self.naive.charge(taken.tenant, taken.tokens)
+        self.naive.charge(taken.tenant, taken.charge)
         self.naive.remove(taken.key)
 
     @precondition(lambda self: self.naive.entries)
@@ -264,11 +313,22 @@ class QueueMachine(RuleBasedStateMachine):
         naive = self.naive
         naive.now_s += duration_s
         for each in naive.entries:
-            naive.present[each.key] = max(0, each.priority - int((naive.now_s - each.since_s) // AGE_S))
+            aged = max(1, each.priority - int((naive.now_s - each.since_s) // AGE_S))
+            naive.present[each.key] = min(naive.present[each.key], aged)
         over = [each for each in naive.entries if each.until_s <= naive.now_s]
         assert self.queue.tick(naive.now_s) == over
         for each in over:
             naive.remove(each.key)
+
+    @invariant()
+    def same_first_tenant(self) -> None:
+        """A new request of a tenant comes first among tenants exactly if it is not behind others."""
+        naive = self.naive
+        for tenant in TENANTS:
+            spent = naive.spent[tenant] if naive.waits(tenant) else max(naive.spent[tenant], naive.level)
+            others = [each for each in naive.entries if each.tenant != tenant]
+            before = [e for e in others if (naive.present[e.key], naive.spent[e.tenant]) < (1, spent)]
+            assert self.queue.is_behind_others(tenant, 1) is bool(before)
 
     @invariant()
     def same_order(self) -> None:

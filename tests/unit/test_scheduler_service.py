@@ -179,7 +179,10 @@ async def test_a_burst_between_two_heartbeats_is_spread_and_then_refused(gateway
         assert sorted(used.count(worker) for worker in set(used)) == [4, 4, 4]
         answer = await gateway.ask(place("more", blocks=b""))
         assert isinstance(answer, Refused)
-        assert (answer.error.code, answer.error.retry_after_s) == ("overloaded", pytest.approx(WAIT_S / 4))
+        assert answer.error.code == "overloaded"
+        # Of four slots, one is missing; the prompts placed there come before it.
+        assert answer.error.retry_after_s is not None
+        assert WAIT_S / 4 < answer.error.retry_after_s < WAIT_S / 4 + 1
 
 
 async def test_refusals_are_typed(gateway: Gateway) -> None:

@@ -136,6 +136,15 @@ def test_prompts_that_one_step_computes_end_together_and_count_once() -> None:
     assert fit.samples == 19, "the last one is still open"
 
 
+def test_outputs_of_one_step_count_as_one() -> None:
+    rates = Rates(STEP_TOKENS_MAX)
+    for step in range(5):
+        for sequence in range(30):
+            at_s = step * 0.01 + sequence * 0.00003
+            rates.decode_began(at_s) if step == 0 else rates.tokens_came(1, at_s)
+    assert rates.output_steps == 5
+
+
 def test_prompts_that_were_stopped_say_nothing() -> None:
     rates = Rates(STEP_TOKENS_MAX)
     rates.prefill_began(1.0)

@@ -26,6 +26,7 @@ from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody
 from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here
 from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
 from baton_gateway.intake import Operation
+from baton_gateway.objectives import Tenant, objectives_of
 from baton_gateway.respond import AnswerResponse
 from baton_gateway.service import Gateway
 from baton_gateway.tracing import RequestTrace, traced_request
@@ -34,6 +35,7 @@ from baton_gateway.workers import Model
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SESSION_HEADER: Final = "x-baton-session"
+NO_SETTINGS: Final = Tenant()
 SCHEMAS: Final = "#/components/schemas/"
 ERROR_SCHEMA: Final = {
     "type": "object",
@@ -190,6 +192,9 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
             raise InvalidRequest(
                 f"`{DISAGGREGATION_HEADER}` must be one of {known}", param=DISAGGREGATION_HEADER
             ) from error
+    tenant = request.state.tenant
+    settings = gateway.settings.tenants.get(tenant, NO_SETTINGS)
+    objectives = objectives_of(request.headers, settings, gateway.settings.default_objectives())
     now_s = gateway.clock.now_s()
     return RequestFacts(
         request=request.state.request,
@@ -199,7 +204,8 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
         session=request.headers.get(SESSION_HEADER, ""),
         operation=operation,
         trace=trace.trace,
-        tenant=request.state.tenant,
+        tenant=tenant,
+        objectives=objectives,
     )
 
 

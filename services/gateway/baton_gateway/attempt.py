@@ -143,6 +143,11 @@ class AttemptMachine:
         """Time for the first token of an accepted attempt; the progress limit if it continues an answer."""
         return self._timers.progress_s if self.delivered else self._timers.first_token_s
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether an attempt has failed; one that found its workers busy has not."""
+        return self._search.failures > 0
+
     def seeks(self, attempt: int) -> bool:
         """Return whether this attempt is the present one and has no workers yet."""
         return attempt == self.attempt and self.phase in (Phase.PLACING, Phase.QUEUED)
@@ -222,9 +227,9 @@ class AttemptMachine:
             case ev.PlaceRefused(_, error):
                 self.phase = Phase.PLACING
                 self._seek(self._search.note_refusal(now_s, error, begun=bool(self.delivered)))
-            case ev.PlaceHeld(_, position):
+            case ev.PlaceHeld(_, position, turn_s):
                 self.phase = Phase.QUEUED
-                self._search.note_held(now_s, position)
+                self._search.note_held(now_s, position, turn_s)
             case ev.PlaceHandedBack():
                 self._seek(self._search.ask_again(now_s, self.attempt))
 
@@ -267,7 +272,7 @@ class AttemptMachine:
         """Begin the next attempt; the worker has not failed, and the search goes on until its end."""
         if now_s >= self._search.ends_at_s:
             self._cancel_both("busy")
-            self._fail(Overloaded(f"no worker became free in time: {error}", retry_after_s=1.0))
+            self._fail(self._search.overloaded(f"no worker became free in time: {error}"))
             return
         self._give_up_attempt(error, "busy" if isinstance(error, Overloaded) else "")
         self._search.note_unavailable(workers)

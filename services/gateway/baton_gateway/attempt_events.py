@@ -46,6 +46,8 @@ class PlaceHeld:
     attempt: int
     position: int | None = None
     """Number of requests before it, if the scheduler has said so."""
+    turn_s: float = 0.0
+    """Predicted time until its turn."""
 
 
 @dataclass(frozen=True, slots=True)

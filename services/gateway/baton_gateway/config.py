@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, field
 
 from baton.config import is_loopback
 from baton.node.settings import NodeSettings, Seconds
 from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.objectives import Milliseconds, Objectives, Tenant, tenant_of
 
 
 class Settings(NodeSettings, frozen=True, kw_only=True):
@@ -54,8 +55,22 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     ] = 10.0
     requests_max: Annotated[int, Meta(ge=1, description="Answers in progress; beyond this, 429.")] = 4096
 
-    goal_ttft_s: Annotated[Seconds, Meta(description="TTFT limit of a good answer, in metrics.")] = 1.0
-    goal_tpot_s: Annotated[Seconds, Meta(description="TPOT limit of a good answer, in metrics.")] = 0.1
+    ttft_ms: Annotated[
+        Milliseconds, Meta(description="TTFT objective of requests that state none, for their order and metrics.")
+    ] = 1000.0
+    tpot_ms: Annotated[Milliseconds, Meta(description="TPOT objective of requests that state none, for metrics.")] = (
+        100.0
+    )
+    admit_by_objectives: Annotated[
+        bool, Meta(description="Refuse requests that cannot meet these defaults; those that are stated always count.")
+    ] = False
+    tenants: Annotated[
+        dict[str, Tenant],
+        Meta(
+            description="Weight, ttft_ms, tpot_ms and priority of tenants, as JSON, by the first 32 characters of the "
+            "SHA-256 of their API keys."
+        ),
+    ] = field(default_factory=dict[str, Tenant])
 
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
@@ -86,6 +101,18 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
                 f"other machines reach the host {self.host}, so give a key with api_keys (--api-keys, "
                 "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that controls access"
             )
+        unknown = set(self.tenants).difference(map(tenant_of, self.api_keys))
+        if unknown:
+            raise ValueError(f"the tenant {min(unknown)} has none of the API keys in api_keys")
+
+    def default_objectives(self) -> Objectives:
+        """Return the objectives of requests that state none."""
+        return Objectives(
+            ttft_s=self.ttft_ms / 1000,
+            tpot_s=self.tpot_ms / 1000,
+            admits_by_ttft=self.admit_by_objectives,
+            admits_by_tpot=self.admit_by_objectives,
+        )
 
     def attempt_timers(self) -> AttemptTimers:
         return AttemptTimers(

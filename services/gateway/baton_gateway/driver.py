@@ -39,7 +39,7 @@ from baton.messages.attempts import (
 )
 from baton.messages.base import TOKEN_BYTES, Context, Refused, WorkerAddress, pack_tokens
 from baton.messages.codec import encode
-from baton.messages.placement import PRIORITY_BEGUN, PRIORITY_NEW, Audited, Held, Place, Placement, Withdraw
+from baton.messages.placement import PRIORITY_BEGUN, Audited, Held, Place, Placement, Withdraw
 from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import AttemptMachine, Phase
@@ -142,10 +142,11 @@ class AnswerDriver:
     def grant(self, attempt: int, placement: Placement) -> None:
         self.post(ev.PlaceGranted(attempt, placement, len(self._links.unanswered)))
 
-    def hold(self, attempt: int, position: int) -> None:
+    def hold(self, held: ev.PlaceHeld) -> None:
         """Take the attempt's position in a scheduler's queue."""
-        self._report.note_position(position)
-        self.post(ev.PlaceHeld(attempt, position))
+        if held.position is not None:
+            self._report.note_position(held.position)
+        self.post(held)
 
     def _pump(self) -> None:
         if self._stepping or self._tasks is None:
@@ -328,7 +329,10 @@ class AnswerDriver:
     async def _ask(self, action: ev.SendPlace) -> None:
         links, order = self._links, self._order
         tokens, prompt_tokens = self._prompt()
-        timers, now_s = links.timers, links.clock.now_s()
+        timers, now_s, objectives = links.timers, links.clock.now_s(), order.objectives
+        has_begun = bool(self.machine.delivered)
+        # A request that was admitted stays so: if its attempt fails, the next one is not refused by its objectives.
+        is_new = not (has_begun or self.machine.has_failed)
         message = Place(
             context=self._context(action.attempt, self._spans.place),
             model=order.model.name,
@@ -344,9 +348,12 @@ class AnswerDriver:
             unavailable=action.unavailable,
             gateway=links.gateway,
             hold_s=self.machine.hold_s(action.attempt, now_s),
-            due_in_s=order.received_at_s + links.figures.goals.ttft_s - now_s,
+            due_in_s=order.received_at_s + objectives.ttft_s - now_s,
+            ttft_s=objectives.ttft_s if is_new and objectives.admits_by_ttft else 0.0,
+            tpot_s=objectives.tpot_s if is_new and objectives.admits_by_tpot else 0.0,
             tenant=order.tenant,
-            priority=PRIORITY_BEGUN if self.machine.delivered else PRIORITY_NEW,
+            weight=objectives.weight,
+            priority=PRIORITY_BEGUN if has_begun else objectives.priority,
         )
         try:
             # A late answer is as good as one to a resend, so wait until the resends are over.

@@ -29,6 +29,7 @@ from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
 from baton_gateway.intake import Intake, Operation, Parsed, Plan, Prompt
 from baton_gateway.models import LOAD_RETRY_S, KnownModel
+from baton_gateway.objectives import Objectives
 from baton_gateway.order import Order
 from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
 from baton_gateway.service import Gateway
@@ -53,6 +54,7 @@ class RequestFacts:
     operation: Operation
     trace: str
     tenant: str
+    objectives: Objectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,6 +158,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
                 operation=facts.operation,
                 trace=facts.trace,
                 tenant=facts.tenant,
+                objectives=facts.objectives,
             )
             for prompt in plan.prompts
             for choice in range(plan.choices_per_prompt)

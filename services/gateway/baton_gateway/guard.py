@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Final
@@ -16,13 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
 from baton_gateway.drain_state import DrainState
+from baton_gateway.objectives import tenant_of
 
 log = logging.getLogger(__name__)
 
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """Paths that need no key, as probes carry none."""
-TENANT_CHARACTERS: Final = 32
 
 
 class ApiKeys:
@@ -46,7 +47,7 @@ class ApiKeys:
         matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
         if not any(matches):
             raise Unauthenticated("the API key is not known to this server")
-        return presented.hex()[:TENANT_CHARACTERS]
+        return tenant_of(token.strip())
 
 
 class Guard:
@@ -116,7 +117,7 @@ def error_response(error: BatonError) -> Response:
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         # The header takes whole seconds only.
-        headers["retry-after"] = str(max(1, round(error.retry_after_s)))
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return Response(

@@ -6,8 +6,7 @@ They are recorded at phase changes and at ends, never per token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Final
 
 from baton.clock import Clock
@@ -18,27 +17,21 @@ from baton_gateway.order import Order, Outcome
 from baton_gateway.timeline import Change, Timeline
 from baton_gateway.tracing import PROVIDER, RequestTrace
 
+RESULTS: Final = ("attained", "missed_ttft", "missed_tpot", "refused")
 ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Goals:
-    """TTFT and TPOT limits of a good answer."""
-
-    ttft_s: float
-    tpot_s: float
 
 
 class GatewayMetrics:
     """Metrics of one gateway."""
 
-    def __init__(self, metrics: Metrics, clock: Clock, goals: Goals) -> None:
+    def __init__(self, metrics: Metrics, clock: Clock) -> None:
         self.observe = metrics.observe
         self._clock = clock
-        self.goals = goals
         self.answers = Counter[str]()
         self.attempts = Counter[str]()
-        self.good_answers = 0
+        self.objectives = Counter[tuple[str, str]]()
+        """Answers by model and result."""
+        self._by_worker = Counter[tuple[str, str]]()
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.cached_tokens = 0
@@ -50,6 +43,17 @@ class GatewayMetrics:
         """Count a response that begins. Clients choose paths, so only the gateway's own become labels."""
         self._responses[path if path in ROUTES else "other", str(status)] += 1
 
+    def note_objectives(self, result: str, model: str, workers: Iterable[str] = ()) -> None:
+        """Count an answer that met its objectives or did not; that of a pair counts for both workers."""
+        self.objectives[model, result] += 1
+        self._by_worker.update((worker, result) for worker in workers)
+
+    def by_worker(self, live: Set[str]) -> Mapping[tuple[str, str], int]:
+        """Return the answers of live workers by worker and result, and forget the others."""
+        for labels in [labels for labels in self._by_worker if labels[0] not in live]:
+            del self._by_worker[labels]
+        return {(worker, result): 0 for worker in live for result in RESULTS[:-1]} | self._by_worker
+
     def note_request(self, trace: RequestTrace) -> None:
         """Record the duration of a generation request that has ended."""
         labels = (trace.operation, PROVIDER, trace.model, trace.error_type)
@@ -57,7 +61,6 @@ class GatewayMetrics:
         self.observe(catalogue.REQUEST_DURATION, duration_s, *labels, trace=trace.trace)
 
     def _readings(self) -> Iterator[Reading]:
-        yield Reading(catalogue.GOOD_ANSWERS, self.good_answers)
         yield Reading(catalogue.PROMPT_TOKENS, self.prompt_tokens)
         yield Reading(catalogue.OUTPUT_TOKENS, self.output_tokens)
         yield Reading(catalogue.CACHED_ACTUAL, self.cached_tokens)
@@ -94,6 +97,8 @@ class AnswerMetrics:
         if outcome is None:
             error = error or ClientGone("the gateway gave up")
             self._figures.answers[_code(error)] += 1
+            if isinstance(error, Overloaded):
+                self._figures.note_objectives("refused", self._order.model.name)
         else:
             self._figures.answers[outcome.reason] += 1
             self._note_whole(outcome)
@@ -120,7 +125,11 @@ class AnswerMetrics:
         if outcome.completion_tokens > 1:
             tpot_s = (self._timeline.changed_at_s - self._timeline.first_token_at_s) / (outcome.completion_tokens - 1)
             figures.observe(catalogue.TIME_PER_OUTPUT_TOKEN, tpot_s, *labels, trace=order.trace)
-        figures.good_answers += ttft_s <= figures.goals.ttft_s and tpot_s <= figures.goals.tpot_s
+        objectives = order.objectives
+        late = "missed_tpot" if tpot_s > objectives.tpot_s else "attained"
+        result = "missed_ttft" if ttft_s > objectives.ttft_s else late
+        workers = [] if placement is None else [address.worker for address in placement.addresses]
+        figures.note_objectives(result, order.model.name, workers)
 
 
 def _code(error: Exception) -> str:

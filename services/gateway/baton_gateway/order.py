@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.placement import Disaggregation
+from baton_gateway.objectives import Objectives
 from baton_gateway.workers import Model
 
 
@@ -37,6 +38,7 @@ class Order:
     trace: str
     tenant: str
     """Digest of the client's API key; empty where none is asked for."""
+    objectives: Objectives
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ HELD_SILENCE_S = 1.0
 """Silence about a held request after which another scheduler is asked: four messages about positions."""
 PAUSE_DOUBLINGS_MAX = 3
 """Bound on the back-off before failed workers are tried again."""
+RETRY_AFTER_S_MIN = 1.0
 RESEND_DOUBLINGS_MAX = 2
 """Bound on the back-off between two questions to schedulers while none can place the request."""
 RETRY_WAIT_S = 0.1
@@ -63,6 +64,7 @@ class Search:
         """Questions about the present attempt; each may be held by another scheduler."""
         self._tries = 0
         self._pauses = 0
+        self._turn_s = 0.0
         self._reason: BatonError | None = None
         """Latest reason for having no placement."""
         self._retry_begun: bool | None = None
@@ -133,12 +135,17 @@ class Search:
             return ev.Fail(self._reason or Unavailable("no scheduler answered", retry_after_s=1.0))
         return self._try(now_s, attempt)
 
-    def note_held(self, now_s: float, position: int | None) -> None:
+    def overloaded(self, detail: str) -> Overloaded:
+        """Return a refusal that says when the request's turn would come, as a scheduler predicts."""
+        return Overloaded(detail, retry_after_s=max(RETRY_AFTER_S_MIN, self._turn_s))
+
+    def note_held(self, now_s: float, position: int | None, turn_s: float) -> None:
         """Wait: a scheduler holds the request until a worker has room."""
         self._tries = 0
         self._unavailable.clear()
         before = "" if position is None else f"; {position} requests were before this one"
-        self._reason = Overloaded(f"no worker became free in time{before}", retry_after_s=1.0)
+        self._turn_s = turn_s
+        self._reason = self.overloaded(f"no worker became free in time{before}")
         self.until_s = min(now_s + HELD_SILENCE_S, self.ends_at_s)
 
     def note_refusal(self, now_s: float, error: BatonError, *, begun: bool) -> ev.Fail | None:

@@ -35,7 +35,7 @@ from baton_gateway.attempt import Phase
 from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
 from baton_gateway.driver import AnswerDriver, Links
-from baton_gateway.metrics import GatewayMetrics, Goals
+from baton_gateway.metrics import RESULTS, GatewayMetrics
 from baton_gateway.models import Models
 from baton_gateway.publisher import Publisher
 from baton_gateway.routes import Routes
@@ -74,8 +74,7 @@ class Gateway:
         self._progress: dict[str, Progress] = {}
         """Progress of the live workers."""
         self.publisher = Publisher(self.bus)
-        goals = Goals(ttft_s=settings.goal_ttft_s, tpot_s=settings.goal_tpot_s)
-        self.figures = GatewayMetrics(node.metrics, self.clock, goals)
+        self.figures = GatewayMetrics(node.metrics, self.clock)
         node.metrics.read(self._readings)
         self.links = Links(
             gateway=gateway,
@@ -102,6 +101,12 @@ class Gateway:
             yield Reading(catalogue.ADMISSION_WAITING, waiting, (model,))
         for labels, count in self.workers.counts().items():
             yield Reading(catalogue.WORKERS, count, labels)
+        none = {(model.name, result): 0 for model in self.workers.models() for result in RESULTS}
+        for labels, count in (none | self.figures.objectives).items():
+            yield Reading(catalogue.OBJECTIVES, count, labels)
+        live = {heartbeat.address.worker for heartbeat in self.workers.members.beats()}
+        for labels, count in self.figures.by_worker(live).items():
+            yield Reading(catalogue.WORKER_OBJECTIVES, count, labels)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
@@ -190,8 +195,8 @@ class Gateway:
             case Released():
                 self._on_released(message)
             case QueuePositions(positions=positions):
-                for position in positions:
-                    self._on_position(*position)
+                for request, attempt, before, turn_s in positions:
+                    self._on_position(request, ev.PlaceHeld(attempt, before, turn_s))
             case Prefilled(context=context, usage=usage):
                 driver = self.routes.get(context.request)
                 if driver is not None:
@@ -213,13 +218,13 @@ class Gateway:
         else:
             driver.post(ev.PlaceHandedBack(attempt))
 
-    def _on_position(self, request: str, attempt: int, position: int) -> None:
+    def _on_position(self, request: str, held: ev.PlaceHeld) -> None:
         driver = self.routes.get(request)
-        if driver is not None and driver.machine.seeks(attempt):
-            driver.hold(attempt, position)
+        if driver is not None and driver.machine.seeks(held.attempt):
+            driver.hold(held)
         else:
             # The earlier message was lost, or another scheduler has placed it.
-            self.publisher.post(subjects.WITHDRAWALS, Withdraw(request=request, attempt=attempt))
+            self.publisher.post(subjects.WITHDRAWALS, Withdraw(request=request, attempt=held.attempt))
 
     def _on_digest(self, digest: Digest) -> None:
         entries = {(entry.request, entry.attempt): entry for entry in digest.entries}

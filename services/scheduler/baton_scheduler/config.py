@@ -40,7 +40,6 @@ class SchedulerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_
     leased_share_max: Annotated[
         Share, msgspec.Meta(description="Share of its KV that a prefill worker may lease out, as set on the workers.")
     ] = 0.4
-    retry_after_s: Annotated[Seconds, msgspec.Meta(description="Least time until a refused client may retry.")] = 1.0
     place_wait_s_max: Annotated[
         Seconds,
         msgspec.Meta(

@@ -22,6 +22,7 @@ from baton.messages.placement import POSITIONS_MAX, Place, Placed, Placement, Qu
 from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Membership
 from baton.node.service import Node
+from baton_scheduler.admission import DrainRate, Objectives, Outlook, look_ahead, retry_after_s
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.placer import Choice, Placer
 from baton_scheduler.prediction import PrefixMatch
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 GATEWAY: Final = re.compile(r"[A-Za-z0-9_-]{1,128}")
 GATEWAY_LOST_AFTER_S: Final = 5.0
-HOLD_S_MAX: Final = 600.0
 POSITIONS_S: Final = 0.25
 """Interval of the messages about positions."""
 JUDGE_S: Final = 0.03
@@ -64,8 +64,15 @@ class Request:
     matched_at_s: float
 
 
+FULL: Final = "too many requests wait for a worker"
+
+
 def key_of(place: Place) -> Key:
     return place.context.request, place.context.attempt
+
+
+def _objectives_of(place: Place) -> Objectives:
+    return Objectives(ttft_s=place.ttft_s, tpot_s=place.tpot_s)
 
 
 class Holding:
@@ -80,6 +87,10 @@ class Holding:
         self._name = name
         self._queue = Queue(entries_max=settings.held_max, age_s=settings.age_s)
         self._requests: dict[Key, Request] = {}
+        self._rates: dict[str, DrainRate] = {}
+        """Rates of the models of which requests are or were held."""
+        self._outlook = Outlook({}, (), {})
+        """Outlook at the last message about positions."""
         self._gateways = Membership[None](lost_after_s=GATEWAY_LOST_AFTER_S)
         self._held_some = asyncio.Event()
         self._changed = asyncio.Event()
@@ -100,6 +111,16 @@ class Holding:
         """Whether held requests are being judged; a new one that is placed meanwhile would be out of order."""
         return self._sweeping or self._changed.is_set()
 
+    def comes_first(self, place: Place) -> bool:
+        """Return whether held requests come before a new one: it is judged after them, lest it takes their room."""
+        return self.is_judging or self._queue.is_behind_others(place.tenant, place.priority)
+
+    def begins_soon(self, place: Place, choice: Choice) -> bool:
+        """Return whether a request may be placed now and wait at its workers."""
+        leaves_room = self._queue.must_leave_room(place.tenant, key_of(place))
+        predicted, longest_s = choice.placement.predicted, self._settings.place_wait_s_max
+        return _objectives_of(place).begins_soon(predicted, longest_s, leaves_room=leaves_room)
+
     def counts(self) -> Counter[str]:
         """Return the number of held requests by model."""
         return Counter(request.place.model for request in self._requests.values())
@@ -107,8 +128,8 @@ class Holding:
     async def hold(self, place: Place, match: PrefixMatch | None = None, choice: Choice | None = None) -> None:
         """Hold a request. `choice` is the best placement, if it would have to wait for too long.
 
-        Without a `match` it has not been judged yet. Raises Overloaded if the queue is full, Unavailable if this
-        scheduler leaves.
+        Without a `match` it has not been judged yet. Raises Overloaded if the queue is full or the request has waited
+        for too long, Unavailable if this scheduler leaves.
         """
         if not GATEWAY.fullmatch(place.gateway):
             raise MalformedMessage("a gateway's name has letters, digits, - and _ only")
@@ -123,21 +144,26 @@ class Holding:
             return
         predicted = choice.placement.predicted if choice else None
         computing_s = predicted.predicted_ttft_s - predicted.waiting_s if predicted else 0.0
+        hold_s = _objectives_of(place).hold_s_max(place.hold_s, place.due_in_s)
+        if hold_s <= 0:
+            raise self.overloaded("no worker is free in time for the request's objective", place.model, choice)
         entry = Entry(
             key=key,
             tenant=place.tenant,
+            model=place.model,
             priority=place.priority,
             due_s=now_s + place.due_in_s - computing_s,
             tokens=self._placer.tokens(place),
+            weight=place.weight,
             since_s=now_s,
-            until_s=now_s + min(place.hold_s, HOLD_S_MAX),
+            until_s=now_s + hold_s,
         )
         displaced = self._queue.add(entry)
-        full = Overloaded("too many requests wait for a worker", retry_after_s=self._settings.retry_after_s)
         if displaced is entry:
-            raise full
+            raise self.overloaded(FULL, place.model, choice)
         self._held_some.set()
         self._requests[key] = Request(place, now_s, now_s, match, now_s if match else -inf)
+        self._rates.setdefault(place.model, DrainRate())
         self._placer.results["held"] += 1
         self._placer.recorder.note(
             place,
@@ -147,7 +173,21 @@ class Holding:
             without_index=choice is not None and match is None,
         )
         if displaced is not None:
-            await self._release(displaced.key, error=full)
+            await self._release(displaced.key, error=self._give_up(FULL, displaced))
+
+    def overloaded(self, detail: str, model: str, choice: Choice | None = None) -> Overloaded:
+        """Return a refusal that says when the turn of a request after all others would come.
+
+        `choice` is the best placement, if one is known.
+        """
+        predicted = choice.placement.predicted if choice else None
+        waiting_s = predicted.waiting_s + predicted.queue_s if predicted else 0.0
+        return Overloaded(detail, retry_after_s=retry_after_s(self._outlook.last_s.get(model, 0.0) + waiting_s))
+
+    def _give_up(self, detail: str, entry: Entry) -> Overloaded:
+        """Return the refusal of a held request."""
+        turn_s = self._outlook.turns_s.get(entry.key, self._outlook.last_s.get(entry.model, 0.0))
+        return Overloaded(detail, retry_after_s=retry_after_s(turn_s))
 
     def withdraw(self, key: Key) -> None:
         """Drop a request that its gateway does not need any more."""
@@ -162,9 +202,9 @@ class Holding:
     def note_gateway(self, gateway: str) -> None:
         self._gateways.hear(gateway, 0, None, self._clock.now_s())
 
-    def note_placed(self, placed: Placed) -> None:
-        """Charge a tenant for another scheduler's placement."""
-        self._queue.charge(placed.tenant, self._placer.tokens(placed))
+    def note_placed(self, placed: Place | Placed) -> None:
+        """Charge a tenant for a placement that was not held here."""
+        self._queue.charge(placed.tenant, self._placer.tokens(placed) / placed.weight)
 
     async def hand_back(self) -> None:
         """Release all requests, and hold no more: another scheduler must be asked."""
@@ -185,6 +225,8 @@ class Holding:
                 # Room that is predicted appears with time alone; the first of the queue are enough to notice it.
                 async with self._clock.timeout(JUDGE_S):
                     await self._changed.wait()
+            for entry in self._queue.tick(self._clock.now_s()):
+                await self._release(entry.key, error=self._give_up("no worker became free in time", entry))
             sample = self._sample() if self._changed.is_set() else self._first(BATCH)
             self._changed.clear()
             began_s = self._clock.now_s()
@@ -249,11 +291,12 @@ class Holding:
                 raise DeadlineExceeded("the request's deadline passed while it was held")
             without = place.unavailable if waited_s < UNAVAILABLE_S else ()
             choice = self._placer.choose(place, request.match, without=without)
-            if not choice.begins_soon:
+            if not self.begins_soon(place, choice):
                 return False
             with self._tracing.span("place", parent=place.context.trace, kind=SpanKind.SERVER) as span:
                 span.set({"baton.placement.reason": choice.placement.reason, "baton.held_s": waited_s})
-                self._queue.take(key)
+                entry = self._queue.take(key)
+                self._rates[entry.model].note_placed(entry.tokens)
                 held_s = self._clock.now_s() - request.since_s
                 placement = await self._placer.commit(place, choice, request.match, budget_s, held_s=held_s)
             await self._release(key, placement=placement)
@@ -273,24 +316,36 @@ class Holding:
     # ------------------------------------------------------------ informing gateways
 
     async def report(self) -> None:
-        """Tell gateways the positions of their requests, and give up what waited too long, for ever."""
-        pauses = PauseDetector(interval_s=POSITIONS_S)
+        """Tell gateways the positions of their requests, and refuse those that are hopeless, for ever."""
+        pauses, before_s = PauseDetector(interval_s=POSITIONS_S), self._clock.now_s()
         while True:
             now_s = self._clock.now_s()
             self._gateways.extend_deadlines(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
             self._gateways.expire(now_s)
             for key in [key for key, each in self._requests.items() if each.place.gateway not in self._gateways]:
                 self.withdraw(key)
-            for entry in self._queue.tick(now_s):
-                late = Overloaded("no worker became free in time", retry_after_s=self._settings.retry_after_s)
-                await self._release(entry.key, error=late)
+            self._update_outlook(now_s, now_s - before_s)
+            before_s = now_s
+            for entry, turn_s in self._outlook.hopeless:
+                self._queue.remove(entry.key)
+                hopeless = Overloaded("no worker will be free in time", retry_after_s=retry_after_s(turn_s))
+                await self._release(entry.key, error=hopeless)
             await self._send_positions()
             await self._clock.sleep(POSITIONS_S)
 
+    def _update_outlook(self, now_s: float, passed_s: float) -> None:
+        held = {entry.model for entry in self._queue}
+        # Models that no worker serves are held for a moment, too, and never placed.
+        self._rates = {model: rate for model, rate in self._rates.items() if model in held or rate.is_known}
+        for model in held:
+            self._rates[model].note_held(passed_s)
+        self._outlook = look_ahead(self._queue.order(), self._rates, now_s)
+
     async def _send_positions(self) -> None:
-        positions = defaultdict[str, list[tuple[str, int, int]]](list)
-        for number, entry in enumerate(self._queue.order()):
-            positions[self._requests[entry.key].place.gateway].append((*entry.key, number))
+        positions = defaultdict[str, list[tuple[str, int, int, float]]](list)
+        for number, (key, turn_s) in enumerate(self._outlook.turns_s.items()):
+            if (request := self._requests.get(key)) is not None:
+                positions[request.place.gateway].append((*key, number, turn_s))
         for gateway, held in positions.items():
             for start in range(0, len(held), POSITIONS_MAX):
                 part = tuple(held[start : start + POSITIONS_MAX])

@@ -53,8 +53,6 @@ class Choice:
 
     placement: Placement
     model_digest: str
-    begins_soon: bool
-    """Whether its predicted wait is short enough to wait at the worker."""
     question: Question | None
     """What the policy was asked."""
 
@@ -134,17 +132,15 @@ class Placer:
                 raise
             avoided = dict[str | Pair, Cause]()
             placement = self._choose(place, match, serving, without, avoided)
-        waiting_s, longest_s = placement.predicted.waiting_s, self._settings.place_wait_s_max
         reason = placement.reason.removesuffix(".")
         if match is None:
             reason += "; the index did not answer, so what workers hold is unknown"
         if passed_over := _passed_over(avoided, serving):
             reason += f"; passed over: {passed_over}"
-        wait_s = WAIT_GROWTH * longest_s if waiting_s > 0 else 0.0
+        wait_s = WAIT_GROWTH * self._settings.place_wait_s_max if placement.predicted.waiting_s > 0 else 0.0
         placement = msgspec.structs.replace(placement, reason=f"{reason}.", wait_s=wait_s)
         decode = next(load for load in serving if load.worker == placement.decode.worker)
-        begins_soon = waiting_s <= longest_s
-        return Choice(placement, decode.heartbeat.model_digest, begins_soon, self._policy.question)
+        return Choice(placement, decode.heartbeat.model_digest, self._policy.question)
 
     def _choose(
         self,
@@ -171,7 +167,7 @@ class Placer:
         except NoWorkers as error:
             if not without:
                 raise
-            raise Overloaded(error.detail, retry_after_s=self._settings.retry_after_s) from error
+            raise Overloaded(error.detail) from error
 
     async def commit(
         self, place: Place, choice: Choice, match: PrefixMatch | None, budget_s: float, *, held_s: float = 0.0
@@ -196,6 +192,7 @@ class Placer:
             output_tokens_max=place.output_tokens_max,
             predicted=placement.predicted,
             tenant=place.tenant,
+            weight=place.weight,
         )
         self.count(placed)
         self.results["aggregated" if placement.prefill is None else "disaggregated"] += 1

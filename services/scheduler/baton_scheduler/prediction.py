@@ -175,6 +175,7 @@ class Prediction:
             predicted_ttft_s=waiting_s + float(leg.queue_s[index] + leg.own_s[index]),
             predicted_token_interval_s=load.next_interval_s,
             waiting_s=waiting_s,
+            queue_s=float(leg.queue_s[index]),
             cost_s=float(leg.cost_s[index]),
         )
 
@@ -194,6 +195,7 @@ class Prediction:
             predicted_ttft_s=waiting_s + computing_s + left_s + decode.next_interval_s,
             predicted_token_interval_s=decode.next_interval_s,
             waiting_s=waiting_s,
+            queue_s=float(source.queue_s[source_index]),
             tail_s=left_s,
             cost_s=float(source.cost_s[source_index] + sink.cost_s[sink_index]) + left_s,
         )

@@ -2,13 +2,15 @@
 
     class 0 ──▶ tenant furthest behind ──▶ its request that is due first          class 1 ──▶ …          class 2 ──▶ …
 
-A lower class comes first. A request moves up one class each `age_s`, so no class starves. Within a class, the tenant
-that was given the fewest tokens comes next, and within a tenant the request with the earliest deadline. The order is a
-preference: what it names first may be unable to start anywhere while later requests can, so any entry may be taken.
+A lower class comes first. A request moves up one class each `age_s`, as far as the class of new requests: none starves,
+and none overtakes other tenants' shares by waiting. Within a class, the tenant that was given the fewest tokens for its
+weight comes next, and within a tenant the request with the earliest deadline. The order is a preference: what it names
+first may be unable to start anywhere while later requests can, so any entry may be taken.
 
-Tenants share by deficits, kept as virtual time: an account per tenant counts the tokens that were placed for it. A
-tenant that had nothing waiting joins at the level of the account charged last, without credit for the time before.
-Two tenants with waiting requests differ by at most one request, as in deficit round robin, without a quantum to choose.
+Tenants share by deficits, kept as virtual time: an account per tenant counts the tokens that were placed for it,
+divided by its weight. A tenant that had nothing waiting joins at the level of the account charged last, without credit
+for the time before. Two tenants with waiting requests differ by at most one request, as in deficit round robin, without
+a quantum to choose.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from typing import Final
+
+from baton.messages.placement import PRIORITY_NEW
+
+REMEMBER_S: Final = 10.0
+"""Time for which a tenant without waiting requests is remembered."""
 
 Key = tuple[str, int]
 """(request, attempt)."""
@@ -33,11 +41,19 @@ class Entry:
     """Class at the start; 0 comes first."""
     due_s: float
     """Instant by which it must be placed to meet its objective, as predicted."""
+    model: str = ""
     tokens: int
-    """Prompt and output, as charged to its tenant."""
+    """Prompt and output."""
+    weight: float = 1.0
+    """Share of its tenant, relative to those of others."""
     since_s: float
     until_s: float
     """Instant at which it is given up."""
+
+    @property
+    def charge(self) -> float:
+        """Virtual time that its tenant is charged."""
+        return self.tokens / self.weight
 
 
 class Queue:
@@ -53,8 +69,13 @@ class Queue:
         """Class → tenant → its entries by deadline. Nothing in it is empty."""
         self._counts = Counter[str]()
         """Entries by tenant."""
+        self._weights: dict[str, float] = {}
+        """Weights of the tenants with entries."""
         self._spent: dict[str, float] = {}
-        """Accounts, in tokens of virtual time."""
+        """Accounts, in virtual time."""
+        self._charged_s: dict[str, float] = {}
+        """Instants at which accounts were charged last, as of `tick`."""
+        self._now_s = 0.0
         self._level = 0.0
         """Account of the tenant charged last, before that charge."""
 
@@ -71,8 +92,18 @@ class Queue:
     def get(self, key: Key) -> Entry | None:
         return self._entries.get(key)
 
+    def must_leave_room(self, tenant: str, key: Key) -> bool:
+        """Return whether a tenant has more waiting than this request, and others, which come as well, were given less.
+
+        Those that have nothing waiting count as such.
+        """
+        if self._counts[tenant] <= (key in self._entries) or len(self._spent) == 1:
+            return False
+        others = [spent for other, spent in self._spent.items() if other != tenant and self._counts[other]]
+        return not others or min(others) < self._spent[tenant]
+
     def add(self, entry: Entry) -> Entry | None:
-        """Add a new entry. In a full queue, one of the tenant with the most entries has to go, and is returned."""
+        """Add a new entry. In a full queue, one of the tenant with the most for its weight goes, and is returned."""
         assert entry.key not in self._entries, "an entry is added twice"
         displaced: Entry | None = None
         if len(self._entries) >= self._entries_max:
@@ -81,9 +112,10 @@ class Queue:
                 return entry
             self.remove(displaced.key)
         if not self._counts[entry.tenant]:
-            self._spent[entry.tenant] = max(self._spent.get(entry.tenant, 0.0), self._level)
+            self._spent[entry.tenant] = self._account(entry.tenant)
         self._entries[entry.key] = entry
         self._counts[entry.tenant] += 1
+        self._weights[entry.tenant] = entry.weight
         self._insert(entry, entry.priority)
         return displaced
 
@@ -95,28 +127,40 @@ class Queue:
         self._unlink(entry)
         self._counts[entry.tenant] -= 1
         if not self._counts[entry.tenant]:
-            del self._counts[entry.tenant]
+            del self._counts[entry.tenant], self._weights[entry.tenant]
         if not self._entries:
             # Shares are those of one time of overload; no tenant is charged for capacity that was free.
             self._spent.clear()
+            self._charged_s.clear()
             self._level = 0.0
         return entry
 
     def take(self, key: Key) -> Entry:
         """Remove an entry that is placed, and charge its tenant."""
         entry = self._entries[key]
-        self.charge(entry.tenant, entry.tokens)
+        self.charge(entry.tenant, entry.charge)
         self.remove(key)
         return entry
 
-    def charge(self, tenant: str, tokens: int) -> None:
-        """Count a placement of this tenant, also one by another scheduler."""
+    def charge(self, tenant: str, charge: float) -> None:
+        """Count a placement of this tenant that was not in the queue, also one by another scheduler."""
         if not self._entries or (tenant not in self._spent and len(self._spent) >= 2 * self._entries_max):
             return
-        floor = 0.0 if self._counts[tenant] else self._level
-        spent = max(self._spent.get(tenant, 0.0), floor)
+        spent = self._account(tenant)
         self._level = max(self._level, spent)
-        self._spent[tenant] = spent + tokens
+        self._spent[tenant] = spent + charge
+        self._charged_s[tenant] = self._now_s
+
+    def is_behind_others(self, tenant: str, priority: int) -> bool:
+        """Return whether a new request of this tenant would come after one of another tenant."""
+        spent = self._account(tenant)
+        return any(
+            present < priority or self._spent[other] < spent
+            for present, lanes in self._order.items()
+            if present <= priority
+            for other in lanes
+            if other != tenant
+        )
 
     def order(self) -> Iterator[Entry]:
         """Yield all entries in order, as if each were taken in turn. The queue must not change meanwhile."""
@@ -130,35 +174,40 @@ class Queue:
                 _, _, key, tenant = heads[0]
                 entry = self._entries[key]
                 yield entry
-                spent[tenant] += entry.tokens
+                spent[tenant] += entry.charge
                 if (following := next(lanes[tenant], None)) is None:
                     heappop(heads)
                 else:
                     heapreplace(heads, (spent[tenant], *following, tenant))
 
     def tick(self, now_s: float) -> list[Entry]:
-        """Move old entries up, and remove and return those whose time is up; call it several times a second."""
+        """Move old entries up, and remove and return those whose time is up; call it many times a second."""
         for entry in self:
             present = self._classes[entry.key]
-            aged = max(0, entry.priority - int((now_s - entry.since_s) / self._age_s))
+            aged = max(PRIORITY_NEW, entry.priority - int((now_s - entry.since_s) / self._age_s))
             if aged < present:
                 self._unlink(entry)
                 self._insert(entry, aged)
+        self._now_s = now_s
         for tenant in [tenant for tenant, spent in self._spent.items() if spent <= self._level]:
-            if not self._counts[tenant]:
-                del self._spent[tenant]
+            if not self._counts[tenant] and now_s - self._charged_s.get(tenant, now_s) >= REMEMBER_S:
+                del self._spent[tenant], self._charged_s[tenant]
         over = [entry for entry in self if entry.until_s <= now_s]
         for entry in over:
             self.remove(entry.key)
         return over
 
+    def _account(self, tenant: str) -> float:
+        """Return a tenant's account; one that has nothing waiting joins at the level."""
+        return max(self._spent.get(tenant, 0.0), 0.0 if self._counts[tenant] else self._level)
+
     def _to_displace(self, entry: Entry) -> Entry:
         """Return the entry to give up for a new one, or the new one itself."""
-        counts = self._counts
-        tenant = max(counts, key=lambda name: (counts[name], name))
+        counts, weights = self._counts, self._weights
+        tenant = max(counts, key=lambda name: (counts[name] / weights[name], name))
         last_class = max(each for each, lanes in self._order.items() if tenant in lanes)
         last = self._entries[self._order[last_class][tenant][-1][1]]
-        has_fewer = counts[entry.tenant] + 1 < counts[tenant]
+        has_fewer = (counts[entry.tenant] + 1) / entry.weight < counts[tenant] / weights[tenant]
         is_first = entry.tenant == tenant and entry.priority < last_class
         return last if has_fewer or is_first else entry
 

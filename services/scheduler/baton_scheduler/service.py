@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager
-from math import isfinite
+from math import inf, isfinite
 from typing import Final
 
 from opentelemetry.trace import SpanKind
@@ -26,7 +26,16 @@ from baton.errors import (
 from baton.messages.attempts import Fault
 from baton.messages.base import ErrorReport, Refused
 from baton.messages.decisions import Verdict
-from baton.messages.placement import PRIORITIES, Held, Place, Placed, Placement, Withdraw
+from baton.messages.placement import (
+    PRIORITIES,
+    WEIGHT_MAX,
+    WEIGHT_MIN,
+    Held,
+    Place,
+    Placed,
+    Placement,
+    Withdraw,
+)
 from baton.messages.workers import GatewayBeat, Goodbye, Heartbeat, Role
 from baton.node.failure_detector import PauseDetector
 from baton.node.service import Node, subscribed
@@ -42,7 +51,6 @@ logger = logging.getLogger(__name__)
 
 ID_BYTES: Final = 16
 TICK_S: Final = 0.1
-RETRY_AFTER_S_MAX: Final = 30.0
 
 
 class SchedulerService:
@@ -159,15 +167,15 @@ class SchedulerService:
         if isinstance(place, Place) and place.hold_s > 0 and (is_full or self._is_next(place)):
             await self._hold_unjudged(delivery, place)
         elif is_full:
-            full = Overloaded("the scheduler is full", retry_after_s=self._settings.retry_after_s)
-            await self._refuse(delivery, full)
+            model = place.model if isinstance(place, Place) else ""
+            await self._refuse(delivery, self._holding.overloaded("the scheduler is full", model))
         else:
             self._placing += 1
             self._tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
 
     def _is_next(self, place: Place) -> bool:
         """Return whether held requests come before this one, or it is one of them."""
-        return self._holding.is_judging or key_of(place) in self._holding
+        return self._holding.comes_first(place) or key_of(place) in self._holding
 
     async def _hold_unjudged(self, delivery: Delivery, place: Place) -> None:
         try:
@@ -184,7 +192,7 @@ class SchedulerService:
     async def _on_placed(self, delivery: Delivery) -> None:
         """Count another scheduler's placement: else all would choose the same worker until the next heartbeats."""
         placed = delivery.message
-        if isinstance(placed, Placed) and placed.scheduler != self._name:
+        if isinstance(placed, Placed) and placed.scheduler != self._name and WEIGHT_MIN <= placed.weight <= WEIGHT_MAX:
             self._placer.count(placed)
             self._holding.note_placed(placed)
 
@@ -230,14 +238,15 @@ class SchedulerService:
         choice: Choice | None = None
         try:
             choice = self._placer.choose(place, match, without=place.unavailable)
-            if choice.begins_soon:
-                return choice.placement if place.probe else await self._placer.commit(place, choice, match, budget_s)
-            waiting_s = min(max(self._settings.retry_after_s, choice.placement.predicted.waiting_s), RETRY_AFTER_S_MAX)
-            full = Overloaded("the workers that suit this request best are full", retry_after_s=waiting_s)
+            if self._holding.begins_soon(place, choice):
+                if place.probe:
+                    return choice.placement
+                self._holding.note_placed(place)
+                return await self._placer.commit(place, choice, match, budget_s)
         except Overloaded as error:
-            full = error
+            logger.debug("%s: %s", place.context.request, error)
         if not place.hold_s > 0:
-            raise full
+            raise self._holding.overloaded("the workers that suit this request best are full", place.model, choice)
         await self._holding.hold(place, match, choice)
         return Held(scheduler=self._name)
 
@@ -261,7 +270,9 @@ def _check(place: Place) -> None:
         raise InvalidRequest(
             f"a request needs tokens in and out, not {place.prompt_tokens} and {place.output_tokens_max}"
         )
-    if not 0 <= place.priority < PRIORITIES or not isfinite(place.due_in_s):
-        raise MalformedMessage(f"there is no class {place.priority}, or no objective of {place.due_in_s} s")
+    if not 0 <= place.priority < PRIORITIES or not WEIGHT_MIN <= place.weight <= WEIGHT_MAX:
+        raise MalformedMessage(f"there is no class {place.priority}, or no weight of {place.weight}")
+    if not (isfinite(place.due_in_s) and 0 <= place.ttft_s < inf and 0 <= place.tpot_s < inf):
+        raise MalformedMessage("objectives are finite times of 0 or more")
     if len(place.blocks) % ID_BYTES:
         raise MalformedMessage(f"{len(place.blocks)} bytes are no whole number of block ids")

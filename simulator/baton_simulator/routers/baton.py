@@ -13,6 +13,7 @@ from math import inf
 from random import Random
 from typing import Final
 
+from baton_scheduler.admission import DrainRate, Objectives, look_ahead
 from baton_scheduler.loads import Loads, LoadsOptions
 from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES, PolicyName
@@ -48,6 +49,8 @@ class BatonOptions:
     """Longest wait there."""
     hold_s: float = 10.0
     """Longest time in the scheduler's queue."""
+    objectives: Objectives = field(default_factory=Objectives)
+    """Objectives by which requests are admitted."""
     held_max: int = 4096
     age_s: float = 5.0
     placement: PlacementOptions = field(default_factory=PlacementOptions)
@@ -64,7 +67,10 @@ class BatonRouter:
         self._placed: dict[str, tuple[Arrival, Candidate, float]] = {}
         """Request → what was predicted and when."""
         self._queue = Queue(entries_max=options.held_max, age_s=options.age_s)
+        self._rates = {MODEL: DrainRate()}
         self._held: dict[str, Arrival] = {}
+        self._displaced: list[Arrival] = []
+        """Requests that had to leave a full queue."""
         self._started: list[Attempt] = []
         """Attempts that waited at their workers and start now."""
         self._judge_at_s = inf
@@ -79,7 +85,8 @@ class BatonRouter:
 
     def route(self, arrival: Arrival, now_s: float) -> Route | None:
         placement = self._choose(arrival, now_s)
-        if placement.predicted.waiting_s <= self._options.place_wait_s_max:
+        if self._begins_soon(arrival, placement) and not self._queue.is_behind_others(arrival.tenant, PRIORITY_NEW):
+            self._queue.charge(arrival.tenant, _tokens(arrival, self._options) / arrival.weight)
             return self._commit(arrival, placement, now_s)
         self._hold(arrival, placement.predicted, now_s)
         return None
@@ -93,6 +100,10 @@ class BatonRouter:
             arrival, predicted, placed_s = self._placed[attempt.request]
             answers.append((arrival, _route(predicted, placed_s)))
         return answers
+
+    def _begins_soon(self, arrival: Arrival, placement: Placement) -> bool:
+        options, leaves_room = self._options, self._queue.must_leave_room(arrival.tenant, (arrival.id, 0))
+        return options.objectives.begins_soon(placement.predicted, options.place_wait_s_max, leaves_room=leaves_room)
 
     def _choose(self, arrival: Arrival, now_s: float) -> Placement:
         options = self._options
@@ -144,33 +155,44 @@ class BatonRouter:
         options = self._options
         entry = Entry(
             key=(arrival.id, 0),
-            tenant="",
+            tenant=arrival.tenant,
+            weight=arrival.weight,
+            model=MODEL,
             priority=PRIORITY_NEW,
             due_s=now_s + GOAL_TTFT_S - (predicted.predicted_ttft_s - predicted.waiting_s),
-            tokens=arrival.prompt_tokens,
+            tokens=_tokens(arrival, options),
             since_s=now_s,
-            until_s=now_s + options.hold_s,
+            until_s=now_s + options.objectives.hold_s_max(options.hold_s, options.objectives.ttft_s),
         )
-        # All requests are of one tenant and class, so the new one is the one to go.
-        if self._queue.add(entry) is not None:
+        displaced = self._queue.add(entry)
+        if displaced is entry:
             raise Overloaded("too many requests wait for a worker")
+        if displaced is not None:
+            self._displaced.append(self._held.pop(displaced.key[0]))
         self._held[arrival.id] = arrival
         self._judge_at_s = min(self._judge_at_s, now_s + JUDGE_S)
 
     def _judge(self, now_s: float) -> list[tuple[Arrival, Route | BatonError]]:
-        answers: list[tuple[Arrival, Route | BatonError]] = []
-        for entry in self._queue.tick(now_s):
-            answers.append((self._held.pop(entry.key[0]), Overloaded("no worker became free in time")))
+        late = [entry.key for entry in self._queue.tick(now_s)]
+        if self._held:
+            self._rates[MODEL].note_held(JUDGE_S)
+        for entry, _ in look_ahead(self._queue.order(), self._rates, now_s).hopeless:
+            self._queue.remove(entry.key)
+            late.append(entry.key)
+        refused = [*self._displaced, *(self._held.pop(request) for request, _ in late)]
+        self._displaced.clear()
+        error = Overloaded("no worker became free in time")
+        answers: list[tuple[Arrival, Route | BatonError]] = [(arrival, error) for arrival in refused]
         given_up, started = self._ledgers.end_late(now_s)
         self._started += started
-        late = [self._forget(attempt, now_s) for attempt in given_up]
+        again = [self._forget(attempt, now_s) for attempt in given_up]
         waiting = [self._held[entry.key[0]] for entry in islice(self._queue.order(), JUDGED)]
-        for arrival in (*late, *waiting):
+        for arrival in (*again, *waiting):
             placement = self._choose(arrival, now_s)
             is_held = arrival.id in self._held
-            if placement.predicted.waiting_s <= self._options.place_wait_s_max:
+            if self._begins_soon(arrival, placement):
                 if is_held:
-                    self._queue.take((arrival.id, 0))
+                    self._rates[MODEL].note_placed(self._queue.take((arrival.id, 0)).tokens)
                     del self._held[arrival.id]
                 if (route := self._commit(arrival, placement, now_s)) is not None:
                     answers.append((arrival, route))
@@ -204,6 +226,11 @@ class BatonRouter:
 
     def beat(self, state: WorkerState, now_s: float) -> None:
         self._loads.take(self._ledgers.beat(state, now_s), now_s)
+
+
+def _tokens(arrival: Arrival, options: BatonOptions) -> int:
+    """Return what a placement costs its tenant."""
+    return arrival.prompt_tokens + min(arrival.output_tokens_max, options.placement.output_headroom_tokens)
 
 
 def _route(predicted: Candidate, placed_s: float) -> Route:

@@ -24,6 +24,9 @@ class Arrival:
     prompt_tokens: int
     output_tokens_max: int
     """The client's `max_tokens`, not the length of the answer."""
+    tenant: str = ""
+    weight: float = 1.0
+    """Share of its tenant, relative to others."""
 
 
 @dataclass(frozen=True, slots=True)

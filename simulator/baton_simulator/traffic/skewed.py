@@ -28,16 +28,16 @@ def generate(seed: int = SEED) -> Trace:
     requests: list[Request] = []
     for at_s in sorted(random.uniform(0, DURATION_S) for _ in range(REQUESTS)):
         (prefix,) = random.choices(range(PREFIXES), cum_weights=weights)
-        suffix_tokens = _log_uniform(SUFFIX_TOKENS, random)
+        suffix_tokens = log_uniform(SUFFIX_TOKENS, random)
         first = prefix * PREFIX_BLOCKS[1]
         own = range(next_id, next_id + suffix_tokens // BLOCK_TOKENS)
         next_id += len(own)
         blocks = (*range(first, first + lengths[prefix]), *own)
         prompt_tokens = lengths[prefix] * BLOCK_TOKENS + suffix_tokens
-        requests.append(Request(at_s, blocks, prompt_tokens, _log_uniform(OUTPUT_TOKENS, random)))
+        requests.append(Request(at_s, blocks, prompt_tokens, log_uniform(OUTPUT_TOKENS, random)))
     return Trace("skewed", BLOCK_TOKENS, requests)
 
 
-def _log_uniform(bounds: tuple[int, int], random: Random) -> int:
+def log_uniform(bounds: tuple[int, int], random: Random) -> int:
     low, high = bounds
     return round(low * (high / low) ** random.random())

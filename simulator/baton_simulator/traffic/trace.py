@@ -20,6 +20,9 @@ class Request:
     after: int | None = None
     """Index of the session's request before: this one comes only `gap_s` after that one's answer."""
     gap_s: float = 0.0
+    tenant: str = ""
+    weight: float = 1.0
+    """Share of its tenant, relative to others."""
 
 
 @dataclass(frozen=True, slots=True)

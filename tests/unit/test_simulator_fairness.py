@@ -1,0 +1,48 @@
+"""Tenants share simulated workers by their weights, and a flood of one leaves the others served."""
+
+from __future__ import annotations
+
+import pytest
+from baton_scheduler.admission import Objectives
+from baton_simulator.replay import Fleet, Outcome, Replay
+from baton_simulator.routers.baton import BatonOptions, BatonRouter
+from baton_simulator.traffic.tenants import Tenant, generate
+
+from baton.messages.placement import Disaggregation
+from benchmarks.fairness import shares
+
+FLEET = Fleet(aggregated=4)
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
+TTFT_S = 2.0
+
+
+def replay(*tenants: Tenant, duration_s: float = 20.0) -> list[Outcome]:
+    options = BatonOptions(Disaggregation.NEVER, objectives=Objectives(ttft_s=TTFT_S))
+    trace = generate(tenants, FLEET, duration_s, seed=1)
+    return Replay(trace, FLEET, lambda specs, random: BatonRouter(specs, options, random), seed=1).run()
+
+
+def test_tenants_that_all_flood_share_by_their_weights() -> None:
+    outcomes = replay(*(Tenant(name, weight, 1.2) for name, weight in WEIGHTS.items()))
+    found = {row["tenant"]: row for row in shares(outcomes, warm_up_s=4.0)}
+    for name, weight in WEIGHTS.items():
+        assert found[name]["share"] == pytest.approx(weight / sum(WEIGHTS.values()), rel=0.1), name
+        assert found[name]["ttft_p99_s"] <= TTFT_S, "what is admitted meets its objective"
+
+
+def test_a_flood_of_one_tenant_leaves_the_others_served() -> None:
+    outcomes = replay(Tenant("a", 1.0, 2.0), Tenant("b", 2.0, 0.2), Tenant("c", 4.0, 0.4))
+    found = {row["tenant"]: row for row in shares(outcomes, warm_up_s=4.0)}
+    assert found["a"]["served"] < 0.6
+    assert min(found["b"]["served"], found["c"]["served"]) > 0.9
+
+
+def test_one_tenants_requests_do_not_depend_on_the_others() -> None:
+    alone = generate([Tenant("c", 4.0, 0.4)], FLEET, 10.0, seed=7)
+    beside = generate([Tenant("a", 1.0, 2.0), Tenant("c", 4.0, 0.4)], FLEET, 10.0, seed=7)
+    mine = [request for request in beside.requests if request.tenant == "c"]
+    assert [(each.at_s, each.prompt_tokens) for each in mine] == [
+        (each.at_s, each.prompt_tokens) for each in alone.requests
+    ]
+    ids = [block for request in beside.requests for block in request.blocks]
+    assert len(set(ids)) == len(ids)
