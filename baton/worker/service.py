@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-from msgspec.structs import replace
+import msgspec
 
 from baton import subjects
 from baton.bus import Delivery
@@ -348,7 +348,7 @@ class WorkerService:
         pulling = [attempt.kv.blocks for attempt in ledger if attempt.state is AttemptState.PULLING]
         drained_at_s = min(self._leaves_at_s, self._role.changes_at_s)
         return Heartbeat(
-            address=replace(identity.address, role_epoch=self._role.epoch),
+            address=msgspec.structs.replace(identity.address, role_epoch=self._role.epoch),
             role=self._role.role,
             model=identity.model_name,
             model_path=identity.model_path,
