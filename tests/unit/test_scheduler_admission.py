@@ -36,7 +36,15 @@ def candidate(waiting_s: float = 0.0, queue_s: float = 0.0, own_s: float = 0.0, 
 
 def entry(name: str, tokens: int = 100, *, model: str = "m", until_s: float = 10.0) -> Entry:
     return Entry(
-        key=(name, 0), tenant="", model=model, priority=1, due_s=0.0, tokens=tokens, since_s=0.0, until_s=until_s
+        key=(name, 0),
+        tenant="",
+        model=model,
+        priority=1,
+        due_s=0.0,
+        tokens=tokens,
+        since_s=0.0,
+        until_s=until_s,
+        by_objective=True,
     )
 
 
@@ -149,6 +157,12 @@ def test_what_cannot_be_placed_in_time_is_hopeless_and_delays_no_other() -> None
     outlook = look_ahead(held, {"m": draining(1000.0)}, 0.0)
     assert [(each.key[0], turn_s) for each, turn_s in outlook.hopeless] == [("late", pytest.approx(1.0, rel=0.05))]
     assert outlook.turns_s["b", 0] == pytest.approx(1.0, rel=0.05)
+
+
+def test_without_an_objective_a_request_waits_as_long_as_its_client() -> None:
+    late = replace(entry("late", until_s=0.1), by_objective=False)
+    outlook = look_ahead([entry("a", 1000), late], {"m": draining(1000.0)}, 0.0)
+    assert not outlook.hopeless
 
 
 def test_nothing_is_hopeless_while_the_rate_is_unknown() -> None:

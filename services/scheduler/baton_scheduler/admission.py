@@ -29,8 +29,8 @@ DRAIN_MEMORY_S: Final = 10.0
 DRAIN_SAMPLES_MIN: Final = 8.0
 """Fewer placements in that time do not tell the speed of the next ones."""
 HOPELESS: Final = 2.0
-"""A request is refused before its time is up if its turn is predicted to take this many times longer: predictions err,
-and workers that suit others may be free for it."""
+"""A request with an objective is refused before its time is up if its turn is predicted to take this many times longer:
+predictions err, and workers that suit others may be free for it."""
 RETRY_AFTER_S_MIN: Final = 1.0
 RETRY_AFTER_S_MAX: Final = 600.0
 
@@ -120,7 +120,7 @@ def look_ahead(entries: Iterable[Entry], rates: Mapping[str, DrainRate], now_s: 
     for entry in entries:
         rate = rates[entry.model]
         turn_s = rate.wait_s(ahead[entry.model])
-        if rate.is_known and turn_s > HOPELESS * (entry.until_s - now_s):
+        if entry.by_objective and rate.is_known and turn_s > HOPELESS * (entry.until_s - now_s):
             hopeless.append((entry, turn_s))
         else:
             turns_s[entry.key] = turn_s

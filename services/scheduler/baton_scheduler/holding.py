@@ -157,6 +157,7 @@ class Holding:
             weight=place.weight,
             since_s=now_s,
             until_s=now_s + hold_s,
+            by_objective=place.ttft_s > 0,
         )
         displaced = self._queue.add(entry)
         if displaced is entry:
