@@ -190,7 +190,7 @@ def test_a_full_worker_that_has_the_prefix_is_waited_for() -> None:
 
 
 def test_a_prefix_that_running_attempts_hold_takes_no_room() -> None:
-    """Of its prompt 30 blocks are cached, and half of what is cached there is shared, as the worker says."""
+    """30 blocks of the prompt are cached, and half of what is cached there is shared, as the worker says."""
     full = decode("d1", kv_blocks_used=1000 - 15, kv_shared_share=0.5)
     placement = place(demand(NEVER), full, held={"d1": 30})
     missing_share = (1100 - 15 * 32 - 30 * 32 / 2) / 32_000
