@@ -134,6 +134,14 @@ class Observer:
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def served_new(self, worker: str, *, timeout_s: float) -> None:
+        """Wait until this worker sends something of a request that the bus has not carried before."""
+        old = frozenset(self.requests)
+        await self.until(
+            lambda: any(worker in workers for request, workers in self.workers.items() if request not in old),
+            timeout_s=timeout_s,
+        )
+
     async def worker_in(self, role: Role, *states: AttemptState, attempts: int = 1, timeout_s: float = 15.0) -> str:
         """Return the worker of this role that next reports `attempts` attempts at new requests in one of these states.
 
@@ -227,7 +235,7 @@ class Cluster:
         )
 
     async def change_role(self, worker: str, role: Role, *, timeout_s: float = 30.0) -> None:
-        """Change a worker's role, and wait until it has accepted an attempt in it: requests must come meanwhile."""
+        """Change a worker's role, and wait until it has served a new request in it: requests must come meanwhile."""
         assert self.bus is not None
         beats = self.observer.heartbeats
         address = beats[worker].address
@@ -235,8 +243,7 @@ class Cluster:
         answer = await self.bus.request(subjects.role(worker), order, timeout_s=timeout_s)
         assert isinstance(answer, RoleChange), answer
         await self.observer.until(lambda: beats[worker].role is role and not beats[worker].draining)
-        old = set(beats[worker].attempts)
-        await self.observer.until(lambda: set(beats[worker].attempts) - old, timeout_s=timeout_s)
+        await self.observer.served_new(worker, timeout_s=timeout_s)
 
     async def wait_log(self, name: str, text: str, *, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until a service has logged `text`."""

@@ -73,7 +73,7 @@ async def test_a_rolling_restart_of_everything_drops_nothing(cluster: Cluster) -
     await cluster.wait_ready(gateway="gateway-0")
     seen = await Bystander.of(cluster)
     clients = Clients(cluster, PROMPTS, gateway="gateway-0")
-    expected = {prompt: await clients.ask(prompt) for prompt in PROMPTS}
+    expected = dict(zip(PROMPTS, await asyncio.gather(*map(clients.ask, PROMPTS)), strict=True))
     left_s: dict[str, float] = {}
     async with clients.asking():
         for name in workers + services:

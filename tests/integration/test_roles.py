@@ -52,7 +52,7 @@ async def test_roles_change_under_streams_and_change_back(cluster: Cluster) -> N
         )
     await cluster.wait_ready()
     observer, seen, clients = cluster.observer, await Bystander.of(cluster), Clients(cluster, PROMPTS)
-    expected = {prompt: await clients.ask(prompt) for prompt in PROMPTS}
+    expected = dict(zip(PROMPTS, await asyncio.gather(*map(clients.ask, PROMPTS)), strict=True))
     before = dict(observer.heartbeats)
 
     async with clients.asking():
