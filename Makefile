@@ -113,7 +113,7 @@ test-fast: environment
 	@.venv/bin/python -m benchmarks.flat_index || echo 'baton: going on without the baseline of the index: its tests are skipped'
 	@.venv/bin/python -m tests.contract.fake_library
 	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/unit tests/contract)
-	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/integration)
+	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 6 $(DAILY) tests/integration)
 
 PYTEST = python -m pytest -q $(PYTEST_FLAGS)
 DAILY  = -m 'not nightly'
@@ -163,6 +163,7 @@ test-nightly: test-native environment-vllm environment-sglang
 	$(call build-native,tsan,thread,baton_tests)
 	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
 	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
+	$(call timed,integration tests of the night,.venv/bin/$(PYTEST) -n 2 -m nightly tests/integration)
 	@cp -r native/fuzz/corpus native/build/asan
 	$(call timed,fuzzers,$(call fuzz,native/build/asan/corpus,--seconds $(FUZZ_S)))
 	$(call timed,all tests with engines,.venv-vllm/bin/$(PYTEST) -n 2 tests/engines)

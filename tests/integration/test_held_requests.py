@@ -65,7 +65,14 @@ async def occupy(cluster: Cluster) -> None:
             pass
 
 
-@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM], ids=lambda ending: ending.name)
+ENDINGS = (
+    pytest.param(signal.SIGKILL, id="SIGKILL"),
+    pytest.param(signal.SIGSTOP, id="SIGSTOP", marks=pytest.mark.nightly),
+    pytest.param(signal.SIGTERM, id="SIGTERM", marks=pytest.mark.nightly),
+)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
 async def test_a_thousand_held_requests_outlive_their_scheduler(tmp_path: Path, ending: signal.Signals) -> None:
     make_tiny_model(tmp_path / "model")
     async with running_cluster(tmp_path, model=tmp_path / "model") as cluster:

@@ -27,9 +27,11 @@ AT_ONCE = 9
 COUNTED = 300
 """Requests over which the workers' shares are compared."""
 OUTPUT_TOKENS = 8
-ENGINE = {"speed": 1.0, "step_fixed_s": 0.01, "prefill_token_s": 0.0002, "blocks": 1024, "eos_probability": 0.0}
+ENGINE = {"speed": 1.0, "step_fixed_s": 0.03, "prefill_token_s": 0.0006, "blocks": 1024, "eos_probability": 0.0}
 PATIENT = ("--accept-s", "20", "--place-resend-s", "5", "--lost-after-s", "20")
 """No worker counts as lost on a busy machine, so each request is sent once."""
+SURE = ("--index-timeout-s", "20")
+"""No placement goes without the index on a busy machine."""
 
 
 class Load:
@@ -97,7 +99,7 @@ async def start(cluster: Cluster, *workers: str) -> None:
 
 async def test_workers_that_join_and_leave_take_and_lose_their_share(tmp_path: Path, model: Path) -> None:
     async with running_cluster(tmp_path, model=model) as cluster:
-        await cluster.start_control_plane(gateway_flags=PATIENT)
+        await cluster.start_control_plane(gateway_flags=PATIENT, scheduler_flags=SURE)
         await start(cluster, "prefill-0", "decode-0", "decode-1")
         await cluster.wait_ready()
         load = Load(cluster)
@@ -136,7 +138,7 @@ async def test_conversations_stay_on_their_prefill_worker(tmp_path: Path, model:
             workers[delivery.message.context.request] = delivery.subject.split(".")[2]
 
     async with running_cluster(tmp_path, model=model) as cluster:
-        await cluster.start_control_plane(gateway_flags=PATIENT)
+        await cluster.start_control_plane(gateway_flags=PATIENT, scheduler_flags=SURE)
         await start(cluster, "prefill-0", "prefill-1", "prefill-2", "decode-0")
         await cluster.wait_ready()
         assert cluster.bus is not None
