@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
+from baton_scheduler.breakers import JITTER, OPEN_S, TRIAL_S
 
 from baton import subjects
 from baton.bus import Delivery, MemoryNetwork
 from baton.messages.attempts import Fault
 from baton.messages.base import WorkerAddress
-from baton.messages.placement import Disaggregation
+from baton.messages.placement import Disaggregation, Placement
 from baton.messages.workers import Heartbeat, Role
 from tests.harness.heartbeats import heartbeat
+from tests.unit.test_scheduler_holding import BEAT_S, World
 from tests.unit.test_scheduler_service import Gateway, place, scheduling
 
 PREFILL = heartbeat("p1", Role.PREFILL)
@@ -29,7 +31,9 @@ async def gateway() -> AsyncIterator[Gateway]:
     await made.bus.network.close()
 
 
-async def report(gateway: Gateway, *workers: Heartbeat, pair: tuple[str, str] | None = None, times: int = 3) -> None:
+async def report(
+    gateway: Gateway | World, *workers: Heartbeat, pair: tuple[str, str] | None = None, times: int = 3
+) -> None:
     addresses = tuple(WorkerAddress(worker=each.address.worker, generation=1) for each in workers)
     for number in range(times):
         fault = Fault(request=f"r{number}", attempt=0, workers=addresses, pair=pair, code="engine_failed")
@@ -114,3 +118,24 @@ async def test_a_probe_counts_nowhere(gateway: Gateway) -> None:
             await gateway.place(blocks=b"", probe=True)
         await gateway.place(blocks=b"")
     assert len(told) == 1
+
+
+async def test_a_worker_whose_trial_never_came_is_tried_by_another_request() -> None:
+    """The one request that tries a worker may be lost or cancelled on its way; the worker must not wait for it."""
+    world = World()
+    await world.start()
+    async with world.scheduler(disaggregation=Disaggregation.NEVER):
+        await world.beat("good", running=4)
+        await world.beat("bad")
+        await report(world, BAD)
+        await world.pass_time(OPEN_S * (1 + JITTER))
+        assert await decode_of(world, "trial") == "bad", "the back-off is over"
+        assert await decode_of(world, "beside-it") == "good"
+        await world.pass_time(TRIAL_S + BEAT_S)
+        assert await decode_of(world, "next") == "bad", "idle all the time: the first one never came"
+
+
+async def decode_of(world: World, request: str) -> str:
+    answer = await world.ask(request, blocks=b"")
+    assert isinstance(answer, Placement), answer
+    return answer.decode.worker
