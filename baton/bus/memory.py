@@ -251,10 +251,13 @@ class MemoryBus:
         self._subscriptions.add(follower)
         return follower
 
-    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+    async def keep(self, stream: str, subject: str, retention: Retention) -> Retention:
         check_subject(subject, wildcards=True)
         self._check_open()
-        self._stream(stream, subject).retention = retention
+        found = self.network.streams.get(stream)
+        kept = self._stream(stream, subject)
+        kept.retention = found.retention.widened(retention) if found else retention
+        return kept.retention
 
     async def retention(self, stream: str) -> Retention | None:
         self._check_open()

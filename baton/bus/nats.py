@@ -131,10 +131,10 @@ class NatsBus:
             raise
         return follower
 
-    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+    async def keep(self, stream: str, subject: str, retention: Retention) -> Retention:
         check_subject(subject, wildcards=True)
         self._check_open()
-        await keep_in_stream(self._requests, stream, subject, retention, self._limits)
+        return await keep_in_stream(self._requests, stream, subject, retention, self._limits)
 
     async def retention(self, stream: str) -> Retention | None:
         self._check_open()

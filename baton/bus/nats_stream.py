@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Callable
 from contextlib import suppress
+from math import inf
 from typing import Final
 
 import msgspec
@@ -67,7 +69,9 @@ class _StreamState(msgspec.Struct):
 
 class _Bounds(msgspec.Struct):
     max_age: int
+    """In nanoseconds; 0: without a limit."""
     max_bytes: int
+    """-1: without a limit."""
 
 
 class StoredMessage(msgspec.Struct):
@@ -138,15 +142,18 @@ async def append_to_stream(
     return acknowledgement.seq
 
 
-async def _find_or_make_stream(requests: Requests, stream: str, subject: str, limits: BusLimits) -> ApiAnswer:
-    """Return the stream's creation time and last sequence, after creating it if it does not exist.
+async def _find_or_make_stream(
+    requests: Requests, stream: str, subject: str, limits: BusLimits, retention: Retention | None = None
+) -> ApiAnswer:
+    """Return what the server says of the stream, after creating it if it does not exist.
 
     An existing stream keeps its operator's settings: ours are only defaults.
     """
     answer = await call_api(requests, f"STREAM.INFO.{stream}", {}, limits)
     if answer.error is None:
         return answer
-    config = _settings(Retention(age_s_max=limits.stream_age_s_max, bytes_max=limits.stream_bytes_max), limits) | {
+    retention = retention or Retention(age_s_max=limits.stream_age_s_max, bytes_max=limits.stream_bytes_max)
+    config = _settings(retention, limits) | {
         "name": stream,
         "subjects": [parent_wildcard(subject)],
         "storage": "file",
@@ -165,8 +172,8 @@ async def _find_or_make_stream(requests: Requests, stream: str, subject: str, li
 def _settings(retention: Retention, limits: BusLimits) -> dict[str, object]:
     """Return the settings of a stream that follow from its bounds."""
     return {
-        "max_age": int(retention.age_s_max * _NS),
-        "max_bytes": retention.bytes_max,
+        "max_age": int(retention.age_s_max * _NS) if retention.age_s_max < inf else 0,
+        "max_bytes": retention.bytes_max if retention.bytes_max < sys.maxsize else -1,
         # The server takes no window longer than the messages are kept.
         "duplicate_window": int(min(limits.duplicate_window_s, retention.age_s_max) * _NS),
     }
@@ -174,14 +181,15 @@ def _settings(retention: Retention, limits: BusLimits) -> dict[str, object]:
 
 async def keep_in_stream(
     requests: Requests, stream: str, subject: str, retention: Retention, limits: BusLimits
-) -> None:
-    found = await _find_or_make_stream(requests, stream, subject, limits)
-    config = found.config | _settings(retention, limits)
-    if config == found.config:
-        return
-    answer = await call_api(requests, f"STREAM.UPDATE.{stream}", config, limits)
-    if answer.error is not None:
-        raise BusUnavailable(f"the stream {stream} cannot be changed: {answer.error.description}")
+) -> Retention:
+    found = await _find_or_make_stream(requests, stream, subject, limits, retention)
+    before = _retention_of(found)
+    widest = before.widened(retention)
+    if widest != before:
+        answer = await call_api(requests, f"STREAM.UPDATE.{stream}", found.config | _settings(widest, limits), limits)
+        if answer.error is not None:
+            raise BusUnavailable(f"the stream {stream} cannot be changed: {answer.error.description}")
+    return widest
 
 
 async def retention_of_stream(requests: Requests, stream: str, limits: BusLimits) -> Retention | None:
@@ -190,8 +198,15 @@ async def retention_of_stream(requests: Requests, stream: str, limits: BusLimits
         if answer.error.err_code in NOT_FOUND:
             return None
         raise BusUnavailable(f"the stream {stream} cannot be read: {answer.error.description}")
-    bounds = msgspec.convert(answer.config, _Bounds)
-    return Retention(age_s_max=bounds.max_age / _NS, bytes_max=bounds.max_bytes)
+    return _retention_of(answer)
+
+
+def _retention_of(stream: ApiAnswer) -> Retention:
+    bounds = msgspec.convert(stream.config, _Bounds)
+    return Retention(
+        age_s_max=bounds.max_age / _NS if bounds.max_age > 0 else inf,
+        bytes_max=bounds.max_bytes if bounds.max_bytes > 0 else sys.maxsize,
+    )
 
 
 async def read_from_stream(

@@ -49,6 +49,10 @@ class Retention:
     age_s_max: float
     bytes_max: int
 
+    def widened(self, other: Retention) -> Retention:
+        """Return bounds that keep all that either of the two keeps."""
+        return Retention(age_s_max=max(self.age_s_max, other.age_s_max), bytes_max=max(self.bytes_max, other.bytes_max))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusLimits:
@@ -155,10 +159,11 @@ class Bus(Protocol):
         """
         ...
 
-    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+    async def keep(self, stream: str, subject: str, retention: Retention) -> Retention:
         """Keep in a stream, from now on, what is published on `subject` and its siblings; `publish` stays as it is.
 
-        Makes the stream, or changes the bounds of the one there is.
+        Makes the stream, or widens the bounds of the one there is, and returns its bounds. Of several processes that
+        ask for different bounds the widest apply, in whatever order they ask.
         """
         ...
 

@@ -20,6 +20,7 @@ LEGEND: Final = (
     "cost = wait for room + queue of prompts + own prompt + delay of others + pressure on KV memory; of a pair: both "
     "workers' costs + tail of the pull. Cached: tokens of the prompt. `baton trace` shows the stages in the workers."
 )
+NOT_USED: Final = "Not used by the gateway: another placement came first, or the attempt had ended."
 RANKED: Final = ("placement", "cost", "TTFT", "of it wait", "of it tail", "interval", "cached")
 _PHASES: Final = {
     "read": "read and tokenised",
@@ -70,6 +71,19 @@ class Attempt:
     report: AttemptReport | None
     """None: it has not ended, or its gateway did."""
 
+    def unused(self) -> list[Decision]:
+        """Return the placements that the gateway did not use: another one came first, or the attempt had ended."""
+        if self.report is None:
+            return []
+        placed = [each for each in self.decisions if each.verdict is Verdict.PLACED]
+        used = next((each for each in placed if _is_of(each, self.report)), None)
+        return [each for each in placed if each is not used]
+
+
+def _is_of(decision: Decision, report: AttemptReport) -> bool:
+    """Return whether a decision is the one that the gateway used."""
+    return decision.scheduler == report.scheduler and decision.candidates[:1] == (report.predicted,)
+
 
 def describe(explanation: Explanation) -> dict[str, object]:
     """Return the content for JSON. Raises MalformedMessage."""
@@ -80,7 +94,7 @@ def describe(explanation: Explanation) -> dict[str, object]:
             {
                 "request": each.request,
                 "attempt": each.attempt,
-                "decisions": [_describe(decision) for decision in each.decisions],
+                "decisions": [_describe(decision, each.unused()) for decision in each.decisions],
                 "report": _plain(each.report) if each.report else None,
             }
             for each in explanation.attempts()
@@ -88,7 +102,7 @@ def describe(explanation: Explanation) -> dict[str, object]:
     }
 
 
-def _describe(decision: Decision) -> dict[str, object]:
+def _describe(decision: Decision, unused: Sequence[Decision]) -> dict[str, object]:
     considered = [
         {
             "leg": each.leg,
@@ -97,7 +111,7 @@ def _describe(decision: Decision) -> dict[str, object]:
         }
         for each in decision.considered
     ]
-    return {**_plain(decision), "considered": considered}
+    return {**_plain(decision), "considered": considered, "unused": decision in unused}
 
 
 def _plain(record: Decision | AttemptReport) -> dict[str, object]:
@@ -132,14 +146,16 @@ def _attempt(attempt: Attempt, choices: int) -> Iterator[str]:
     report = attempt.report
     choice = f"choice {attempt.request.rpartition('-')[2]}, " if choices > 1 else ""
     yield from _wrapped(f"{choice}attempt {attempt.attempt}: {_ended(report)}", "")
+    unused = attempt.unused()
     for decision in attempt.decisions:
-        yield from _wrapped(_decided(decision), "  ")
+        note = f" {NOT_USED}" if decision in unused else ""
+        yield from _wrapped(_decided(decision) + note, "  ")
     if not attempt.decisions:
         yield "  Its decision is not kept: it was dropped under load, or is too old."
     if report and report.positions:
         positions = ", ".join(f"{position} after {format_time(_ns(at_s))}" for at_s, position in report.positions)
         yield from _wrapped(f"Requests before it in the queue: {positions}.", "  ")
-    shown = next((each for each in reversed(attempt.decisions) if each.considered), None)
+    shown = next((each for each in reversed(attempt.decisions) if each.considered and each not in unused), None)
     if report and report.predicted:
         yield ""
         yield from _table(("", "predicted", "actual"), _outcome(report, report.predicted))

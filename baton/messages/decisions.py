@@ -85,6 +85,8 @@ class AttemptReport(Message, tag="attempt_report", frozen=True, kw_only=True):
     prefill: str = ""
     decode: str = ""
     """Worker; empty: the attempt was not placed."""
+    scheduler: str = ""
+    """Scheduler whose placement was used: of several that placed the attempt, the first that the gateway heard."""
     predicted: Candidate | None = None
     ttft_s: float | None = None
     """Time from the placement to the first token; None: there was none."""

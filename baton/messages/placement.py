@@ -104,6 +104,7 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     wait_s: float = 0.0
     """Time for which the attempt may wait at its workers for room; 0: they have room now."""
+    scheduler: str = ""
 
     @property
     def addresses(self) -> tuple[WorkerAddress, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from itertools import permutations
 
 import pytest
 from bus_world import NOT_A_MESSAGE, Inbox, World, label_of, message, nats_world
@@ -55,7 +56,7 @@ async def test_what_is_published_is_kept_and_read_by_its_subject(world: World, n
     assert await inbox.wait(2) == ["1", "3"], "subscribers get them as before"
 
 
-async def test_bounds_are_changed_and_known(world: World, name: str) -> None:
+async def test_bounds_are_widened_and_known(world: World, name: str) -> None:
     bus, other = await world.open(), await world.open()
     assert await other.retention(name) is None
     assert await read(other, name, f"{name}.a") is None, "there is no stream"
@@ -65,9 +66,20 @@ async def test_bounds_are_changed_and_known(world: World, name: str) -> None:
     await until_kept(bus, name, f"{name}.a", "kept")
     longer = Retention(age_s_max=7200.0, bytes_max=2 << 20)
     for _ in range(2):
-        await bus.keep(name, f"{name}.*", longer)
+        assert await bus.keep(name, f"{name}.*", longer) == longer
         assert await other.retention(name) == longer
     assert await read_all(other, name, f"{name}.a") == ["kept"]
+
+
+async def test_the_widest_bounds_apply_in_whatever_order_they_are_asked_for(world: World, name: str) -> None:
+    bus, other = await world.open(), await world.open()
+    asked = [Retention(age_s_max=60.0, bytes_max=3 << 20), HOUR, Retention(age_s_max=7200.0, bytes_max=2 << 20)]
+    widest = Retention(age_s_max=7200.0, bytes_max=3 << 20)
+    for number, order in enumerate(permutations(asked)):
+        stream = f"{name}{number}"
+        for keeper, retention in zip((bus, other, bus), order, strict=True):
+            assert await keeper.keep(stream, f"{stream}.*", retention) == await other.retention(stream)
+        assert await other.retention(stream) == widest
 
 
 async def test_messages_leave_when_they_are_old(world: World, name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from baton import subjects
 from baton.bus import Bus, MemoryBus, MemoryNetwork, Retention
 from baton.bus.delivery import check_subject, matches
 from baton.cli.explain import RECORDS_MAX, look_up
-from baton.cli.explanation import Explanation, describe, draw
+from baton.cli.explanation import NOT_USED, Explanation, describe, draw
 from baton.clock import ManualClock
 from baton.errors import InvalidRequest, MalformedMessage, Unavailable
 from baton.messages.base import ErrorReport
@@ -62,6 +63,7 @@ def report(end: str = "stop", *, attempt: int = 0, choice: int = 0, **changes: o
         end=end,
         prefill="p1",
         decode="d1",
+        scheduler="scheduler-1",
         predicted=PAIR,
         ttft_s=0.3,
         token_interval_s=0.02,
@@ -72,11 +74,20 @@ def report(end: str = "stop", *, attempt: int = 0, choice: int = 0, **changes: o
     return msgspec.structs.replace(made, **changes)
 
 
-def text(*records: Decision | AttemptReport) -> list[str]:
-    """Return the lines, with single spaces."""
+def explanation(*records: Decision | AttemptReport) -> Explanation:
     decisions = tuple(record for record in records if isinstance(record, Decision))
     reports = tuple(record for record in records if isinstance(record, AttemptReport))
-    return [" ".join(line.split()) for line in draw(Explanation(REQUEST, decisions, reports))]
+    return Explanation(REQUEST, decisions, reports)
+
+
+def text(*records: Decision | AttemptReport) -> list[str]:
+    """Return the lines, with single spaces."""
+    return [" ".join(line.split()) for line in draw(explanation(*records))]
+
+
+def as_json(*records: Decision | AttemptReport) -> list[Any]:
+    """Return the attempts, as a reader of the JSON gets them."""
+    return msgspec.json.decode(msgspec.json.encode(describe(explanation(*records))))["attempts"]
 
 
 def test_the_text_has_decision_outcome_terms_and_times() -> None:
@@ -101,6 +112,27 @@ def test_a_failed_attempt_and_the_next_one_are_apart() -> None:
     assert any("they had failed, refused or were full: d1." in " ".join(lines[n : n + 2]) for n in range(len(lines)))
 
 
+@pytest.mark.parametrize("used_first", [True, False])
+def test_of_two_placements_of_an_attempt_the_one_that_was_not_used_is_marked(used_first: bool) -> None:
+    used, late = decision(reason="the one."), decision(scheduler="scheduler-2", reason="too late.", considered=())
+    both = (used, late) if used_first else (late, used)
+    said = " ".join(text(*both, report()))
+    assert f"placed by the policy predicted: too late. {NOT_USED}" in said
+    assert said.count(NOT_USED) == 1
+    assert "prefill cost waiting cached" in said, "the terms are those of the placement that was used"
+    assert NOT_USED not in " ".join(text(*both)), "it has not ended, so this is not known yet"
+    (attempt,) = as_json(*both, report())
+    unused = {each["scheduler"]: each["unused"] for each in attempt["decisions"]}
+    assert unused == {"scheduler-1": False, "scheduler-2": True}
+
+
+def test_of_two_placements_by_one_scheduler_the_prediction_tells_which_was_used() -> None:
+    early = decision(reason="too early.", candidates=(Candidate(decode="d2", predicted_ttft_s=0.4),))
+    said = " ".join(text(early, decision(reason="the one."), report()))
+    assert f"too early. {NOT_USED}" in said
+    assert said.count(NOT_USED) == 1
+
+
 def test_what_is_missing_is_said() -> None:
     held = decision(Verdict.HELD, considered=(), candidates=())
     refused = decision(Verdict.REFUSED, error=ErrorReport(code="no_workers", detail="none is live"), candidates=())
@@ -119,9 +151,7 @@ def test_choices_come_in_their_order() -> None:
 
 
 def test_json_has_every_term_by_name() -> None:
-    (attempt,) = msgspec.json.decode(msgspec.json.encode(describe(Explanation(REQUEST, (decision(),), (report(),)))))[
-        "attempts"
-    ]
+    (attempt,) = as_json(decision(), report())
     (leg,) = attempt["decisions"][0]["considered"]
     assert leg["left_out"] == 7
     assert [row["worker"] for row in leg["workers"]] == ["p1", "p2"]

@@ -69,7 +69,7 @@ def test_a_whole_answer_is_reported_with_its_times(stage: Reporting) -> None:
     assert (report.output_tokens, report.cached_tokens) == (4, 32)
     assert report.ttft_s == pytest.approx(0.5)
     assert report.token_interval_s == pytest.approx(0.2), "0.4 s for the two tokens after the first frame"
-    assert report.predicted == placement("d1", "p1").predicted
+    assert (report.scheduler, report.predicted) == ("s1", placement("d1", "p1").predicted)
     spent = {phase: pytest.approx(seconds) for phase, seconds in report.spent}
     assert spent == {"read": 0.2, "placing": 0.3, "queued": 0.7, "dispatched": 0.0, "waiting": 0.5, "streaming": 0.4}
 

@@ -12,7 +12,7 @@ from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.policies.protocol import Policy, Question
 from baton_scheduler.prediction import PRESSURE_S, Demand, PrefixMatch
-from baton_scheduler.recorder import NAMES_MAX, NOTED_MAX, ROWS_MAX, ObservedPolicy, Recorder
+from baton_scheduler.recorder import KEEP_AGAIN_S, NAMES_MAX, NOTED_MAX, ROWS_MAX, ObservedPolicy, Recorder
 from baton_scheduler.team import Serving
 from baton_scheduler.worker_load import WorkerLoad
 
@@ -206,11 +206,33 @@ async def test_placed_held_and_refused_are_recorded_and_probes_are_not() -> None
         assert retention == Retention(age_s_max=77.0, bytes_max=5000)
 
 
+async def test_of_schedulers_with_different_settings_those_that_keep_most_decide(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    await world.start()
+    longer: dict[str, Any] = {"decisions_kept_s": 7200.0, "decisions_bytes_max": 5000}
+    shorter: dict[str, Any] = {"decisions_kept_s": 60.0, "decisions_bytes_max": 5000}
+    asked = Retention(age_s_max=7200.0, bytes_max=5000)
+    async with world.scheduler(**longer), world.scheduler(**shorter):
+        await world.beat("d1")
+        for number in range(3):
+            # Each looks at the stream again every 30 s, before it records a decision.
+            assert isinstance(await world.ask(f"r{number}-0"), Placement)
+            assert await world.bus.retention(subjects.DECISIONS_STREAM) == asked
+            await world.pass_time(KEEP_AGAIN_S)
+        warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert warnings == [
+            "decisions are kept for 7200 s and 5000 bytes, more than this scheduler asks for: see docs/explain.md"
+        ]
+
+
 class HangingStreams(MemoryBus):
     """A bus whose JetStream hangs."""
 
-    async def keep(self, stream: str, subject: str, retention: Retention) -> None:
+    async def keep(self, stream: str, subject: str, retention: Retention) -> Retention:
         await self.network.clock.sleep(3600.0)
+        return retention
 
 
 async def test_a_scheduler_places_as_before_while_nothing_can_be_recorded() -> None:

@@ -99,6 +99,7 @@ class AnswerReport:
             detail=detail,
             prefill=prefill.worker if prefill else "",
             decode=placement.decode.worker if placement else "",
+            scheduler=placement.scheduler if placement else "",
             predicted=placement and placement.predicted,
             ttft_s=self._ttft_s,
             token_interval_s=(self._since_s - first_at_s) / (tokens - first_tokens) if has_interval else None,

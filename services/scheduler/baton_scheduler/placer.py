@@ -138,7 +138,7 @@ class Placer:
         if passed_over := _passed_over(avoided, serving):
             reason += f"; passed over: {passed_over}"
         wait_s = WAIT_GROWTH * self._settings.place_wait_s_max if placement.predicted.waiting_s > 0 else 0.0
-        placement = msgspec.structs.replace(placement, reason=f"{reason}.", wait_s=wait_s)
+        placement = msgspec.structs.replace(placement, reason=f"{reason}.", wait_s=wait_s, scheduler=self._name)
         decode = next(load for load in serving if load.worker == placement.decode.worker)
         return Choice(placement, decode.heartbeat.model_digest, self._policy.question)
 

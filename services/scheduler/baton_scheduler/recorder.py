@@ -37,7 +37,7 @@ LEGS_MAX: Final = 8
 NAMES_MAX: Final = 16
 """Workers listed as avoided."""
 KEEP_AGAIN_S: Final = 30.0
-"""Time after which a stream that could not be made is tried again."""
+"""Interval at which the stream is looked at: it may be missing, or another scheduler changed it at the same moment."""
 
 
 class ObservedPolicy(Policy):
@@ -81,6 +81,8 @@ class Recorder:
         self._policy = policy
         self._noted: deque[Noted] = deque()
         self._filled = asyncio.Event()
+        self._kept = retention
+        """Bounds of the stream, as they were last."""
         self.published = 0
         self.dropped = 0
 
@@ -129,16 +131,13 @@ class Recorder:
 
     async def run(self) -> None:
         """Publish what is noted, for ever."""
-        kept_for, again_at_s = -1, -inf
+        reconnects, keep_at_s = -1, -inf
         while True:
             # A server that came back may have lost its streams.
-            if kept_for != self._bus.reconnects and self._clock.now_s() >= again_at_s:
-                try:
-                    await self._bus.keep(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, self._retention)
-                    kept_for = self._bus.reconnects
-                except BatonError as error:
-                    again_at_s = self._clock.now_s() + KEEP_AGAIN_S
-                    logger.warning("decisions are not kept, so `baton explain` cannot show them: %s", error)
+            if reconnects != self._bus.reconnects or self._clock.now_s() >= keep_at_s:
+                reconnects = self._bus.reconnects
+                await self._keep()
+                keep_at_s = self._clock.now_s() + KEEP_AGAIN_S
             await self._filled.wait()
             decision = self.pack_next()
             try:
@@ -149,6 +148,21 @@ class Recorder:
                 logger.debug("a decision was not recorded: %s", error)
             # Requests that arrive need not wait for all that was noted.
             await self._clock.sleep(0)
+
+    async def _keep(self) -> None:
+        """Make the stream, or widen its bounds to this scheduler's."""
+        try:
+            kept = await self._bus.keep(subjects.DECISIONS_STREAM, subjects.DECISIONS_ALL, self._retention)
+        except BatonError as error:
+            logger.warning("decisions are not kept, so `baton explain` cannot show them: %s", error)
+            return
+        if kept != self._kept:
+            logger.warning(
+                "decisions are kept for %g s and %d bytes, more than this scheduler asks for: see docs/explain.md",
+                kept.age_s_max,
+                kept.bytes_max,
+            )
+            self._kept = kept
 
     def pack_next(self) -> Decision:
         """Return the decision that was noted first, with the terms of the workers."""

@@ -25,6 +25,7 @@ def placement(decode: str = "d1", prefill: str = "", generation: int = 1) -> Pla
         decode=WorkerAddress(worker=decode, generation=generation),
         prefill=WorkerAddress(worker=prefill, generation=generation) if prefill else None,
         reason="test",
+        scheduler="s1",
         predicted=Candidate(decode=decode, predicted_ttft_s=0.1),
     )
 
