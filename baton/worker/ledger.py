@@ -32,8 +32,9 @@ from baton.errors import AttemptFailed, BatonError, DeadlineExceeded, EngineFail
 from baton.messages.attempts import AttemptState, DigestEntry, Finish, FinishReason
 from baton.messages.base import ErrorReport
 from baton.node.membership import Membership
-from baton.worker.attempt import IN_ENGINE, WITH_BLOCKS, WITH_SLOT, Ask, Attempt, Key, Limits, Refusal, Stopped
-from baton.worker.kv_book import SHARED_TOKENS, Holding, KvBook
+from baton.worker.attempt import IN_ENGINE, WITH_SLOT, Ask, Attempt, Key, Limits, Refusal, Stopped
+from baton.worker.kv_book import Holding
+from baton.worker.room import Room
 from baton.worker.tombstones import Tombstones
 
 JOIN_TIMEOUT_S: Final = 0.5
@@ -52,14 +53,10 @@ class Ledger:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.draining = False
-        self.slots_used = 0
+        self.room = Room(limits)
         self.output_tokens = 0
         self.ends = Counter[str]()
         """Ended attempts by finish reason, `held`, or the code of an error."""
-        blocks_per_id = max(1, SHARED_TOKENS // limits.engine_block_tokens)
-        self._kv = KvBook(blocks_per_id)
-        self._leases = KvBook(blocks_per_id)
-        """Part of `_kv` that prefill legs hold."""
         self._attempts: dict[Key, Attempt] = {}
         self._tombstones = Tombstones(limits.tombstones_max)
         self._retained_tokens = 0
@@ -77,23 +74,9 @@ class Ledger:
         return self._attempts.get(key)
 
     @property
-    def blocks_used(self) -> int:
-        """Blocks that attempts hold, shared ones counted once."""
-        return self._kv.used
-
-    @property
-    def leased_blocks(self) -> int:
-        return self._leases.used
-
-    @property
-    def shared_share(self) -> float:
-        """See `KvBook.shared_share`."""
-        return self._kv.shared_share
-
-    @property
     def waiting_blocks(self) -> int:
         """Blocks that waiting attempts lack."""
-        return sum(self._kv.lacking(attempt.kv) for attempt in self.waiting)
+        return sum(self.room.blocks_lacking(attempt) for attempt in self.waiting)
 
     def prompts_queued(self) -> Iterator[Attempt]:
         """Return the attempts whose prompts are accepted and not yet computed, the oldest first."""
@@ -135,8 +118,9 @@ class Ledger:
             return Refusal("tombstone", "this attempt was cancelled or ended here, or a newer one was seen")
         if self.draining:
             return Refusal("draining", "the worker takes no new attempts: it leaves, or changes its role")
-        kv, lease = Holding(self._blocks_of(ask), ask.prefix), Holding(self._blocks_of(ask), ask.prefix)
-        if refusal := self._no_place(kv.blocks, ask.leg) if ask.wait_s > 0 else self._lack(kv, ask.leg):
+        blocks = self.room.blocks_of(ask)
+        kv, lease = Holding(blocks, ask.prefix), Holding(blocks, ask.prefix)
+        if refusal := self._no_place(blocks, ask.leg) if ask.wait_s > 0 else self.room.lack(kv, ask.leg):
             return refusal
         self.hear_gateway(ask.gateway, now_s)
         deadline_s = now_s + min(ask.budget_s, self.limits.budget_s_max)
@@ -162,47 +146,13 @@ class Ledger:
 
     def _take_room(self, attempt: Attempt, until_s: float) -> None:
         attempt.state, attempt.state_until_s = AttemptState.RESERVED, until_s
-        self.slots_used += 1
-        self._kv.take(attempt.kv)
-        if attempt.leg is Leg.PREFILL:
-            self._leases.take(attempt.lease)
-
-    def _settle_kv(self, attempt: Attempt) -> None:
-        """Record that the prompt's KV exists: others may share it now."""
-        cached = attempt.cached_tokens // SHARED_TOKENS
-        self._kv.settle(attempt.kv, cached)
-        if attempt.leg is Leg.PREFILL:
-            self._leases.settle(attempt.lease, cached)
-
-    def _blocks_of(self, ask: Ask) -> int:
-        # Prefill's sampled token is discarded, so it never takes a place in the cache.
-        output = 0 if ask.leg is Leg.PREFILL else min(ask.output_tokens_max, self.limits.output_headroom_tokens_max)
-        return -(-(ask.prompt_tokens + output) // self.limits.engine_block_tokens)
+        self.room.take(attempt)
 
     def _no_place(self, blocks: int, leg: Leg) -> Refusal | None:
         """Return why an attempt cannot wait here: too many do, or it would not fit even alone."""
-        limits = self.limits
-        if len(self.waiting) >= limits.waiting_max:
-            return Refusal("full", f"{limits.waiting_max} attempts wait already")
-        share = limits.leased_share_max if leg is Leg.PREFILL else 1.0
-        if blocks > int(limits.kv_blocks * share):
-            return Refusal("full", f"{blocks} KV blocks asked, the worker has {int(limits.kv_blocks * share)}")
-        return None
-
-    def _lack(self, kv: Holding, leg: Leg) -> Refusal | None:
-        limits = self.limits
-        blocks = self._kv.lacking(kv)
-        if self.slots_used >= limits.slots:
-            return Refusal("full", f"all {limits.slots} run slots are taken")
-        if self.blocks_used + blocks > limits.kv_blocks:
-            return Refusal("full", f"{blocks} KV blocks asked, {limits.kv_blocks - self.blocks_used} free")
-        leased_max = int(limits.kv_blocks * limits.leased_share_max)
-        blocks = self._leases.lacking(kv)
-        if leg is Leg.PREFILL and self.leased_blocks + blocks > leased_max:
-            return Refusal(
-                "leases", f"{blocks} KV blocks to lease, {leased_max - self.leased_blocks} of {leased_max} free"
-            )
-        return None
+        if len(self.waiting) >= self.limits.waiting_max:
+            return Refusal("full", f"{self.limits.waiting_max} attempts wait already")
+        return self.room.exceeded_by(blocks, leg)
 
     # ------------------------------------------------------------ waiting for room
 
@@ -215,7 +165,7 @@ class Ledger:
         for attempt in self.waiting:
             if attempt.offer_at_s > now_s:
                 continue
-            if self._lack(attempt.kv, attempt.leg):
+            if self.room.lack(attempt.kv, attempt.leg):
                 # Smaller attempts behind it must not take its room again and again.
                 break
             attempt.joining = bool(attempt.partner)
@@ -232,7 +182,7 @@ class Ledger:
         if attempt is None or attempt.stopping or attempt.state is AttemptState.RETAINED:
             return None
         if attempt.state is AttemptState.WAITING:
-            if self._lack(attempt.kv, attempt.leg):
+            if self.room.lack(attempt.kv, attempt.leg):
                 return None
             self._take_room(attempt, inf)
         self._confirm(attempt, now_s)
@@ -286,7 +236,7 @@ class Ledger:
             attempt.logprobs.extend(delta.logprobs)
             if delta.tokens:
                 if not index:
-                    self._settle_kv(attempt)
+                    self.room.settle(attempt)
                 attempt.give_up_s = now_s + self.limits.progress_s
         return index
 
@@ -298,7 +248,7 @@ class Ledger:
         if attempt.stopping:
             self._forget(attempt)
             return False
-        self._settle_kv(attempt)
+        self.room.settle(attempt)
         self._change(attempt, AttemptState.HELD)
         self.ends["held"] += 1
         return True
@@ -426,26 +376,15 @@ class Ledger:
 
     def _change(self, attempt: Attempt, state: AttemptState) -> None:
         """Move to `state`, and release what the new state does not hold."""
-        if attempt.state in WITH_SLOT and state not in WITH_SLOT:
-            self.slots_used -= 1
-        if attempt.state in WITH_BLOCKS and state not in WITH_BLOCKS:
-            self._free_blocks(attempt)
+        self.room.release(attempt, state)
         attempt.state = state
 
     def _forget(self, attempt: Attempt) -> None:
         del self._attempts[attempt.key]
-        if attempt.state in WITH_SLOT:
-            self.slots_used -= 1
-        if attempt.state in WITH_BLOCKS:
-            self._free_blocks(attempt)
+        self.room.release(attempt, None)
         if attempt.state is AttemptState.RETAINED:
             self._retained_tokens -= len(attempt.tokens)
         self._bury(*attempt.key, max(attempt.deadline_s, attempt.give_up_s))
-
-    def _free_blocks(self, attempt: Attempt) -> None:
-        self._kv.release(attempt.kv)
-        if attempt.leg is Leg.PREFILL:
-            self._leases.release(attempt.lease)
 
     def _bury(self, request: str, number: int, deadline_s: float) -> None:
         self._tombstones.bury(request, number, deadline_s + self.limits.progress_s)

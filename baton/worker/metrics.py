@@ -61,9 +61,9 @@ class WorkerReadings:
             yield Reading(catalogue.ENDED, count, (end,))
         for reason, count in self.refusals.items():
             yield Reading(catalogue.REFUSED, count, (reason,))
-        yield Reading(catalogue.SLOTS, ledger.slots_used, ("used",))
-        yield Reading(catalogue.SLOTS, ledger.limits.slots - ledger.slots_used, ("free",))
-        yield Reading(catalogue.KV_RESERVED, ledger.blocks_used)
+        yield Reading(catalogue.SLOTS, ledger.room.slots_used, ("used",))
+        yield Reading(catalogue.SLOTS, ledger.limits.slots - ledger.room.slots_used, ("free",))
+        yield Reading(catalogue.KV_RESERVED, ledger.room.blocks_used)
         yield Reading(catalogue.PREFILL_QUEUED, ledger.prefill_tokens_queued)
         yield Reading(catalogue.ENGINE_OUTPUT, ledger.output_tokens)
 

@@ -67,21 +67,21 @@ def test_a_prompt_whose_kv_exists_takes_no_room_again(leg: Leg) -> None:
     else:
         ledger.advance(first.key, EngineDelta(tokens=[1]), 1.0)
     # 16 blocks have no name yet, and one is for the output.
-    used = ledger.blocks_used
+    used = ledger.room.blocks_used
     reserve(ledger, second)
-    assert ledger.blocks_used == used + used - 3 * 16
+    assert ledger.room.blocks_used == used + used - 3 * 16
     # The engine had only a third of what was expected, and copied the rest.
     ledger.enter(second.key)
     ledger.advance(second.key, EngineDelta(tokens=[1], cached_tokens=256), 1.0)
     if leg is Leg.PREFILL:
         ledger.hold(second.key)
-    assert ledger.blocks_used == used + used - 16
+    assert ledger.room.blocks_used == used + used - 16
     assert refused(ledger, third) in ("full", "leases")
     ledger.cancel(first.key, 0.0, 2.0)
     ledger.end(first.key, FinishReason.STOP, None, 2.0)
     ledger.cancel(second.key, 0.0, 2.0)
     ledger.end(second.key, FinishReason.STOP, None, 2.0)
-    assert (ledger.blocks_used, ledger.leased_blocks) == (0, 0)
+    assert (ledger.room.blocks_used, ledger.room.leased_blocks) == (0, 0)
 
 
 def test_blocks_cover_the_prompt_and_a_bounded_part_of_the_output() -> None:
@@ -89,7 +89,7 @@ def test_blocks_cover_the_prompt_and_a_bounded_part_of_the_output() -> None:
     assert reserve(ledger, ask("a", prompt=30, output=5)).kv.blocks == 4
     assert reserve(ledger, ask("b", prompt=30, output=1000)).kv.blocks == 5
     assert reserve(ledger, ask("c", prompt=30, output=1000, leg=Leg.PREFILL)).kv.blocks == 3
-    assert (ledger.slots_used, ledger.blocks_used, ledger.leased_blocks) == (3, 12, 3)
+    assert (ledger.room.slots_used, ledger.room.blocks_used, ledger.room.leased_blocks) == (3, 12, 3)
 
 
 def test_a_full_worker_says_which_limit_is_reached() -> None:
@@ -115,7 +115,7 @@ def test_a_cancel_that_overtakes_its_task_leaves_a_tombstone_beyond_the_deadline
     assert refused(ledger, ask("r", 1), 39.9) == "tombstone"
     assert refused(ledger, ask("r", 0), 39.9) == "tombstone"
     reserve(ledger, ask("r", 2), 39.9)
-    assert ledger.blocks_used == 4
+    assert ledger.room.blocks_used == 4
 
 
 def test_an_attempt_that_makes_progress_outlives_its_deadline() -> None:
@@ -176,10 +176,10 @@ def test_a_retry_lives_beside_the_attempt_it_replaces() -> None:
     reserve(ledger, ask("r", 0, leg=Leg.DECODE))
     ledger.enter(("r", 0))
     reserve(ledger, ask("r", 1, leg=Leg.DECODE))
-    assert ledger.slots_used == 2
+    assert ledger.room.slots_used == 2
     assert ledger.cancel(("r", 0), 10.0, 0.0), "the engine must be told"
     ledger.end(("r", 0), FinishReason.CANCELLED, None, 0.0)
-    assert ledger.slots_used == 1
+    assert ledger.room.slots_used == 1
 
 
 def test_decode_goes_through_its_states_and_keeps_its_tokens_until_acknowledged() -> None:
@@ -195,7 +195,7 @@ def test_decode_goes_through_its_states_and_keeps_its_tokens_until_acknowledged(
     assert ledger.advance(key, EngineDelta(tokens=[3]), 0.0) == 2
     assert ledger.end(key, FinishReason.LENGTH, None, 1.0) is attempt
     assert ledger.end(key, FinishReason.LENGTH, None, 1.0) is None, "an attempt ends once"
-    assert (ledger.slots_used, ledger.blocks_used) == (0, 0)
+    assert (ledger.room.slots_used, ledger.room.blocks_used) == (0, 0)
     frame = attempt.frame(1)
     assert (frame.index, unpack_tokens(frame.tokens)) == (1, [2, 3])
     assert frame.finish is not None
@@ -247,9 +247,9 @@ def test_prefill_holds_its_blocks_but_no_slot_until_the_lease_is_gone() -> None:
     assert attempt.state is AttemptState.COMPUTING
     assert ledger.settle(frozenset({attempt.key})) == []
     assert ledger.hold(attempt.key)
-    assert (ledger.slots_used, ledger.blocks_used, ledger.leased_blocks) == (0, 3, 3)
+    assert (ledger.room.slots_used, ledger.room.blocks_used, ledger.room.leased_blocks) == (0, 3, 3)
     assert ledger.settle(frozenset()) == [attempt]
-    assert (ledger.blocks_used, ledger.leased_blocks, len(ledger)) == (0, 0, 0)
+    assert (ledger.room.blocks_used, ledger.room.leased_blocks, len(ledger)) == (0, 0, 0)
 
 
 def test_a_prefill_stopped_in_its_last_step_does_not_hold() -> None:
@@ -258,7 +258,7 @@ def test_a_prefill_stopped_in_its_last_step_does_not_hold() -> None:
     ledger.enter(attempt.key)
     assert ledger.cancel(attempt.key, 1.0, 0.0)
     assert not ledger.hold(attempt.key), "the lease must go"
-    assert ledger.blocks_used == 0
+    assert ledger.room.blocks_used == 0
 
 
 def test_cancelling_a_held_lease_tells_the_engine() -> None:
@@ -267,14 +267,14 @@ def test_cancelling_a_held_lease_tells_the_engine() -> None:
     ledger.enter(attempt.key)
     ledger.hold(attempt.key)
     assert ledger.acknowledge(attempt.key, 0.2)
-    assert (len(ledger), ledger.blocks_used) == (0, 0)
+    assert (len(ledger), ledger.room.blocks_used) == (0, 0)
 
 
 def test_a_cancel_before_the_engine_was_entered_frees_at_once() -> None:
     ledger = Ledger(LIMITS)
     attempt = reserve(ledger, ask("r"))
     assert not ledger.cancel(attempt.key, 5.0, 0.1)
-    assert (len(ledger), ledger.slots_used) == (0, 0)
+    assert (len(ledger), ledger.room.slots_used) == (0, 0)
     assert not ledger.enter(attempt.key)
 
 
@@ -334,7 +334,7 @@ def test_an_engine_that_ignores_an_abort_is_overruled() -> None:
     assert attempt.finish is not None
     assert attempt.finish.error is not None
     assert attempt.finish.error.code == EngineFailed.code
-    assert ledger.slots_used == 0
+    assert ledger.room.slots_used == 0
 
 
 def test_a_gateway_without_attempts_gets_an_empty_digest_while_it_beats() -> None:
@@ -473,12 +473,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def the_book_adds_up(self) -> None:
         attempts = list(self.ledger)
-        assert self.ledger.slots_used == sum(a.state in WITH_SLOT for a in attempts) <= LIMITS.slots
+        assert self.ledger.room.slots_used == sum(a.state in WITH_SLOT for a in attempts) <= LIMITS.slots
         assert (
-            self.ledger.blocks_used == sum(a.kv.blocks for a in attempts if a.state in WITH_BLOCKS) <= LIMITS.kv_blocks
+            self.ledger.room.blocks_used
+            == sum(a.kv.blocks for a in attempts if a.state in WITH_BLOCKS)
+            <= LIMITS.kv_blocks
         )
         leased = sum(a.kv.blocks for a in attempts if a.state in WITH_BLOCKS and a.leg is Leg.PREFILL)
-        assert self.ledger.leased_blocks == leased <= LIMITS.kv_blocks * LIMITS.leased_share_max
+        assert self.ledger.room.leased_blocks == leased <= LIMITS.kv_blocks * LIMITS.leased_share_max
         assert self.accepted == self.ended + len(attempts)
 
     @invariant()
@@ -493,7 +495,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 self.engine_ends(key, True)
             self.ledger.settle(frozenset())
         assert len(self.ledger) == 0
-        assert (self.ledger.slots_used, self.ledger.blocks_used, self.ledger.leased_blocks) == (0, 0, 0)
+        assert (self.ledger.room.slots_used, self.ledger.room.blocks_used, self.ledger.room.leased_blocks) == (0, 0, 0)
         assert self.ledger.digests() == {}
 
 

@@ -73,7 +73,7 @@ def state(ledger: Ledger, request: str) -> AttemptState:
 
 def test_a_waiting_attempt_holds_nothing_and_is_reported() -> None:
     ledger = full(ask("waits", prompt=30))
-    assert (ledger.slots_used, ledger.blocks_used) == (2, 6)
+    assert (ledger.room.slots_used, ledger.room.blocks_used) == (2, 6)
     assert state(ledger, "waits") is AttemptState.WAITING
     assert ledger.prefill_tokens_queued == 20 + 20 + 30
     assert [entry.state for entry in ledger.digests()["g"] if entry.request == "waits"] == ["waiting"]
@@ -89,7 +89,7 @@ def test_waiting_attempts_begin_in_order_as_room_appears() -> None:
     assert begun(ledger) == []
     end(ledger, "runs-0")
     assert begun(ledger) == ["first"]
-    assert (state(ledger, "first"), ledger.slots_used) == (AttemptState.RESERVED, 2)
+    assert (state(ledger, "first"), ledger.room.slots_used) == (AttemptState.RESERVED, 2)
     assert ledger.enter(("first", 0))
     end(ledger, "runs-1")
     assert begun(ledger) == ["second"]
@@ -122,7 +122,7 @@ def test_waiting_has_its_own_time_limit_and_ends_as_overloaded(wait_s: float, en
     assert not stopped.tell_engine
     assert isinstance(stopped.attempt.stop_error, Overloaded)
     assert stopped.attempt.finish is not None
-    assert ledger.slots_used == 2
+    assert ledger.room.slots_used == 2
 
 
 def test_a_waiting_attempt_can_be_cancelled() -> None:
@@ -150,7 +150,7 @@ def test_a_leg_whose_partner_has_no_room_holds_nothing_and_lets_others_go_first(
     end(ledger, "runs-0")
     assert begun(ledger) == ["pair"]
     ledger.fall_back(("pair", 0), 1.0)
-    assert (state(ledger, "pair"), ledger.slots_used) == (AttemptState.WAITING, 1)
+    assert (state(ledger, "pair"), ledger.room.slots_used) == (AttemptState.WAITING, 1)
     assert begun(ledger, 1.0) == ["whole"]
     end(ledger, "runs-1")
     assert begun(ledger, 1.0 + JOIN_PAUSE_S) == ["pair"]
@@ -295,8 +295,8 @@ class Schedule:
 
     def check_bounds(self) -> None:
         for ledger in self.ledgers.values():
-            assert ledger.slots_used <= LIMITS.slots
-            assert ledger.blocks_used <= LIMITS.kv_blocks
+            assert ledger.room.slots_used <= LIMITS.slots
+            assert ledger.room.blocks_used <= LIMITS.kv_blocks
 
 
 def play(seed: int, loss: float, wait_s_max: float) -> Schedule:
@@ -333,7 +333,7 @@ def check_all_ended(schedule: Schedule) -> None:
     for name, ledger in schedule.ledgers.items():
         left = [(attempt.key, attempt.state) for attempt in ledger if attempt.state is not AttemptState.RETAINED]
         assert not left, name
-        assert (ledger.slots_used, ledger.blocks_used, ledger.leased_blocks) == (0, 0, 0), name
+        assert (ledger.room.slots_used, ledger.room.blocks_used, ledger.room.leased_blocks) == (0, 0, 0), name
 
 
 def schedules(counts: range) -> list[Any]:
