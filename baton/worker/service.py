@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Final
 
-import msgspec
-
 from baton import subjects
 from baton.bus import Delivery
 from baton.engines.engine import Engine, EngineFacts
@@ -51,10 +49,11 @@ from baton.worker.attempt import Attempt, Key, Limits, Refusal
 from baton.worker.canary import prove_block_identity
 from baton.worker.events import EventPublisher
 from baton.worker.frames import FrameSender
+from baton.worker.heartbeat import WorkerState, heartbeat_of
 from baton.worker.kv_book import prefix_ids
 from baton.worker.ledger import Ledger
 from baton.worker.metrics import WorkerReadings
-from baton.worker.rates import Rates, prompt_pairs
+from baton.worker.rates import Rates
 from baton.worker.role import WorkerRole
 from baton.worker.runner import Runner
 from baton.worker.shadow import ShadowMap
@@ -68,10 +67,6 @@ LAST_WORDS_S: Final = 2.0
 """Time for attempts to end after the drain budget is spent."""
 LISTENS_ON_S: Final = 1.0
 """Minimum time for which a draining worker answers tasks placed before its heartbeat was heard."""
-
-COMPUTING: Final = frozenset({AttemptState.QUEUED, AttemptState.RUNNING, AttemptState.COMPUTING})
-"""States of attempts that the engine has to advance."""
-ENDED_WELL: Final = (FinishReason.STOP, FinishReason.LENGTH, "held")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,58 +332,17 @@ class WorkerService:
         await self._publish(subjects.HEARTBEAT, self._heartbeat())
 
     def _heartbeat(self) -> Heartbeat:
-        identity, facts, ledger, rates = self._identity, self._facts, self._ledger, self._rates
-        states = [attempt.state for attempt in ledger]
-        prompts = [(attempt.uncached_tokens, attempt.prompt_tokens) for attempt in ledger.prompts_queued()]
-        elapsed_s = min(rates.prefill_elapsed_s(self._clock.now_s()), rates.prefill_s(*prompts[0])) if prompts else 0.0
-        load = self._engine.load()
-        engine_blocks = round(load.kv_usage * facts.kv_blocks)
-        waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
-        overbooked = ledger.waiting
-        pulling = [attempt.kv.blocks for attempt in ledger if attempt.state is AttemptState.PULLING]
-        drained_at_s = min(self._leaves_at_s, self._role.changes_at_s)
-        return Heartbeat(
-            address=msgspec.structs.replace(identity.address, role_epoch=self._role.epoch),
-            role=self._role.role,
-            model=identity.model_name,
-            model_path=identity.model_path,
-            model_digest=facts.model_digest,
-            kv_identity=facts.kv_identity,
-            engine=facts.engine,
-            engine_kind=identity.engine_kind,
-            parameters=facts.parameters,
-            block_tokens=identity.block_tokens,
-            context_tokens_max=facts.context_tokens_max,
-            running=ledger.room.slots_used - waiting,
-            waiting=waiting,
-            overbooked=len(overbooked),
-            overbooked_kv_tokens=ledger.waiting_blocks * facts.block_tokens,
-            pulling=len(pulling),
-            pulling_kv_blocks=sum(pulling),
-            running_max=ledger.limits.slots,
-            # Reserved blocks count as used, because the ledger admits by its own reservations.
-            kv_blocks_used=min(max(ledger.room.blocks_used, engine_blocks), facts.kv_blocks),
-            kv_blocks_total=facts.kv_blocks,
-            kv_shared_share=ledger.room.shared_share,
-            engine_block_tokens=facts.block_tokens,
-            prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
-            prefill_pairs_queued=sum(prompt_pairs(prompt, uncached) for uncached, prompt in prompts),
-            prefill_elapsed_s=elapsed_s,
-            step_tokens_max=facts.step_tokens_max,
-            steps=rates.steps(),
-            transfers=rates.transfers(),
-            kv_bytes_per_token=facts.kv_bytes_per_token,
-            computing=sum(state in COMPUTING for state in states),
-            progress_tokens=load.prompt_tokens_computed + ledger.output_tokens,
-            completed=sum(ledger.ends[end] for end in ENDED_WELL),
-            attempts=tuple(attempt.key for attempt in ledger),
-            events_sequence=self._publisher.published_sequence,
-            held=self._publisher.held,
-            held_sequence=self._publisher.held_sequence,
-            draining=ledger.draining,
-            next_role=self._role.next_role,
-            leaves_in_s=max(0.0, drained_at_s - self._clock.now_s()) if ledger.draining else 0.0,
+        state = WorkerState(
+            identity=self._identity,
+            role=self._role,
+            facts=self._facts,
+            load=self._engine.load(),
+            ledger=self._ledger,
+            rates=self._rates,
+            publisher=self._publisher,
+            leaves_at_s=self._leaves_at_s,
         )
+        return heartbeat_of(state, self._clock.now_s())
 
     async def _send_digests(self) -> None:
         address = self._identity.address

@@ -1,0 +1,90 @@
+"""The heartbeat of a worker: what schedulers, gateways and indexes know of its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from baton.engines.engine import EngineFacts, EngineLoad
+from baton.messages.attempts import AttemptState, FinishReason
+from baton.messages.workers import Heartbeat
+from baton.worker.admission import Identity
+from baton.worker.events import EventPublisher
+from baton.worker.ledger import Ledger
+from baton.worker.rates import Rates, prompt_pairs
+from baton.worker.role import WorkerRole
+
+COMPUTING: Final = frozenset({AttemptState.QUEUED, AttemptState.RUNNING, AttemptState.COMPUTING})
+"""States of attempts that the engine has to advance."""
+ENDED_WELL: Final = (FinishReason.STOP, FinishReason.LENGTH, "held")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerState:
+    """The parts of a worker that its heartbeat tells of."""
+
+    identity: Identity
+    role: WorkerRole
+    facts: EngineFacts
+    load: EngineLoad
+    ledger: Ledger
+    rates: Rates
+    publisher: EventPublisher
+    leaves_at_s: float
+
+
+def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
+    """Return the heartbeat of this instant."""
+    identity, facts, ledger, rates, load = worker.identity, worker.facts, worker.ledger, worker.rates, worker.load
+    states = [attempt.state for attempt in ledger]
+    prompts = [(attempt.uncached_tokens, attempt.prompt_tokens) for attempt in ledger.prompts_queued()]
+    elapsed_s = min(rates.prefill_elapsed_s(now_s), rates.prefill_s(*prompts[0])) if prompts else 0.0
+    engine_blocks = round(load.kv_usage * facts.kv_blocks)
+    waiting = sum(state in (AttemptState.RESERVED, AttemptState.QUEUED) for state in states)
+    overbooked = ledger.waiting
+    pulling = [attempt.kv.blocks for attempt in ledger if attempt.state is AttemptState.PULLING]
+    drained_at_s = min(worker.leaves_at_s, worker.role.changes_at_s)
+    return Heartbeat(
+        address=msgspec.structs.replace(identity.address, role_epoch=worker.role.epoch),
+        role=worker.role.role,
+        model=identity.model_name,
+        model_path=identity.model_path,
+        model_digest=facts.model_digest,
+        kv_identity=facts.kv_identity,
+        engine=facts.engine,
+        engine_kind=identity.engine_kind,
+        parameters=facts.parameters,
+        block_tokens=identity.block_tokens,
+        context_tokens_max=facts.context_tokens_max,
+        running=ledger.room.slots_used - waiting,
+        waiting=waiting,
+        overbooked=len(overbooked),
+        overbooked_kv_tokens=ledger.waiting_blocks * facts.block_tokens,
+        pulling=len(pulling),
+        pulling_kv_blocks=sum(pulling),
+        running_max=ledger.limits.slots,
+        # Reserved blocks count as used, because the ledger admits by its own reservations.
+        kv_blocks_used=min(max(ledger.room.blocks_used, engine_blocks), facts.kv_blocks),
+        kv_blocks_total=facts.kv_blocks,
+        kv_shared_share=ledger.room.shared_share,
+        engine_block_tokens=facts.block_tokens,
+        prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
+        prefill_pairs_queued=sum(prompt_pairs(prompt, uncached) for uncached, prompt in prompts),
+        prefill_elapsed_s=elapsed_s,
+        step_tokens_max=facts.step_tokens_max,
+        steps=rates.steps(),
+        transfers=rates.transfers(),
+        kv_bytes_per_token=facts.kv_bytes_per_token,
+        computing=sum(state in COMPUTING for state in states),
+        progress_tokens=load.prompt_tokens_computed + ledger.output_tokens,
+        completed=sum(ledger.ends[end] for end in ENDED_WELL),
+        attempts=tuple(attempt.key for attempt in ledger),
+        events_sequence=worker.publisher.published_sequence,
+        held=worker.publisher.held,
+        held_sequence=worker.publisher.held_sequence,
+        draining=ledger.draining,
+        next_role=worker.role.next_role,
+        leaves_in_s=max(0.0, drained_at_s - now_s) if ledger.draining else 0.0,
+    )
