@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from baton_gateway.driver import cut
+from baton_gateway.attempt_messages import cut
 from baton_gateway.workers import WorkerTable
 from hypothesis import given
 from hypothesis import strategies as st

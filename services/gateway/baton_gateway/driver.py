@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from opentelemetry.trace import SpanKind
 
 from baton import subjects
-from baton.blocks import ID_BYTES, hash_blocks
 from baton.bus import Bus
 from baton.clock import Clock
 from baton.errors import (
@@ -37,19 +36,19 @@ from baton.messages.attempts import (
     Resend,
     TokenChunk,
 )
-from baton.messages.base import TOKEN_BYTES, Context, Refused, WorkerAddress, pack_tokens
+from baton.messages.base import TOKEN_BYTES, Context, Refused, WorkerAddress
 from baton.messages.codec import encode
-from baton.messages.placement import PRIORITY_BEGUN, Audited, Held, Place, Placement, Withdraw
+from baton.messages.placement import Audited, Held, Placement, Withdraw
 from baton.telemetry import Tracing
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import AttemptMachine, Phase
 from baton_gateway.attempt_events import AttemptTimers
+from baton_gateway.attempt_messages import Prompt, cut, question_of, tasks_of
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.metrics import AnswerMetrics, GatewayMetrics
 from baton_gateway.order import Order, Outcome
 from baton_gateway.publisher import Publisher
 from baton_gateway.report import AnswerReport
-from baton_gateway.resumption import resumed
 from baton_gateway.routes import Routes
 from baton_gateway.search import Retries
 from baton_gateway.timeline import Timeline
@@ -300,19 +299,8 @@ class AnswerDriver:
 
     # ------------------------------------------------------------ placing and dispatching
 
-    def _prompt(self) -> tuple[bytes, int]:
-        """Return prompt plus delivered tokens, packed, and their count."""
-        delivered = self.machine.delivered
-        if not delivered:
-            return self._order.tokens, self._order.prompt_tokens
-        return self._order.tokens + pack_tokens(delivered), self._order.prompt_tokens + len(delivered)
-
-    def _blocks(self, tokens: bytes) -> bytes:
-        """Return the block ids of prompt plus delivered tokens; those of the prompt are known."""
-        order = self._order
-        hashed_bytes = len(order.blocks) // ID_BYTES * order.model.block_tokens * TOKEN_BYTES
-        rest, parent = tokens[hashed_bytes:], order.blocks[-ID_BYTES:]
-        return order.blocks + hash_blocks(order.root, rest, order.model.block_tokens, parent)
+    def _prompt(self) -> Prompt:
+        return Prompt(self._order, self.machine.delivered)
 
     async def _place(self) -> None:
         """Ask the newest question in turn. Its turn ends with an answer, or when the machine would ask again."""
@@ -327,33 +315,15 @@ class AnswerDriver:
                     await asyncio.wait([asking])
 
     async def _ask(self, action: ev.SendPlace) -> None:
-        links, order = self._links, self._order
-        tokens, prompt_tokens = self._prompt()
-        timers, now_s, objectives = links.timers, links.clock.now_s(), order.objectives
-        has_begun = bool(self.machine.delivered)
-        # A request that was admitted stays so: if its attempt fails, the next one is not refused by its objectives.
-        is_new = not (has_begun or self.machine.has_failed)
-        message = Place(
-            context=self._context(action.attempt, self._spans.place),
-            model=order.model.name,
-            blocks=self._blocks(tokens),
-            prompt_tokens=prompt_tokens,
-            output_tokens_max=order.sampling.max_tokens - (prompt_tokens - order.prompt_tokens),
-            disaggregation=order.disaggregation,
-            session=order.session,
-            exclude=action.exclude,
-            exclude_pairs=action.exclude_pairs,
-            parameters=tuple(order.sampling.extensions),
-            refused=action.refused,
-            unavailable=action.unavailable,
+        links, timers, now_s = self._links, self._links.timers, self._links.clock.now_s()
+        message = question_of(
+            self._prompt(),
+            action,
+            self._context(action.attempt, self._spans.place),
             gateway=links.gateway,
             hold_s=self.machine.hold_s(action.attempt, now_s),
-            due_in_s=order.received_at_s + objectives.ttft_s - now_s,
-            ttft_s=objectives.ttft_s if is_new and objectives.admits_by_ttft else 0.0,
-            tpot_s=objectives.tpot_s if is_new and objectives.admits_by_tpot else 0.0,
-            tenant=order.tenant,
-            weight=objectives.weight,
-            priority=PRIORITY_BEGUN if has_begun else objectives.priority,
+            is_retry=self.machine.has_failed,
+            now_s=now_s,
         )
         try:
             # A late answer is as good as one to a resend, so wait until the resends are over.
@@ -375,43 +345,12 @@ class AnswerDriver:
                 return  # This is no answer to `Place`, so the machine asks again.
 
     def _dispatch(self, attempt: int, placement: Placement) -> None:
-        order, links = self._order, self._links
-        tokens, prompt_tokens = self._prompt()
-        sampling = resumed(order.sampling, prompt_tokens - order.prompt_tokens)
-        decode, prefill = placement.decode, placement.prefill
+        prompt, links = self._prompt(), self._links
+        tokens = prompt.packed
         for address in placement.addresses:
-            links.routes.give(order.request, address.worker)
-
-        if prefill is not None:
-            prefill_task = PrefillTask(
-                context=self._context(attempt),
-                gateway=links.gateway,
-                generation=prefill.generation,
-                role_epoch=prefill.role_epoch,
-                tokens=b"",
-                prompt_tokens=prompt_tokens,
-                sampling=sampling,
-                cache_salt=order.cache_salt,
-                sink_ranks=len(decode.agents),
-                cached_tokens=placement.predicted.cached_tokens,
-                wait_s=placement.wait_s,
-                sink=decode.worker,
-            )
-            self._spawn(self._send_task(attempt, prefill.worker, tokens, prefill_task))
-        decode_task = DecodeTask(
-            context=self._context(attempt),
-            gateway=links.gateway,
-            generation=decode.generation,
-            role_epoch=decode.role_epoch,
-            tokens=b"",
-            prompt_tokens=prompt_tokens,
-            sampling=sampling,
-            cache_salt=order.cache_salt,
-            source=prefill,
-            cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
-            wait_s=placement.wait_s,
-        )
-        self._spawn(self._send_task(attempt, decode.worker, tokens, decode_task))
+            links.routes.give(self._order.request, address.worker)
+        for worker, task in tasks_of(prompt, placement, self._context(attempt), gateway=links.gateway):
+            self._spawn(self._send_task(attempt, worker, tokens, task))
 
     async def _send_task(self, attempt: int, worker: str, tokens: bytes, task: PrefillTask | DecodeTask) -> None:
         """Send `task` with `tokens`, in several messages where one cannot hold them."""
@@ -453,9 +392,3 @@ class AnswerDriver:
                 reason = f"{answer.reason} {answer.detail}" if isinstance(answer, Busy) else type(answer).__name__
                 said = AttemptFailed(f"worker {worker} refused the task: {reason.strip()}")
                 self.post(ev.TaskFailed(attempt, worker, said))
-
-
-def cut(tokens: bytes, room_bytes: int) -> list[bytes]:
-    """Return packed tokens in pieces of at most `room_bytes`, all but the last equally long; at least one piece."""
-    size = max(TOKEN_BYTES, room_bytes // TOKEN_BYTES * TOKEN_BYTES)
-    return [tokens[start : start + size] for start in range(0, len(tokens), size)] or [b""]
