@@ -355,7 +355,7 @@ def test_a_gap_is_asked_for_again_and_duplicates_are_dropped() -> None:
     assert bench.did(ev.Deliver) == [ev.Deliver([14], (), False)]
     bench.frame(0, [10])
     assert bench.fresh == []
-    assert bench.machine.delivered == [10, 11, 12, 13, 14]
+    assert bench.machine.output.tokens == [10, 11, 12, 13, 14]
 
 
 @pytest.mark.parametrize(("worker", "generation", "attempt"), [("d2", 1, 0), ("d1", 0, 0), ("d1", 2, 0), ("d1", 1, 1)])
@@ -363,7 +363,7 @@ def test_foreign_frames_are_fenced(worker: str, generation: int, attempt: int) -
     bench = AttemptHarness()
     bench.run_on("d1")
     assert bench.step(ev.FrameArrived(worker, generation, frame(attempt, 0, [10]))) == []
-    assert bench.machine.delivered == []
+    assert bench.machine.output.tokens == []
 
 
 def test_frames_of_an_old_attempt_are_fenced() -> None:
@@ -374,7 +374,7 @@ def test_frames_of_an_old_attempt_are_fenced() -> None:
     bench.run_on("d1")
     assert bench.step(ev.FrameArrived("d1", 1, frame(0, 1, [99]))) == []
     bench.frame(0, [11])
-    assert bench.machine.delivered == [10, 11]
+    assert bench.machine.output.tokens == [10, 11]
 
 
 def test_workers_have_more_time_to_accept_in_a_burst() -> None:
@@ -453,7 +453,7 @@ def test_a_dead_decode_worker_is_lost_at_once_and_the_rest_resumed() -> None:
     assert bench.did(ev.SendPlace) == [ev.SendPlace(1, ("d1",), ())]
     bench.run_on("d2")
     bench.frame(0, [12], FinishReason.LENGTH)
-    assert bench.machine.delivered == [10, 11, 12]
+    assert bench.machine.output.tokens == [10, 11, 12]
     assert bench.machine.phase is Phase.DONE
 
 
@@ -526,7 +526,7 @@ def test_what_cannot_be_resumed_exactly_starts_over_while_nothing_was_shown(samp
     bench.frame(0, [10, 11, 12], cached=3)
     bench.step(ev.WorkerGone("d1", 1, "died"))
     assert bench.fresh[1:] == [ev.SendCancel("d1", 0, "worker_lost"), ev.StartOver(), ev.SendPlace(1, ("d1",), ())]
-    assert bench.machine.delivered == []
+    assert bench.machine.output.tokens == []
     bench.run_on("d2")
     bench.frame(0, [20, 21], FinishReason.LENGTH)
     assert bench.did(ev.Deliver) == [ev.Deliver([20, 21], (), False)]

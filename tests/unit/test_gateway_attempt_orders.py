@@ -47,7 +47,7 @@ class Watched(AttemptHarness):
         assert not (ended and actions), "nothing happens after the end"
         for action in actions:
             if isinstance(action, ev.SendTasks):
-                self.starts[action.attempt] = len(self.machine.delivered)
+                self.starts[action.attempt] = len(self.machine.output.tokens)
             elif isinstance(action, ev.Deliver):
                 self.view += action.tokens
             elif isinstance(action, ev.StartOver):
@@ -86,7 +86,7 @@ class Network:
         worker = f"d{attempt}"
         self.bench.step(ev.PlaceGranted(attempt, placement(worker)))
         if self.bench.did(ev.SendTasks):
-            self.start, self.emitted = len(self.bench.machine.delivered), 0
+            self.start, self.emitted = len(self.bench.machine.output.tokens), 0
             self.bench.step(ev.TaskAccepted(attempt, worker))
 
     @property
@@ -201,7 +201,7 @@ def possible(bench: Watched, length: int) -> list[Callable[[], object]]:
     else:
         assert machine.placement is not None
         decode, prefill = machine.placement.decode.worker, machine.placement.prefill
-        start, end = bench.starts[attempt], len(machine.delivered)
+        start, end = bench.starts[attempt], len(machine.output.tokens)
         for tokens in (0, 1, 3):
             shown = [100 + position for position in range(end, min(length, end + tokens))]
             finish = FinishReason.LENGTH if end + len(shown) == length else None

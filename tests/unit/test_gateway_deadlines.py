@@ -55,7 +55,7 @@ def test_an_answer_that_has_begun_goes_on_elsewhere_after_the_deadline() -> None
     bench.frame(0, [12])
     bench.wait(PROGRESS_S - 1)
     bench.frame(1, [13])
-    assert bench.machine.delivered == [10, 11, 12, 13]
+    assert bench.machine.output.tokens == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize("late", ["silent", "said"])

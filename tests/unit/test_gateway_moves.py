@@ -36,13 +36,13 @@ def test_an_answer_that_would_outlast_its_worker_is_placed_while_it_runs_on_and_
         ev.SendCancel("p1", 0, "moved"),
         ev.SendTasks(1, placement("d2", "p1")),
     ]
-    assert (bench.machine.phase, bench.machine.delivered) == (Phase.DISPATCHED, [10, 11, 12])
+    assert (bench.machine.phase, bench.machine.output.tokens) == (Phase.DISPATCHED, [10, 11, 12])
     late = frame(0, 3, [13])
     assert bench.step(ev.FrameArrived("d1", 1, late)) == [], "the old attempt is fenced"
     for worker in ("d2", "p1"):
         bench.step(ev.TaskAccepted(1, worker))
     bench.frame(0, [13])
-    assert bench.machine.delivered == [10, 11, 12, 13]
+    assert bench.machine.output.tokens == [10, 11, 12, 13]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_without_a_place_it_stays_and_each_heartbeat_asks_again() -> None:
     bench.wait(0.3)
     assert bench.step(leaving()) == [ev.SendPlace(1, ("d1",), ())]
     bench.frame(2, [12])
-    assert bench.machine.delivered == [10, 11, 12]
+    assert bench.machine.output.tokens == [10, 11, 12]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(max_tokens=1000, seed=1), Sampling(max_tokens=1000, presence_penalty=1)])
@@ -82,7 +82,7 @@ def test_what_cannot_go_on_exactly_stays_but_before_something_is_shown_it_moves(
     assert moved.did(ev.StartOver)
     moved.step(ev.TaskAccepted(1, "d2"))
     moved.frame(0, [20])
-    assert moved.machine.delivered == [20]
+    assert moved.machine.output.tokens == [20]
 
 
 def test_only_this_generation_of_the_decode_worker_counts_as_leaving() -> None:
@@ -107,4 +107,4 @@ def test_a_move_is_no_failure_and_a_busy_target_is_placed_again() -> None:
     assert bench.did(ev.SendPlace) == [ev.SendPlace(2, unavailable=("d2",))]
     bench.run_on("d3")
     bench.frame(0, [12])
-    assert bench.machine.delivered == [10, 11, 12]
+    assert bench.machine.output.tokens == [10, 11, 12]

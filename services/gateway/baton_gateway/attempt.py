@@ -31,7 +31,6 @@ from baton.errors import (
     EngineFailed,
     MalformedMessage,
     NoResponders,
-    NotResumable,
     Overloaded,
     WorkerLost,
 )
@@ -41,7 +40,7 @@ from baton.messages.placement import REFUSALS_MAX, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.failures import Ending, ending
-from baton_gateway.resumption import Moved, is_ended, obstacle, rest_of
+from baton_gateway.resumption import Moved, Output
 from baton_gateway.search import Retries, Search
 from baton_gateway.suspects import JUST_BEGUN_TOKENS
 
@@ -69,10 +68,7 @@ ENDED = frozenset({Phase.DONE, Phase.FAILED, Phase.CANCELLED})
 
 
 class AttemptMachine:
-    """State machine of one answer (see the module docstring).
-
-    `delivered` holds the output so far, over all attempts since the answer last started over.
-    """
+    """State machine of one answer (see the module docstring)."""
 
     def __init__(
         self,
@@ -86,21 +82,16 @@ class AttemptMachine:
     ) -> None:
         self.phase = Phase.PLACING
         self.attempt = 0
-        self.delivered: list[int] = []
+        self.output = Output(sampling, eos_tokens)
         self.placement: Placement | None = None
         self.setback: BatonError | None = None
         """Error that ended the previous attempt."""
         self.cached_tokens = 0
         """Prompt tokens that the present attempt's workers had cached, as far as reported."""
-        self.starts_at = 0
-        """Delivered tokens before the present attempt."""
         self.accept_s = timers.accept_s
         """Time for this attempt's workers to accept it; grows with each failure, and in a burst."""
-        self._shown = False
-        self._sampling = sampling
         self._timers = timers
         self._search = Search(client_request, timers, retries)
-        self._eos_tokens = eos_tokens
         self._deadline_at_s = deadline_at_s
         """Deadline of the first token; infinite once that token has arrived."""
         self._phase_until_s = inf
@@ -134,14 +125,9 @@ class AttemptMachine:
         return max(0.0, self._search.ends_at_s - now_s) if self.seeks(attempt) else 0.0
 
     @property
-    def _emitted(self) -> int:
-        """Tokens delivered from the present attempt."""
-        return len(self.delivered) - self.starts_at
-
-    @property
     def _token_s(self) -> float:
         """Time for the first token of an accepted attempt; the progress limit if it continues an answer."""
-        return self._timers.progress_s if self.delivered else self._timers.first_token_s
+        return self._timers.progress_s if self.output.has_begun else self._timers.first_token_s
 
     @property
     def has_failed(self) -> bool:
@@ -183,7 +169,7 @@ class AttemptMachine:
             case ev.WorkerStuck():
                 self._on_worker_stuck(now_s, event)
             case ev.Shown():
-                self._shown = True
+                self.output.shown = True
             case ev.TextStopped():
                 self._cancel_both("stop string")
                 self._complete(FinishReason.STOP)
@@ -220,13 +206,13 @@ class AttemptMachine:
         self._seek(self._search.ask(now_s, self.attempt))
 
     def _limit_search(self, now_s: float) -> None:
-        self._search.limit(now_s, self._timers.progress_s if self.delivered else self._timers.admission_wait_s)
+        self._search.limit(now_s, self._timers.progress_s if self.output.has_begun else self._timers.admission_wait_s)
 
     def _on_place_answer(self, now_s: float, event: ev.PlaceRefused | ev.PlaceHeld | ev.PlaceHandedBack) -> None:
         match event:
             case ev.PlaceRefused(_, error):
                 self.phase = Phase.PLACING
-                self._seek(self._search.note_refusal(now_s, error, begun=bool(self.delivered)))
+                self._seek(self._search.note_refusal(now_s, error, begun=self.output.has_begun))
             case ev.PlaceHeld(_, position, turn_s):
                 self.phase = Phase.QUEUED
                 self._search.note_held(now_s, position, turn_s)
@@ -249,7 +235,7 @@ class AttemptMachine:
     def _dispatch(self, now_s: float, placement: Placement, unanswered: int) -> None:
         self.phase = Phase.DISPATCHED
         self.placement = placement
-        self.starts_at = len(self.delivered)
+        self.output.begin_attempt()
         self._absences = 0
         self.cached_tokens = 0
         self._awaited = {address.worker for address in placement.addresses}
@@ -297,7 +283,7 @@ class AttemptMachine:
             # Frames use another subject than the acceptance, so they may come first; they imply it.
             self._awaited.clear()
             self._wait_for_tokens(now_s)
-        if frame.index > self._emitted:
+        if frame.index > self.output.emitted:
             self._ask_again(now_s)
             return
         try:
@@ -305,7 +291,7 @@ class AttemptMachine:
         except MalformedMessage as error:
             self._on_failure(now_s, error, event.worker)
             return
-        known = self._emitted - frame.index
+        known = self.output.emitted - frame.index
         if known > len(tokens):
             return
         if frame.usage is not None:
@@ -323,12 +309,11 @@ class AttemptMachine:
         self._phase_until_s = now_s + self._timers.progress_s
         self._deadline_at_s = inf
         self._resend_at_s = inf
-        self.delivered += tokens
-        if self._emitted >= JUST_BEGUN_TOKENS:
+        self.output.tokens += tokens
+        if self.output.emitted >= JUST_BEGUN_TOKENS:
             self._search.clear()
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
-        ends = ends or is_ended(self._sampling, self.delivered, self._eos_tokens)
-        self._actions.append(ev.Deliver(tokens, frame.logprobs[known:], ends))
+        self._actions.append(ev.Deliver(tokens, frame.logprobs[known:], ends or self.output.is_ended))
 
     def _on_finish(self, now_s: float, finish: Finish) -> None:
         assert self.placement is not None
@@ -351,14 +336,14 @@ class AttemptMachine:
                 self._on_failure(now_s, error, event.worker)
             return
         self._absences = 0
-        if event.entry.emitted > self._emitted or event.entry.state == "retained":
+        if event.entry.emitted > self.output.emitted or event.entry.state == "retained":
             self._ask_again(now_s)
 
     def _on_worker_gone(self, now_s: float, event: ev.WorkerGone) -> None:
         if self.placement is None:
             return
         # Once tokens arrive, decode holds the whole KV, so the loss of the prefill worker does not matter.
-        needed = self.placement.addresses[: 1 if self._emitted else 2]
+        needed = self.placement.addresses[: 1 if self.output.emitted else 2]
         if (event.worker, event.generation) in {(address.worker, address.generation) for address in needed}:
             self._on_failure(now_s, WorkerLost(f"worker {event.worker} {event.detail}"), event.worker)
 
@@ -373,7 +358,7 @@ class AttemptMachine:
         """Ask for another placement while the attempt runs on. Heartbeats repeat the event until there is one."""
         if not self._may_move() or not self._is_decode(event.worker, event.generation) or now_s < self._move_again_at_s:
             return
-        left_s = (self._sampling.max_tokens - len(self.delivered)) * event.token_interval_s
+        left_s = self.output.tokens_left * event.token_interval_s
         if left_s + MOVE_S > event.leaves_in_s:
             self._move_again_at_s = now_s + self._timers.place_resend_s
             self._actions.append(self._search.request(self.attempt + 1, event.worker))
@@ -387,7 +372,7 @@ class AttemptMachine:
 
     def _may_move(self) -> bool:
         accepted = self.phase in (Phase.WAITING, Phase.STREAMING)
-        return accepted and self._rest(WorkerLost("")) is None
+        return accepted and self.output.rest(WorkerLost("")) is None
 
     def _is_decode(self, worker: str, generation: int) -> bool:
         decode = self.placement and self.placement.decode
@@ -399,7 +384,7 @@ class AttemptMachine:
         if now_s < self._resend_at_s < inf:
             return
         self._resend_at_s = now_s + self._timers.resend_s
-        self._actions.append(ev.SendResend(self.placement.decode.worker, self.attempt, self._emitted))
+        self._actions.append(ev.SendResend(self.placement.decode.worker, self.attempt, self.output.emitted))
 
     # ------------------------------------------------------------ time
 
@@ -438,7 +423,7 @@ class AttemptMachine:
         response = ending(
             error,
             begun=self._deadline_at_s == inf,
-            attempt_begun=self._emitted > 0,
+            attempt_begun=self.output.emitted > 0,
             searching=now_s < self._search.ends_at_s,
         )
         prefill, pair = self.placement.prefill, None
@@ -472,13 +457,13 @@ class AttemptMachine:
             return  # A busy worker is late to accept; taking it out would make the others busier.
         failed = tuple((each.worker, each.generation) for each in self.placement.addresses if each.worker in workers)
         self._actions.append(ev.ReportFault(self.attempt, failed, pair, error))
-        if self._emitted < JUST_BEGUN_TOKENS:
+        if self.output.emitted < JUST_BEGUN_TOKENS:
             for each in failed:
                 self._search.note_suspect(each, now_s)
 
     def _retry(self, now_s: float, error: BatonError, *, is_failure: bool) -> None:
         """Give up this attempt and begin the next one, if that is allowed and exact."""
-        rest, failures = self._rest(error), self._search.failures
+        rest, failures = self.output.rest(error), self._search.failures
         if len(self._search.refusals) > REFUSALS_MAX:
             end: FinishReason | BatonError | None = error
         elif rest is None and is_failure and failures >= self._timers.attempts_max:
@@ -491,7 +476,7 @@ class AttemptMachine:
             self._limit_search(now_s)
             self.phase = Phase.PLACING
             if is_failure:
-                self._seek(self._search.retry(now_s, self.attempt, begun=bool(self.delivered)))
+                self._seek(self._search.retry(now_s, self.attempt, begun=self.output.has_begun))
             else:
                 self._seek(self._search.ask(now_s, self.attempt))
             return
@@ -501,16 +486,11 @@ class AttemptMachine:
         else:
             self._fail(end)
 
-    def _rest(self, cause: BatonError) -> FinishReason | NotResumable | None:
-        """Return how the answer ends if its attempt ends here, or None if the next attempt continues it."""
-        rest = rest_of(self._sampling, self.delivered, self._eos_tokens, cause)
-        return rest if self._shown or not isinstance(rest, NotResumable) else None
-
     def _give_up_attempt(self, setback: BatonError, reason: str = "") -> None:
         """End the present attempt; the next one continues exactly or starts over."""
         self._cancel_both(reason or setback.code)
-        if self.delivered and obstacle(self._sampling):
-            self.delivered.clear()
+        if self.output.must_start_over:
+            self.output.tokens.clear()
             self._actions.append(ev.StartOver())
         self.setback = setback
         self.attempt += 1

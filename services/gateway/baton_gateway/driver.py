@@ -300,7 +300,7 @@ class AnswerDriver:
     # ------------------------------------------------------------ placing and dispatching
 
     def _prompt(self) -> Prompt:
-        return Prompt(self._order, self.machine.delivered)
+        return Prompt(self._order, self.machine.output.tokens)
 
     async def _place(self) -> None:
         """Ask the newest question in turn. Its turn ends with an answer, or when the machine would ask again."""

@@ -70,10 +70,10 @@ class AnswerReport:
             self._send(machine.setback, None)
             self._begin(machine.attempt, machine.phase)
         if machine.placement is not None:
-            self._placement, self._starts_at = machine.placement, machine.starts_at
+            self._placement, self._starts_at = machine.placement, machine.output.starts_at
             self._cached_tokens = max(self._cached_tokens, machine.cached_tokens)
         if change.ttft_s is not None:
-            self._ttft_s, self._first = change.ttft_s, (now_s, len(machine.delivered))
+            self._ttft_s, self._first = change.ttft_s, (now_s, len(machine.output.tokens))
 
     def end(self, outcome: Outcome | None, error: Exception | None) -> None:
         """Report the last attempt."""
@@ -88,7 +88,7 @@ class AnswerReport:
         placement = self._placement
         prefill = placement and placement.prefill
         first_at_s, first_tokens = self._first
-        tokens = len(self._machine.delivered)
+        tokens = len(self._machine.output.tokens)
         has_interval = outcome is not None and self._ttft_s is not None and tokens > first_tokens
         report = AttemptReport(
             request=self._order.request,

@@ -1,8 +1,6 @@
-"""Rules for continuing an answer on another worker: exactly, or not at all."""
+"""Output of an answer over its attempts, and rules for continuing it on another worker: exactly, or not at all."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import msgspec
 
@@ -43,25 +41,57 @@ def resumed(sampling: Sampling, delivered_tokens: int) -> Sampling:
     )
 
 
-def is_ended(sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset[int]) -> bool:
-    """Return whether the last delivered token ended the output, although the final frame was lost."""
-    if not delivered or len(delivered) <= sampling.min_tokens:
-        return False
-    last = delivered[-1]
-    return last in sampling.stop_token_ids or (last in eos_tokens and not sampling.ignore_eos)
+class Output:
+    """Output of one answer, over all attempts since it last started over."""
 
+    def __init__(self, sampling: Sampling, eos_tokens: frozenset[int]) -> None:
+        self._sampling = sampling
+        self._eos_tokens = eos_tokens
+        self.tokens: list[int] = []
+        self.starts_at = 0
+        """Tokens before the present attempt."""
+        self.shown = False
+        """Whether the client has received a part of it, so that it cannot start over."""
 
-def rest_of(
-    sampling: Sampling, delivered: Sequence[int], eos_tokens: frozenset[int], cause: BatonError
-) -> FinishReason | NotResumable | None:
-    """Return how an output ends after its attempt failed: complete, not resumable, or None if it continues."""
-    if not delivered:
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.tokens)
+
+    @property
+    def emitted(self) -> int:
+        """Tokens from the present attempt."""
+        return len(self.tokens) - self.starts_at
+
+    @property
+    def tokens_left(self) -> int:
+        """Most tokens that may still come."""
+        return self._sampling.max_tokens - len(self.tokens)
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether the last token ended the output, although the final frame was lost."""
+        if not self.tokens or len(self.tokens) <= self._sampling.min_tokens:
+            return False
+        last = self.tokens[-1]
+        return last in self._sampling.stop_token_ids or (last in self._eos_tokens and not self._sampling.ignore_eos)
+
+    @property
+    def must_start_over(self) -> bool:
+        """Whether another attempt cannot continue it exactly."""
+        return self.has_begun and bool(obstacle(self._sampling))
+
+    def begin_attempt(self) -> None:
+        self.starts_at = len(self.tokens)
+
+    def rest(self, cause: BatonError) -> FinishReason | NotResumable | None:
+        """Return how it ends if its attempt ends here; None: the next attempt continues it or starts it over."""
+        if not self.tokens:
+            return None
+        if self.tokens_left <= 0:
+            return FinishReason.LENGTH
+        if self.is_ended:
+            return FinishReason.STOP
+        if self.shown and (reason := obstacle(self._sampling)):
+            sent = f"{len(self.tokens)} tokens were sent when the attempt failed ({cause})"
+            return NotResumable(f"{sent}; with {reason} the rest cannot be continued exactly")
         return None
-    if len(delivered) >= sampling.max_tokens:
-        return FinishReason.LENGTH
-    if is_ended(sampling, delivered, eos_tokens):
-        return FinishReason.STOP
-    if reason := obstacle(sampling):
-        sent = f"{len(delivered)} tokens were sent when the attempt failed ({cause})"
-        return NotResumable(f"{sent}; with {reason} the rest cannot be continued exactly")
-    return None

@@ -53,6 +53,6 @@ class Timeline:
         # A step may pass through several phases, down to an answer that comes in one frame.
         if machine.phase is Phase.STREAMING or (machine.phase is Phase.DONE and before is not Phase.STREAMING):
             ttft_s = now_s - self._dispatched_at_s
-            if machine.starts_at == 0:
+            if machine.output.starts_at == 0:
                 self.first_token_at_s = now_s
         return Change(new_attempt=new_attempt, queued_s=queued_s, ttft_s=ttft_s)
