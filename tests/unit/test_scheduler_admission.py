@@ -61,30 +61,31 @@ def draining(tokens_per_s: float) -> DrainRate:
 
 
 def test_a_long_prompt_is_admitted_like_a_short_one() -> None:
-    assert STRICT.begins_soon(candidate(own_s=60.0), 0.5, leaves_room=False)
-    assert not STRICT.begins_soon(candidate(waiting_s=0.3, queue_s=0.3), 0.5, leaves_room=False)
+    assert STRICT.begins_soon(candidate(own_s=60.0), 0.5)
+    assert not STRICT.begins_soon(candidate(waiting_s=0.3, queue_s=0.3), 0.5)
 
 
 def test_an_objective_bounds_the_wait_at_workers() -> None:
-    assert STRICT.begins_soon(candidate(queue_s=0.5), 5.0, leaves_room=False)
-    assert not STRICT.begins_soon(candidate(queue_s=0.51), 5.0, leaves_room=False)
-    assert Objectives().begins_soon(candidate(queue_s=60.0), 0.5, leaves_room=False), (
-        "without an objective, only room counts"
-    )
-    assert not Objectives().begins_soon(candidate(waiting_s=0.6), 0.5, leaves_room=False)
+    assert STRICT.begins_soon(candidate(queue_s=0.5), 5.0)
+    assert not STRICT.begins_soon(candidate(queue_s=0.51), 5.0)
+    assert Objectives().begins_soon(candidate(queue_s=60.0), 0.5), "without an objective, only room counts"
+    assert not Objectives().begins_soon(candidate(waiting_s=0.6), 0.5)
 
 
 def test_a_tenant_that_waits_leaves_workers_free_for_others() -> None:
-    assert STRICT.begins_soon(candidate(queue_s=0.2), 0.5, leaves_room=False)
-    assert not STRICT.begins_soon(candidate(queue_s=0.2), 0.5, leaves_room=True)
-    assert STRICT.begins_soon(candidate(queue_s=0.1), 0.5, leaves_room=True)
-    assert Objectives().begins_soon(candidate(waiting_s=0.5), 0.5, leaves_room=True)
+    assert STRICT.begins_soon(candidate(queue_s=0.2), 0.5)
+    assert not STRICT.begins_soon(candidate(queue_s=0.2), 0.5, room=0.5)
+    assert STRICT.begins_soon(candidate(queue_s=0.1), 0.5, room=0.5)
+    assert Objectives().begins_soon(candidate(waiting_s=0.5), 0.5, room=0.5)
+    assert STRICT.begins_soon(candidate(), 0.5, room=0.5, free=0.5)
+    for objectives in (STRICT, Objectives()):
+        assert not objectives.begins_soon(candidate(), 0.5, room=0.5, free=0.4)
 
 
 def test_a_tpot_objective_waits_for_a_worker_that_is_fast_enough() -> None:
     slow = candidate(interval_s=0.06)
-    assert not Objectives(tpot_s=0.05).begins_soon(slow, 0.5, leaves_room=False)
-    assert Objectives(tpot_s=0.06).begins_soon(slow, 0.5, leaves_room=False)
+    assert not Objectives(tpot_s=0.05).begins_soon(slow, 0.5)
+    assert Objectives(tpot_s=0.06).begins_soon(slow, 0.5)
 
 
 def test_a_request_is_held_for_a_share_of_its_objective_since_its_arrival() -> None:

@@ -234,7 +234,9 @@ async def test_the_order_is_the_queues(world: World) -> None:
         await world.pass_time(BEAT_S)
         assert world.positions() == ["begun", "guest", "flood-0", "flood-1", "flood-2"]
         await world.beat("d1", running=5)
-        assert list(world.released()) == ["begun", "guest", "flood-0"]
+        assert list(world.released()) == ["begun", "guest"], "the rest of the flood leaves the worker free of prompts"
+        await world.pass_time(BEAT_S)
+        assert list(world.released())[:3] == ["begun", "guest", "flood-0"]
 
 
 async def test_a_tenant_pays_for_what_other_schedulers_placed(world: World) -> None:
@@ -364,8 +366,23 @@ async def test_a_tenant_that_waits_leaves_workers_free_for_others(world: World) 
         await world.bus.publish(subjects.PLACED, placed_elsewhere("guest"))
         await world.beat("d1", prefill_tokens_queued=300)
         assert world.released() == {}, "a wait of 0.3 s is short enough for one request only"
-        await world.beat("d1", prefill_tokens_queued=30)
+        await world.beat("d1", prefill_tokens_queued=0)
         assert list(world.released()) == ["flood-0", "flood-1"]
+
+
+async def test_a_flood_leaves_workers_free_by_the_others_part_of_the_traffic(world: World) -> None:
+    """Prompts of 0.5 s on four workers: where most of the traffic is the guest's, more than one of them stays free."""
+    async with world.scheduler():
+        names = [f"d{number}" for number in range(4)]
+        for name in names:
+            await world.beat(name, **FULL)
+        for number in range(8):
+            await world.hold(f"flood-{number}", tenant="flood", prompt_tokens=500, output_tokens_max=84)
+        for _ in range(20):
+            await world.bus.publish(subjects.PLACED, placed_elsewhere("guest"))
+        world.workers = {name: heartbeat(name) for name in names}
+        await world.pass_time(0.1)
+        assert len(set(world.released().values())) == len(world.released()) == 3, "the fourth worker is left free"
 
 
 async def test_a_new_request_does_not_take_the_room_of_a_tenant_that_was_given_less(world: World) -> None:

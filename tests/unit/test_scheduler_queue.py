@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import pytest
-from baton_scheduler.queue import Entry, Key, Queue
+from baton_scheduler.queue import CREDIT_S, LEVEL_S, ROOM_SHARE, ROOM_SHARE_MIN, Entry, Key, Queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -178,21 +178,50 @@ def test_requests_whose_time_is_up_are_given_up() -> None:
 
 def test_a_tenant_leaves_room_while_it_waits_and_others_have_come_lately() -> None:
     queue = queue_of(entry("a-0", until_s=99.0), entry("a-1", until_s=99.0))
-    assert not queue.must_leave_room("a", ("a-0", 0)), "it is alone"
+    assert queue.room_to_leave("a", ("a-0", 0)) == 0, "it is alone"
     queue.charge("b", 100)
-    assert queue.must_leave_room("a", ("a-0", 0))
-    assert not queue.must_leave_room("b", ("b-0", 0)), "nothing of it waits"
+    assert queue.room_to_leave("a", ("a-0", 0)) == ROOM_SHARE
+    assert queue.room_to_leave("b", ("b-0", 0)) == 0, "nothing of it waits"
     assert [queue.add(entry(f"b-{number}", "b")) for number in range(2)] == [None] * 2
-    assert not queue.must_leave_room("a", ("a-0", 0)), "the other one was given more"
-    assert queue.must_leave_room("b", ("b-0", 0))
+    assert queue.room_to_leave("a", ("a-0", 0)) == 0, "the other one was given more"
+    assert queue.room_to_leave("b", ("b-0", 0)) == ROOM_SHARE_MIN, "the other one has taken nothing"
+    queue.charge("a", 10)
+    assert queue.room_to_leave("b", ("b-0", 0)) == pytest.approx(ROOM_SHARE * 10 / 110)
     for number in range(2):
         queue.remove((f"b-{number}", 0))
     queue.charge("a", 1000)
     queue.charge("a", 1)
     queue.tick(9.0)
-    assert queue.must_leave_room("a", ("a-0", 0))
+    assert queue.room_to_leave("a", ("a-0", 0)) == pytest.approx(ROOM_SHARE * 100 / 1111)
     queue.tick(10.1)
-    assert not queue.must_leave_room("a", ("a-0", 0))
+    assert queue.room_to_leave("a", ("a-0", 0)) == 0
+
+
+def test_a_tenant_that_asks_for_less_than_its_share_comes_before_one_that_floods() -> None:
+    """However often nothing of it waits: the part of its share that it left within ten seconds is still its own."""
+    queue = queue_of(*(entry(f"flood-{number:03}", "flood", until_s=999.0) for number in range(100)))
+    for second in range(30):
+        queue.tick(float(second))
+        for _ in range(3):
+            queue.take(next(each.key for each in queue.order() if each.tenant == "flood"))
+        guests = [entry(f"guest-{second}-{number}", "guest", until_s=999.0) for number in range(2)]
+        for guest in guests:
+            assert queue.add(guest) is None
+        assert names(queue)[:2] == [guest.key[0] for guest in guests], second
+        for guest in guests:
+            queue.take(guest.key)
+
+
+def test_credit_is_bounded() -> None:
+    """A tenant that was away for long is not given all that it left to others meanwhile."""
+    queue = queue_of(*(entry(f"flood-{number:03}", "flood", until_s=999.0) for number in range(100)))
+    for second in range(30):
+        queue.tick(float(second))
+        queue.take(next(queue.order()).key)
+    for number in range(25):
+        assert queue.add(entry(f"guest-{number}", "guest", until_s=999.0)) is None
+    first = [name.partition("-")[0] for name in names(queue)]
+    assert first.index("flood") in range(9, 13), "ten seconds of one request each"
 
 
 def test_accounts_are_bounded_by_the_queue() -> None:
@@ -216,19 +245,27 @@ class NaiveQueue:
     present: dict[Key, int] = field(default_factory=dict[Key, int])
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     level: float = 0.0
+    levels: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
 
     def waits(self, tenant: str) -> bool:
         return any(each.tenant == tenant for each in self.entries)
 
+    def account(self, tenant: str) -> float:
+        before = [level for at_s, level in self.levels if at_s <= self.now_s - CREDIT_S]
+        return max([self.spent[tenant], *([] if self.waits(tenant) else before)])
+
+    def note_level(self) -> None:
+        if self.entries and (not self.levels or self.now_s - self.levels[-1][0] >= LEVEL_S):
+            self.levels.append((self.now_s, self.level))
+
     def charge(self, tenant: str, tokens: float) -> None:
         if self.entries:
-            start = self.spent[tenant] if self.waits(tenant) else max(self.spent[tenant], self.level)
+            start = self.account(tenant)
             self.level = max(self.level, start)
             self.spent[tenant] = start + tokens
 
     def add(self, new: Entry) -> None:
-        if not self.waits(new.tenant):
-            self.spent[new.tenant] = max(self.spent[new.tenant], self.level)
+        self.spent[new.tenant] = self.account(new.tenant)
         self.entries.append(new)
         self.present[new.key] = new.priority
 
@@ -236,6 +273,7 @@ class NaiveQueue:
         self.entries = [each for each in self.entries if each.key != key]
         if not self.entries:
             self.spent.clear()
+            self.levels.clear()
             self.level = 0.0
 
     def order(self) -> list[Key]:
@@ -315,6 +353,7 @@ class QueueMachine(RuleBasedStateMachine):
         for each in naive.entries:
             aged = max(1, each.priority - int((naive.now_s - each.since_s) // AGE_S))
             naive.present[each.key] = min(naive.present[each.key], aged)
+        naive.note_level()
         over = [each for each in naive.entries if each.until_s <= naive.now_s]
         assert self.queue.tick(naive.now_s) == over
         for each in over:
@@ -325,7 +364,7 @@ class QueueMachine(RuleBasedStateMachine):
         """A new request of a tenant comes first among tenants exactly if it is not behind others."""
         naive = self.naive
         for tenant in TENANTS:
-            spent = naive.spent[tenant] if naive.waits(tenant) else max(naive.spent[tenant], naive.level)
+            spent = naive.account(tenant)
             others = [each for each in naive.entries if each.tenant != tenant]
             before = [e for e in others if (naive.present[e.key], naive.spent[e.tenant]) < (1, spent)]
             assert self.queue.is_behind_others(tenant, 1) is bool(before)

@@ -16,10 +16,11 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 TTFT_S = 2.0
 
 
-def replay(*tenants: Tenant, duration_s: float = 20.0) -> list[Outcome]:
-    options = BatonOptions(Disaggregation.NEVER, objectives=Objectives(ttft_s=TTFT_S))
-    trace = generate(tenants, FLEET, duration_s, seed=1)
-    return Replay(trace, FLEET, lambda specs, random: BatonRouter(specs, options, random), seed=1).run()
+def replay(*tenants: Tenant, duration_s: float = 20.0, fleet: Fleet = FLEET) -> list[Outcome]:
+    mode = Disaggregation.NEVER if fleet.aggregated else Disaggregation.ALWAYS
+    options = BatonOptions(mode, objectives=Objectives(ttft_s=TTFT_S))
+    trace = generate(tenants, fleet, duration_s, seed=1)
+    return Replay(trace, fleet, lambda specs, random: BatonRouter(specs, options, random), seed=1).run()
 
 
 def test_tenants_that_all_flood_share_by_their_weights() -> None:
@@ -46,3 +47,16 @@ def test_one_tenants_requests_do_not_depend_on_the_others() -> None:
     ]
     ids = [block for request in beside.requests for block in request.blocks]
     assert len(set(ids)) == len(ids)
+
+
+def test_a_flood_hardly_delays_the_others() -> None:
+    fleet = Fleet(prefill=2, decode=2)
+    others = (Tenant("b", 2.0, 0.23), Tenant("c", 4.0, 0.46))
+    alone, beside = (
+        {row["tenant"]: row for row in shares(replay(*tenants, duration_s=14.0, fleet=fleet), warm_up_s=4.0)}
+        for tenants in (others, (Tenant("a", 1.0, 2.0), *others))
+    )
+    assert beside["a"]["share"] > 1 / 7, "what the others leave is used"
+    for tenant in "bc":
+        assert beside[tenant]["served"] == 1.0
+        assert beside[tenant]["ttft_p99_s"] <= 1.2 * alone[tenant]["ttft_p99_s"], tenant

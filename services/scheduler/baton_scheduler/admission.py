@@ -42,16 +42,18 @@ class Objectives:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
 
-    def begins_soon(self, predicted: Candidate, wait_s_max: float, *, leaves_room: bool) -> bool:
+    def begins_soon(self, predicted: Candidate, wait_s_max: float, *, room: float = 0.0, free: float = 1.0) -> bool:
         """Return whether the request may be placed now and wait at its workers, for `wait_s_max` at most.
 
-        `leaves_room`: it has to leave workers free for other tenants.
+        `room`: share of the workers that must be free before, to leave room for other tenants; `free`: share that is.
         """
+        if free < room:
+            return False
         if self.tpot_s and predicted.predicted_token_interval_s > self.tpot_s:
             return False
         if not self.ttft_s:
             return predicted.waiting_s <= wait_s_max
-        share = BACKLOG_SHARE if leaves_room else WAIT_SHARE
+        share = BACKLOG_SHARE if room else WAIT_SHARE
         return predicted.waiting_s + predicted.queue_s <= min(wait_s_max, share * self.ttft_s)
 
     def hold_s_max(self, hold_s: float, due_in_s: float) -> float:

@@ -117,9 +117,10 @@ class Holding:
 
     def begins_soon(self, place: Place, choice: Choice) -> bool:
         """Return whether a request may be placed now and wait at its workers."""
-        leaves_room = self._queue.must_leave_room(place.tenant, key_of(place))
+        room = self._queue.room_to_leave(place.tenant, key_of(place))
         predicted, longest_s = choice.placement.predicted, self._settings.place_wait_s_max
-        return _objectives_of(place).begins_soon(predicted, longest_s, leaves_room=leaves_room)
+        free = choice.question.free_share(predicted) if room and choice.question else 1.0
+        return _objectives_of(place).begins_soon(predicted, longest_s, room=room, free=free)
 
     def counts(self) -> Counter[str]:
         """Return the number of held requests by model."""
@@ -205,7 +206,7 @@ class Holding:
 
     def note_placed(self, placed: Place | Placed) -> None:
         """Charge a tenant for a placement that was not held here."""
-        self._queue.charge(placed.tenant, self._placer.tokens(placed) / placed.weight)
+        self._queue.charge(placed.tenant, self._placer.tokens(placed), placed.weight)
 
     async def hand_back(self) -> None:
         """Release all requests, and hold no more: another scheduler must be asked."""

@@ -153,6 +153,10 @@ class Prediction:
         cost_s = waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + pressure_s
         return Computing(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, queue_s, own_s)
 
+    def free(self, leg: Computing) -> int:
+        """Return the number of workers that have room for the attempt, and no prompt ahead."""
+        return int(np.count_nonzero((leg.waiting_s <= 0) & (leg.figures.computes_until_s <= self._now_s)))
+
     def receive(self, team: Team, rows: Rows) -> Receiving:
         figures = team.figures(rows)
         role = Role.DECODE

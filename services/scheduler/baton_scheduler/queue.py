@@ -8,24 +8,35 @@ weight comes next, and within a tenant the request with the earliest deadline. T
 first may be unable to start anywhere while later requests can, so any entry may be taken.
 
 Tenants share by deficits, kept as virtual time: an account per tenant counts the tokens that were placed for it,
-divided by its weight. A tenant that had nothing waiting joins at the level of the account charged last, without credit
-for the time before. Two tenants with waiting requests differ by at most one request, as in deficit round robin, without
-a quantum to choose.
+divided by its weight. Two tenants with waiting requests differ by at most one request, as in deficit round robin,
+without a quantum to choose. The level is the account charged last. A tenant that had nothing waiting joins with what it
+has left of its share within `CREDIT_S`, at the level of that long ago: one that asks for less than its share comes
+before one that floods, however often its queue is empty.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from math import exp
 from typing import Final
 
 from baton.messages.placement import PRIORITY_NEW
 
 REMEMBER_S: Final = 10.0
 """Time for which a tenant without waiting requests is remembered."""
+CREDIT_S: Final = 10.0
+"""Time for which a tenant may claim what it left of its share: long enough that a flood gains nothing by pauses of
+the others, short enough that a tenant that was away takes no more than that."""
+LEVEL_S: Final = 0.5
+"""Interval at which the level is noted."""
+ROOM_SHARE: Final = 0.5
+"""Largest share of the workers that tenants leave free for others."""
+ROOM_SHARE_MIN: Final = 0.01
+"""Smallest one, for others that were given nothing of late: one worker of a hundred."""
 
 Key = tuple[str, int]
 """(request, attempt)."""
@@ -80,6 +91,10 @@ class Queue:
         self._now_s = 0.0
         self._level = 0.0
         """Account of the tenant charged last, before that charge."""
+        self._levels: deque[tuple[float, float]] = deque()
+        """Levels and their instants, the oldest one `CREDIT_S` ago or more if there is such a one."""
+        self._recent: dict[str, float] = {}
+        """Tokens of late by tenant, with accounts; they fade within `REMEMBER_S`."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -94,15 +109,20 @@ class Queue:
     def get(self, key: Key) -> Entry | None:
         return self._entries.get(key)
 
-    def must_leave_room(self, tenant: str, key: Key) -> bool:
-        """Return whether a tenant has more waiting than this request, and others, which come as well, were given less.
+    def room_to_leave(self, tenant: str, key: Key) -> float:
+        """Return the share of the workers that must be free before a tenant takes one of them.
 
-        Those that have nothing waiting count as such.
+        It follows the others' part of the tokens of late, and is 0 unless the tenant has more waiting than this request
+        and others, which come as well, were given less. Those that have nothing waiting count as such.
         """
         if self._counts[tenant] <= (key in self._entries) or len(self._spent) == 1:
-            return False
+            return 0.0
         others = [spent for other, spent in self._spent.items() if other != tenant and self._counts[other]]
-        return not others or min(others) < self._spent[tenant]
+        if others and min(others) >= self._spent[tenant]:
+            return 0.0
+        total = sum(self._recent.values())
+        part = 1 - self._recent.get(tenant, 0.0) / total if total else 0.0
+        return max(ROOM_SHARE_MIN, ROOM_SHARE * part)
 
     def add(self, entry: Entry) -> Entry | None:
         """Add a new entry. In a full queue, one of the tenant with the most for its weight goes, and is returned."""
@@ -132,25 +152,26 @@ class Queue:
             del self._counts[entry.tenant], self._weights[entry.tenant]
         if not self._entries:
             # Shares are those of one time of overload; no tenant is charged for capacity that was free.
-            self._spent.clear()
-            self._charged_s.clear()
+            for accounts in (self._spent, self._charged_s, self._recent, self._levels):
+                accounts.clear()
             self._level = 0.0
         return entry
 
     def take(self, key: Key) -> Entry:
         """Remove an entry that is placed, and charge its tenant."""
         entry = self._entries[key]
-        self.charge(entry.tenant, entry.charge)
+        self.charge(entry.tenant, entry.tokens, entry.weight)
         self.remove(key)
         return entry
 
-    def charge(self, tenant: str, charge: float) -> None:
+    def charge(self, tenant: str, tokens: int, weight: float = 1.0) -> None:
         """Count a placement of this tenant that was not in the queue, also one by another scheduler."""
         if not self._entries or (tenant not in self._spent and len(self._spent) >= 2 * self._entries_max):
             return
         spent = self._account(tenant)
         self._level = max(self._level, spent)
-        self._spent[tenant] = spent + charge
+        self._spent[tenant] = spent + tokens / weight
+        self._recent[tenant] = self._recent.get(tenant, 0.0) + tokens
         self._charged_s[tenant] = self._now_s
 
     def is_behind_others(self, tenant: str, priority: int) -> bool:
@@ -190,18 +211,32 @@ class Queue:
             if aged < present:
                 self._unlink(entry)
                 self._insert(entry, aged)
+        kept = exp((self._now_s - now_s) / REMEMBER_S)
+        self._recent = {tenant: tokens * kept for tenant, tokens in self._recent.items()}
         self._now_s = now_s
+        self._note_level()
         for tenant in [tenant for tenant, spent in self._spent.items() if spent <= self._level]:
             if not self._counts[tenant] and now_s - self._charged_s.get(tenant, now_s) >= REMEMBER_S:
-                del self._spent[tenant], self._charged_s[tenant]
+                del self._spent[tenant]
+                self._charged_s.pop(tenant, None)
+                self._recent.pop(tenant, None)
         over = [entry for entry in self if entry.until_s <= now_s]
         for entry in over:
             self.remove(entry.key)
         return over
 
     def _account(self, tenant: str) -> float:
-        """Return a tenant's account; one that has nothing waiting joins at the level."""
-        return max(self._spent.get(tenant, 0.0), 0.0 if self._counts[tenant] else self._level)
+        """Return a tenant's account; one that has nothing waiting joins with the credit of `CREDIT_S`."""
+        spent = self._spent.get(tenant, 0.0)
+        if self._counts[tenant] or not self._levels or self._levels[0][0] > self._now_s - CREDIT_S:
+            return spent
+        return max(spent, self._levels[0][1])
+
+    def _note_level(self) -> None:
+        if self._entries and (not self._levels or self._now_s - self._levels[-1][0] >= LEVEL_S):
+            self._levels.append((self._now_s, self._level))
+        while len(self._levels) > 1 and self._levels[1][0] <= self._now_s - CREDIT_S:
+            self._levels.popleft()
 
     def _to_displace(self, entry: Entry) -> Entry:
         """Return the entry to give up for a new one, or the new one itself."""

@@ -19,6 +19,7 @@ from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.prediction import Demand, PrefixMatch
 from baton_scheduler.queue import Entry, Queue
+from baton_scheduler.recorder import ObservedPolicy
 
 from baton.errors import BatonError, Overloaded
 from baton.messages.base import Context
@@ -60,7 +61,7 @@ class BatonRouter:
     def __init__(self, workers: Sequence[WorkerSpec], options: BatonOptions, random: Random) -> None:
         self._options = options
         self._random = random
-        self._policy = POLICIES[options.policy]()
+        self._policy = ObservedPolicy(POLICIES[options.policy]())
         self._loads = Loads(LoadsOptions(leased_share_max=LEASED_SHARE_MAX))
         self._index = PrefixIndex([spec.name for spec in workers], options.index_lag_s)
         self._ledgers = Ledgers(workers)
@@ -86,7 +87,7 @@ class BatonRouter:
     def route(self, arrival: Arrival, now_s: float) -> Route | None:
         placement = self._choose(arrival, now_s)
         if self._begins_soon(arrival, placement) and not self._queue.is_behind_others(arrival.tenant, PRIORITY_NEW):
-            self._queue.charge(arrival.tenant, _tokens(arrival, self._options) / arrival.weight)
+            self._queue.charge(arrival.tenant, _tokens(arrival, self._options), arrival.weight)
             return self._commit(arrival, placement, now_s)
         self._hold(arrival, placement.predicted, now_s)
         return None
@@ -102,8 +103,11 @@ class BatonRouter:
         return answers
 
     def _begins_soon(self, arrival: Arrival, placement: Placement) -> bool:
-        options, leaves_room = self._options, self._queue.must_leave_room(arrival.tenant, (arrival.id, 0))
-        return options.objectives.begins_soon(placement.predicted, options.place_wait_s_max, leaves_room=leaves_room)
+        """Return what `Holding` does for this placement, the last one that was chosen."""
+        options, predicted, question = self._options, placement.predicted, self._policy.question
+        room = self._queue.room_to_leave(arrival.tenant, (arrival.id, 0))
+        free = question.free_share(predicted) if room and question else 1.0
+        return options.objectives.begins_soon(predicted, options.place_wait_s_max, room=room, free=free)
 
     def _choose(self, arrival: Arrival, now_s: float) -> Placement:
         options = self._options

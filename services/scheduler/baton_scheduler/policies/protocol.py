@@ -48,6 +48,12 @@ class Question:
     pools: Sequence[Pool]
     random: Randomness
 
+    def free_share(self, candidate: Candidate) -> float:
+        """Return which share of the workers that may compute the prompt are free, in pairs or not as the candidate."""
+        legs = [source for source, _ in self.pools] if candidate.prefill else [self.whole]
+        computing = [leg for leg in legs if leg is not None]
+        return sum(map(self.predict.free, computing)) / sum(map(len, computing))
+
     def pairable(self, prefill: WorkerLoad, decode: WorkerLoad) -> bool:
         """Return whether the two agents can reach each other, as far as this attempt knows."""
         return (prefill.worker, decode.worker) not in self.predict.demand.exclude_pairs
