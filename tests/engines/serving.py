@@ -7,6 +7,7 @@ import asyncio
 import openai
 
 from baton.messages.attempts import AttemptState
+from baton.messages.workers import Role
 from tests.harness.cluster import Cluster
 
 # Four engines share two cores here: a worker may well be silent for longer than on a machine of its own.
@@ -41,3 +42,28 @@ async def tell(
         extra_headers={"x-baton-disaggregation": mode, "x-baton-deadline-s": "60"},
     )
     return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])
+
+
+async def change_roles_under_answers(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    """Change two workers' roles there and back while answers are asked for, and compare all that is said."""
+    numbers = range(100, 104)
+    expected = {number: await tell(client, number, mode="never") for number in numbers}
+    before = {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
+    changed = asyncio.Event()
+    answers: list[tuple[int, str]] = []
+
+    async def ask_on(number: int) -> None:
+        while not changed.is_set():
+            answers.append((number, await tell(client, number)))
+
+    async with asyncio.TaskGroup() as group:
+        for number in numbers:
+            group.create_task(ask_on(number))
+        for there in (True, False):
+            await cluster.change_role("decode-1", Role.PREFILL if there else Role.DECODE, timeout_s=60)
+            await cluster.change_role("prefill-0", Role.DECODE if there else Role.PREFILL, timeout_s=60)
+        changed.set()
+    assert len(answers) > len(numbers)
+    assert all(text == expected[number] for number, text in answers)
+    assert before == {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
+    await wait_idle(cluster)

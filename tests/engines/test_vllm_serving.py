@@ -12,7 +12,7 @@ from random import Random
 import openai
 import pytest
 import pytest_asyncio
-from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
+from serving import PATIENCE, PROMPT_STATES, change_roles_under_answers, tell, wait_idle
 
 from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
@@ -167,30 +167,7 @@ async def test_fifty_mixed_requests_with_random_cancels_leave_nothing(
 
 @pytest.mark.timeout(300)
 async def test_roles_change_under_answers(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
-    numbers = range(100, 104)
-    expected = {number: await tell(client, number, mode="never") for number in numbers}
-    before = {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
-    changed = asyncio.Event()
-    answers: list[tuple[int, str]] = []
-
-    async def ask_on(number: int) -> None:
-        while not changed.is_set():
-            answers.append((number, await tell(client, number)))
-
-    async with asyncio.TaskGroup() as group:
-        for number in numbers:
-            group.create_task(ask_on(number))
-        for changes in (
-            (("decode-1", Role.PREFILL), ("prefill-1", Role.DECODE)),
-            (("decode-1", Role.DECODE), ("prefill-1", Role.PREFILL)),
-        ):
-            for worker, role in changes:
-                await cluster.change_role(worker, role, timeout_s=60)
-        changed.set()
-    assert len(answers) > len(numbers)
-    assert all(text == expected[number] for number, text in answers)
-    assert before == {name: beat.address.generation for name, beat in cluster.observer.heartbeats.items()}
-    await wait_idle(cluster)
+    await change_roles_under_answers(cluster, client)
 
 
 STRIKES: list[tuple[Role, tuple[AttemptState, ...], signal.Signals]] = [
