@@ -1,7 +1,8 @@
 """Overload, and tenants that share: Baton's queue and admission over simulated workers on virtual time.
 
 Overload: recorded and skewed traffic at 1 and 2 times what the workers could do at best. Every request has a TTFT
-objective of 2 s and a TPOT objective of 50 ms, and is admitted by the first. Tenants: three with weights 1, 2 and 4.
+objective of 2 s and a TPOT objective of 50 ms, and is admitted by the first. The same traffic at 1.5 times the capacity
+of eight aggregated workers, for these and for separated ones. Tenants: three with weights 1, 2 and 4.
 First all of them ask for more than their shares; then only the first one does, and the others are compared to
 themselves without it. Writes `benchmarks/results/fairness.json`.
 """
@@ -30,6 +31,8 @@ from benchmarks.report import RESULTS, commit, machine
 SEED: Final = 1
 FLEETS: Final = (Fleet(aggregated=8), Fleet(prefill=4, decode=4))
 TRACES: Final = ("conversation", "skewed")
+BEYOND: Final = 1.5
+"""Load, as a part of the capacity of eight aggregated workers, at which these are compared with separated ones."""
 WEIGHTS: Final = {"a": 1.0, "b": 2.0, "c": 4.0}
 FLOOD: Final = 2.0
 """Load of the tenant that floods."""
@@ -44,8 +47,9 @@ def main() -> None:
     duration_s = parser.parse_args().duration_s
     overloads = [row for trace in TRACES for fleet in FLEETS for row in overload(trace, fleet)]
     shares = [row for fleet in FLEETS for row in tenants(fleet, duration_s)]
+    equal = list(equal_resources())
     facts = {"machine": machine(), "commit": commit(), "seed": SEED}
-    results = {**facts, "overload": overloads, "tenants": shares}
+    results = {**facts, "overload": overloads, "equal_resources": equal, "tenants": shares}
     (RESULTS / "fairness.json").write_text(json.dumps(results, indent=1) + "\n")
 
 
@@ -84,6 +88,23 @@ def overload(name: str, fleet: Fleet) -> Iterator[dict[str, Any]]:
             flush=True,
         )
         yield row
+
+
+def equal_resources() -> Iterator[dict[str, Any]]:
+    """Yield the figures of eight workers, aggregated and separated, under the same traffic beyond their capacity."""
+    trace = at_load(held_out_part(library.load("conversation", SEED)), FLEETS[0], BEYOND)
+    for fleet in (*FLEETS, Fleet(prefill=5, decode=3)):
+        summary = summarise(run(trace, fleet), fleet)
+        refused = summary.refused / summary.requests
+        times = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_ms", "tpot_p99_ms")
+        row = {name: getattr(summary, name) for name in ("good_per_s", *times)}
+        print(
+            f"conversation, {fleet}, {BEYOND:g}× of aggregated: {summary.good_per_s:.2f} good/s, "
+            f"{refused:.0%} refused, TTFT p50 {summary.ttft_p50_s:.2f} s, p99 {summary.ttft_p99_s:.2f} s, "
+            f"TPOT p50 {summary.tpot_p50_ms:.0f} ms, p99 {summary.tpot_p99_ms:.0f} ms",
+            flush=True,
+        )
+        yield {"fleet": str(fleet), "load": BEYOND, "refused": refused, **row}
 
 
 # ---------------------------------------------------------------- tenants
