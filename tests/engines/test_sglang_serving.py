@@ -14,7 +14,7 @@ from baton.messages.workers import Role
 from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
 from tests.harness.cluster import Cluster, running_cluster
 
-pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
