@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+import msgspec
+
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 from baton.messages.traces import AttributeValue
@@ -55,8 +57,7 @@ class Stage:
     parts: tuple[Stage, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineDelta:
+class EngineDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Output of one engine step. The last delta of a request has a `finish`."""
 
     tokens: Sequence[int] = ()

@@ -123,8 +123,8 @@ class Attempt:
             computed_tokens=max(0, self.prompt_tokens - here_before),
         )
 
-    def frame(self, index: int) -> Frame:
-        """Return all output from token `index` on, the end included."""
+    def frame(self, index: int, finish: Finish | None = None) -> Frame:
+        """Return all output from token `index` on, with the end where it is given."""
         index = max(0, min(index, len(self.tokens)))
         request, attempt = self.key
         return Frame(
@@ -132,8 +132,8 @@ class Attempt:
             attempt=attempt,
             index=index,
             tokens=pack_tokens(self.tokens[index:]),
-            logprobs=tuple(self.logprobs[index:]),
-            finish=self.finish,
+            logprobs=tuple(self.logprobs[index:]) if self.logprobs else (),
+            finish=finish,
             usage=self.usage() if index == 0 and self.tokens else None,
         )
 

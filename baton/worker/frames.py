@@ -1,8 +1,8 @@
 """Frames to gateways: the output of one engine step, in one message per gateway.
 
-Attempts add their deltas as the engine yields them. The first one wakes the sender, which yields to the
-event loop once, so that all attempts of the step can add theirs, and then sends one message per
-gateway. Deltas that come while a message is being sent share the next one.
+Attempts are added as the engine yields their output. The first one wakes the sender, which yields to the
+event loop once, so that all attempts of the step can be added, and then sends one message per gateway.
+Output that comes while a message is being sent shares the next one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import msgspec
 from baton import subjects
 from baton.bus import Bus
 from baton.errors import BatonError
-from baton.messages.attempts import Frame, Frames, TokenLogprob, Usage
-from baton.messages.base import TOKEN_BYTES, WorkerAddress, pack_tokens
-from baton.worker.attempt import Key
+from baton.messages.attempts import Frame, Frames
+from baton.messages.base import TOKEN_BYTES, WorkerAddress
+from baton.worker.attempt import Attempt, Key
 
 _log = logging.getLogger("baton.worker")
 
@@ -29,45 +29,21 @@ _LOGPROB_BYTES = 32
 _ALTERNATIVE_BYTES = 16
 
 
-class _Pending:
-    """Consecutive deltas of one attempt that have not been sent."""
-
-    __slots__ = ("index", "logprobs", "tokens", "usage")
-
-    def __init__(self, index: int, usage: Usage | None) -> None:
-        self.index = index
-        self.usage = usage
-        self.tokens: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-
-
 class FrameSender:
     """Sends a worker's frames; `run` is its task. A frame that cannot be sent is dropped; the gateway sees the gap."""
 
     def __init__(self, bus: Bus, address: WorkerAddress) -> None:
         self._bus = bus
         self._address = address
-        self._pending: dict[str, dict[Key, _Pending]] = {}
+        self._unsent: dict[str, dict[Key, tuple[Attempt, int]]] = {}
+        """For each gateway, the attempts with new output, each with the index of its first token not sent."""
         self._whole: dict[str, list[Frame]] = {}
         self._wake = asyncio.Event()
         self.dropped_frames = 0
 
-    def add(
-        self,
-        gateway: str,
-        key: Key,
-        index: int,
-        tokens: Sequence[int],
-        logprobs: Sequence[TokenLogprob],
-        usage: Usage | None,
-    ) -> None:
-        """Queue the output of an engine step for one attempt; `usage` comes with an attempt's first tokens."""
-        pending = self._pending.setdefault(gateway, {})
-        delta = pending.get(key)
-        if delta is None:
-            delta = pending[key] = _Pending(index, usage)
-        delta.tokens.extend(tokens)
-        delta.logprobs.extend(logprobs)
+    def add(self, attempt: Attempt, index: int) -> None:
+        """Queue an attempt's output from token `index` on; it stays with the attempt until it is sent."""
+        self._unsent.setdefault(attempt.gateway, {}).setdefault(attempt.key, (attempt, index))
         self._wake.set()
 
     def add_whole(self, gateway: str, frame: Frame) -> None:
@@ -88,11 +64,16 @@ class FrameSender:
     async def flush(self) -> None:
         """Send all frames added so far."""
         self._wake.clear()
-        pending, self._pending = self._pending, {}
+        unsent, self._unsent = self._unsent, {}
         whole, self._whole = self._whole, {}
-        for gateway in {**pending, **whole}:
-            deltas = [_frame(key, delta) for key, delta in pending.get(gateway, {}).items()]
-            await self._send(gateway, deltas + whole.get(gateway, []))
+        batches = {
+            gateway: [attempt.frame(index) for attempt, index in attempts.values()]
+            for gateway, attempts in unsent.items()
+        }
+        for gateway, frames in whole.items():
+            batches.setdefault(gateway, []).extend(frames)
+        for gateway, frames in batches.items():
+            await self._send(gateway, frames)
 
     async def _send(self, gateway: str, frames: list[Frame]) -> None:
         # The envelope needs some room of its own, beside the frames.
@@ -107,20 +88,11 @@ class FrameSender:
                 self.dropped_frames += len(part)
 
 
-def _frame(key: Key, delta: _Pending) -> Frame:
-    request, attempt = key
-    return Frame(
-        request=request,
-        attempt=attempt,
-        index=delta.index,
-        tokens=pack_tokens(delta.tokens),
-        logprobs=tuple(delta.logprobs),
-        usage=delta.usage,
-    )
-
-
 def frame_bytes_max(frame: Frame) -> int:
     """Return an upper bound of the frame's size on the bus."""
+    if not frame.logprobs and frame.finish is None:
+        # Four bytes are the longest character.
+        return _FRAME_BYTES + 4 * len(frame.request) + len(frame.tokens)
     alternatives = sum(len(logprob.top) for logprob in frame.logprobs)
     detail = len(frame.finish.error.detail.encode()) if frame.finish and frame.finish.error else 0
     logprobs_bytes = len(frame.logprobs) * _LOGPROB_BYTES + alternatives * _ALTERNATIVE_BYTES

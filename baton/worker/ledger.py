@@ -224,20 +224,20 @@ class Ledger:
         attempt = self._attempts.get(key)
         if attempt is None or attempt.state not in IN_ENGINE or attempt.stopping:
             return None
-        if attempt.leg is not Leg.PREFILL:
-            attempt.state = AttemptState.RUNNING
         attempt.cached_tokens = max(attempt.cached_tokens, delta.cached_tokens)
         attempt.transferred_tokens = max(attempt.transferred_tokens, delta.transferred_tokens)
         attempt.transferred_bytes = max(attempt.transferred_bytes, delta.transferred_bytes)
         index = len(attempt.tokens)
-        if attempt.leg is not Leg.PREFILL:
+        if attempt.leg is Leg.PREFILL:
+            return index
+        attempt.state = AttemptState.RUNNING
+        if delta.tokens:
             attempt.tokens.extend(delta.tokens)
-            self.output_tokens += len(delta.tokens)
             attempt.logprobs.extend(delta.logprobs)
-            if delta.tokens:
-                if not index:
-                    self.room.settle(attempt)
-                attempt.give_up_s = now_s + self.limits.progress_s
+            self.output_tokens += len(delta.tokens)
+            if not index:
+                self.room.settle(attempt)
+            attempt.give_up_s = now_s + self.limits.progress_s
         return index
 
     def hold(self, key: Key) -> bool:

@@ -61,7 +61,7 @@ class Runner:
         if not self._ledger.enter(attempt.key):
             return
         try:
-            with traced_leg(self._tracing, self._clock, self._address.worker, request, trace) as leg:
+            with traced_leg(self._tracing, self._address.worker, request, trace) as leg:
                 reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
                 leg.finish(attempt, reason)
         except BatonError as error:
@@ -79,9 +79,12 @@ class Runner:
             deltas = cast("AsyncGenerator[EngineDelta]", self._engine.generate(request))
             async with aclosing(deltas):
                 async for delta in deltas:
-                    meter.note(delta)
-                    leg.note(delta)
-                    self._pass_on(attempt, delta)
+                    now_s = self._clock.now_s()
+                    meter.note(delta, now_s)
+                    leg.note(delta, now_s)
+                    index = self._ledger.advance(attempt.key, delta, now_s)
+                    if index is not None and delta.tokens and attempt.leg is not Leg.PREFILL:
+                        self._frames.add(attempt, index)
                     if delta.finish is None:
                         continue
                     if delta.finish in (FinishReason.STOP, FinishReason.LENGTH) or attempt.stopping:
@@ -90,13 +93,6 @@ class Runner:
         finally:
             meter.close()
         raise EngineFailed("the engine ended the attempt without a finish reason")
-
-    def _pass_on(self, attempt: Attempt, delta: EngineDelta) -> None:
-        index = self._ledger.advance(attempt.key, delta, self._clock.now_s())
-        if index is None or attempt.leg is Leg.PREFILL or not delta.tokens:
-            return
-        usage = attempt.usage() if index == 0 else None
-        self._frames.add(attempt.gateway, attempt.key, index, delta.tokens, delta.logprobs, usage)
 
     async def _succeed(self, attempt: Attempt, reason: FinishReason) -> None:
         is_computed = reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -136,7 +132,7 @@ class Runner:
         if finish is None or (attempt.stopping and attempt.stop_error is None):
             return
         if attempt.leg is not Leg.PREFILL:
-            self._frames.add_whole(attempt.gateway, attempt.frame(len(attempt.tokens)))
+            self._frames.add_whole(attempt.gateway, attempt.frame(len(attempt.tokens), finish))
         elif finish.error is not None:
             context = self._context(attempt)
             await self._tell(attempt, PrefillFailed(context=context, worker=self._address.worker, error=finish.error))
@@ -171,8 +167,7 @@ class _Meter:
         if self._prefilling:
             rates.prefill_began(self._entered_s)
 
-    def note(self, delta: EngineDelta) -> None:
-        now_s = self._clock.now_s()
+    def note(self, delta: EngineDelta, now_s: float) -> None:
         if self._decoding:
             self._rates.tokens_came(len(delta.tokens), now_s)
         elif self._prefilling or self._attempt.leg is Leg.DECODE:

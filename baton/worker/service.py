@@ -236,7 +236,7 @@ class WorkerService:
                 attempt = self._ledger.get((context.request, context.attempt))
                 # No answer for an unknown attempt: the next digest shows that it is gone.
                 if attempt is not None and (attempt.finish is not None or len(attempt.tokens) > index):
-                    self._frames.add_whole(attempt.gateway, attempt.frame(index))
+                    self._frames.add_whole(attempt.gateway, attempt.frame(index, attempt.finish))
             case other:
                 wrong = MalformedMessage(f"{type(other).__name__} is no message for a worker's task subject")
                 await delivery.respond(Refused(error=ErrorReport.of(wrong)))

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 
 from opentelemetry.trace import SpanKind
 
-from baton.clock import Clock
 from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
 from baton.telemetry import Span, Tracing
 from baton.worker.attempt import Attempt
@@ -23,17 +22,16 @@ from baton.worker.attempt import Attempt
 class LegTrace:
     """Trace of one leg. `note` is called with each delta and inspects only the first."""
 
-    def __init__(self, tracing: Tracing, span: Span, leg: Leg, clock: Clock) -> None:
+    def __init__(self, tracing: Tracing, span: Span, leg: Leg) -> None:
         self._tracing = tracing
         self._span = span
         self._leg = leg
-        self._clock = clock
         self._generating_s: float | None = None
         self.trace = span.trace
 
-    def note(self, delta: EngineDelta) -> None:
+    def note(self, delta: EngineDelta, now_s: float) -> None:
         if self._generating_s is None:
-            self._generating_s = self._clock.now_s()
+            self._generating_s = now_s
             self._record(delta.stages, self.trace)
 
     def finish(self, attempt: Attempt, reason: str) -> None:
@@ -60,10 +58,10 @@ class LegTrace:
 
 
 @contextmanager
-def traced_leg(tracing: Tracing, clock: Clock, worker: str, request: EngineRequest, parent: str) -> Generator[LegTrace]:
+def traced_leg(tracing: Tracing, worker: str, request: EngineRequest, parent: str) -> Generator[LegTrace]:
     facts = {"baton.request": request.request, "baton.attempt": request.attempt, "baton.worker": worker}
     with tracing.span(request.leg, facts, parent=parent, kind=SpanKind.SERVER) as span:
-        leg = LegTrace(tracing, span, request.leg, clock)
+        leg = LegTrace(tracing, span, request.leg)
         try:
             yield leg
         finally:

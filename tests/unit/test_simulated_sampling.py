@@ -10,6 +10,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baton.engines.simulated.options import SimulatedOptions, parse_options
 from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model
@@ -32,8 +34,8 @@ def choose(
         MODEL,
         msgspec.convert({"max_tokens": 9, "temperature": 0.0, **(sampling or {}), **more}, Sampling),
         digest=digest,
-        prompt=(105,),
-        output=output,
+        tokens=(105, *output),
+        prompt_tokens=1,
         eos_probability=eos_probability,
         draw=lambda: uniform,
     )
@@ -73,6 +75,29 @@ def test_sampling_follows_the_distribution() -> None:
 def test_filters_leave_only_likely_tokens(limit: dict[str, object]) -> None:
     drawn = {choose(uniform=step / 500, sampling={"temperature": 1.0, **limit})[0] for step in range(500)}
     assert drawn == {105, 106}
+
+
+@given(
+    digest=st.integers(0, 2**64 - 1),
+    uniform=st.floats(0.0, 1.0, exclude_max=True),
+    sampling=st.fixed_dictionaries(
+        {
+            "temperature": st.sampled_from([0.0, 0.001, 0.7, 1.0, 3.0]),
+            "top_k": st.sampled_from([-1, 0, 1, 5, 30]),
+            "top_p": st.floats(0.01, 1.0),
+            "min_p": st.sampled_from([0.0, 0.1, 1.0]),
+            "seed": st.none() | st.integers(0, 99),
+            "ignore_eos": st.booleans(),
+        }
+    ),
+)
+@settings(max_examples=60)
+def test_a_token_is_the_same_whether_its_logprob_is_asked_for_or_not(
+    digest: int, uniform: float, sampling: dict[str, object]
+) -> None:
+    quick, _ = choose(digest, uniform=uniform, eos_probability=0.3, sampling=sampling)
+    thorough, _ = choose(digest, uniform=uniform, eos_probability=0.3, sampling=sampling, logprobs=1)
+    assert quick == thorough
 
 
 def test_a_seed_decides_and_differs_by_position() -> None:

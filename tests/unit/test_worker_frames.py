@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from array import array
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 from hypothesis import given
@@ -11,10 +12,13 @@ from hypothesis import strategies as st
 
 from baton import subjects
 from baton.bus import Delivery, MemoryBus, MemoryNetwork
+from baton.engines.engine import Leg
 from baton.messages.attempts import Finish, FinishReason, Frame, Frames, TokenLogprob, Usage
 from baton.messages.base import ErrorReport, WorkerAddress, pack_tokens, unpack_tokens
 from baton.messages.codec import encode
+from baton.worker.attempt import Attempt
 from baton.worker.frames import FrameSender, frame_bytes_max, split_frames
+from baton.worker.kv_book import Holding
 
 ADDRESS = WorkerAddress(worker="d0", generation=1)
 
@@ -26,6 +30,21 @@ class Gateway:
     async def take(self, delivery: Delivery) -> None:
         assert isinstance(delivery.message, Frames)
         self.messages.append(delivery.message)
+
+
+def make_attempt(gateway: str, request: str, number: int = 0, *, tokens: Sequence[int] = ()) -> Attempt:
+    return Attempt(
+        key=(request, number),
+        gateway=gateway,
+        leg=Leg.WHOLE,
+        prompt_tokens=3,
+        uncached_tokens=3,
+        kv=Holding(0, ()),
+        lease=Holding(0, ()),
+        deadline_s=1.0,
+        give_up_s=1.0,
+        tokens=array("I", tokens),
+    )
 
 
 class World:
@@ -56,7 +75,7 @@ async def world() -> AsyncGenerator[World]:
 
 async def test_one_message_per_gateway_for_a_whole_step(world: World) -> None:
     async def attempt(number: int) -> None:
-        world.sender.add("g1" if number % 2 else "g2", (f"r{number}", 0), 0, [number], [], None)
+        world.sender.add(make_attempt("g1" if number % 2 else "g2", f"r{number}", tokens=[number]), 0)
 
     async with asyncio.TaskGroup() as tasks:
         for number in range(10):
@@ -69,34 +88,49 @@ async def test_one_message_per_gateway_for_a_whole_step(world: World) -> None:
 
 
 async def test_an_attempt_that_is_one_turn_of_the_loop_late_shares_the_message(world: World) -> None:
-    world.sender.add("g1", ("early", 0), 0, [1], [], None)
+    world.sender.add(make_attempt("g1", "early", tokens=[1]), 0)
     await asyncio.sleep(0)
-    world.sender.add("g1", ("late", 0), 0, [2], [], None)
+    world.sender.add(make_attempt("g1", "late", tokens=[2]), 0)
     await world.settle()
     [message] = world.gateways["g1"].messages
     assert [frame.request for frame in message.frames] == ["early", "late"]
 
 
-async def test_deltas_of_one_attempt_are_joined_and_its_end_comes_last(world: World) -> None:
-    usage = Usage(prompt_tokens=3, completion_tokens=1)
-    world.sender.add("g1", ("r", 1), 4, [1], [], usage)
-    world.sender.add("g1", ("r", 1), 5, [2, 3], [], None)
-    finish = Finish(reason=FinishReason.STOP, usage=usage)
-    world.sender.add_whole("g1", Frame(request="r", attempt=1, index=7, finish=finish))
+async def test_output_of_one_attempt_is_joined_and_its_end_comes_last(world: World) -> None:
+    attempt = make_attempt("g1", "r", 1, tokens=[1])
+    world.sender.add(attempt, 0)
+    attempt.tokens.extend([2, 3])
+    world.sender.add(attempt, 1)
+    finish = attempt.finish = Finish(reason=FinishReason.STOP, usage=attempt.usage())
+    world.sender.add_whole("g1", attempt.frame(3, finish))
     await world.settle()
     [message] = world.gateways["g1"].messages
     delta, end = message.frames
-    assert (delta.index, unpack_tokens(delta.tokens), delta.usage) == (4, [1, 2, 3], usage)
-    assert (end.index, end.finish) == (7, finish)
+    assert (delta.index, unpack_tokens(delta.tokens), delta.usage) == (0, [1, 2, 3], attempt.usage())
+    assert (delta.finish, end.index, end.finish) == (None, 3, finish)
+
+
+async def test_output_is_sent_once(world: World) -> None:
+    attempt = make_attempt("g1", "r", tokens=[1])
+    world.sender.add(attempt, 0)
+    await world.settle()
+    attempt.tokens.extend([2, 3])
+    world.sender.add(attempt, 1)
+    await world.settle()
+    first, second = (message.frames[0] for message in world.gateways["g1"].messages)
+    assert (first.index, unpack_tokens(first.tokens)) == (0, [1])
+    assert (second.index, unpack_tokens(second.tokens), second.usage) == (1, [2, 3], None)
 
 
 async def test_frames_are_dropped_while_the_bus_is_away_and_flow_again(world: World) -> None:
     world.network.reachable = False
-    world.sender.add("g1", ("r", 0), 0, [1], [], None)
+    attempt = make_attempt("g1", "r", tokens=[1])
+    world.sender.add(attempt, 0)
     await world.settle()
     assert world.sender.dropped_frames == 1
     world.network.reachable = True
-    world.sender.add("g1", ("r", 0), 1, [2], [], None)
+    attempt.tokens.append(2)
+    world.sender.add(attempt, 1)
     await world.settle()
     [message] = world.gateways["g1"].messages
     assert message.frames[0].index == 1

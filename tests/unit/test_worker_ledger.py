@@ -196,7 +196,7 @@ def test_decode_goes_through_its_states_and_keeps_its_tokens_until_acknowledged(
     assert ledger.end(key, FinishReason.LENGTH, None, 1.0) is attempt
     assert ledger.end(key, FinishReason.LENGTH, None, 1.0) is None, "an attempt ends once"
     assert (ledger.room.slots_used, ledger.room.blocks_used) == (0, 0)
-    frame = attempt.frame(1)
+    frame = attempt.frame(1, attempt.finish)
     assert (frame.index, unpack_tokens(frame.tokens)) == (1, [2, 3])
     assert frame.finish is not None
     assert frame.finish.usage.computed_tokens == 1

@@ -172,10 +172,15 @@ class SimulatedEngine:
         stream = self._submit(request)
         finished = False
         try:
-            while not finished:
-                delta = await self._next_delta(stream)
-                finished = delta.finish is not None
-                yield delta
+            delta = await self._first_delta(stream)
+            while True:
+                if delta is not None:
+                    finished = delta.finish is not None
+                    yield delta
+                    if finished:
+                        return
+                await stream.changed.wait()
+                delta = stream.take_delta(self._clock.now_s())
         finally:
             if not finished:
                 self._drop(stream)
@@ -233,16 +238,13 @@ class SimulatedEngine:
         self._work.set()
         return stream
 
-    async def _next_delta(self, stream: Stream) -> EngineDelta:
-        delta = stream.take_delta(self._clock.now_s())
-        while delta is None:
-            left_s = None if stream.delta_taken else max(0.0, stream.deadline_s - self._clock.now_s())
-            try:
-                async with self._clock.timeout(left_s):
+    async def _first_delta(self, stream: Stream) -> EngineDelta:
+        try:
+            async with self._clock.timeout(stream.request.budget_s):
+                while (delta := stream.take_delta(self._clock.now_s())) is None:
                     await stream.changed.wait()
-            except TimeoutError as error:
-                raise DeadlineExceeded(f"the engine gave no output within {stream.request.budget_s:g} s") from error
-            delta = stream.take_delta(self._clock.now_s())
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"the engine gave no output within {stream.request.budget_s:g} s") from error
         return delta
 
     def _drop(self, stream: Stream) -> None:
@@ -339,9 +341,11 @@ class SimulatedEngine:
         # Nobody reads the layers of a step without a lease before its end.
         spans = [slice(layer, layer + 1) for layer in range(layers)] if posting else [slice(0, layers)]
         start_s = max(self._step_end_s, self._clock.now_s() - _LAG_MAX_S)
+        sizes = [chunk.end - chunk.start for chunk in step.chunks]
+        decode_sequences = sizes.count(1)
         duration_s = self._options.step_s(
-            prefill_tokens=sum(chunk.end - chunk.start for chunk in step.chunks if chunk.end - chunk.start > 1),
-            decode_sequences=sum(1 for chunk in step.chunks if chunk.end - chunk.start == 1),
+            prefill_tokens=sum(sizes) - decode_sequences,
+            decode_sequences=decode_sequences,
             context_tokens=sum(chunk.end for chunk in step.chunks),
         )
         for number, span in enumerate(spans, start=1):
@@ -385,8 +389,8 @@ class SimulatedEngine:
                 self._model,
                 stream.request.sampling,
                 digest=digest,
-                prompt=stream.request.tokens,
-                output=attempt.tokens[attempt.prompt_tokens :],
+                tokens=attempt.tokens,
+                prompt_tokens=attempt.prompt_tokens,
                 eos_probability=self._options.eos_probability,
                 draw=self._random.random,
             )
@@ -398,9 +402,10 @@ class SimulatedEngine:
         stream.tokens.append(token)
         if logprob is not None:
             stream.logprobs.append(logprob)
-        if token in stream.stops and stream.output_tokens >= sampling.min_tokens:
+        output_tokens = len(attempt.tokens) - attempt.prompt_tokens
+        if token in stream.stops and output_tokens >= sampling.min_tokens:
             stream.finish = FinishReason.STOP
-        elif stream.output_tokens >= sampling.max_tokens or len(attempt.tokens) >= self._context_tokens_max:
+        elif output_tokens >= sampling.max_tokens or len(attempt.tokens) >= self._context_tokens_max:
             stream.finish = FinishReason.LENGTH
         if stream.finish is not None:
             self._scheduler.end(attempt)

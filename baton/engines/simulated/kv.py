@@ -193,7 +193,11 @@ class ContextReader:
         """Start again, because the context now lies in other blocks."""
         self.read_tokens = 0
         self.sum = 0
+        self.newest_slot = 0
+        """Slot of the first token that is read at every step."""
         self.guard_slots: Indexes = np.empty(0, dtype=np.int64)
+        self.read_until_tokens = 0
+        """Length of the context up to which `read_to` has nothing to do."""
 
     def read_to(self, table: Sequence[int], tokens: int) -> None:
         """Read all bytes of the blocks before the one that holds the last token."""
@@ -204,33 +208,36 @@ class ContextReader:
             words = self._pool.attend(slots, np.arange(self.read_tokens, newest, dtype=np.int64))
             self.sum = (self.sum + int(words.sum())) & MASK
             self.read_tokens = newest
+        self.newest_slot = table[newest // size] * size
         guarded = np.arange(len(self.guard_slots) * GUARD_TOKENS, tokens, GUARD_TOKENS, dtype=np.int64)
         if guarded.size:
             blocks = np.array([table[position // size] for position in guarded.tolist()], dtype=np.int64)
             self.guard_slots = np.concatenate((self.guard_slots, blocks * size + guarded % size))
+        self.read_until_tokens = min(newest + size, len(self.guard_slots) * GUARD_TOKENS)
 
 
 def read_contexts(pool: KvPool, contexts: Sequence[tuple[ContextReader, Sequence[int], int]]) -> list[int]:
     """Return a digest for each (reader, block table, tokens): 64 bits that follow from the KV bytes of those tokens."""
     for reader, table, tokens in contexts:
-        reader.read_to(table, tokens)
+        if tokens > reader.read_until_tokens:
+            reader.read_to(table, tokens)
+    readers = [reader for reader, _, _ in contexts]
+    lengths = np.array([tokens for _, _, tokens in contexts], dtype=np.int64)
     # The newest blocks of all contexts are read in one pass, and so are the guards.
-    firsts = np.array([reader.read_tokens for reader, _, _ in contexts], dtype=np.int64)
-    blocks = np.array([table[reader.read_tokens // pool.block_tokens] for reader, table, _ in contexts], dtype=np.int64)
-    counts = np.array([tokens - reader.read_tokens for reader, _, tokens in contexts], dtype=np.int64)
+    firsts = np.array([reader.read_tokens for reader in readers], dtype=np.int64)
+    slots = np.array([reader.newest_slot for reader in readers], dtype=np.int64)
+    counts = lengths - firsts
     within, heads = _count_up(counts)
-    tails = pool.attend(np.repeat(blocks * pool.block_tokens, counts) + within, np.repeat(firsts, counts) + within)
-    guards = np.array([len(reader.guard_slots) for reader, _, _ in contexts], dtype=np.int64)
-    order, guard_heads = _count_up(guards)
-    states = pool.guard(np.concatenate([reader.guard_slots for reader, _, _ in contexts]), order * GUARD_TOKENS)
+    tails = pool.attend(np.repeat(slots, counts) + within, np.repeat(firsts, counts) + within)
+    order, guard_heads = _count_up(np.array([len(reader.guard_slots) for reader in readers], dtype=np.int64))
+    states = pool.guard(np.concatenate([reader.guard_slots for reader in readers]), order * GUARD_TOKENS)
     sums = np.add.reduceat(tails, heads) + np.add.reduceat(states, guard_heads)
-    return [
-        mix_word(total + reader.sum + tokens)
-        for total, (reader, _, tokens) in zip(sums.tolist(), contexts, strict=True)
-    ]
+    sums += np.array([reader.sum for reader in readers], dtype=np.uint64)
+    return mix(sums + lengths.astype(np.uint64)).tolist()
 
 
 def _count_up(counts: Indexes) -> tuple[Indexes, Indexes]:
     """Return 0, 1, … for each count in turn, and where each begins: [2, 3] gives [0, 1, 0, 1, 2] and [0, 2]."""
-    heads = np.cumsum(counts) - counts
-    return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(heads, counts), heads
+    ends = np.cumsum(counts)
+    heads = ends - counts
+    return np.arange(int(ends[-1]), dtype=np.int64) - np.repeat(heads, counts), heads

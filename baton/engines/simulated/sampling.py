@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, cast
 
@@ -89,10 +90,10 @@ def _printable_ids(path: Path, size: int) -> tuple[int, ...]:
         # A Unigram vocabulary lists (text, score) in the order of the ids.
         entries = cast("list[Sequence[object]]", vocabulary)
         pairs = [(str(entry[0]), token) for token, entry in enumerate(entries)]
-    return tuple(sorted(token for text, token in pairs if token < size and token not in special and _is_plain(text)))
+    return tuple(sorted(token for text, token in pairs if token < size and token not in special and _is_word(text)))
 
 
-def _is_plain(text: str) -> bool:
+def _is_word(text: str) -> bool:
     bare = text.translate(_SPACE_MARKS)
     return bool(bare) and bare.isascii() and bare.isalnum()
 
@@ -152,23 +153,27 @@ def choose_token(
     sampling: Sampling,
     *,
     digest: int,
-    prompt: Sequence[int],
-    output: Sequence[int],
+    tokens: Sequence[int],
+    prompt_tokens: int,
     eos_probability: float,
     draw: Callable[[], float],
 ) -> tuple[int, TokenLogprob | None]:
     """Return the next token, which follows from the KV's digest, and its log-probability if asked for.
 
-    `draw` gives a uniform number in [0, 1) where neither greed nor a seed decides.
+    `tokens` are prompt and output. `draw` gives a uniform number in [0, 1) where neither greed nor a seed decides.
     """
-    forbidden = stop_tokens(model, sampling) if len(output) < sampling.min_tokens else frozenset[int]()
-    ranked = _candidates(model, digest, 0.0 if sampling.ignore_eos else eos_probability, forbidden)
-    logits = _adjusted(sampling, ranked, prompt, output, forbidden)
-    if sampling.temperature == 0:
-        token = max(logits, key=logits.__getitem__)
-    else:
-        uniform = draw() if sampling.seed is None else mix_word(sampling.seed * _DRAW + len(output)) / (MASK + 1)
-        token = _draw_from(sampling, logits, uniform)
+    output_tokens = len(tokens) - prompt_tokens
+    forbidden = stop_tokens(model, sampling) if output_tokens < sampling.min_tokens else frozenset[int]()
+    uniform = 0.0
+    if sampling.temperature:
+        uniform = draw() if sampling.seed is None else mix_word(sampling.seed * _DRAW + output_tokens) / (MASK + 1)
+    if sampling.ignore_eos:
+        eos_probability = 0.0
+    if _is_plain(sampling) and not forbidden and not _is_eos(model, digest, eos_probability):
+        return _plain_token(model, sampling, digest, uniform), None
+    ranked = _candidates(model, digest, eos_probability, forbidden)
+    logits = _adjusted(sampling, ranked, tokens, prompt_tokens, forbidden)
+    token = _draw_from(sampling, logits, uniform) if sampling.temperature else max(logits, key=logits.__getitem__)
     if sampling.logprobs is None:
         return token, None
     # As in vLLM, log-probabilities are the model's own: before penalties, bias and temperature.
@@ -178,12 +183,41 @@ def choose_token(
     return token, TokenLogprob(logprob=logprobs.get(token, _FLOOR_LOGIT), top=top)
 
 
+def _is_plain(sampling: Sampling) -> bool:
+    """Tell whether a choice depends on the candidates' ranks alone, and nothing is asked for but the token."""
+    return (
+        not sampling.logit_bias
+        and sampling.logprobs is None
+        and sampling.repetition_penalty == 1.0
+        and not sampling.presence_penalty
+        and not sampling.frequency_penalty
+    )
+
+
+def _plain_token(model: SimulatedModel, sampling: Sampling, digest: int, uniform: float) -> int:
+    """Choose without making the list of candidates: in time that does not depend on their number."""
+    size = len(model.printable)
+    rank = 0
+    if sampling.temperature:
+        weights = _plain_weights(
+            min(_CANDIDATES, size), sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        )
+        rank = _draw_rank(weights, uniform)
+    return model.printable[(digest + rank) % size]
+
+
+def _is_eos(model: SimulatedModel, digest: int, eos_probability: float) -> bool:
+    if not eos_probability or not model.eos_tokens:
+        return False
+    return mix_word(digest ^ _DRAW) < eos_probability * (MASK + 1)
+
+
 def _candidates(model: SimulatedModel, digest: int, eos_probability: float, forbidden: frozenset[int]) -> list[int]:
     """Return the likely next tokens, the likeliest first."""
     first = digest % len(model.printable)
     count = min(_CANDIDATES, len(model.printable))
     ranked = [model.printable[(first + rank) % len(model.printable)] for rank in range(count)]
-    if model.eos_tokens and mix_word(digest ^ _DRAW) < eos_probability * (MASK + 1):
+    if _is_eos(model, digest, eos_probability):
         ranked = [model.eos_tokens[0], *(token for token in ranked if token != model.eos_tokens[0])]
     if not forbidden:
         return ranked
@@ -193,7 +227,7 @@ def _candidates(model: SimulatedModel, digest: int, eos_probability: float, forb
 
 
 def _adjusted(
-    sampling: Sampling, ranked: Sequence[int], prompt: Sequence[int], output: Sequence[int], forbidden: frozenset[int]
+    sampling: Sampling, ranked: Sequence[int], tokens: Sequence[int], prompt_tokens: int, forbidden: frozenset[int]
 ) -> Mapping[int, float]:
     """Return the candidates' logits after bias and penalties, as OpenAI and vLLM define them."""
     logits = {token: _STEP_LOGIT * rank for rank, token in enumerate(ranked)}
@@ -201,12 +235,12 @@ def _adjusted(
         if token not in forbidden:
             logits[token] = logits.get(token, _FLOOR_LOGIT) + bias
     if sampling.repetition_penalty != 1.0:
-        for token in logits.keys() & {*prompt, *output}:
+        for token in logits.keys() & {*tokens}:
             # A penalty makes a token less likely whatever the sign of its logit.
             penalised = logits[token] <= 0
             logits[token] *= sampling.repetition_penalty if penalised else 1 / sampling.repetition_penalty
     if sampling.presence_penalty or sampling.frequency_penalty:
-        seen = Counter(output)
+        seen = Counter(tokens[prompt_tokens:])
         for token in logits.keys() & seen.keys():
             logits[token] -= sampling.presence_penalty + sampling.frequency_penalty * seen[token]
     return logits
@@ -214,22 +248,38 @@ def _adjusted(
 
 def _draw_from(sampling: Sampling, logits: Mapping[int, float], uniform: float) -> int:
     ordered = sorted(logits, key=lambda token: (-logits[token], token))
-    if sampling.top_k > 0:
-        ordered = ordered[: sampling.top_k]
-    best = logits[ordered[0]]
+    ranked = [logits[token] for token in ordered]
+    weights = _kept_weights(ranked, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    return ordered[_draw_rank(weights, uniform)]
+
+
+@lru_cache(maxsize=256)
+def _plain_weights(count: int, temperature: float, top_k: int, top_p: float, min_p: float) -> Sequence[float]:
+    return _kept_weights([_STEP_LOGIT * rank for rank in range(count)], temperature, top_k, top_p, min_p)
+
+
+def _kept_weights(
+    logits: Sequence[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> Sequence[float]:
+    """Return the weights, largest first, of the candidates among which to draw; `logits` are in that order."""
     # As in vLLM, a temperature below this one would lose the numbers' precision.
-    temperature = max(sampling.temperature, 0.01)
-    weights = [math.exp((logits[token] - best) / temperature) for token in ordered]
+    temperature = max(temperature, 0.01)
+    considered = logits[:top_k] if top_k > 0 else logits
+    weights = [math.exp((logit - logits[0]) / temperature) for logit in considered]
     total = sum(weights)
     kept, kept_weight = 0, 0.0
-    while kept < len(ordered) and (kept == 0 or kept_weight < sampling.top_p * total):
-        if weights[kept] < sampling.min_p:
+    while kept < len(weights) and (kept == 0 or kept_weight < top_p * total):
+        if weights[kept] < min_p:
             break
         kept_weight += weights[kept]
         kept += 1
-    threshold = uniform * kept_weight
-    for token, weight in zip(ordered[:kept], weights, strict=False):
+    return weights[: max(kept, 1)]
+
+
+def _draw_rank(weights: Sequence[float], uniform: float) -> int:
+    threshold = uniform * sum(weights)
+    for rank, weight in enumerate(weights):
         threshold -= weight
         if threshold < 0:
-            return token
-    return ordered[max(kept, 1) - 1]
+            return rank
+    return len(weights) - 1

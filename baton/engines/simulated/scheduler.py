@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import NamedTuple
 
 from baton.engines.engine import Leg
 from baton.engines.simulated.blocks import BlockCache
@@ -51,8 +52,7 @@ class SimulatedAttempt:
     """True once it has run or pulled; a preempted decode must not pull again from a lease that is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Tokens of one attempt to compute in a step; where `samples`, the next token follows from them."""
 
     attempt: SimulatedAttempt
@@ -162,7 +162,8 @@ class Scheduler:
         while index < len(self._running) and budget:
             attempt = self._running[index]
             end = min(len(attempt.tokens), attempt.computed + budget)
-            if not self._make_room(attempt, end, preempted):
+            has_room = end <= len(attempt.blocks) * self._cache.block_tokens
+            if not has_room and not self._make_room(attempt, end, preempted):
                 break
             chunks.append(Chunk(attempt, attempt.computed, end, _samples(attempt, end)))
             budget -= end - attempt.computed
@@ -188,7 +189,8 @@ class Scheduler:
             attempt = chunk.attempt
             if attempt.phase is not SimulatedPhase.RUNNING:
                 continue
-            self.prompt_tokens_computed += max(0, min(chunk.end, attempt.prompt_tokens) - chunk.start)
+            if chunk.start < attempt.prompt_tokens:
+                self.prompt_tokens_computed += min(chunk.end, attempt.prompt_tokens) - chunk.start
             self._advance(attempt, chunk.end)
             if attempt.leg is Leg.PREFILL and attempt.computed == attempt.prompt_tokens:
                 self._running.remove(attempt)

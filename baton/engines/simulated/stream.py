@@ -51,10 +51,6 @@ class Stream:
     def deadline_s(self) -> float:
         return self.entered_s + self.request.budget_s
 
-    @property
-    def output_tokens(self) -> int:
-        return len(self.attempt.tokens) - self.attempt.prompt_tokens
-
     def begin(self, now_s: float) -> None:
         """Note that the engine starts the attempt, for the first time or again."""
         if self.begun_s is None:
@@ -68,8 +64,8 @@ class Stream:
                 raise self.error
             return None
         delta = EngineDelta(
-            tokens=tuple(self.tokens),
-            logprobs=tuple(self.logprobs),
+            tokens=self.tokens,
+            logprobs=self.logprobs,
             finish=self.finish,
             cached_tokens=self.attempt.cached_tokens,
             transferred_tokens=self.attempt.pulled_tokens,
@@ -78,8 +74,9 @@ class Stream:
             stages=() if self.delta_taken else self._stages(now_s),
         )
         self.delta_taken = True
-        self.tokens.clear()
-        self.logprobs.clear()
+        self.tokens = []
+        if self.logprobs:
+            self.logprobs = []
         return delta
 
     def _stages(self, now_s: float) -> tuple[Stage, ...]:
