@@ -275,13 +275,17 @@ class WorkerService:
             request = engine_request(task, ask, tokens, attempt.deadline_s - self._clock.now_s())
             run = self._tasks.create_task(self._runner.run(attempt, request, task.context.trace))
             self._running[attempt.key] = run
-            run.add_done_callback(lambda _: self._running.pop(attempt.key, None))
+            run.add_done_callback(lambda _: self._ended(attempt.key))
 
         if attempt.state is AttemptState.WAITING:
             self._waiting.add(attempt, start)
         else:
             start()
         return attempt
+
+    def _ended(self, key: Key) -> None:
+        self._running.pop(key, None)
+        self._waiting.look()
 
     async def _on_gateway_beat(self, delivery: Delivery) -> None:
         if isinstance(delivery.message, GatewayBeat):

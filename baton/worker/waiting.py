@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final
 
 from baton import subjects
@@ -17,8 +18,8 @@ from baton.worker.attempt import Attempt, Key
 from baton.worker.ledger import JOIN_TIMEOUT_S, Ledger
 
 NOT_STARTED: Final = frozenset({AttemptState.WAITING, AttemptState.RESERVED})
-POLL_S: Final = 0.005
-"""Room appears as attempts end and as the engine gives up leases, which it does not report."""
+LOOK_S: Final = 0.005
+"""Interval of looks for room that the engine does not report: leases that it has given up."""
 
 
 class WaitingAttempts:
@@ -31,18 +32,27 @@ class WaitingAttempts:
         self._ledger = ledger
         self._address = address
         self._starts: dict[Key, Callable[[], None]] = {}
-        self._added = asyncio.Event()
+        self._changed = asyncio.Event()
 
     def add(self, attempt: Attempt, start: Callable[[], None]) -> None:
         """Call `start` once the attempt is to enter the engine, if it still is by then."""
         self._starts[attempt.key] = start
-        self._added.set()
+        self._changed.set()
+
+    def look(self) -> None:
+        """Look for room, since an attempt has ended."""
+        self._changed.set()
 
     async def run(self) -> None:
         """Start what has room, for ever."""
         async with asyncio.TaskGroup() as joins:
             while True:
-                await self._added.wait()
+                with suppress(TimeoutError):
+                    async with self._clock.timeout(LOOK_S if self._starts else None):
+                        await self._changed.wait()
+                self._changed.clear()
+                if not self._starts:
+                    continue
                 self._ledger.settle(self._engine.load().leased)
                 for attempt in self._ledger.begin(self._clock.now_s()):
                     if attempt.partner:
@@ -51,9 +61,6 @@ class WaitingAttempts:
                         self._start(attempt.key)
                 waiting = {attempt.key for attempt in self._ledger if attempt.state in NOT_STARTED}
                 self._starts = {key: start for key, start in self._starts.items() if key in waiting}
-                if not self._starts:
-                    self._added.clear()
-                await self._clock.sleep(POLL_S)
 
     def answer(self, join: Join) -> Accepted | Busy:
         """Start an attempt whose other leg is reserved, or say that there is no room for it."""

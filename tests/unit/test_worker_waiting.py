@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,11 +10,16 @@ from typing import Any
 
 import pytest
 
+from baton.bus import MemoryBus, MemoryNetwork
+from baton.clock import ManualClock
 from baton.engines.engine import Leg
+from baton.engines.scripted import ScriptedEngine
 from baton.errors import Overloaded
 from baton.messages.attempts import AttemptState, FinishReason
+from baton.messages.base import WorkerAddress
 from baton.worker.attempt import WITH_BLOCKS, Ask, Attempt, Key, Limits, Refusal
 from baton.worker.ledger import JOIN_PAUSE_S, JOIN_TIMEOUT_S, Ledger
+from baton.worker.waiting import WaitingAttempts
 
 LIMITS = Limits(slots=2, kv_blocks=10, engine_block_tokens=10, leased_share_max=1.0, waiting_max=4)
 
@@ -93,6 +99,27 @@ def test_waiting_attempts_begin_in_order_as_room_appears() -> None:
     assert ledger.enter(("first", 0))
     end(ledger, "runs-1")
     assert begun(ledger) == ["second"]
+
+
+async def test_an_attempt_begins_as_soon_as_another_ends() -> None:
+    ledger, clock, engine = full(ask("waits")), ManualClock(), ScriptedEngine()
+    await engine.start()
+    bus = MemoryBus(MemoryNetwork(clock=clock))
+    waiting = WaitingAttempts(
+        bus=bus, clock=clock, engine=engine, ledger=ledger, address=WorkerAddress(worker="w", generation=1)
+    )
+    attempt, begun = ledger.get(("waits", 0)), asyncio.Event()
+    assert attempt is not None
+    running = asyncio.create_task(waiting.run())
+    waiting.add(attempt, begun.set)
+    await clock.settle()
+    assert not begun.is_set()
+    end(ledger, "runs-0")
+    waiting.look()
+    await clock.settle()
+    assert begun.is_set(), "no time has passed"
+    running.cancel()
+    await bus.close()
 
 
 def test_a_small_attempt_does_not_overtake_a_large_one() -> None:
