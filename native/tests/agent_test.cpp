@@ -326,6 +326,23 @@ TEST(agents_wake_for_alarms_that_a_command_sets) {
   CHECK(std::chrono::steady_clock::now() < began + std::chrono::seconds(5));
 }
 
+// A post sets no alarm: if its wake-up is lost, nothing tells the sink before the next keep-alive, a second later.
+TEST(agents_tell_every_post_at_once) {
+  constexpr std::uint32_t kPulls = 30;
+  Node source("tcp"), sink("tcp");
+  source.fill(0, 1);
+  const auto began = std::chrono::steady_clock::now();
+  for (std::uint32_t number = 0; number < kPulls; ++number) {
+    const auto generation = source.agent.open_lease(key_of(number), -1);
+    source.agent.command(ExtendLease{key_of(number), generation, {0}});
+    sink.agent.command(StartPull{key_of(number), source.agent.endpoint(), 0, kBlockTokens, {5}, 20});
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // Both sides come to rest.
+    source.agent.command(PostReady{key_of(number), generation, -1, kBlockTokens});
+    CHECK(sink.wait_end(key_of(number)).kind == ReportKind::pull_done);
+  }
+  CHECK(std::chrono::steady_clock::now() < began + std::chrono::seconds(kPulls / 2));
+}
+
 TEST(agents_take_the_next_way_when_a_proof_does_not_come) {
   Options options = options_of("verbs", {});
   options.backends.emplace_back("tcp");

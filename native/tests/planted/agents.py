@@ -113,6 +113,13 @@ MUTATIONS = [
         "agents_wake",
     ),
     Mutation(
+        "a post does not wake the thread",
+        "transfer/agent.cpp",
+        "    if (actions_.empty() && core_.wake_s() >= wake_s) return;",
+        "    if (core_.wake_s() >= wake_s) return;",
+        "agents_tell_every",
+    ),
+    Mutation(
         "the thread does not wake for alarms",
         "transfer/agent.cpp",
         "  double wake_s = accept_again_s_ == 0 ? core_.wake_s() :",
