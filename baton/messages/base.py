@@ -94,6 +94,8 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 
 def unpack_tokens(packed: bytes) -> list[int]:
     """Return the token ids in `packed`. Raises MalformedMessage where its length is no multiple of 4."""
+    if len(packed) == TOKEN_BYTES:
+        return [int.from_bytes(packed, "little")]  # Most frames hold one token.
     if len(packed) % TOKEN_BYTES:
         raise MalformedMessage(f"{len(packed)} bytes are no whole number of packed token ids")
     tokens = array("I", packed)

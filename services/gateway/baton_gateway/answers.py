@@ -42,8 +42,7 @@ def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> 
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHead:
+class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that all chunks of one answer share."""
 
     request: str
@@ -193,6 +192,26 @@ class CompletionFormat:
             "top_logprobs": [_by_spelling(entry.top) for entry in entries],
             "text_offset": [offset.advance(entry.chosen.bytes) for entry in entries],
         }
+
+
+class EventWriter:
+    """Writes the chunks of one answer as server-sent events. Most bytes of a chunk are those of the choice's others."""
+
+    def __init__(self, shape: Format, *, with_logprobs: bool) -> None:
+        self._shape = shape
+        self._with_logprobs = with_logprobs
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+        """The bytes before and after the text, by choice."""
+
+    def piece(self, choice: int, piece: Piece) -> bytes:
+        if self._with_logprobs:
+            return sse_event(self._shape.chunk(choice, piece))
+        around = self._around.get(choice)
+        if around is None:
+            # The text is the last empty string of a chunk without one.
+            before, _, after = sse_event(self._shape.chunk(choice, Piece())).rpartition(b'""')
+            around = self._around[choice] = (before, after)
+        return around[0] + _encoder.encode(piece.text) + around[1]
 
 
 class TextOffset:

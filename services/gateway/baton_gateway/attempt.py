@@ -35,7 +35,7 @@ from baton.errors import (
     WorkerLost,
 )
 from baton.messages.attempts import Finish, FinishReason, Frame, Sampling
-from baton.messages.base import unpack_tokens
+from baton.messages.base import TOKEN_BYTES, unpack_tokens
 from baton.messages.placement import REFUSALS_MAX, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt_events import AttemptTimers
@@ -194,6 +194,17 @@ class AttemptMachine:
                 assert_never(event)
         return self._take_actions()
 
+    def extend(self, now_s: float, worker: str, generation: int, frame: Frame) -> ev.Deliver | None:
+        """Take a frame that only continues the stream, as nearly all do, at a fraction of the cost of `step`.
+
+        None: the frame needs `step`, and nothing has changed.
+        """
+        is_next = frame.attempt == self.attempt and frame.index == self.output.emitted
+        is_plain = frame.finish is None and frame.usage is None and frame.tokens and not len(frame.tokens) % TOKEN_BYTES
+        if not (self.phase is Phase.STREAMING and is_next and is_plain and self._is_decode(worker, generation)):
+            return None
+        return self._accept_tokens(now_s, frame, unpack_tokens(frame.tokens), 0)
+
     def _take_actions(self) -> list[ev.Action]:
         actions, self._actions = self._actions, []
         return actions
@@ -296,24 +307,25 @@ class AttemptMachine:
             return
         if frame.usage is not None:
             self.cached_tokens = max(self.cached_tokens, frame.usage.cached_tokens)
-        self._accept_tokens(now_s, frame, tokens[known:], known)
+        if fresh := tokens[known:]:
+            if self.phase is not Phase.STREAMING:
+                self._search.note_accepted()
+                self.phase = Phase.STREAMING
+                self._deadline_at_s = inf
+            self._actions.append(self._accept_tokens(now_s, frame, fresh, known))
         if frame.finish is not None:
             self._on_finish(now_s, frame.finish)
 
-    def _accept_tokens(self, now_s: float, frame: Frame, tokens: list[int], known: int) -> None:
-        if not tokens:
-            return
-        if self.phase is not Phase.STREAMING:
-            self._search.note_accepted()
-        self.phase = Phase.STREAMING
+    def _accept_tokens(self, now_s: float, frame: Frame, tokens: list[int], known: int) -> ev.Deliver:
+        """Take the tokens of a frame after its first `known` ones, which were delivered before."""
         self._phase_until_s = now_s + self._timers.progress_s
-        self._deadline_at_s = inf
         self._resend_at_s = inf
-        self.output.tokens += tokens
-        if self.output.emitted >= JUST_BEGUN_TOKENS:
+        output = self.output
+        output.tokens += tokens
+        if output.emitted >= JUST_BEGUN_TOKENS:
             self._search.clear()
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
-        self._actions.append(ev.Deliver(tokens, frame.logprobs[known:], ends or self.output.is_ended))
+        return ev.Deliver(tokens, frame.logprobs[known:], ends or output.is_ended)
 
     def _on_finish(self, now_s: float, finish: Finish) -> None:
         assert self.placement is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from baton.errors import BatonError
 from baton.messages.attempts import DigestEntry, FinishReason, Frame, TokenLogprob
 from baton.messages.placement import Placement
@@ -237,8 +239,7 @@ class ReportFault:
     error: BatonError
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Tokens in order, each exactly once since the answer started. `ends`: the last of them ended the output."""
 
     tokens: list[int]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+import msgspec
 
 from baton.messages.attempts import TokenLogprob
 from baton_gateway.bodies import OutputOptions
@@ -28,13 +30,12 @@ class LogprobEntry:
     top: tuple[Candidate, ...]
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """The part of a choice that some tokens add."""
 
     text: str = ""
     tokens: int = 0
-    logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
+    logprobs: list[LogprobEntry] = msgspec.field(default_factory=list)
     stopped: bool = False
     """Whether a stop string was found; later tokens are not needed."""
 
@@ -56,6 +57,15 @@ class ChoiceText:
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
         """Return the piece that `tokens` add. `ends`: the last of them ended the output and is not shown."""
+        if self._options.stops:
+            return self._feed_until_stop(tokens, logprobs, ends=ends)
+        self.tokens += len(tokens)
+        piece = Piece("".join(map(self._detokeniser.feed, tokens[:-1] if ends else tokens)), len(tokens))
+        if self._options.logprobs:
+            piece.logprobs += map(self._entry, tokens, logprobs)
+        return piece
+
+    def _feed_until_stop(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
         piece = Piece()
         shown: list[str] = []
         for at, token in enumerate(tokens):

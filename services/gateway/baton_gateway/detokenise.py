@@ -9,10 +9,10 @@ SentencePiece's strip the space before the first word of a text, and an output d
 
 from __future__ import annotations
 
-import codecs
 import json
 from array import array
-from collections.abc import Callable, Sequence
+from codecs import utf_8_decode
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, Protocol, cast
 
@@ -92,21 +92,18 @@ class Vocabulary:
         self._decoder = _decoder(spellings.decoder)
         decoder: dict[str, object] | None = json.loads(spellings.decoder)
         self._is_byte_level = decoder is not None and decoder.get("type") == "ByteLevel"
-        self._bytes: dict[int, bytes] = {}
+        self._bytes = BytesByToken(self._look_up)
 
     def detokeniser(self, *, skip_special: bool = True, prompt: Sequence[int] = ()) -> Detokeniser:
         """Return a detokeniser for the output after `prompt`, of which the last `PROMPT_TOKENS` are enough."""
         special = self._special if skip_special else frozenset[int]()
         if self._is_byte_level:
-            return ByteDetokeniser(self.token_bytes, special)
+            return ByteDetokeniser(self._bytes, special)
         return WindowDetokeniser(self._decode, special, self._context(prompt, special))
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that this token adds; empty for an id the tokenizer does not know."""
-        known = self._bytes.get(token)
-        if known is None:
-            known = self._bytes[token] = self._look_up(token)
-        return known
+        return self._bytes[token]
 
     def _piece(self, token: int) -> str:
         if token >= len(self._ends):
@@ -136,6 +133,20 @@ class Vocabulary:
         return (twice[len(alone) :] if twice.startswith(alone) else alone).encode()
 
 
+class BytesByToken(dict[int, bytes]):
+    """Bytes of the tokens looked up so far. Reading it calls no Python for a token that is known."""
+
+    def __init__(self, look_up: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._look_up = look_up
+
+    def __missing__(self, token: int) -> bytes:
+        spelled = self._look_up(token)
+        if spelled:  # Ids that the tokenizer does not know have no bound.
+            self[token] = spelled
+        return spelled
+
+
 _EMPTY: Final[dict[str, object]] = {"type": "BPE", "vocab": {}, "merges": []}
 
 
@@ -152,18 +163,24 @@ def _continues(spelled: bytes) -> bool:
 
 
 class ByteDetokeniser:
-    def __init__(self, token_bytes: Callable[[int], bytes], special: frozenset[int]) -> None:
+    """Decodes UTF-8, and holds the bytes of a character that is not complete."""
+
+    def __init__(self, token_bytes: Mapping[int, bytes], special: frozenset[int]) -> None:
         self._token_bytes = token_bytes
         self._special = special
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
 
     def feed(self, token: int) -> str:
         if token in self._special:
             return ""
-        return self._decoder.decode(self._token_bytes(token))
+        spelled = self._held + self._token_bytes[token]
+        text, decoded_bytes = utf_8_decode(spelled, "replace")
+        self._held = spelled[decoded_bytes:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+        held, self._held = self._held, b""
+        return held.decode(errors="replace")
 
 
 class WindowDetokeniser:

@@ -32,6 +32,7 @@ from baton.messages.attempts import (
     DecodeTask,
     Fault,
     FinishReason,
+    Frame,
     PrefillTask,
     Resend,
     TokenChunk,
@@ -137,6 +138,21 @@ class AnswerDriver:
         """Step the machine with an event and perform its actions. Never waits, never raises."""
         self._events.append(event)
         self._pump()
+
+    def take_frame(self, now_s: float, worker: str, generation: int, frame: Frame) -> None:
+        """Take a worker's frame, as `post` would; most frames only add tokens and need no more than their text."""
+        deliver = None
+        if not self._events and self._error is None:
+            deliver = self.machine.extend(now_s, worker, generation, frame)
+        if deliver is None:
+            self._events.append(ev.FrameArrived(worker, generation, frame))
+        else:
+            try:
+                self._deliver(self._text.feed(deliver.tokens, deliver.logprobs, ends=deliver.ends))
+            except Exception as error:  # noqa: BLE001  As in `_pump`.
+                self._error = error
+        if self._events or self._error is not None:
+            self._pump()
 
     def grant(self, attempt: int, placement: Placement) -> None:
         self.post(ev.PlaceGranted(attempt, placement, len(self._links.unanswered)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -40,8 +39,7 @@ HERE_BYTES_MAX: Final = 2048
 SESSION_BYTES: Final = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestFacts:
+class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a request outside its body."""
 
     request: str
@@ -57,8 +55,7 @@ class RequestFacts:
     objectives: Objectives
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """A request, ready to run. Its choices are ordered by prompt: those of the first prompt come first."""
 
     request: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.placement import Disaggregation
@@ -10,8 +10,7 @@ from baton_gateway.objectives import Objectives
 from baton_gateway.workers import Model
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class Order(msgspec.Struct, frozen=True, kw_only=True):
     """One answer to produce: one choice of one prompt."""
 
     request: str
@@ -41,8 +40,7 @@ class Order:
     objectives: Objectives
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
+class Outcome(msgspec.Struct, frozen=True):
     reason: FinishReason
     completion_tokens: int
     cached_tokens: int

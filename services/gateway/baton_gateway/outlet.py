@@ -20,12 +20,21 @@ class Ending:
 class Outlet:
     """Buffer of one request. `put` never waits.
 
+    A piece that comes while the reader waits and nothing is unread goes to `pass_on` first, which returns whether it
+    took the piece: while the client takes all that comes, its reader need not wake up for each token.
     A reader with more than `unread_tokens_max` tokens unread is given up: `on_overflow` is called once.
     """
 
-    def __init__(self, unread_tokens_max: int | None, on_overflow: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        unread_tokens_max: int | None,
+        on_overflow: Callable[[], None] = lambda: None,
+        pass_on: Callable[[int, Piece], bool] = lambda _choice, _piece: False,
+    ) -> None:
         self._unread_tokens_max = unread_tokens_max
         self._on_overflow = on_overflow
+        self._pass_on = pass_on
+        self._reader_waits = False
         self._items: list[tuple[int, Piece | Ending]] = []
         self._unread_tokens = 0
         self._overflowed = False
@@ -36,6 +45,8 @@ class Outlet:
     def put(self, choice: int, item: Piece | Ending) -> bool:
         """Add a choice's piece or ending. Return False if the reader was given up."""
         if isinstance(item, Piece):
+            if self._reader_waits and not self._items and self._pass_on(choice, item):
+                return True
             self._unread_tokens += item.tokens
             if self._unread_tokens_max is not None and self._unread_tokens > self._unread_tokens_max:
                 if not self._overflowed:
@@ -51,7 +62,11 @@ class Outlet:
 
     async def take(self) -> list[tuple[int, Piece | Ending]]:
         """Wait for items and return all that have gathered."""
-        await self._filled.wait()
+        self._reader_waits = True
+        try:
+            await self._filled.wait()
+        finally:
+            self._reader_waits = False
         return self._take()
 
     async def take_whole(self, choices: int) -> list[tuple[int, Piece | Ending]]:

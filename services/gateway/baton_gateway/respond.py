@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, ClientGone
-from baton_gateway.answers import SSE_DONE, Format, WholeChoice, error_body, sse_event, to_json, usage_of
+from baton_gateway.answers import SSE_DONE, EventWriter, Format, WholeChoice, error_body, sse_event, to_json, usage_of
 from baton_gateway.choice import Piece
 from baton_gateway.generate import Job, Production
 from baton_gateway.guard import error_response
@@ -27,6 +27,8 @@ SSE_HEADERS = [
 ]
 ABORT_EXTENSION = "baton.abort"
 """ASGI extension of our server: a function that cuts the connection."""
+WRITE_EXTENSION = "baton.write"
+"""ASGI extension of our server: a function that writes a part of a begun body, or returns False if it cannot now."""
 
 
 class AnswerResponse(Response):
@@ -42,12 +44,20 @@ class AnswerResponse(Response):
         self._trace = trace
         self._stream = stream
         self._with_usage = with_usage
+        self._events = EventWriter(shape, with_logprobs=job.plan.output.logprobs)
+        self._opened: set[int] = set()
+        """Choices of which a stream has sent the beginning."""
+        self._write_now: Callable[[bytes], bool] = lambda _part: False
         self._outcomes: dict[int, Outcome] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         extensions: dict[str, Any] = scope.get("extensions") or {}
         cut: Callable[[], None] = extensions.get(ABORT_EXTENSION) or (lambda: None)
-        outlet = Outlet(self._gateway.settings.unread_tokens_max if self._stream else None, on_overflow=cut)
+        if self._stream:
+            self._write_now = extensions.get(WRITE_EXTENSION, self._write_now)
+            outlet = Outlet(self._gateway.settings.unread_tokens_max, on_overflow=cut, pass_on=self._pass_on)
+        else:
+            outlet = Outlet(None)
         production = Production(self._gateway, self._job, outlet, self._trace.note_produced)
         async with asyncio.TaskGroup() as group:
             work = group.create_task(production.run())
@@ -94,15 +104,14 @@ class AnswerResponse(Response):
     async def _send_stream(
         self, outlet: Outlet, production: Production, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        opened: set[int] = set()
-        started = False
-        while len(self._outcomes) < len(self._job.orders):
+        choices, started = len(self._job.orders), False
+        while len(self._outcomes) < choices:
             events: list[bytes] = []
             try:
-                items, before = await outlet.take(), frozenset(opened)
+                items, before = await outlet.take(), frozenset(self._opened)
                 for choice, item in items:
-                    self._render(choice, item, opened, events)
-                for choice in opened - before:
+                    self._render(choice, item, events)
+                for choice in self._opened - before:
                     production.note_shown(choice)
             except ClientGone:
                 return
@@ -119,26 +128,33 @@ class AnswerResponse(Response):
             if not started:
                 await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
                 started = True
+            if is_last := len(self._outcomes) == choices:
+                events += [sse_event(self._format.usage_chunk(self._usage()))] if self._with_usage else []
+                events.append(SSE_DONE)
             # One write carries all events since the previous one.
-            await _send_body(send, b"".join(events), more=True)
-        tail = sse_event(self._format.usage_chunk(self._usage())) if self._with_usage else b""
-        await _send_body(send, tail + SSE_DONE, more=False)
+            await _send_body(send, b"".join(events), more=not is_last)
 
-    def _render(self, choice: int, item: Piece | Ending, opened: set[int], events: list[bytes]) -> None:
+    def _pass_on(self, choice: int, piece: Piece) -> bool:
+        """Write a piece to the client at once, if its choice has begun and the connection takes it."""
+        if choice not in self._opened:
+            return False
+        return not (piece.text or piece.logprobs) or self._write_now(self._events.piece(choice, piece))
+
+    def _render(self, choice: int, item: Piece | Ending, events: list[bytes]) -> None:
         """Append the events of one item. Raises the error of a choice that failed."""
         if isinstance(item, Ending):
             reason = self._note_ending(choice, item)
-            self._open(choice, opened, events)
+            self._open(choice, events)
             events.append(sse_event(self._format.closing(choice, reason)))
             return
         if not item.text and not item.logprobs:
             return
-        self._open(choice, opened, events)
-        events.append(sse_event(self._format.chunk(choice, item)))
+        self._open(choice, events)
+        events.append(self._events.piece(choice, item))
 
-    def _open(self, choice: int, opened: set[int], events: list[bytes]) -> None:
-        if choice not in opened:
-            opened.add(choice)
+    def _open(self, choice: int, events: list[bytes]) -> None:
+        if choice not in self._opened:
+            self._opened.add(choice)
             opening = self._format.opening(choice)
             if opening is not None:
                 events.append(sse_event(opening))

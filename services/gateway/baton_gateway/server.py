@@ -10,6 +10,7 @@ import math
 import re
 import socket
 from collections.abc import AsyncGenerator, Callable, Generator
+from functools import partial
 from typing import Any, Final, cast
 
 import uvicorn
@@ -20,8 +21,9 @@ from baton.errors import InvalidRequest, Unavailable
 from baton_gateway.answers import error_body, to_json
 from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
-from baton_gateway.respond import ABORT_EXTENSION
+from baton_gateway.respond import ABORT_EXTENSION, WRITE_EXTENSION
 from baton_gateway.service import Gateway
+from baton_gateway.turn_writer import TurnWriter
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,7 @@ HEAD_BYTES_MAX: Final = 64 << 10
 class Protocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, with bounds on a request's head and an extension that lets a response cut it off."""
 
+    writer: TurnWriter
     head_read_s = 30.0
     _head_timer: asyncio.TimerHandle | None = None
     """Timer that runs from the start of a connection or request to the end of the request's head."""
@@ -68,6 +71,9 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._stop_awaiting_head()
         super().on_headers_complete()
+        scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
+        # Bound to this request's cycle: the next request may arrive before this one is answered.
+        scope["extensions"][WRITE_EXTENSION] = partial(self.writer.write, self.loop.call_soon, self.cycle)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0  # Bytes after the end of this request begin the next one.
@@ -176,6 +182,7 @@ def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Serv
     settings = gateway.settings
 
     class OurProtocol(Protocol):
+        writer = TurnWriter()
         head_read_s = settings.body_read_s
 
     config = uvicorn.Config(
@@ -187,6 +194,7 @@ def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Serv
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         backlog=4096,
         timeout_keep_alive=settings.keep_alive_s,
         # Only clients that do not even read the error are left by then; their connections are cut.

@@ -186,10 +186,11 @@ class Gateway:
         message = delivery.message
         match message:
             case Frames():
+                now_s = self.clock.now_s()
                 for frame in message.frames:
                     driver = self.routes.get(frame.request)
                     if driver is not None:
-                        driver.post(ev.FrameArrived(message.worker, message.generation, frame))
+                        driver.take_frame(now_s, message.worker, message.generation, frame)
             case Digest():
                 self._on_digest(message)
             case Released():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from baton.clock import Clock
 from baton_gateway.attempt import AttemptMachine, Phase
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Change(msgspec.Struct, frozen=True, kw_only=True):
     """Changes of one step."""
 
     new_attempt: bool

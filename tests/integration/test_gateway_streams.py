@@ -1,0 +1,102 @@
+"""Streamed answers past the request's task: written by our server's extension, the same bytes as through ASGI."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+from baton_gateway.api import make_app
+from baton_gateway.config import Settings
+from baton_gateway.respond import WRITE_EXTENSION
+from baton_gateway.server import listen, make_server
+from starlette.types import Message, Receive, Scope, Send
+
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.stage import Stage, open_stage
+from tests.harness.nodes import living
+
+TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀 done."
+
+
+async def streamed(stage: Stage, *, extended: bool, takes: int = 1 << 30) -> tuple[bytes, int]:
+    """Call the application as a server would, with or without our extension, which writes `takes` parts at most.
+
+    Return the body, and how many of its parts the extension wrote.
+    """
+    body = json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "temperature": 0}).encode()
+    requests: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    parts: list[bytes] = []
+    written = 0
+
+    async def receive() -> Message:
+        if requests:
+            return requests.pop()
+        return await asyncio.Future[Message]()
+
+    async def send(message: Message) -> None:
+        parts.append(message.get("body", b""))
+
+    def write(part: bytes) -> bool:
+        nonlocal written
+        if written < takes:
+            written += 1
+            parts.append(part)
+            return True
+        return False
+
+    extensions = {WRITE_EXTENSION: write} if extended else {}
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+    await make_app(stage.gateway)({**scope, "extensions": extensions}, receive, send)
+    return b"".join(parts), written
+
+
+def shown(body: bytes) -> list[str]:
+    """Return the events without what differs from request to request."""
+    return [re.sub(r'"id":"[^"]*"|"created":\d+', "", event) for event in body.decode().split("\n\n")]
+
+
+async def test_the_extension_writes_the_bytes_that_asgi_would_send() -> None:
+    async with open_stage() as stage:
+        stage.say(TEXT)
+        stage.workers["d1"].script.interval_s = 0.001  # One event in each turn of the loop.
+        plain, _ = await streamed(stage, extended=False)
+        quick, written = await streamed(stage, extended=True)
+        interrupted, some = await streamed(stage, extended=True, takes=3)
+    assert shown(quick) == shown(interrupted) == shown(plain)
+    assert written > 10
+    assert some == 3
+    assert plain.endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_part_belongs_to_the_response_of_its_request() -> None:
+    """Two requests at once on one connection: the second response begins after the first has ended."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        write, name = scope["extensions"][WRITE_EXTENSION], scope["path"].encode()
+        assert not write(b"too early")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        assert write(name + b" one,")
+        assert write(name + b" two,")
+        await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": name + b" end", "more_body": False})
+        assert not write(b"too late")
+
+    settings = Settings(port=0, learn_s=0.0)
+    stage = Stage(settings)
+    async with stage.standing():
+        with listen(settings) as listener:
+            server = make_server(app, stage.gateway, listener)
+            async with living(server):
+                await stage.wait_for(lambda: server.started)
+                host, port = listener.getsockname()
+                reader, writer = await asyncio.open_connection(host, port)
+                writer.write(b"GET /a HTTP/1.1\r\nhost: x\r\n\r\nGET /b HTTP/1.1\r\nhost: x\r\n\r\n")
+                got = await asyncio.wait_for(reader.readuntil(b"/b end\r\n0\r\n\r\n"), 5.0)
+                writer.close()
+                async with httpx.AsyncClient() as client:
+                    whole = await client.get(f"http://{host}:{port}/c")
+    assert [b"e\r\n%b one,%b two,\r\n" % (name, name) in got for name in (b"/a", b"/b")] == [True, True]
+    assert whole.text == "/c one,/c two,/c end"

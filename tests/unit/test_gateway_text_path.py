@@ -1,0 +1,253 @@
+"""The path of a token through the gateway, against a plain reference: the same bytes, state and order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from baton_gateway import attempt_events as ev
+from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, EventWriter
+from baton_gateway.bodies import OutputOptions
+from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.detokenise import BytesByToken, Vocabulary
+from baton_gateway.order import Outcome
+from baton_gateway.outlet import Ending, Outlet
+from baton_gateway.turn_writer import TurnWriter
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from baton.messages.attempts import FinishReason, Frame, Sampling, TokenLogprob, Usage
+from tests.harness.gateway.actors import SPECIAL, tiny_model
+from tests.harness.gateway.attempt_harness import AttemptHarness, frame
+from tests.harness.gateway.reference_text import ReferenceText, reference_event
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary(tiny_model()[1].facts.spellings)
+
+
+TOKENS = st.lists(st.one_of(st.integers(0, 399), st.sampled_from([1000, 2**32 - 1])), max_size=40)
+LOGPROB = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@given(
+    tokens=TOKENS,
+    options=st.builds(
+        OutputOptions,
+        stops=st.lists(
+            st.sampled_from(["the", " f", "é", "好", "\N{REPLACEMENT CHARACTER}", "o", '"']), max_size=2
+        ).map(tuple),
+        include_stop=st.booleans(),
+        min_tokens=st.integers(0, 10),
+        skip_special=st.booleans(),
+        logprobs=st.booleans(),
+    ),
+    logprobs=st.lists(st.builds(TokenLogprob, logprob=LOGPROB, top=st.tuples(st.tuples(st.integers(0, 399), LOGPROB)))),
+    cuts=st.lists(st.integers(0, 40), max_size=10),
+    ends=st.booleans(),
+    chat=st.booleans(),
+    with_usage=st.booleans(),
+    model=st.sampled_from(["m", 'a "" b', "\n"]),
+)
+def test_tokens_become_the_bytes_of_the_reference(
+    vocabulary: Vocabulary,
+    tokens: list[int],
+    options: OutputOptions,
+    logprobs: list[TokenLogprob],
+    cuts: list[int],
+    ends: bool,
+    chat: bool,
+    with_usage: bool,
+    model: str,
+) -> None:
+    head = AnswerHead(request="r", model=model, created_s=1, with_usage=with_usage, with_logprobs=options.logprobs)
+    kind = ChatFormat if chat else CompletionFormat
+    special = frozenset(range(len(SPECIAL)))
+    text, expected = ChoiceText(vocabulary, options), ReferenceText(vocabulary.token_bytes, special, options)
+    writer, shape = EventWriter(kind(head), with_logprobs=options.logprobs), kind(head)
+    edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
+    for start, end in pairwise(edges):
+        part, beside = tokens[start:end], logprobs[start:end]
+        piece = text.feed(part, beside, ends=ends and end == len(tokens))
+        assert piece == (other := expected.feed(part, beside, ends=ends and end == len(tokens)))
+        assert writer.piece(1, piece) == reference_event(shape, 1, other)
+    assert text.finish() == expected.finish()
+    assert text.tokens == expected.tokens
+
+
+@given(text=st.text(), chat=st.booleans())
+def test_any_text_is_escaped_as_json(text: str, chat: bool) -> None:
+    head = AnswerHead(request="r", model="m", created_s=1)
+    shape = ChatFormat(head) if chat else CompletionFormat(head)
+    text = text.encode(errors="replace").decode()
+    assert EventWriter(shape, with_logprobs=False).piece(0, Piece(text)) == reference_event(shape, 0, Piece(text))
+
+
+def test_ids_that_no_tokenizer_knows_are_not_kept() -> None:
+    asked: list[int] = []
+    known = BytesByToken(lambda token: asked.append(token) or (b"a" if token == 1 else b""))
+    assert [known[1], known[1], known[10**9]] == [b"a", b"a", b""]
+    assert asked == [1, 10**9]
+    assert dict(known) == {1: b"a"}
+
+
+# ---------------------------------------------------------------- frames
+
+
+@st.composite
+def frames(draw: st.DrawFn) -> Frame:
+    tokens = draw(st.lists(st.integers(2, 9), max_size=4))
+    finish = draw(st.sampled_from([None, None, None, FinishReason.LENGTH, FinishReason.STOP]))
+    shown = frame(draw(st.integers(0, 1)), draw(st.integers(0, 12)), tokens, finish)
+    usage = draw(st.sampled_from([None, None, Usage(prompt_tokens=4, completion_tokens=1, cached_tokens=3)]))
+    cut = draw(st.sampled_from([0, 0, 0, 1]))
+    return replace(shown, usage=usage, tokens=shown.tokens[: len(shown.tokens) - cut])
+
+
+@given(
+    arrived=st.lists(
+        st.tuples(st.sampled_from(["d1", "d1", "d1", "d2"]), st.sampled_from([1, 1, 2]), frames(), st.booleans()),
+        max_size=12,
+    )
+)
+def test_extending_a_stream_equals_stepping(arrived: list[tuple[str, int, Frame, bool]]) -> None:
+    """Frames of which many come next, through `extend` where it takes them, against `step` alone."""
+    quick, plain = AttemptHarness(Sampling(max_tokens=64)), AttemptHarness(Sampling(max_tokens=64))
+    for each in (quick, plain):
+        each.run_on("d1")
+    for worker, generation, any_frame, is_next in arrived:
+        now_next = replace(any_frame, attempt=plain.machine.attempt, index=len(plain.machine.output.tokens))
+        shown = now_next if is_next else any_frame
+        expected = plain.step(ev.FrameArrived(worker, generation, shown))
+        deliver = quick.machine.extend(quick.now_s, worker, generation, shown)
+        actions = quick.step(ev.FrameArrived(worker, generation, shown)) if deliver is None else [deliver]
+        assert repr(actions) == repr(expected)
+        assert state_of(quick) == state_of(plain)
+        quick.now_s += 1.0
+        plain.now_s += 1.0
+
+
+def state_of(harness: AttemptHarness) -> dict[str, str]:
+    """Return the machine's state, but for its search, which is the same where actions and deadlines are."""
+    state = vars(harness.machine) | vars(harness.machine.output)
+    return {name: repr(value) for name, value in state.items() if name not in ("_search", "output")}
+
+
+def test_a_frame_in_the_middle_needs_no_event() -> None:
+    harness = AttemptHarness(Sampling(max_tokens=64))
+    harness.run_on("d1")
+    assert harness.machine.extend(0.0, "d1", 1, frame(0, 0, [5])) is None, "the first tokens change the phase"
+    harness.frame(0, [5])
+    assert harness.machine.extend(0.0, "d1", 1, frame(0, 1, [6, 7])) == ev.Deliver([6, 7], (), False)
+    assert harness.machine.output.tokens == [5, 6, 7]
+
+
+# ---------------------------------------------------------------- outlets
+
+
+class Client:
+    """A client whose socket may be full; it gets what passes the outlet, and what its reader takes."""
+
+    def __init__(self) -> None:
+        self.takes = True
+        self.got: list[str] = []
+        self.outlet = Outlet(100, pass_on=self.pass_on)
+
+    def pass_on(self, _choice: int, piece: Piece) -> bool:
+        if self.takes:
+            self.got.append(piece.text)
+        return self.takes
+
+    async def read(self) -> None:
+        while True:
+            for _, item in await self.outlet.take():
+                if isinstance(item, Ending):
+                    return
+                await asyncio.sleep(0)
+                self.got.append(item.text)
+
+
+@given(steps=st.lists(st.sampled_from(["put", "put", "full", "free", "turn"]), max_size=40))
+async def test_pieces_keep_their_order_past_a_full_socket(steps: list[str]) -> None:
+    client, sent = Client(), list[str]()
+    reader = asyncio.create_task(client.read())
+    for step in steps:
+        match step:
+            case "put":
+                sent.append(f"{len(sent)}")
+                assert client.outlet.put(0, Piece(sent[-1], 1))
+            case "turn":
+                await asyncio.sleep(0)
+            case _:
+                client.takes = step == "free"
+    client.outlet.put(0, Ending(Outcome(FinishReason.STOP, len(sent), 0)))
+    await reader
+    assert client.got == sent
+
+
+async def test_a_waiting_reader_is_not_woken_for_what_passes() -> None:
+    client = Client()
+    reader = asyncio.create_task(client.read())
+    await asyncio.sleep(0)
+    client.outlet.put(0, Piece("a", 1))
+    assert client.got == ["a"], "written without a turn of the loop"
+    reader.cancel()
+
+
+# ---------------------------------------------------------------- turns of the event loop
+
+
+@dataclass
+class Cycle:
+    """The part of uvicorn's cycle that a writer uses, its own transport."""
+
+    flow: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(write_paused=False))
+    disconnected: bool = False
+    chunked_encoding: bool | None = True
+    response_complete: bool = False
+    closing: bool = False
+    written: list[bytes] = field(default_factory=list[bytes])
+
+    __hash__ = object.__hash__
+
+    @property
+    def transport(self) -> SimpleNamespace:
+        return SimpleNamespace(write=self.written.append, is_closing=lambda: self.closing)
+
+
+def test_parts_of_one_turn_are_one_write_for_each_response() -> None:
+    writer, turn, one, two = TurnWriter(), list[Callable[[], None]](), Cycle(), Cycle()
+    for cycle, part in ((one, b"a"), (two, b"b"), (one, b"c" * 15)):
+        assert writer.write(turn.append, cast("RequestResponseCycle", cycle), part)
+    (flush,) = turn
+    flush()
+    assert (one.written, two.written) == ([b"10\r\na" + b"c" * 15 + b"\r\n"], [b"1\r\nb\r\n"])
+    assert writer.write(turn.append, cast("RequestResponseCycle", one), b"d")
+    assert len(turn) == 2, "each turn is flushed"
+
+
+@pytest.mark.parametrize(
+    "cycle",
+    [Cycle(disconnected=True), Cycle(chunked_encoding=None), Cycle(flow=SimpleNamespace(write_paused=True))],
+    ids=["disconnected", "not begun", "full"],
+)
+def test_a_response_that_takes_nothing_gets_nothing(cycle: Cycle) -> None:
+    assert not TurnWriter().write(lambda _: None, cast("RequestResponseCycle", cycle), b"a")
+
+
+@pytest.mark.parametrize("end", ["response_complete", "closing"])
+def test_nothing_follows_the_end_of_a_response(end: str) -> None:
+    writer, turn, ended, other = TurnWriter(), list[Callable[[], None]](), Cycle(), Cycle()
+    for cycle in (ended, other):
+        writer.write(turn.append, cast("RequestResponseCycle", cycle), b"a")
+    setattr(ended, end, True)
+    turn[0]()
+    assert (ended.written, other.written) == ([], [b"1\r\na\r\n"])
