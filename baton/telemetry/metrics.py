@@ -61,6 +61,9 @@ class Metrics:
             if row.kind is Kind.HISTOGRAM
         }
 
+        self._series: dict[tuple[str, tuple[str, ...]], Histogram] = {}
+        """Histograms with their labels, as far as observed; the registry keeps each of them, too."""
+
     def read(self, source: Source) -> None:
         """Ask `source` for its readings at each scrape."""
         self._sources.append(source)
@@ -85,9 +88,11 @@ class Metrics:
 
     def observe(self, row: Row, value: float, *labels: str, trace: str = "") -> None:
         """Put a value into a histogram. `trace`, a traceparent, becomes its exemplar if the trace is sampled."""
-        histogram = self._histograms[row]
-        exemplar = {"trace_id": trace[3:35]} if trace.endswith("-01") else None
-        (histogram.labels(*labels) if labels else histogram).observe(value, exemplar)
+        series = self._series.get((row.name, labels))
+        if series is None:
+            histogram = self._histograms[row]
+            series = self._series[row.name, labels] = histogram.labels(*labels) if labels else histogram
+        series.observe(value, {"trace_id": trace[3:35]} if trace.endswith("-01") else None)
 
     def render(self, accept: str) -> tuple[str, bytes]:
         """Return the content type and the text of a scrape; exemplars need a client that accepts OpenMetrics."""

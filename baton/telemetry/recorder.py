@@ -26,7 +26,14 @@ Export = Callable[[SpanRecord], None]
 
 
 class Recorded(Protocol):
-    """A running span."""
+    """A span, running or ended. Its record is made when it is exported or asked for: most never are."""
+
+    trace: str
+    """W3C `traceparent`."""
+
+    def is_called(self, name: str) -> bool:
+        """Return whether one of the attributes `NAMES` is `name`."""
+        ...
 
     def record(self) -> SpanRecord: ...
 
@@ -38,7 +45,7 @@ class _TracePart:
     sampled: bool = False
     wanted: bool = False
     touched_s: float = 0.0
-    spans: list[SpanRecord] = field(default_factory=list[SpanRecord])
+    spans: list[Recorded] = field(default_factory=list[Recorded])
     left_out: int = 0
 
 
@@ -63,45 +70,41 @@ class Recorder:
         """Traces by id; the one touched last is last."""
         self._spans = 0
 
-    def begin(self, span: str, recorded: Recorded) -> None:
-        self._open[span] = recorded
+    def begin(self, span: Recorded) -> None:
+        self._open[span.trace[36:52]] = span
         if len(self._open) > self._spans_max:
             self._open.popitem(last=False)
 
-    def end(self, record: SpanRecord, *, sampled: bool) -> None:
+    def end(self, span: Recorded) -> None:
         """Keep a span that has ended, and export it if its trace is sampled or was wanted before."""
-        self._open.pop(record.span, None)
-        part = self._touch(record.trace)
-        part.sampled = part.sampled or sampled
+        self._open.pop(span.trace[36:52], None)
+        part = self._touch(trace_id(span))
+        part.sampled = part.sampled or span.trace[-1] == "1"
         if len(part.spans) < TRACE_SPANS_MAX:
-            part.spans.append(record)
+            part.spans.append(span)
             self._spans += 1
         else:
             part.left_out += 1
         if self._export is not None and (part.sampled or part.wanted):
-            self._export(record)
-        self._trim()
+            self._export(span.record())
+        if self._spans > self._spans_max or len(self._traces) > self._spans_max:
+            self._trim()
 
     def want(self, trace: str) -> None:
         """Export this trace: the spans that have ended, and those that will end from now on."""
         part = self._touch(trace)
         if self._export is not None and not (part.wanted or part.sampled):
-            for record in part.spans:
-                self._export(record)
+            for span in part.spans:
+                self._export(span.record())
         part.wanted = True
         self._trim()
 
     def find(self, name: str) -> tuple[list[SpanRecord], int]:
         """Return all spans of the traces called `name`, running ones included, and how many are missing."""
         self._trim()
-        running = [span.record() for span in self._open.values()]
-        ended = [record for part in self._traces.values() for record in part.spans]
-        found = {
-            record.trace
-            for record in (*running, *ended)
-            if record.trace == name or any(record.attributes.get(key) == name for key in NAMES)
-        }
-        spans = [record for record in (*ended, *running) if record.trace in found]
+        kept = [*(span for part in self._traces.values() for span in part.spans), *self._open.values()]
+        found = {trace_id(span) for span in kept if trace_id(span) == name or span.is_called(name)}
+        spans = [span.record() for span in kept if trace_id(span) in found]
         return spans, sum(part.left_out for trace, part in self._traces.items() if trace in found)
 
     def _touch(self, trace: str) -> _TracePart:
@@ -122,3 +125,7 @@ class Recorder:
                 return
             del self._traces[trace]
             self._spans -= len(part.spans)
+
+
+def trace_id(span: Recorded) -> str:
+    return span.trace[3:35]

@@ -27,7 +27,7 @@ from baton import subjects
 from baton.bus import Bus, Delivery
 from baton.errors import BatonError
 from baton.messages.traces import AttributeValue, SpanRecord, TracePage, TraceQuery, TraceWanted
-from baton.telemetry.recorder import Export, Recorder
+from baton.telemetry.recorder import NAMES, Export, Recorder
 from baton.telemetry.settings import TelemetrySettings
 
 if TYPE_CHECKING:
@@ -46,7 +46,18 @@ _ID_BITS: Final = 64
 class Span:
     """A piece of work in a trace. `trace` goes into the messages that this work sends."""
 
-    __slots__ = ("_attributes", "_error", "_kind", "_links", "_name", "_parent", "_recorder", "_start_ns", "trace")
+    __slots__ = (
+        "_attributes",
+        "_end_ns",
+        "_error",
+        "_kind",
+        "_links",
+        "_name",
+        "_parent",
+        "_recorder",
+        "_start_ns",
+        "trace",
+    )
 
     def __init__(
         self,
@@ -63,34 +74,43 @@ class Span:
         self.trace = trace
         """W3C `traceparent`."""
         self._recorder = recorder
+        """None once the span has ended, and where nothing is recorded."""
         self._name = name
         self._attributes: dict[str, AttributeValue] = dict(attributes or {})
         self._parent = parent
         self._kind = kind
         self._links = links
         self._start_ns = start_ns
+        self._end_ns = 0
         self._error = ""
         if recorder is not None:
-            recorder.begin(trace[36:52], self)
+            recorder.begin(self)
 
     def rename(self, name: str) -> None:
-        self._name = name
+        if self._recorder is not None:
+            self._name = name
 
     def set(self, attributes: Mapping[str, AttributeValue]) -> None:
-        self._attributes.update(attributes)
+        if self._recorder is not None:
+            self._attributes.update(attributes)
 
     def fail(self, error: BaseException) -> None:
         """Note the error that this work failed with."""
-        self._error = str(error) or type(error).__name__
-        self._attributes["error.type"] = error.code if isinstance(error, BatonError) else type(error).__name__
+        if self._recorder is not None:
+            self._error = str(error) or type(error).__name__
+            self._attributes["error.type"] = error.code if isinstance(error, BatonError) else type(error).__name__
 
     def end(self, at_s: float | None = None) -> None:
         """End the span, now or at an instant of the monotonic clock. Once it has ended, nothing changes it."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
-            recorder.end(self.record(time.time_ns() if at_s is None else _wall_ns(at_s)), sampled=self.trace[-1] == "1")
+            self._end_ns = time.time_ns() if at_s is None else _wall_ns(at_s)
+            recorder.end(self)
 
-    def record(self, end_ns: int = 0) -> SpanRecord:
+    def is_called(self, name: str) -> bool:
+        return any(self._attributes.get(key) == name for key in NAMES)
+
+    def record(self) -> SpanRecord:
         return SpanRecord(
             trace=self.trace[3:35],
             span=self.trace[36:52],
@@ -98,7 +118,7 @@ class Span:
             name=self._name,
             kind=self._kind.value,
             start_ns=self._start_ns,
-            end_ns=end_ns,
+            end_ns=self._end_ns,
             error=self._error[:TEXT_CHARACTERS_MAX],
             attributes={
                 name: value[:TEXT_CHARACTERS_MAX] if isinstance(value, str) else value

@@ -12,7 +12,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -106,8 +105,18 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
     _add_error_handlers(app)
     _describe_bodies(app)
+    generation: dict[str, Operation] = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+
+    async def route(scope: Scope, receive: Receive, send: Send) -> None:
+        """Skip FastAPI's layers, a sixth of a short request's cost, for requests that they would only pass on."""
+        operation = generation.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if operation is None:
+            await app(scope, receive, send)
+        else:
+            await GenerationResponse(gateway, operation, int(gateway.clock.wall_s()))(scope, receive, send)
+
     return Guard(
-        app,
+        route,
         ApiKeys(gateway.settings.api_keys),
         drain_state=lambda: gateway.drain_state,
         on_response=gateway.figures.responded,
@@ -220,12 +229,15 @@ async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: f
     body = bytearray()
     try:
         async with clock.timeout(timeout_s):
-            async for part in request.stream():
-                body += part
+            more = True
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone("the client disconnected while it sent the request")
+                body += message.get("body", b"")
                 if len(body) > bytes_max:
                     raise too_large
-    except ClientDisconnect as error:
-        raise ClientGone("the client disconnected while it sent the request") from error
+                more = message.get("more_body", False)
     except TimeoutError as error:
         raise InvalidRequest(f"the body did not arrive within {timeout_s:g} s") from error
     return body

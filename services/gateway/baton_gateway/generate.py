@@ -182,7 +182,7 @@ def _text_of(job: Job, order: Order) -> ChoiceText:
 
 
 class Production:
-    """The running drivers of a job. Leaving the context ends them and tells their workers."""
+    """The running drivers of a job."""
 
     def __init__(self, gateway: Gateway, job: Job, outlet: Outlet, on_ended: Callable[[], None]) -> None:
         """Make one driver per choice. `on_ended` is called whenever a choice has ended."""
@@ -193,11 +193,10 @@ class Production:
             for choice, order in enumerate(job.orders)
         ]
 
-    async def run(self) -> None:
-        """Produce all choices; each ends with an `Ending` in the outlet."""
-        async with asyncio.TaskGroup() as group:
-            for choice, driver in enumerate(self._drivers):
-                group.create_task(self._produce(choice, driver))
+    def start(self, group: asyncio.TaskGroup) -> None:
+        """Produce all choices in tasks of `group`; each ends with an `Ending` in the outlet."""
+        for choice, driver in enumerate(self._drivers):
+            group.create_task(self._produce(choice, driver))
 
     async def _produce(self, choice: int, driver: AnswerDriver) -> None:
         try:

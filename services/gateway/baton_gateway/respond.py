@@ -60,7 +60,7 @@ class AnswerResponse(Response):
             outlet = Outlet(None)
         production = Production(self._gateway, self._job, outlet, self._trace.note_produced)
         async with asyncio.TaskGroup() as group:
-            work = group.create_task(production.run())
+            production.start(group)
             watch = group.create_task(_watch(receive, production))
             try:
                 if self._stream:
@@ -70,7 +70,6 @@ class AnswerResponse(Response):
             finally:
                 production.abort(ClientGone("the answer was given up"))
                 watch.cancel()
-                await work
         if len(self._outcomes) == len(self._job.orders):
             usage = self._usage()
             self._trace.finish(

@@ -114,7 +114,7 @@ def traced_request(
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": PROVIDER,
             "http.request.method": request.method,
-            "http.route": request.url.path,
+            "http.route": request.scope["path"],
             "baton.request_id": str(request.state.request_id),
         },
         # Clients may send a header of any length; a valid one has 55 characters.
