@@ -196,7 +196,9 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
         match step:
             case "beat":
                 attempts = tuple((f"r{each}", 0) for each in range(number))
-                loads.take(heartbeat(name, generation=1 + number // 3, running=number, attempts=attempts), now_s)
+                changes = {"draining": number == 4, "context_tokens_max": 1024 * (1 + number)}
+                generation = 1 + number // 3
+                loads.take(heartbeat(name, generation=generation, running=number, attempts=attempts, **changes), now_s)
             case "goodbye":
                 loads.take(Goodbye(address=WorkerAddress(worker=name, generation=1 + number // 3)), now_s)
             case "place":
@@ -205,6 +207,13 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
                 loads.tick(now_s)
             case _:
                 pass
+        for team in loads.serving("tiny", now_s).teams.values():
+            is_open = bool(team.loads) and all(load.ready for load in team.loads)
+            assert team.prompt_tokens_max == (
+                min(load.context_tokens_max for load in team.loads) - 1 if is_open else -1
+            )
+            assert team.need_tokens_max == (min(load.kv_tokens_max for load in team.loads) if is_open else -1)
+            assert team.every.tolist() == list(range(len(team.loads)))
         for load in loads.live(now_s):
             assert all(now_s < min(each.until_s, each.placed_s + 2.0) for each in load.soft.values())
             anew = WorkerLoad(load.heartbeat, load.heard_s)

@@ -543,13 +543,14 @@ def test_more_cached_tokens_never_make_a_prediction_or_a_cost_worse(
     serving = Serving(pool)
     for role, team in serving.teams.items():
         rows = np.flatnonzero(team.figures().kv_tokens_max)
-        then, now = before.compute(team, rows, role), after.compute(team, rows, role)
+        had, has = before.room(team, rows, role), after.room(team, rows, role)
+        then, now = before.compute(had), after.compute(has)
         assert (now.own_s <= then.own_s).all()
         assert (now.cost_s <= then.cost_s).all()
         assert (now.queue_s == then.queue_s).all()
         assert (now.waiting_s == then.waiting_s).all()
         if role is Role.DECODE:
-            assert (after.receive(team, rows).missing_bytes <= before.receive(team, rows).missing_bytes).all()
+            assert (after.receive(has).missing_bytes <= before.receive(had).missing_bytes).all()
 
 
 def near_tie_s(best_s: float) -> float:
@@ -578,11 +579,11 @@ def test_the_shortlist_keeps_the_best_cost(asked: Demand, pool: list[WorkerLoad]
     predict = Prediction(asked, PrefixMatch(held), OPTIONS.output_headroom_tokens, 0.0)
     teams = Serving(even).teams
     rows = {role: np.flatnonzero([load.worker not in asked.exclude for load in teams[role].loads]) for role in Role}
+    source, sink = (predict.room(teams[role], rows[role], role) for role in (Role.PREFILL, Role.DECODE))
     costs: list[float] = []
     if asked.disaggregation is not ALWAYS:
-        costs += predict.compute(teams[Role.DECODE], rows[Role.DECODE], Role.DECODE).cost_s.tolist()
-    if asked.disaggregation is not NEVER and len(rows[Role.PREFILL]):
-        source_s = predict.compute(teams[Role.PREFILL], rows[Role.PREFILL], Role.PREFILL).cost_s.min()
-        costs.append(source_s + predict.receive(teams[Role.DECODE], rows[Role.DECODE]).cost_s.min())
+        costs += predict.compute(sink).cost_s.tolist()
+    if asked.disaggregation is not NEVER and len(source.rows):
+        costs.append(predict.compute(source).cost_s.min() + predict.receive(sink).cost_s.min())
     best_s = min(costs)
     assert best_s - 1e-9 <= min(each.cost_s for each in placement.candidates) <= best_s + near_tie_s(best_s) + 1e-9

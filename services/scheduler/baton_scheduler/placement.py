@@ -21,7 +21,7 @@ from baton.messages.workers import Role
 from baton.node.ports import Randomness
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
-from baton_scheduler.prediction import Demand, Prediction, PrefixMatch
+from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
 from baton_scheduler.team import Rows, Serving
 from baton_scheduler.worker_load import SoftPlacement
 
@@ -60,8 +60,9 @@ def choose(
             if demand.disaggregation is Disaggregation.ALWAYS:
                 raise
     team = serving.teams[Role.DECODE]
-    whole = None if demand.disaggregation is Disaggregation.ALWAYS else predict.compute(team, decodes, Role.DECODE)
-    question = Question(predict=predict, whole=whole, pools=_pools(serving, prefills, decodes, predict), random=random)
+    room = predict.room(team, decodes, Role.DECODE)
+    whole = None if demand.disaggregation is Disaggregation.ALWAYS else predict.compute(room)
+    question = Question(predict=predict, whole=whole, pools=_pools(serving, prefills, room, predict), random=random)
     ranked = policy.rank(question)
     misfit = "" if question.pools else _misfit(serving, prefills, decodes)
     if not ranked:
@@ -115,6 +116,9 @@ def _admit(role: Role, serving: Serving, predict: Prediction) -> Rows:
     Raises NoWorkers, InvalidRequest or ContextLengthExceeded where there is none.
     """
     demand, team = predict.demand, serving.teams[role]
+    is_any_barred = demand.parameters or demand.refused or demand.exclude
+    if not is_any_barred and team.all_take(demand.prompt_tokens, predict.need_tokens(role)):
+        return team.every
     figures = team.figures()
     allowed = figures.ready > 0
     if not allowed.any():
@@ -143,20 +147,22 @@ def _admit(role: Role, serving: Serving, predict: Prediction) -> Rows:
     return np.flatnonzero(allowed)
 
 
-def _pools(serving: Serving, prefills: Rows, decodes: Rows, predict: Prediction) -> list[Pool]:
+def _pools(serving: Serving, prefills: Rows, decodes: Room, predict: Prediction) -> list[Pool]:
     """Return prefill and decode workers of each KV identity: only these can hand over to each other."""
     if not len(prefills):
         return []
-    prefill, decode = serving.teams[Role.PREFILL], serving.teams[Role.DECODE]
+    prefill, decode = serving.teams[Role.PREFILL], decodes.team
+    if prefill.identities == decode.identities and len(decode.identities) == 1:
+        if "" in decode.identities:
+            return []
+        return [(predict.compute(predict.room(prefill, prefills, Role.PREFILL)), predict.receive(decodes))]
     pools: list[Pool] = []
     for identity in sorted((prefill.identities & decode.identities) - {""}):
-        source_rows, sink_rows = prefills, decodes
-        if len(prefill.identities | decode.identities) > 1:
-            source_rows = prefills[[load.identity == identity for load in prefill.at(prefills)]]
-            sink_rows = decodes[[load.identity == identity for load in decode.at(decodes)]]
+        source_rows = prefills[[load.identity == identity for load in prefill.at(prefills)]]
+        sink_rows = decodes.rows[[load.identity == identity for load in decode.at(decodes.rows)]]
         if len(source_rows) and len(sink_rows):
-            source = predict.compute(prefill, source_rows, Role.PREFILL)
-            pools.append((source, predict.receive(decode, sink_rows)))
+            source = predict.compute(predict.room(prefill, source_rows, Role.PREFILL))
+            pools.append((source, predict.receive(predict.room(decode, sink_rows, Role.DECODE))))
     return pools
 
 

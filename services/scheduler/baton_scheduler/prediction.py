@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -69,19 +69,33 @@ class PrefixMatch:
     """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """Part of each worker of a team in a placement: one element per worker."""
+class Room(NamedTuple):
+    """What an attempt finds on some workers of a team and takes from them, whatever it does there.
+
+    One element per worker.
+    """
 
     team: Team
     rows: Rows
     """Which workers of the team."""
     figures: Figures
-    cost_s: Vector
-    """Cost of this part; without the pull where KV is pulled."""
     waiting_s: Vector
     pressure_s: Vector
     cached_tokens: Vector
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """Part of each worker of a team in a placement, with the fields of `Room`: one element per worker."""
+
+    team: Team
+    rows: Rows
+    figures: Figures
+    waiting_s: Vector
+    pressure_s: Vector
+    cached_tokens: Vector
+    cost_s: Vector
+    """Cost of this part; without the pull where KV is pulled."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -140,33 +154,31 @@ class Prediction:
         # Prefill's sampled token is discarded and gets no place.
         return self.demand.prompt_tokens + (0 if role is Role.PREFILL else self._output_tokens)
 
-    def compute(self, team: Team, rows: Rows, role: Role) -> Computing:
+    def room(self, team: Team, rows: Rows, role: Role) -> Room:
         figures = team.figures(rows)
         cached_tokens = self._cached_tokens(team, rows, figures, role)
         shared_tokens = cached_tokens * figures.shared_share
         waiting_s = self._waiting_s(figures, role, shared_tokens)
-        # A prompt enters with the next step: on average, half of the present one is left.
-        queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.interval_s / 2)
-        prompt_tokens = self.demand.prompt_tokens
-        prompt_s, own_s = prefill_s(figures, prompt_tokens - cached_tokens, prompt_tokens)
         pressure_s = _pressure_s(figures, shared_tokens) if role is Role.DECODE else np.zeros(len(rows))
-        cost_s = waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + pressure_s
-        return Computing(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, queue_s, own_s)
+        return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens)
+
+    def compute(self, room: Room) -> Computing:
+        figures, prompt_tokens = room.figures, self.demand.prompt_tokens
+        # A prompt enters with the next step: on average, half of the present one is left.
+        queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.half_interval_s)
+        prompt_s, own_s = prefill_s(figures, prompt_tokens - room.cached_tokens, prompt_tokens)
+        cost_s = room.waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + room.pressure_s
+        return Computing(*room, cost_s, queue_s, own_s)
 
     def free(self, leg: Computing) -> int:
         """Return the number of workers that have room for the attempt, and no prompt ahead."""
         return int(np.count_nonzero((leg.waiting_s <= 0) & (leg.figures.computes_until_s <= self._now_s)))
 
-    def receive(self, team: Team, rows: Rows) -> Receiving:
-        figures = team.figures(rows)
-        role = Role.DECODE
-        cached_tokens = self._cached_tokens(team, rows, figures, role)
-        shared_tokens = cached_tokens * figures.shared_share
-        waiting_s = self._waiting_s(figures, role, shared_tokens)
-        missing_bytes = (self.demand.prompt_tokens - cached_tokens) * figures.kv_bytes_per_token
-        pull_s, pressure_s = missing_bytes / figures.bandwidth, _pressure_s(figures, shared_tokens)
-        cost_s = waiting_s + figures.next_interval_s + pressure_s
-        return Receiving(team, rows, figures, cost_s, waiting_s, pressure_s, cached_tokens, missing_bytes, pull_s)
+    def receive(self, room: Room) -> Receiving:
+        figures = room.figures
+        missing_bytes = (self.demand.prompt_tokens - room.cached_tokens) * figures.kv_bytes_per_token
+        cost_s = room.waiting_s + figures.next_interval_s + room.pressure_s
+        return Receiving(*room, cost_s, missing_bytes, missing_bytes / figures.bandwidth)
 
     def whole(self, leg: Computing, index: int) -> Candidate:
         """Return the candidate that computes the prompt where it decodes."""
@@ -212,8 +224,11 @@ class Prediction:
                 if worker in places:
                     blocks[places[worker]] = count
             self._blocks_of[role] = np.array(blocks)
+        blocks = self._blocks_of[role]
+        if rows is not team.every:
+            blocks = blocks[rows]
         # The last token is always computed, to sample from it.
-        return np.minimum(self._blocks_of[role][rows] * figures.block_tokens, self.demand.prompt_tokens - 1)
+        return np.minimum(blocks * figures.block_tokens, self.demand.prompt_tokens - 1)
 
     def _waiting_s(self, figures: Figures, role: Role, shared_tokens: Vector) -> Vector:
         """Return the predicted wait until a worker has room for the attempt: 0 where it has.
@@ -221,8 +236,7 @@ class Prediction:
         Tokens of the prompt that the attempt shares with others take no room.
         """
         kv = (self.need_tokens(role) - shared_tokens - figures.tokens_free) / figures.kv_tokens_max
-        slots = (1 - figures.slots_free) / figures.running_max
-        return WAIT_S * np.maximum(np.maximum(kv, slots), 0.0)
+        return WAIT_S * np.maximum(kv, figures.slots_lacking)
 
     def _speculative_tokens(self, load: WorkerLoad, cached_tokens: int) -> int:
         return max(0, cached_tokens - self._held.get(load.worker, 0) * load.block_tokens)
@@ -231,9 +245,10 @@ class Prediction:
 def _pressure_s(figures: Figures, shared_tokens: Vector) -> Vector:
     """Return the cost of the KV in use, and of what the attempt takes beyond the worker where it shares most."""
     shared = shared_tokens / figures.kv_tokens_max
-    return PRESSURE_S * figures.kv_share + MEMORY_S * (shared.max(initial=0.0) - shared)
+    return PRESSURE_S * figures.kv_share + MEMORY_S * (np.maximum.reduce(shared, initial=0.0) - shared)
 
 
 def tail_s(prefill: WorkerLoad, decode: WorkerLoad, missing_bytes: float, own_s: float) -> float:
     """Return what is left of a pull when the prompt is computed, which takes `own_s`: the rest moves in that time."""
-    return max(0.0, missing_bytes / decode.bandwidths.get(prefill.worker, decode.bandwidth) - own_s)
+    left_s = missing_bytes / decode.bandwidths.get(prefill.worker, decode.bandwidth) - own_s
+    return left_s if left_s > 0 else 0.0

@@ -23,6 +23,7 @@ class Figures(NamedTuple):
     compute_weight: Vector
     computes_until_s: Vector
     context_tokens_max: Vector
+    half_interval_s: Vector
     interval_s: Vector
     kv_bytes_per_token: Vector
     kv_share: Vector
@@ -30,9 +31,8 @@ class Figures(NamedTuple):
     next_interval_s: Vector
     pair_s: Vector
     ready: Vector
-    running_max: Vector
     shared_share: Vector
-    slots_free: Vector
+    slots_lacking: Vector
     step_s: Vector
     step_tokens_max: Vector
     token_s: Vector
@@ -53,8 +53,12 @@ class Team:
         """Worker → its place in `loads`."""
         self.identities: frozenset[str] = frozenset()
         """KV identities of the workers; empty for one that cannot hand over."""
+        self.every: Rows = np.arange(0)
+        """The places of all workers."""
+        self.prompt_tokens_max = self.need_tokens_max = -1.0
+        """Prompt tokens and tokens of KV that every worker can take; -1 if one takes no new attempts."""
         self._table = np.empty((len(Figures._fields), 0))
-        self._all = Figures(*self._table)
+        self._number()
 
     def add(self, load: WorkerLoad) -> None:
         row = bisect_left(self.loads, load.worker, key=_name)
@@ -70,11 +74,19 @@ class Team:
 
     def update(self, load: WorkerLoad) -> None:
         """Take over the attributes of a load that was refreshed."""
-        self._table[:, self.rows[load.worker]] = _attributes(load)
+        row = self.rows[load.worker]
+        limits = tuple(limit[row] for limit in self._limits)
+        self._table[:, row] = _attributes(load)
+        if limits != (load.ready, load.context_tokens_max, load.kv_tokens_max):
+            self._limit()
 
     def figures(self, rows: Rows | None = None) -> Figures:
         """Return the figures of these workers, which are in order, or of all."""
         return self._all if rows is None or len(rows) == len(self.loads) else Figures(*self._table[:, rows])
+
+    def all_take(self, prompt_tokens: int, need_tokens: int) -> bool:
+        """Return whether every worker takes new attempts, and could hold one of this size if it were empty."""
+        return prompt_tokens <= self.prompt_tokens_max and need_tokens <= self.need_tokens_max
 
     def at(self, rows: Rows) -> list[WorkerLoad]:
         """Return the loads at these places."""
@@ -83,7 +95,17 @@ class Team:
     def _number(self) -> None:
         self.rows = {load.worker: row for row, load in enumerate(self.loads)}
         self.identities = frozenset(load.identity for load in self.loads)
+        self.every = np.arange(len(self.loads))
         self._all = Figures(*self._table)
+        self._limits = self._all.ready, self._all.context_tokens_max, self._all.kv_tokens_max
+        self._limit()
+
+    def _limit(self) -> None:
+        """Renew what every worker can take."""
+        ready, context_tokens_max, kv_tokens_max = self._limits
+        self.prompt_tokens_max = self.need_tokens_max = -1.0
+        if self.loads and ready.all():
+            self.prompt_tokens_max, self.need_tokens_max = context_tokens_max.min() - 1, kv_tokens_max.min()
 
 
 Rows = NDArray[np.intp]

@@ -37,6 +37,7 @@ class WorkerLoad:
         "compute_weight",
         "computes_until_s",
         "context_tokens_max",
+        "half_interval_s",
         "heard_s",
         "heartbeat",
         "identity",
@@ -51,6 +52,7 @@ class WorkerLoad:
         "running_max",
         "shared_share",
         "slots_free",
+        "slots_lacking",
         "soft",
         "step_s",
         "step_tokens_max",
@@ -103,6 +105,8 @@ class WorkerLoad:
         """Compute what decisions read, after a change of heartbeat, rates or soft placements."""
         beat, steps, soft = self.heartbeat, self.steps, self.soft.values()
         self.slots_free = beat.running_max - beat.running - beat.waiting - beat.overbooked - len(soft)
+        self.slots_lacking = max(0.0, (1 - self.slots_free) / self.running_max)
+        """Share of the slots that one more attempt lacks."""
         self.tokens_free = (
             self.kv_tokens_max
             - beat.kv_blocks_used * beat.engine_block_tokens
@@ -117,6 +121,8 @@ class WorkerLoad:
         decoding = beat.running if self.role is Role.DECODE else 0
         self.interval_s = steps.token_interval_s(decoding, self.kv_share) if decoding else 0.0
         """Time of the sequences in each step; 0 where none run."""
+        self.half_interval_s = self.interval_s / 2
+        """What is left on average of a step under way."""
         self.next_interval_s = steps.token_interval_s(decoding + 1, self.kv_share)
         """Token interval with one more sequence."""
         self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * decoding

@@ -6,7 +6,6 @@ of two random ones, so that several schedulers do not all choose the same worker
 
 from __future__ import annotations
 
-from heapq import nsmallest
 from typing import Final
 
 import numpy as np
@@ -44,7 +43,7 @@ class Predicted(Policy):
         if not options:
             return []
         chosen = _pick(options, random)
-        best = nsmallest(OTHERS_MAX + 1, options, key=_cost_s)
+        best = sorted(options, key=_cost_s)[: OTHERS_MAX + 1]
         # The best placement of the other kind is what the chosen one is compared with.
         rivals = wholes if chosen[-1] is not None else pairs
         if rivals and not any((each[-1] is None) != (chosen[-1] is None) for each in best):
@@ -104,13 +103,13 @@ def _shortlist(leg: Leg, cost_s: Vector, count: int, random: Randomness) -> list
     Near-ties are ordered by cached tokens, then at random: a fixed order would be the same in every scheduler
     and at every request, and all requests would go to the same few workers.
     """
-    limit_s = _near_s(float(cost_s.min()))
-    near: Rows = np.flatnonzero(cost_s <= limit_s)
+    limit_s = _near_s(float(np.minimum.reduce(cost_s)))
+    near: Rows = (cost_s <= limit_s).nonzero()[0]
     if len(near) > count:
         shuffle = np.array([random.random() for _ in near])
         return near[np.lexsort((shuffle, -leg.cached_tokens[near]))[:count]].tolist()
-    best = np.argpartition(cost_s, count - 1)[:count] if len(cost_s) > count else np.arange(len(cost_s))
-    return best[np.argsort(cost_s[best], kind="stable")].tolist()
+    best = cost_s.argpartition(count - 1)[:count] if len(cost_s) > count else np.arange(len(cost_s))
+    return best[cost_s[best].argsort(kind="stable")].tolist()
 
 
 def _near_s(best_s: float) -> float:
