@@ -85,9 +85,10 @@ class LinearFit:
         if not doubt > 0:
             return
         shrink = (_FORGETTING - (1 - _FORGETTING) / doubt) / (_FORGETTING * (1 + doubt))
-        for row, left in zip(self._covariance, pull, strict=True):
-            for column, right in enumerate(pull):
-                row[column] -= shrink * left * right
+        self._covariance = [
+            [value - factor * right for value, right in zip(row, pull, strict=True)]
+            for row, factor in zip(self._covariance, (shrink * left for left in pull), strict=True)
+        ]
 
     def _note_change(self, error: float, limit: float) -> None:
         if abs(error) <= limit:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Final
 
 from baton.blocks import BLOCK_TOKENS_MAX, hash_blocks, root_key, split_ids
@@ -92,7 +93,7 @@ class KvBook:
 
     def _held(self, holding: Holding) -> int:
         """Return how many of the leading ids are in the book."""
-        return next((n for n, each in enumerate(holding.ids) if each not in self._holders), len(holding.ids))
+        return len(list(takewhile(self._holders.__contains__, holding.ids)))
 
 
 SHARED_TOKENS: Final = BLOCK_TOKENS_MAX

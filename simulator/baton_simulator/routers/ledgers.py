@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from baton.messages.base import WorkerAddress
@@ -38,13 +39,12 @@ class Attempt:
     """Empty: the decode worker computes the prompt."""
     prompt_tokens: int
     uncached_tokens: int
-    """Prompt tokens to compute, as the scheduler told; 0 once they are."""
+    """Prompt tokens to compute, as the scheduler told."""
     output_tokens: int
     """Output for which decode reserves KV."""
     until_s: float
     """Instant until which it may wait for room."""
     is_started: bool = False
-    has_tokens: bool = False
 
     @property
     def workers(self) -> Sequence[str]:
@@ -61,12 +61,38 @@ class _Book:
 
     spec: WorkerSpec
     rates: Rates
-    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    """All, in order of arrival."""
+    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict[tuple[str, int], Attempt])
+    """All, in order of arrival, by request and attempt as heartbeats list them."""
+    prompts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
+    """Those whose prompt is to be computed here, in order of arrival."""
+    pulls: dict[str, int] = field(default_factory=dict[str, int])
+    """Request → blocks that it holds here for KV that has not come."""
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
     kv: KvBook = field(default_factory=KvBook)
+    address: WorkerAddress = field(init=False)
     holdings: dict[str, Holding] = field(default_factory=dict[str, Holding])
     """Blocks by request, of those that hold a slot, too."""
+
+    def __post_init__(self) -> None:
+        self.address = WorkerAddress(worker=self.spec.name, generation=1, agents=(self.spec.name,))
+
+    def enter(self, attempt: Attempt) -> None:
+        self.attempts[attempt.request, 0] = attempt
+        if attempt.uncached_tokens and attempt.computed_on == self.spec.name:
+            self.prompts[attempt.request] = attempt
+
+    def leave(self, attempt: Attempt) -> bool:
+        """Forget an attempt and what it holds; return whether it was here."""
+        request = attempt.request
+        if self.attempts.pop((request, 0), None) is None:
+            return False
+        self.prompts.pop(request, None)
+        self.pulls.pop(request, None)
+        if attempt.is_started:
+            self.kv.release(self.holdings.pop(request))
+        else:
+            self.waiting.remove(attempt)
+        return True
 
     def holding(self, attempt: Attempt) -> Holding:
         output_tokens = 0 if attempt.prefill == self.spec.name else attempt.output_tokens
@@ -81,15 +107,15 @@ class _Book:
     def take(self, attempt: Attempt) -> None:
         holding = self.holdings[attempt.request] = self.holding(attempt)
         self.kv.take(holding)
+        if attempt.prefill and attempt.decode == self.spec.name:
+            self.pulls[attempt.request] = holding.blocks
 
     def computed(self, request: str, missing_tokens: int) -> None:
         """Record that the prompt's KV exists here, of which so much did not before."""
+        self.prompts.pop(request, None)
         if (holding := self.holdings.get(request)) is not None:
-            cached_tokens = self.attempts[request].prompt_tokens - missing_tokens
+            cached_tokens = self.attempts[request, 0].prompt_tokens - missing_tokens
             self.kv.settle(holding, cached_tokens // self.spec.block_tokens)
-
-    def release(self, request: str) -> None:
-        self.kv.release(self.holdings.pop(request))
 
 
 class Ledgers:
@@ -106,7 +132,7 @@ class Ledgers:
         books = [self._books[worker] for worker in attempt.workers]
         self._attempts[attempt.request] = attempt
         for book in books:
-            book.attempts[attempt.request] = attempt
+            book.enter(attempt)
         if all(not book.waiting and book.has_room(attempt) for book in books):
             self._start(attempt)
             return True
@@ -117,7 +143,7 @@ class Ledgers:
     def prefilled(self, request: str) -> list[Attempt]:
         """Give up what prefill leased for a request; return the attempts that start in that room."""
         attempt = self._attempts[request]
-        attempt.has_tokens = True
+        self._books[attempt.decode].pulls.pop(request, None)
         return self._leave(attempt, attempt.prefill) if attempt.prefill else []
 
     def end(self, request: str) -> list[Attempt]:
@@ -142,13 +168,7 @@ class Ledgers:
 
     def _leave(self, attempt: Attempt, worker: str) -> list[Attempt]:
         book = self._books[worker]
-        if book.attempts.pop(attempt.request, None) is None:
-            return []
-        if attempt.is_started:
-            book.release(attempt.request)
-        else:
-            book.waiting.remove(attempt)
-        return self._start_waiting(book)
+        return self._start_waiting(book) if book.leave(attempt) else []
 
     def _start_waiting(self, book: _Book) -> list[Attempt]:
         started: list[Attempt] = []
@@ -183,15 +203,13 @@ class Ledgers:
 def _measure(book: _Book, measured: Measured) -> None:
     """Feed a worker's rates with what it measured."""
     rates = book.rates
-    for event in sorted(measured.events, key=lambda event: event.at_s):
+    for event in sorted(measured.events, key=attrgetter("at_s")):
         match event.kind:
             case "entered":
                 rates.prefill_began(event.at_s)
             case "computed":
                 rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s)
                 book.computed(event.request, event.tokens)
-                if (attempt := book.attempts.get(event.request)) is not None:
-                    attempt.uncached_tokens = 0
             case "pulled":
                 rates.transfer_ended(event.peer, BACKEND, event.size_bytes, event.elapsed_s)
                 book.computed(event.request, event.size_bytes // book.spec.kv_bytes_per_token)
@@ -205,19 +223,10 @@ def _measure(book: _Book, measured: Measured) -> None:
 
 def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
     spec, rates = book.spec, book.rates
-    prompts = [
-        (attempt.uncached_tokens, attempt.prompt_tokens)
-        for attempt in book.attempts.values()
-        if attempt.uncached_tokens and attempt.computed_on == spec.name
-    ]
+    prompts = [(attempt.uncached_tokens, attempt.prompt_tokens) for attempt in book.prompts.values()]
     elapsed_s = min(rates.prefill_elapsed_s(now_s), rates.prefill_s(*prompts[0])) if prompts else 0.0
-    pulling = [
-        book.holding(attempt).blocks
-        for attempt in book.attempts.values()
-        if attempt.prefill and attempt.decode == spec.name and attempt.is_started and not attempt.has_tokens
-    ]
     return Heartbeat(
-        address=WorkerAddress(worker=spec.name, generation=1, agents=(spec.name,)),
+        address=book.address,
         role=Role.PREFILL if spec.role == "prefill" else Role.DECODE,
         model=MODEL,
         model_path=MODEL,
@@ -231,8 +240,8 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         overbooked=len(book.waiting),
         overbooked_kv_tokens=sum(book.kv.lacking(book.holding(attempt)) for attempt in book.waiting)
         * spec.block_tokens,
-        pulling=len(pulling),
-        pulling_kv_blocks=sum(pulling),
+        pulling=len(book.pulls),
+        pulling_kv_blocks=sum(book.pulls.values()),
         running_max=RUNNING_MAX,
         kv_blocks_used=min(max(book.kv.used, state.kv_blocks_used), spec.kv_blocks_total),
         kv_blocks_total=spec.kv_blocks_total,
@@ -245,5 +254,5 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         steps=rates.steps(),
         transfers=rates.transfers(),
         kv_bytes_per_token=spec.kv_bytes_per_token,
-        attempts=tuple((request, 0) for request in book.attempts),
+        attempts=tuple(book.attempts),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from baton_scheduler.prediction import PrefixMatch
 
@@ -21,8 +21,8 @@ class PrefixIndex:
         self._lag_s = lag_s
         self._held: dict[int, int] = {}
         self._speculative: dict[int, int] = {}
-        self._copies: dict[tuple[int, int], int] = {}
-        """(bit, block) → number of prompts that will bring it."""
+        self._copies: dict[int, dict[int, int]] = {bit: {} for bit in self._bits.values()}
+        """Bit → block → number of prompts that will bring it."""
         self._pending: deque[tuple[float, int, Sequence[int], Sequence[int], Sequence[int]]] = deque()
         """(due, bit, stored, evicted, no longer speculative)."""
 
@@ -30,10 +30,11 @@ class PrefixIndex:
         self._pending.append((now_s + self._lag_s, self._bits[worker], stored, evicted, ()))
 
     def speculate(self, worker: str, blocks: Sequence[int]) -> None:
-        bit, speculative, copies = self._bits[worker], self._speculative, self._copies
+        bit, speculative = self._bits[worker], self._speculative
+        copies = self._copies[bit]
         for block in blocks:
             speculative[block] = speculative.get(block, 0) | bit
-            copies[bit, block] = copies.get((bit, block), 0) + 1
+            copies[block] = copies.get(block, 0) + 1
 
     def settle(self, worker: str, blocks: Sequence[int], now_s: float) -> None:
         """Take back `speculate`: the blocks are held now."""
@@ -45,28 +46,32 @@ class PrefixIndex:
             _, bit, stored, evicted, settled = self._pending.popleft()
             self._apply(bit, stored, evicted, settled)
         held, speculative = self._held, self._speculative
-        counts = dict(self._count(held.get(block, 0) for block in blocks))
-        either = self._count(held.get(block, 0) | speculative.get(block, 0) for block in blocks)
-        expected = {worker: count for worker, count in either if count > counts.get(worker, 0)}
+        counts: dict[str, int] = {}
+        expected: dict[str, int] = {}
+        # Bits of the workers that hold all blocks so far, and of those that will hold them.
+        holding = coming = -1
+        for count, block in enumerate(blocks):
+            here = held.get(block, 0)
+            soon = here | speculative.get(block, 0)
+            if holding & ~here or coming & ~soon:
+                if count:
+                    self._note(coming & ~soon & ~holding, count, expected)
+                    self._note(holding & ~here, count, counts)
+                holding &= here
+                coming &= soon
+                if not coming:
+                    break
+        else:
+            if blocks:
+                self._note(coming & ~holding, len(blocks), expected)
+                self._note(holding, len(blocks), counts)
         return PrefixMatch(counts, expected)
 
-    def _count(self, holders: Iterator[int]) -> Iterator[tuple[str, int]]:
-        """Yield, for each worker, how many leading blocks have its bit, if any have."""
-        count, left = 0, -1
-        for count, bits in enumerate(holders):
-            if count == 0:
-                left = bits
-            gone, left = left & ~bits, left & bits
-            yield from self._workers(gone, count)
-            if not left:
-                return
-        if left > 0:
-            yield from self._workers(left, count + 1)
-
-    def _workers(self, bits: int, count: int) -> Iterator[tuple[str, int]]:
+    def _note(self, bits: int, count: int, counts: dict[str, int]) -> None:
+        """Note the number of leading blocks of the workers with these bits."""
         while bits:
             lowest = bits & -bits
-            yield self._names[lowest.bit_length() - 1], count
+            counts[self._names[lowest.bit_length() - 1]] = count
             bits ^= lowest
 
     def _apply(self, bit: int, stored: Sequence[int], evicted: Sequence[int], settled: Sequence[int]) -> None:
@@ -79,14 +84,14 @@ class PrefixIndex:
                 held[block] = left
             else:
                 del held[block]
+        copies, speculative = self._copies[bit], self._speculative
         for block in settled:
-            copies = self._copies[bit, block] - 1
-            if copies:
-                self._copies[bit, block] = copies
+            if copies[block] > 1:
+                copies[block] -= 1
                 continue
-            del self._copies[bit, block]
-            left = self._speculative[block] & ~bit
+            del copies[block]
+            left = speculative[block] & ~bit
             if left:
-                self._speculative[block] = left
+                speculative[block] = left
             else:
-                del self._speculative[block]
+                del speculative[block]
