@@ -70,9 +70,10 @@ class LinearFit:
         error = (math.log(seconds) - math.log(predicted)) / self.spread
         clipped = min(max(error, -limit), limit)
         self._logarithms = [
-            min(max(value + each * clipped / (1 + doubt), -_LOGARITHM_MAX), _LOGARITHM_MAX)
-            for value, each in zip(self._logarithms, pull, strict=True)
+            value + each * clipped / (1 + doubt) for value, each in zip(self._logarithms, pull, strict=True)
         ]
+        if not max(map(abs, self._logarithms)) <= _LOGARITHM_MAX:
+            self._logarithms = [min(max(each, -_LOGARITHM_MAX), _LOGARITHM_MAX) for each in self._logarithms]
         self.coefficients = tuple(map(math.exp, self._logarithms))
         self._forget(pull, doubt)
         seen = clipped * clipped / (1 + doubt) / _CLIPPED_VARIANCE

@@ -71,8 +71,9 @@ class Rates:
                 STEP_GUESS.kv_s,
             )
         )
-        self._transfers: OrderedDict[str, tuple[str, LinearFit]] = OrderedDict()
-        """Peer → the backend that was used last and the seconds per byte; the newest peer last."""
+        self._transfers: OrderedDict[str, tuple[TransferFit, LinearFit]] = OrderedDict()
+        """Peer → what heartbeats tell and the seconds per byte, both of the backend that was used last; the newest
+        peer last."""
         self._window = _Window()
         self._window_since_s = 0.0
         self._now_s = 0.0
@@ -126,9 +127,12 @@ class Rates:
             return
         known = self._transfers.pop(peer, None)
         # Another backend has another speed.
-        fit = known[1] if known is not None and known[0] == backend else LinearFit((BYTE_GUESS_S,))
+        fit = known[1] if known is not None and known[0].backend == backend else LinearFit((BYTE_GUESS_S,))
         fit.add((float(size_bytes),), moving_s)
-        self._transfers[peer] = backend, fit
+        told = TransferFit(
+            peer=peer, backend=backend, bytes_per_s=1 / fit.coefficients[0], spread=fit.spread, samples=fit.samples
+        )
+        self._transfers[peer] = told, fit
         if len(self._transfers) > PEERS_MAX:
             self._transfers.popitem(last=False)
 
@@ -155,16 +159,7 @@ class Rates:
         )
 
     def transfers(self) -> tuple[TransferFit, ...]:
-        return tuple(
-            TransferFit(
-                peer=peer,
-                backend=backend,
-                bytes_per_s=1 / fit.coefficients[0],
-                spread=fit.spread,
-                samples=fit.samples,
-            )
-            for peer, (backend, fit) in self._transfers.items()
-        )
+        return tuple(told for told, _ in self._transfers.values())
 
     def prefill_s(self, computed_tokens: int, prompt_tokens: int) -> float:
         """Return the predicted time of a prompt beside the sequences that run now."""
@@ -190,7 +185,7 @@ class Rates:
     @property
     def transfer_bytes_per_s(self) -> float:
         """Bandwidth of the newest peer."""
-        return 1 / next(reversed(self._transfers.values()))[1].coefficients[0] if self._transfers else 1 / BYTE_GUESS_S
+        return next(reversed(self._transfers.values()))[0].bytes_per_s if self._transfers else 1 / BYTE_GUESS_S
 
     def busy_s(self, now_s: float) -> float:
         """Return the time in which the engine had work; an attempt that waits for its pull gives it none."""

@@ -21,7 +21,7 @@ class EventQueue:
     def add(self, at_s: float, act: Callable[[Any], None], argument: object = None) -> None:
         """Call `act(argument)` at a time, which is not before the present one."""
         self._count += 1
-        heapq.heappush(self._heap, (max(at_s, self.now_s), self._count, act, argument))
+        heapq.heappush(self._heap, (at_s if at_s > self.now_s else self.now_s, self._count, act, argument))
 
     @property
     def next_s(self) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from math import ceil, floor, inf
 from random import Random
 from typing import Final
@@ -68,6 +70,8 @@ class Fleet:
         ]
 
 
+COLLECT_AFTER: Final = 100_000
+"""New objects after which garbage is collected."""
 IDLE_BEATS: Final = 40
 """Heartbeats that an idle worker sends: after 10 s they would say nothing new."""
 
@@ -144,15 +148,20 @@ class Replay:
         self.workers: dict[str, Worker] = {}
         self._phases_s: dict[str, float] = {}
         specs = fleet.specs(trace.block_tokens)
-        for spec in specs:
+        self._beats: list[tuple[float, int]] = []
+        """Heap of the instants of the workers' next heartbeats, and of some that were sent before."""
+        for number, spec in enumerate(specs):
             self.workers[spec.name] = worker = Worker(
                 spec,
                 self._new_cache(spec),
                 steps_of(spec, noise),
+                number=number,
                 queue=self._queue,
                 listener=self,
             )
-            worker.beat_at_s = self._phases_s[spec.name] = phases.uniform(0, fleet.beat_s)
+            self._phases_s[spec.name] = phases.uniform(0, fleet.beat_s)
+            self._beat_next(worker, self._phases_s[spec.name])
+        self._numbered = list(self.workers.values())
         self._router = new_router(specs, routing)
         self._holding = self._router if isinstance(self._router, HoldingRouter) else None
         self._output_tokens_max = output_tokens_max
@@ -168,6 +177,15 @@ class Replay:
         return PrefixCache(in_use_max=spec.kv_blocks_total, blocks_max=self._fleet.kv_tokens // spec.block_tokens)
 
     def run(self) -> list[Outcome]:
+        thresholds = gc.get_threshold()
+        # Nearly all that a replay makes is in use until its end or free without a collection.
+        gc.set_threshold(COLLECT_AFTER)
+        try:
+            return self._run()
+        finally:
+            gc.set_threshold(*thresholds)
+
+    def _run(self) -> list[Outcome]:
         self._next_start(0)
         queue, holding = self._queue, self._holding
         while True:
@@ -323,8 +341,13 @@ class Replay:
     # ------------------------------------------------------------ heartbeats
 
     def _beat_all(self) -> None:
-        now_s = self._queue.now_s
-        for worker in self.workers.values():
+        now_s, beats = self._queue.now_s, self._beats
+        due: set[int] = set()
+        while beats and beats[0][0] <= now_s:
+            due.add(heappop(beats)[1])
+        for number in sorted(due):
+            worker = self._numbered[number]
+            # Unless it was sent when the worker changed.
             if worker.beat_at_s <= now_s:
                 self._beat(worker, now_s)
 
@@ -333,18 +356,19 @@ class Replay:
         if worker.beat_at_s <= now_s:
             self._beat(worker, now_s)
         elif worker.idle_beats >= IDLE_BEATS:
-            worker.beat_at_s = self._phases_s[worker.spec.name]
-            worker.beat_at_s += ceil((now_s - worker.beat_at_s) / self._fleet.beat_s) * self._fleet.beat_s
+            phase_s, beat_s = self._phases_s[worker.spec.name], self._fleet.beat_s
+            self._beat_next(worker, phase_s + ceil((now_s - phase_s) / beat_s) * beat_s)
         worker.idle_beats = 0
 
     def _beat(self, worker: Worker, now_s: float) -> None:
         """Send the newest heartbeat that is due; no decision can have seen those before it."""
         beat_s = self._fleet.beat_s
         at_s = worker.beat_at_s + floor((now_s - worker.beat_at_s) / beat_s) * beat_s
-        worker.beat_at_s = at_s + beat_s
         state = worker.report(at_s)
-        if state.running + state.waiting == 0:
-            worker.idle_beats += 1
-            if worker.idle_beats >= IDLE_BEATS:
-                worker.beat_at_s = inf
+        worker.idle_beats += state.running + state.waiting == 0
+        self._beat_next(worker, at_s + beat_s if worker.idle_beats < IDLE_BEATS else inf)
         self._router.beat(state, at_s)
+
+    def _beat_next(self, worker: Worker, at_s: float) -> None:
+        worker.beat_at_s = at_s
+        heappush(self._beats, (at_s, worker.number))

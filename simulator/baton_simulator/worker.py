@@ -87,7 +87,9 @@ class Run:
 
     def time_s(self, steps: int) -> float:
         """Return the time that the first `steps` steps take."""
-        prompts_s = sum(self.model.prompt_s(leg.position, leg.position + steps * tokens) for leg, tokens in self.chunks)
+        prompts_s = 0.0
+        for leg, tokens in self.chunks:
+            prompts_s += self.model.prompt_s(leg.position, leg.position + steps * tokens)
         return self.factor * (steps * self.base_s + prompts_s)
 
     def steps_at(self, now_s: float) -> int:
@@ -126,8 +128,10 @@ class Worker:
         *,
         queue: EventQueue,
         listener: Listener,
+        number: int = 0,
     ) -> None:
         self.spec = spec
+        self.number = number
         self.cache = cache
         self.beat_at_s = 0.0
         """Time of the next heartbeat, which the replay sends."""

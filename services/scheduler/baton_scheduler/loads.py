@@ -268,6 +268,7 @@ def _check(heartbeat: Heartbeat) -> None:
         steps.kv_s,
         *(each.bytes_per_s for each in heartbeat.transfers),
     )
-    possible = min(sizes) > 0 and all(count >= 0 and math.isfinite(count) for count in counts)
-    if not (possible and all(RATE_MIN < rate < RATE_MAX for rate in rates)):
+    # Whatever is no number must be found first: it is neither the least nor the most.
+    possible = all(map(math.isfinite, (*counts, *rates))) and min(sizes) > 0 and min(counts) >= 0
+    if not (possible and min(rates) > RATE_MIN and max(rates) < RATE_MAX):
         raise MalformedMessage(f"the heartbeat of {heartbeat.address.worker} has impossible figures")
