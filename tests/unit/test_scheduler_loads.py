@@ -196,7 +196,11 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
         match step:
             case "beat":
                 attempts = tuple((f"r{each}", 0) for each in range(number))
-                changes = {"draining": number == 4, "context_tokens_max": 1024 * (1 + number)}
+                changes = {
+                    "draining": number == 4,
+                    "context_tokens_max": 1024 + number,
+                    "model_digest": f"{number % 2}",
+                }
                 generation = 1 + number // 3
                 loads.take(heartbeat(name, generation=generation, running=number, attempts=attempts, **changes), now_s)
             case "goodbye":
@@ -214,6 +218,7 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
             )
             assert team.need_tokens_max == (min(load.kv_tokens_max for load in team.loads) if is_open else -1)
             assert team.every.tolist() == list(range(len(team.loads)))
+            assert team.digests == {load.heartbeat.model_digest for load in team.loads}
         for load in loads.live(now_s):
             assert all(now_s < min(each.until_s, each.placed_s + 2.0) for each in load.soft.values())
             anew = WorkerLoad(load.heartbeat, load.heard_s)

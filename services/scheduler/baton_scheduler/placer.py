@@ -26,6 +26,7 @@ from baton.messages.codec import AnyMessage
 from baton.messages.decisions import Verdict
 from baton.messages.index import Match, Matched
 from baton.messages.placement import Place, Placed, Placement
+from baton.messages.workers import Role
 from baton.node.service import Node
 from baton_scheduler.breakers import Breakers, Cause, Pair
 from baton_scheduler.config import SchedulerSettings
@@ -89,8 +90,7 @@ class Placer:
         speculative: dict[str, int] = {}
         try:
             async with self._clock.timeout(timeout_s):
-                # One digest, except while a model is being replaced by a new version of the same name.
-                for model_digest in sorted({load.heartbeat.model_digest for load in serving}):
+                for model_digest in sorted(serving.digests):
                     match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
                     answer = await self._match(match, timeout_s)
                     if isinstance(answer, Refused):
@@ -139,7 +139,8 @@ class Placer:
             reason += f"; passed over: {passed_over}"
         wait_s = WAIT_GROWTH * self._settings.place_wait_s_max if placement.predicted.waiting_s > 0 else 0.0
         placement = msgspec.structs.replace(placement, reason=f"{reason}.", wait_s=wait_s, scheduler=self._name)
-        decode = next(load for load in serving if load.worker == placement.decode.worker)
+        team = serving.teams[Role.DECODE]
+        decode = team.loads[team.rows[placement.decode.worker]]
         return Choice(placement, decode.heartbeat.model_digest, self._policy.question)
 
     def _choose(

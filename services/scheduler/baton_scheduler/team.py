@@ -55,8 +55,10 @@ class Team:
         """KV identities of the workers; empty for one that cannot hand over."""
         self.every: Rows = np.arange(0)
         """The places of all workers."""
-        self.prompt_tokens_max = self.need_tokens_max = -1.0
+        self.prompt_tokens_max = self.need_tokens_max = -1
         """Prompt tokens and tokens of KV that every worker can take; -1 if one takes no new attempts."""
+        self.digests: frozenset[str] = frozenset()
+        """Digests of the workers' models."""
         self._table = np.empty((len(Figures._fields), 0))
         self._number()
 
@@ -75,10 +77,10 @@ class Team:
     def update(self, load: WorkerLoad) -> None:
         """Take over the attributes of a load that was refreshed."""
         row = self.rows[load.worker]
-        limits = tuple(limit[row] for limit in self._limits)
         self._table[:, row] = _attributes(load)
-        if limits != (load.ready, load.context_tokens_max, load.kv_tokens_max):
-            self._limit()
+        if load.limits != self._limits[row]:
+            self._limits[row] = load.limits
+            self._renew_limits()
 
     def figures(self, rows: Rows | None = None) -> Figures:
         """Return the figures of these workers, which are in order, or of all."""
@@ -97,15 +99,14 @@ class Team:
         self.identities = frozenset(load.identity for load in self.loads)
         self.every = np.arange(len(self.loads))
         self._all = Figures(*self._table)
-        self._limits = self._all.ready, self._all.context_tokens_max, self._all.kv_tokens_max
-        self._limit()
+        self._limits = [load.limits for load in self.loads]
+        self._renew_limits()
 
-    def _limit(self) -> None:
-        """Renew what every worker can take."""
-        ready, context_tokens_max, kv_tokens_max = self._limits
-        self.prompt_tokens_max = self.need_tokens_max = -1.0
-        if self.loads and ready.all():
-            self.prompt_tokens_max, self.need_tokens_max = context_tokens_max.min() - 1, kv_tokens_max.min()
+    def _renew_limits(self) -> None:
+        limits = self._limits
+        self.prompt_tokens_max = min((prompt_tokens_max for prompt_tokens_max, _, _ in limits), default=-1)
+        self.need_tokens_max = min((kv_tokens_max for _, kv_tokens_max, _ in limits), default=-1)
+        self.digests = frozenset(digest for _, _, digest in limits)
 
 
 Rows = NDArray[np.intp]
@@ -126,6 +127,11 @@ class Serving:
 
     def __bool__(self) -> bool:
         return any(team.loads for team in self.teams.values())
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Digests of the model: one, except while it is being replaced by a new version of the same name."""
+        return frozenset[str]().union(*(team.digests for team in self.teams.values()))
 
 
 def _name(load: WorkerLoad) -> str:

@@ -45,6 +45,7 @@ class WorkerLoad:
         "kv_bytes_per_token",
         "kv_share",
         "kv_tokens_max",
+        "limits",
         "next_interval_s",
         "pair_s",
         "ready",
@@ -98,6 +99,9 @@ class WorkerLoad:
         """Most tokens of KV that attempts can reserve here."""
         self.shared_share = heartbeat.kv_shared_share
         self.ready = not heartbeat.draining
+        prompt_tokens_max = heartbeat.context_tokens_max - 1 if self.ready else -1
+        self.limits = prompt_tokens_max, self.kv_tokens_max if self.ready else -1, heartbeat.model_digest
+        """Most prompt tokens and tokens of KV that an attempt may need, -1 if none is taken; digest of the model."""
         self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
         self.refresh()
 
