@@ -74,6 +74,7 @@ class Rates:
         self._transfers: OrderedDict[str, tuple[TransferFit, LinearFit]] = OrderedDict()
         """Peer → what heartbeats tell and the seconds per byte, both of the backend that was used last; the newest
         peer last."""
+        self._told: tuple[TransferFit, ...] = ()
         self._window = _Window()
         self._window_since_s = 0.0
         self._now_s = 0.0
@@ -135,6 +136,7 @@ class Rates:
         self._transfers[peer] = told, fit
         if len(self._transfers) > PEERS_MAX:
             self._transfers.popitem(last=False)
+        self._told = tuple(told for told, _ in self._transfers.values())
 
     def tick(self, kv_share: float, now_s: float) -> None:
         """End the window unless a prompt is being computed. `kv_share`: share of the KV cache in use."""
@@ -159,7 +161,7 @@ class Rates:
         )
 
     def transfers(self) -> tuple[TransferFit, ...]:
-        return tuple(told for told, _ in self._transfers.values())
+        return self._told
 
     def prefill_s(self, computed_tokens: int, prompt_tokens: int) -> float:
         """Return the predicted time of a prompt beside the sequences that run now."""
@@ -185,7 +187,7 @@ class Rates:
     @property
     def transfer_bytes_per_s(self) -> float:
         """Bandwidth of the newest peer."""
-        return next(reversed(self._transfers.values()))[0].bytes_per_s if self._transfers else 1 / BYTE_GUESS_S
+        return self._told[-1].bytes_per_s if self._told else 1 / BYTE_GUESS_S
 
     def busy_s(self, now_s: float) -> float:
         """Return the time in which the engine had work; an attempt that waits for its pull gives it none."""

@@ -52,8 +52,9 @@ class PrefixIndex:
         holding = coming = -1
         for count, block in enumerate(blocks):
             here = held.get(block, 0)
-            soon = here | speculative.get(block, 0)
-            if holding & ~here or coming & ~soon:
+            # All that hold the blocks so far will hold them.
+            if coming & ~here:
+                soon = here | speculative.get(block, 0)
                 if count:
                     self._note(coming & ~soon & ~holding, count, expected)
                     self._note(holding & ~here, count, counts)

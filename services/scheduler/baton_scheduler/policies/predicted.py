@@ -6,6 +6,8 @@ of two random ones, so that several schedulers do not all choose the same worker
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -51,8 +53,7 @@ class Predicted(Policy):
         return [_candidate(each, question) for each in (chosen, *(each for each in best if each is not chosen))]
 
 
-def _cost_s(option: Option) -> float:
-    return option[0]
+_cost_s: Final[Callable[[Option], float]] = itemgetter(0)
 
 
 def _candidate(option: Option, question: Question) -> Candidate:
