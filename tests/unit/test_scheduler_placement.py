@@ -374,7 +374,10 @@ def test_near_ties_are_broken_by_chance_and_held_prefixes_before_that() -> None:
 def test_of_many_workers_as_good_as_each_other_all_are_chosen(mode: Disaggregation) -> None:
     """However short the list of those that are looked at closely, and though no two measure the very same."""
     pool = [worker(f"{role}-{number}", role, prefill_tokens_queued=number) for role in Role for number in range(40)]
-    chosen = {names(place(demand(mode), *pool, seed=seed)) for seed in range(200)}
+    asked, serving = demand(mode), Serving(pool)
+    chosen = {
+        names(choose(asked, serving, PrefixMatch(), Predicted(), OPTIONS, Random(seed), 0.0)) for seed in range(200)
+    }
     assert len({decode for _, decode in chosen}) > 30
     assert len({prefill for prefill, _ in chosen}) > (30 if mode is ALWAYS else 0)
 
