@@ -355,7 +355,7 @@ class Replay:
         now_s = self._queue.now_s
         if worker.beat_at_s <= now_s:
             self._beat(worker, now_s)
-        elif worker.idle_beats >= IDLE_BEATS:
+        if worker.idle_beats >= IDLE_BEATS:
             phase_s, beat_s = self._phases_s[worker.spec.name], self._fleet.beat_s
             self._beat_next(worker, phase_s + ceil((now_s - phase_s) / beat_s) * beat_s)
         worker.idle_beats = 0

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from random import Random
 
 import pytest
 from baton_simulator.capacity import at_load, ideal_cached_tokens, least_time_s, pooled_cached_share, works_of
 from baton_simulator.links import Links, Pull
 from baton_simulator.policies import POLICIES, on_fleet
-from baton_simulator.replay import EventQueue, Fleet, Outcome, Replay
+from baton_simulator.replay import IDLE_BEATS, EventQueue, Fleet, Outcome, Replay
 from baton_simulator.report import percentile, refusals, summarise
 from baton_simulator.routers.protocol import Arrival, Route, WorkerSpec, WorkerState
 from baton_simulator.steps import MockerSteps, rough_steps
@@ -199,6 +200,16 @@ def test_a_pull_measures_only_the_time_in_which_it_moved() -> None:
         pass
     assert queue.now_s == pytest.approx(11.0)
     assert measured == [pytest.approx(3.0)]
+
+
+def test_an_idle_worker_goes_on_beating_when_a_change_comes_with_its_last_heartbeat() -> None:
+    fleet = Fleet(aggregated=1)
+    on, new_router = on_fleet("round-robin", fleet)
+    idle = Replay(make_trace(1), on, new_router, seed=1)
+    (worker,) = idle.workers.values()
+    worker.idle_beats, worker.beat_at_s = IDLE_BEATS - 1, 0.0
+    idle.before_change(worker)
+    assert worker.beat_at_s < inf
 
 
 def test_load_is_relative_to_what_the_fleet_can_do() -> None:
