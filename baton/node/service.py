@@ -8,6 +8,7 @@ joins the bus and serves; both contexts are left in the opposite order, whatever
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -101,6 +102,9 @@ class Process:
     async def serve(self, service: Service) -> None:
         """Serve until a signal, and report readiness on the status port."""
         self._status.check_ready = service.check_ready
+        # What is loaded by now stays. A full collection that visits it stops a service for 20 ms.
+        gc.collect()
+        gc.freeze()
         await serve(service, self._stop)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from collections.abc import AsyncGenerator
@@ -11,8 +12,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from baton.errors import EngineFailed
-from baton.node.service import serve
+from baton.node.service import Process, serve
+from baton.node.settings import NodeSettings
 from baton.stop import Stop
+from baton.telemetry import Metrics
+from baton.telemetry.status import Status
 
 
 class Recorded:
@@ -75,6 +79,16 @@ async def test_a_service_that_fails_stops_without_a_drain() -> None:
         await life
     assert "it is broken" in repr(raised.value)
     assert service.notes == ["start", "stop, serving"]
+
+
+async def test_collections_skip_what_a_process_has_loaded_when_it_serves() -> None:
+    stop, metrics = Stop(), Metrics("test")
+    stop.asked.set()
+    try:
+        await Process("test", NodeSettings(), stop, metrics, Status(metrics, stop)).serve(Recorded(stop))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 PROGRAM = """
