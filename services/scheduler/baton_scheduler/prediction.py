@@ -103,6 +103,9 @@ class Leg:
     def load(self, index: int) -> WorkerLoad:
         return self.team.loads[int(self.rows[index])]
 
+    def loads(self, indexes: list[int]) -> list[WorkerLoad]:
+        return self.team.at(self.rows[indexes])
+
 
 @dataclass(frozen=True, slots=True)
 class Computing(Leg):

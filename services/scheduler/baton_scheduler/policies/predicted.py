@@ -85,12 +85,12 @@ def _pairs(pool: Pool, question: Question) -> list[Option]:
     sinks = _shortlist(sink, sink.cost_s + left_s, count, question.random)
     # Lists of numbers: with vectors, so few would take longer.
     source_columns = (each[sources].tolist() for each in (source.cost_s, source.own_s, source.cached_tokens))
-    computing = list(zip(sources, map(source.load, sources), *source_columns, strict=True))
+    computing = list(zip(sources, source.loads(sources), *source_columns, strict=True))
     shares = sink.figures.used_share
     sink_columns = (each[sinks].tolist() for each in (sink.cost_s, sink.missing_bytes, sink.cached_tokens, shares))
     pairs: list[Option] = []
-    for d, sink_cost_s, missing_bytes, sink_cached, share in zip(sinks, *sink_columns, strict=True):
-        decode = sink.load(d)
+    decoding = zip(sinks, sink.loads(sinks), *sink_columns, strict=True)
+    for d, decode, sink_cost_s, missing_bytes, sink_cached, share in decoding:
         for p, prefill, source_cost_s, compute_s, source_cached in computing:
             if not excluded or question.pairable(prefill, decode):
                 cost_s = source_cost_s + sink_cost_s + tail_s(prefill, decode, missing_bytes, compute_s)
