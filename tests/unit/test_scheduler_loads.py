@@ -196,7 +196,7 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
         match step:
             case "beat":
                 attempts = tuple((f"r{each}", 0) for each in range(number))
-                changes = {
+                changes: dict[str, Any] = {
                     "draining": number == 4,
                     "context_tokens_max": 1024 + number,
                     "model_digest": f"{number % 2}",
