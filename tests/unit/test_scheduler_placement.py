@@ -535,6 +535,23 @@ def test_a_seed_decides_whatever_the_order(
     assert outcome() == first
 
 
+@given(asked=demands, pool=pools(), held=held_blocks, policy=policies)
+def test_a_choice_among_all_equals_one_that_looks_at_each(
+    asked: Demand, pool: list[WorkerLoad], held: dict[str, int], policy: PolicyName
+) -> None:
+    """What every worker can take is not compared with each, unless a worker is to be left out: here one that is not
+    there."""
+
+    def outcome(asked: Demand) -> Placement | str:
+        try:
+            return choose(asked, Serving(pool), PrefixMatch(held), POLICIES[policy](), OPTIONS, Random(1), 0.0)
+        except REFUSALS as error:
+            return str(error)
+
+    free = dataclasses.replace(asked, exclude=frozenset(), refused=frozenset())
+    assert outcome(free) == outcome(dataclasses.replace(free, exclude=frozenset({"nobody"})))
+
+
 @given(asked=demands, pool=pools(), held=held_blocks, better=workers_named, more=st.integers(1, 40))
 def test_more_cached_tokens_never_make_a_prediction_or_a_cost_worse(
     asked: Demand, pool: list[WorkerLoad], held: dict[str, int], better: str, more: int
