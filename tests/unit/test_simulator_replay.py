@@ -118,7 +118,7 @@ def replay(trace: Trace, fleet: Fleet, policy: str, seed: int = 1) -> list[Outco
 
 @given(st.integers(0, 1 << 32), st.sampled_from(FLEETS))
 def test_every_request_ends_once_and_memory_is_given_back(seed: int, fleet: Fleet) -> None:
-    trace = make_trace(seed)
+    trace = make_trace(seed, count=30, duration_s=5.0)
     routers: list[AnyWorker] = []
 
     def new_router(workers: Sequence[WorkerSpec], random: Random) -> AnyWorker:
@@ -149,10 +149,10 @@ def test_every_request_ends_once_and_memory_is_given_back(seed: int, fleet: Flee
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("fleet", FLEETS, ids=str)
 def test_the_seed_decides_everything(policy: str, fleet: Fleet) -> None:
-    trace = make_trace(7)
+    trace = make_trace(7, count=24, duration_s=4.0)
     first = replay(trace, fleet, policy, seed=3)
     assert first == replay(trace, fleet, policy, seed=3)
-    assert sum(outcome.last_s is not None for outcome in first) > 50
+    assert sum(outcome.last_s is not None for outcome in first) > 20
 
 
 def test_another_seed_gives_another_replay() -> None:

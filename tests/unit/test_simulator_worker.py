@@ -223,6 +223,25 @@ def test_a_report_counts_the_tokens_of_a_run_that_goes_on() -> None:
     assert worker.report(first_s + 12.5 * step_s).measured.decoded_tokens == 2
 
 
+def test_the_tokens_before_a_prompt_count_before_it() -> None:
+    """The worker's fit would charge the prompt for their time."""
+    queue = EventQueue()
+    recorder = Recorder([], queue)
+    cache = PrefixCache(in_use_max=IN_USE_MAX, blocks_max=BLOCKS_MAX)
+    spec = WorkerSpec("w", "aggregated", IN_USE_MAX, BLOCK_TOKENS, step_tokens_max=CHUNK_TOKENS)
+    model = MockerSteps()
+    worker = Worker(spec, cache, model, queue=queue, listener=recorder)
+    worker.submit(Leg("r", [], 10, 15, 100))
+    queue.step()
+    enters_s = queue.now_s + 10.5 * model.step_s(10 / IN_USE_MAX, 1, 0)
+    queue.add(enters_s, worker.submit, Leg("late", [], 10, 15, 100))
+    while queue.now_s < enters_s:
+        queue.step()
+    events = worker.report(queue.now_s).measured.events
+    assert [(event.kind, event.tokens) for event in events[-2:]] == [("decoded", 10), ("entered", 0)]
+    assert events[-2].at_s <= events[-1].at_s == enters_s
+
+
 class SlowCache:
     """A cache that looks through all of its blocks."""
 
