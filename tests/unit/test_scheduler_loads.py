@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import exp
 from typing import Any
 
 import msgspec
@@ -9,7 +11,7 @@ import pytest
 from baton_scheduler.loads import Loads, LoadsOptions, incompatible_pairs
 from baton_scheduler.pooling import RATES, pooled, typical
 from baton_scheduler.team import Figures
-from baton_scheduler.worker_load import BANDWIDTH_GUESS, SoftPlacement, WorkerLoad
+from baton_scheduler.worker_load import BANDWIDTH_GUESS, PROMPTS_S, PROMPTS_SHARE_MAX, SoftPlacement, WorkerLoad
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -228,6 +230,24 @@ def test_what_is_kept_equals_what_is_computed_anew(steps: list[tuple[str, str, i
             figures = team.figures()
             for name_of in Figures._fields:
                 assert getattr(figures, name_of)[team.rows[load.worker]] == getattr(anew, name_of)
+
+
+def stretch(loads: Loads, now_s: float) -> float:
+    (load,) = loads.live(now_s)
+    return load.answer_interval_s / load.next_interval_s
+
+
+def test_prompts_placed_lately_stretch_the_token_interval_of_answers(loads: Loads) -> None:
+    assert stretch(loads, 0.0) == 1.0
+    loads.place("r", {"w": replace(soft(0.0), prompt_s=PROMPTS_S / 2)})
+    assert stretch(loads, 0.0) == pytest.approx(2.0), "half of its time goes to the prompt"
+    loads.take(heartbeat(attempts=(("r", 0),)), 0.5)
+    assert stretch(loads, 0.5) == pytest.approx(1 / (1 - 0.5 * exp(-0.5 / PROMPTS_S)))
+    loads.place("s", {"w": replace(soft(0.6), prompt_s=1e9)})
+    assert stretch(loads, 0.6) == pytest.approx(1 / (1 - PROMPTS_SHARE_MAX)), "some time is left"
+    later_s = 0.6 + 60 * PROMPTS_S
+    loads.take(heartbeat(), later_s)
+    assert stretch(loads, later_s) == pytest.approx(1.0), "old prompts no longer count"
 
 
 # ---------------------------------------------------------------- rates of a kind

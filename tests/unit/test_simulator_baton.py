@@ -7,6 +7,7 @@ from math import inf
 from random import Random
 
 import pytest
+from baton_scheduler.admission import Objectives
 from baton_scheduler.loads import Loads, LoadsOptions
 from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies import POLICIES, PolicyName
@@ -161,6 +162,19 @@ def test_requests_that_are_held_for_too_long_are_refused() -> None:
     router.beat(idle(spec, kv_blocks_used=90), 10.8)
     assert router.wake(10.9) == []
     ((arrival, answer),) = router.wake(11.1)
+    assert arrival.id == "b"
+    assert isinstance(answer, Overloaded)
+
+
+def test_an_objective_bounds_how_long_a_request_is_held() -> None:
+    (spec,) = specs = make_specs(count=1)
+    options = BatonOptions(Disaggregation.NEVER, objectives=Objectives(ttft_s=2.0))
+    router = BatonRouter(specs, options, Random(1))
+    assert router.route(make_arrival("a", 90), 0.0) is not None
+    assert router.route(make_arrival("b", 50, first=1000), 1.0) is None
+    router.beat(idle(spec, kv_blocks_used=90), 1.4)
+    assert router.wake(1.4) == []
+    ((arrival, answer),) = router.wake(1.5)
     assert arrival.id == "b"
     assert isinstance(answer, Overloaded)
 

@@ -93,17 +93,17 @@ class Loads:
             self._end_soft(worker, request)
         for worker, each in placed.items():
             if (load := self._loads.get(worker)) is not None:
-                load.soft[request] = each
-                self._refresh(load)
+                load.place(request, each)
+                self._team(load).update(load)
                 self._placed[request] = (*self._placed.get(request, ()), worker)
                 heappush(self._soft_ends, (self._soft_end_s(each), worker, request, each.placed_s))
 
     # ------------------------------------------------------------ reading
 
-    def prefill_s(self, worker: str, uncached_tokens: int, prompt_tokens: int) -> float:
-        """Return the time in which a worker computes the last tokens of a prompt; 0 for an unknown worker."""
+    def prefill_s(self, worker: str, uncached_tokens: int, prompt_tokens: int) -> tuple[float, float]:
+        """Return `team.prefill_s` of a worker; 0 for an unknown one."""
         load = self._loads.get(worker)
-        return prefill_s(load, uncached_tokens, prompt_tokens)[1] if load and uncached_tokens else 0.0
+        return prefill_s(load, uncached_tokens, prompt_tokens) if load and uncached_tokens else (0.0, 0.0)
 
     def kv_tokens(self, worker: str, need_tokens: int, cached_tokens: int) -> int:
         """Return the tokens for which an attempt takes room on a worker: without those that it shares, as expected."""

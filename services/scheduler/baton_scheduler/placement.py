@@ -91,12 +91,14 @@ def soft_placements(
 
     def taken(worker: str, need_tokens: int, cached_tokens: int, until_s: float) -> SoftPlacement:
         uncached_tokens = placed.prompt_tokens - chosen.cached_tokens if worker == computes else 0
+        prompt_s, prefill_s = loads.prefill_s(worker, uncached_tokens, placed.prompt_tokens)
         return SoftPlacement(
             attempt=attempt,
             placed_s=now_s,
             until_s=until_s,
             kv_tokens=loads.kv_tokens(worker, need_tokens, cached_tokens),
-            prefill_s=loads.prefill_s(worker, uncached_tokens, placed.prompt_tokens),
+            prefill_s=prefill_s,
+            prompt_s=prompt_s,
         )
 
     last_token_s = first_token_s + placed.output_tokens_max * chosen.predicted_token_interval_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 from typing import Final
 
 from baton.messages.workers import Heartbeat, Role
@@ -11,6 +12,10 @@ COMPUTE_WEIGHT: Final = 1.0
 """Weight of an attempt's own prompt for others, beside its own time: prompts that come next wait for it, too."""
 COMPUTE_WEIGHT_PER_SEQUENCE: Final = 0.1
 """Added to it for each sequence that runs there: none of them gets a token while the prompt is computed."""
+PROMPTS_S: Final = 10.0
+"""Time over which the share of prompts in a worker's time is averaged: about that of an answer."""
+PROMPTS_SHARE_MAX: Final = 0.95
+"""Sequences get some tokens, however many prompts were placed at once."""
 BANDWIDTH_GUESS: Final = 4e9
 """Bytes per second of a pull where no worker has measured one."""
 
@@ -25,12 +30,17 @@ class SoftPlacement:
     kv_tokens: int
     prefill_s: float
     """Predicted time of computing the prompt; 0 where another worker does."""
+    prompt_s: float = 0.0
+    """Part of it without the sequences that decode in the same steps."""
 
 
 class WorkerLoad:
     """Load of a live worker: its newest heartbeat plus what was placed on it since."""
 
     __slots__ = (
+        "_prompts_at_s",
+        "_prompts_s",
+        "answer_interval_s",
         "bandwidth",
         "bandwidths",
         "block_tokens",
@@ -76,6 +86,9 @@ class WorkerLoad:
         """Rates that predictions use; `Loads` pools them."""
         self.bandwidth = BANDWIDTH_GUESS
         """Bytes per second of a pull from a peer of which none was measured."""
+        self._prompts_s = 0.0
+        """Time of the prompts placed here lately, as predicted; older ones count less."""
+        self._prompts_at_s = heard_s
         self.hear(heartbeat, heard_s, leased_share_max)
 
     @property
@@ -103,7 +116,20 @@ class WorkerLoad:
         self.limits = prompt_tokens_max, self.kv_tokens_max if self.ready else -1, heartbeat.model_digest
         """Most prompt tokens and tokens of KV that an attempt may need, -1 if none is taken; digest of the model."""
         self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
+        self._age_prompts(heard_s)
         self.refresh()
+
+    def place(self, request: str, placed: SoftPlacement) -> None:
+        """Count an attempt that was placed here."""
+        self.soft[request] = placed
+        self._age_prompts(placed.placed_s)
+        self._prompts_s += placed.prompt_s
+        self.refresh()
+
+    def _age_prompts(self, now_s: float) -> None:
+        passed_s = max(0.0, now_s - self._prompts_at_s)
+        self._prompts_s *= exp(-passed_s / PROMPTS_S)
+        self._prompts_at_s += passed_s
 
     def refresh(self) -> None:
         """Compute what decisions read, after a change of heartbeat, rates or soft placements."""
@@ -128,7 +154,10 @@ class WorkerLoad:
         self.half_interval_s = self.interval_s / 2
         """What is left on average of a step under way."""
         self.next_interval_s = steps.token_interval_s(decoding + 1, self.kv_share)
-        """Token interval with one more sequence."""
+        """Token interval with one more sequence, without prompts."""
+        # Prompts take turns with decoding, and get as much of the time as lately.
+        self.answer_interval_s = self.next_interval_s / (1 - min(self._prompts_s / PROMPTS_S, PROMPTS_SHARE_MAX))
+        """Mean token interval of an answer that begins now."""
         self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * decoding
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
         token_s = (self.step_s + self.interval_s) / self.step_tokens_max + self.token_s

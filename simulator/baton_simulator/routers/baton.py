@@ -167,6 +167,7 @@ class BatonRouter:
             tokens=_tokens(arrival, options),
             since_s=now_s,
             until_s=now_s + options.objectives.hold_s_max(options.hold_s, options.objectives.ttft_s),
+            by_objective=options.objectives.ttft_s > 0,
         )
         displaced = self._queue.add(entry)
         if displaced is entry:
