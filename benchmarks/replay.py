@@ -3,7 +3,8 @@
 Every point is a replay of its own. Points are kept in `.cache/replay` as they end, under a digest of the code that they
 depend on, so a run that was stopped goes on where it was, and a change of Baton's policy replays no peer. Replayed is
 the part of each trace that policies are not tuned on, in as many copies as the time asks for. Writes
-`benchmarks/results/replay.json` and `docs/replay.md`.
+`benchmarks/results/replay.json` and `docs/replay.md`; their rows of points that are not asked for stay, and each row
+names its code.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache, lru_cache
 from itertools import product
 from multiprocessing import get_context
@@ -34,8 +35,8 @@ from baton_simulator.traffic import library
 from baton_simulator.traffic.overlay import held_out_part, overlay
 from baton_simulator.traffic.trace import Trace
 
-from benchmarks.replay_page import write_page, write_results
-from benchmarks.report import commit, machine
+from benchmarks.replay_page import read_results, write_page, write_results
+from benchmarks.report import machine
 
 ROOT: Final = Path(__file__).parents[1]
 SIMULATOR: Final = "simulator/baton_simulator"
@@ -48,6 +49,9 @@ NOT_OF_PEERS: Final = frozenset(
 )
 SEED: Final = 1
 MODES: Final = ("aggregated", "separated")
+DISAGGREGATIONS: Final = ("baton-auto", "baton-never")
+"""Without prefill workers, these are the same policy as `baton`."""
+POLICIES: Final = (BOUND, "baton", *DISAGGREGATIONS, "baton-without-objectives", *PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,9 @@ class Point:
         return Fleet(aggregated=self.workers) if self.mode == MODES[0] else Fleet(prefill=half, decode=half)
 
 
+KEYS: Final = tuple(each.name for each in fields(Point))
+
+
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
     sys.exit(1)
 
@@ -76,7 +83,7 @@ def main() -> None:
     add("--traces", default=",".join(library.NAMES), help="default: %(default)s")
     add("--workers", default="8,64", help="sizes of the fleets; default: %(default)s")
     add("--loads", default="0.7,0.9,1.1", help="shares of capacity; default: %(default)s")
-    add("--policies", default=",".join((BOUND, "baton", "baton-auto", *PEERS)), help="default: %(default)s")
+    add("--policies", default=",".join(POLICIES), help="default: %(default)s")
     add("--minutes", type=float, default=20.0, help="least simulated time; default: %(default)s")
     add("--steps", choices=STEPS, default="mocker", help="step times of the workers; default: %(default)s")
     add("--processes", type=int, default=2)
@@ -92,12 +99,22 @@ def main() -> None:
             parsed.loads.split(","),
             parsed.policies.split(","),
         )
-        # Without prefill workers it is the same policy.
-        if (mode, policy) != (MODES[0], "baton-auto")
+        if mode != MODES[0] or policy not in DISAGGREGATIONS
     ]
-    rows = run(points, parsed.processes)
-    write_results({"machine": machine(), "commit": commit(), "seed": SEED, "minutes": parsed.minutes}, rows)
-    write_page(rows)
+    rows = merged(read_results(), run(points, parsed.processes))
+    write_results({"machine": machine(), "seed": SEED}, rows)
+    write_page(rows, POLICIES)
+
+
+def merged(old: Sequence[dict[str, Any]], new: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return all rows in the order of the tables, the new ones in place of old ones of the same points."""
+    rows = {tuple(row[key] for key in KEYS): row for row in (*old, *new)}
+    return sorted(rows.values(), key=_place)
+
+
+def _place(row: dict[str, Any]) -> tuple[float, ...]:
+    names = library.NAMES.index(row["trace"]), MODES.index(row["mode"]), POLICIES.index(row["policy"])
+    return row["workers"], names[0], names[1], row["load"], names[2]
 
 
 def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
@@ -118,9 +135,13 @@ def run(points: Sequence[Point], processes: int) -> list[dict[str, Any]]:
 
 
 def path_of(point: Point) -> Path:
-    folder = ROOT / ".cache" / "replay" / code_digest(point.policy.startswith("baton"))
+    folder = ROOT / ".cache" / "replay" / code_of(point)
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{hashlib.sha256(repr(point).encode()).hexdigest()[:16]}.json"
+
+
+def code_of(point: Point) -> str:
+    return code_digest(point.policy.startswith("baton"))
 
 
 def replay(point: Point) -> tuple[Point, dict[str, Any]]:
@@ -131,8 +152,8 @@ def replay(point: Point) -> tuple[Point, dict[str, Any]]:
     cpu_s = time.process_time() - began_s
     tokens = sum(request.prompt_tokens for request in trace.requests)
     ideal = sum(ideal_cached_tokens(trace)) / tokens
-    summary = asdict(summarise(outcomes, fleet))
-    return point, {**asdict(point), **summary, "ideal_cached": ideal, "pooled_cached": pooled, "cpu_s": cpu_s}
+    facts = {"ideal_cached": ideal, "pooled_cached": pooled, "cpu_s": cpu_s, "code": code_of(point)}
+    return point, {**asdict(point), **asdict(summarise(outcomes, fleet)), **facts}
 
 
 @lru_cache(maxsize=1)

@@ -11,6 +11,7 @@ from baton_simulator.policies import BOUND
 
 from benchmarks.report import RESULTS
 
+RESULT: Final = RESULTS / "replay.json"
 PAGE: Final = Path(__file__).parents[1] / "docs" / "replay.md"
 BEGIN: Final = "<!-- the tables: python -m benchmarks.replay -->\n"
 END: Final = "<!-- end of the tables -->\n"
@@ -18,14 +19,20 @@ ABLATION_BEGIN: Final = "<!-- the ablation: python -m benchmarks.replay_ablation
 ABLATION_END: Final = "<!-- end of the ablation -->\n"
 
 
+def read_results() -> list[dict[str, Any]]:
+    """Return the committed rows."""
+    return json.loads(RESULT.read_text())["rows"]
+
+
 def write_results(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
     """Write the rows, one line each."""
     lines = ",\n".join(json.dumps(row) for row in rows)
-    (RESULTS / "replay.json").write_text(f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n')
+    RESULT.write_text(f'{json.dumps(facts)[:-1]}, "rows": [\n{lines}\n]}}\n')
 
 
-def write_page(rows: Sequence[dict[str, Any]]) -> None:
-    _replace(BEGIN, END, tables(rows))
+def write_page(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> None:
+    found = {row["policy"] for row in rows}
+    _replace(BEGIN, END, tables(rows, [each for each in policies if each in found]))
 
 
 def write_ablation(rows: Sequence[dict[str, Any]]) -> None:
@@ -50,9 +57,8 @@ def _ablation(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| without: {row['without']} | {' | '.join(changes)} |"
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def tables(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> Iterator[str]:
     """Yield a table of goodput, then one per column of all figures."""
-    policies = list(dict.fromkeys(row["policy"] for row in rows))
     columns: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         columns.setdefault((row["trace"], row["workers"], row["mode"], row["load"]), {})[row["policy"]] = row
@@ -71,8 +77,8 @@ def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"with one LRU as large as all workers': {first['pooled_cached']:.3f}\n"
         )
         figures = "good/s | cached | TTFT p50 | p90 | p99, s | TPOT p50 | p99, ms | max/mean | refused"
-        yield f"| policy | {figures} | predicted/actual p10 p90 |"
-        yield "|---|---|---|---|---|---|---|---|---|---|---|"
+        yield f"| policy | {figures} | predicted/actual p10 p90 | code |"
+        yield "|---" * 12 + "|"
         for policy, row in column.items():
             ratios = (row["predicted_p10"], row["predicted_p90"])
             predicted = " ".join(f"{each:.2f}" for each in ratios if each is not None)
@@ -80,7 +86,7 @@ def tables(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"| {policy} | {row['good_per_s']:.2f} | {row['cached_share']:.3f} | {row['ttft_p50_s']:.2f} | "
                 f"{row['ttft_p90_s']:.2f} | {row['ttft_p99_s']:.2f} | {row['tpot_p50_ms']:.0f} | "
                 f"{row['tpot_p99_ms']:.0f} | {row['imbalance']:.2f} | {row['refused'] / row['requests']:.1%} | "
-                f"{predicted} |"
+                f"{predicted} | {row['code'][:8]} |"
             )
 
 

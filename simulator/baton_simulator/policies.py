@@ -18,7 +18,6 @@ from baton_simulator.routers.baton import BatonOptions, BatonRouter
 from baton_simulator.routers.peers import PEERS
 from baton_simulator.routers.protocol import Router, WorkerSpec
 
-
 GOALS: Final = Objectives(ttft_s=GOAL_TTFT_S, tpot_s=GOAL_TPOT_S)
 """Objectives of a deployment that is judged by the goals."""
 
@@ -42,6 +41,7 @@ def _baton(
 POLICIES: Mapping[str, RouterFactory] = {
     "baton": _baton(),
     "baton-auto": _baton(disaggregation=Disaggregation.AUTO),
+    "baton-never": _baton(disaggregation=Disaggregation.NEVER),
     "baton-without-objectives": _baton(objectives=Objectives()),
     **{f"baton-{name}": _baton(name) for name in PolicyName if name is not PolicyName.PREDICTED},
     **PEERS,
