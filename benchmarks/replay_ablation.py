@@ -55,6 +55,7 @@ TERMS: Final[Mapping[str, Sequence[tuple[object, str, object]]]] = {
     "only the tail of a pull": ((prediction, "tail_s", _whole_pull_s), (predicted, "tail_s", _whole_pull_s)),
     "near-ties by cached tokens": ((predicted, "TIE_SHARE", 0.0), (predicted, "TIE_S", 0.0)),
     "rates pooled by kind": ((loads, "pooled", _unpooled),),
+    "prompts in the predicted token interval": ((worker_load, "PROMPTS_SHARE_MAX", 0.0),),
 }
 """Term → what stands for it when it is taken out: attributes and their values."""
 

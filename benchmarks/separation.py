@@ -54,7 +54,7 @@ class Point:
 
     def replay(self) -> dict[str, Any]:
         trace = _scaled(self.trace, self.load, self.minutes)
-        fleet, new_router = on_fleet("baton", self.fleet)
+        fleet, new_router = on_fleet("baton-without-objectives", self.fleet)
         outcomes = Replay(trace, fleet, new_router, seed=SEED).run()
         figures = summarise(outcomes, fleet)
         lasts_s = max((each.last_s for each in outcomes if each.last_s is not None), default=0.0)
