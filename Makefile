@@ -44,7 +44,7 @@ help:
 	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
 	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       burst, engines, fairness, index, index-restart, intake, interference, layout, overlap, peer-routing, placement, prediction, replay, replay-ablation, roles, scheduler, separation, tracing, transfer, transfer-wake, worker: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       burst, engines, fairness, gateway, index, index-restart, intake, interference, layout, overlap, peer-routing, placement, prediction, replay, replay-ablation, roles, scheduler, separation, tracing, transfer, transfer-wake, worker: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -210,6 +210,13 @@ bench-replay: environment
 bench-replay-ablation: environment
 	.venv/bin/python -m benchmarks.replay_ablation $(REPLAY_FLAGS)
 
+# What cannot be installed of the peers is named and left out. GATEWAY_FLAGS="--quick --only sglang-router fastapi".
+PEERS = routers dynamo litellm
+bench-gateway: environment
+	@$(ENVIRONMENT) .venv core test
+	@for peer in $(PEERS); do $(ENVIRONMENT) .venv-peer-$$peer peer-$$peer || echo "baton: going on without $$peer"; done
+	.venv/bin/python -m benchmarks.gateway $(GATEWAY_FLAGS)
+
 bench-separation: environment
 	@$(ENVIRONMENT) .venv core test
 	.venv/bin/python -m benchmarks.separation
@@ -289,8 +296,14 @@ lock: environment
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 	$(LOCK) --group ucx -o requirements/ucx.txt
+	$(LOCK) --group peer-routers -o requirements/peer-routers.txt
+	$(LOCK) --group peer-litellm -o requirements/peer-litellm.txt
+	printf 'aisimulate\n' >.cache/excludes-dynamo.txt
+	printf 'certifi\n' >.cache/overrides-dynamo.txt
+	$(LOCK) --group peer-dynamo --excludes .cache/excludes-dynamo.txt --override .cache/overrides-dynamo.txt \
+	  -o requirements/peer-dynamo.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-phoenix .venv-ucx .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-phoenix .venv-ucx $(PEERS:%=.venv-peer-%) .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
 	  native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +22,23 @@ START_TIMEOUT_S = 300.0
 class Ports:
     http: int
     gateway_status: int
+    launcher_pid: int
+    """Process that all others of the deployment are children of."""
 
 
 @contextmanager
-def deployment(folder: Path, flags: Sequence[str]) -> Generator[Ports]:
-    """Run `baton up` with these flags until it is ready, and end it afterwards. Logs go to `folder`."""
+def deployment(folder: Path, flags: Sequence[str], settings: Mapping[str, str] | None = None) -> Generator[Ports]:
+    """Run `baton up` with these flags until it is ready, and end it afterwards. Logs go to `folder`.
+
+    `settings`: environment variables.
+    """
+    environ = {**os.environ, **(settings or {})}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "baton.cli", "up", "--port", str(port), "--folder", str(folder)]
     with (folder / "up.log").open("wb") as log:
-        process = subprocess.Popen([*command, "--die-with-parent", *flags], stdout=log, stderr=log)
+        process = subprocess.Popen([*command, "--die-with-parent", *flags], stdout=log, stderr=log, env=environ)
     try:
         give_up_s = time.monotonic() + START_TIMEOUT_S
         while not _is_ready(port):
@@ -39,7 +46,7 @@ def deployment(folder: Path, flags: Sequence[str]) -> Generator[Ports]:
                 raise SystemExit(f"the deployment did not start:\n{(folder / 'up.log').read_text()}")
             time.sleep(0.2)
         log = next(folder.rglob("gateway.log")).read_text()
-        yield Ports(port, int(re.findall(r"status is served on \S+ port (\d+)", log)[-1]))
+        yield Ports(port, int(re.findall(r"status is served on \S+ port (\d+)", log)[-1]), process.pid)
     finally:
         process.terminate()
         process.wait()

@@ -1,0 +1,263 @@
+"""The cost of the request path beside its peers': `make bench-gateway`.
+
+Every contender runs at the same time, over engines that take no time. In each round, each of them gets each measure's
+load in turn, so that whatever else the machine does falls on all alike; the result is the median of the rounds.
+Where there are two cores, a path's own processes share one; load and engines share the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from baton.cli.tiny_model import make_tiny_model
+from benchmarks.gateway_contenders import CONTENDERS, WORKERS, Contender, Running, Setup, engines
+from benchmarks.gateway_load import Job, Outcome
+from benchmarks.gateway_page import BATON, FLOOR, Figures, path_s, tables, write_page
+from benchmarks.processes import family, memory_bytes, pin, threads, used_s
+from benchmarks.report import Row, report
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    name: str
+    job: Callable[..., Job]
+    continues: str = ""
+    """The measure whose conversations this one goes on with."""
+
+
+def measure(name: str, *, continues: str = "", **fields: int | bool) -> Measure:
+    def job(port: int, model: str, seed: int, seconds: float, requests_max: int) -> Job:
+        limits = {"seconds": seconds, "requests_max": requests_max}
+        return msgspec.structs.replace(Job(port=port, model=model, seed=seed), **(limits | fields))
+
+    return Measure(name, job, continues)
+
+
+TOKENS: Final = 256
+STREAMS: Final = 64
+MEASURES: Final[Sequence[Measure]] = (
+    measure("1 client"),
+    measure("1 client, delayed acknowledgements", quick_ack=False),
+    measure("8 clients", concurrency=8),
+    measure("32 clients", concurrency=32),
+    measure("3,000 words", words=3000),
+    measure("3,000 words, second turn", words=3000, turn=2, continues="3,000 words"),
+    measure("8,000 words", words=8000),
+    measure("8,000 words, second turn", words=8000, turn=2, continues="8,000 words"),
+    measure("64 streams", concurrency=STREAMS, requests_max=STREAMS, tokens=TOKENS, seconds=60),
+    measure("64 paced streams", concurrency=STREAMS, requests_max=STREAMS, tokens=TOKENS, seconds=60, paced=True),
+)
+REQUESTS_MAX: Final = 1_000_000
+WARM_UP: Final = 64
+CONTEXT_TOKENS_MAX: Final = 1 << 16
+SEED_STRIDE: Final = 1000
+
+
+class Load:
+    """The process that sends requests."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    def run(self, job: Job) -> Outcome:
+        """Raises ChildProcessError if a request was not answered as it should."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(msgspec.json.encode(job) + b"\n")
+        self._process.stdin.flush()
+        outcome = msgspec.json.decode(self._process.stdout.readline(), type=Outcome)
+        if outcome.failure or not outcome.answers:
+            raise ChildProcessError(f"a request was not served: {outcome.failure[-500:]}")
+        return outcome
+
+
+@contextmanager
+def load_process(cores: Sequence[int]) -> Generator[Load]:
+    command = (sys.executable, "-m", "benchmarks.gateway_load")
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        pin([process.pid], cores)
+        yield Load(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+class Bench:
+    """All contenders under way, and what was measured of each."""
+
+    def __init__(self, load: Load, seconds: float) -> None:
+        self._load = load
+        self._seconds = seconds
+        self.running: dict[str, Running] = {}
+        self.samples: dict[str, dict[str, list[Figures]]] = {}
+        """By contender and measure, one for each round."""
+        self.notes: list[str] = []
+
+    def add(self, name: str, running: Running, path: Sequence[int], other: Sequence[int]) -> None:
+        for role, roots in running.roots.items():
+            pin(family(roots), other if role == WORKERS else path)
+        self.running[name] = running
+        self.samples[name] = {}
+        job = Job(port=running.port, model=running.model, requests_max=WARM_UP, concurrency=8, seed=-1)
+        self._load.run(job)
+
+    def round(self, number: int) -> None:
+        """Measure everything once; each round begins with another contender."""
+        answers: dict[tuple[str, str], int] = {}
+        seeds = {each.name: number * SEED_STRIDE + index for index, each in enumerate(MEASURES)}
+        for each in MEASURES:
+            names = list(self.running)
+            start = number % len(names)
+            for name in names[start:] + names[:start]:
+                running = self.running[name]
+                requests_max = answers.get((name, each.continues), REQUESTS_MAX)
+                seed = seeds[each.continues or each.name]
+                job = each.job(running.port, running.model, seed, self._seconds, requests_max)
+                try:
+                    figures = self._measure(running, job)
+                except (ChildProcessError, ProcessLookupError) as error:
+                    self.drop(name, f"{each.name}: {error}")
+                    continue
+                answers[name, each.name] = int(figures["answers"])
+                self.samples[name].setdefault(each.name, []).append(figures)
+
+    def drop(self, name: str, why: str) -> None:
+        if name.startswith(BATON):
+            raise SystemExit(f"{name}: {why}")
+        self.notes.append(f"{name} was left out: {why}")
+        print(self.notes[-1], file=sys.stderr)
+        self.running.pop(name, None)
+        self.samples.pop(name, None)
+
+    def _measure(self, running: Running, job: Job) -> Figures:
+        pids = {role: family(roots) for role, roots in running.roots.items()}
+        before = {role: threads(each) for role, each in pids.items()}
+        outcome = self._load.run(job)
+        used = {role: used_s(before[role], threads(each)) for role, each in pids.items()}
+        path = [pid for role, each in pids.items() if role != WORKERS for pid in each]
+        return {
+            "answers": outcome.answers,
+            "requests_per_s": outcome.answers / outcome.wall_s,
+            "tokens_per_s": outcome.answers * job.tokens / outcome.wall_s,
+            "ttft_p50_s": outcome.ttft_p50_s,
+            "ttft_p99_s": outcome.ttft_p99_s,
+            "gap_p99_s": outcome.gap_p99_s,
+            "reads_per_token": outcome.reads / (outcome.answers * job.tokens),
+            "events_per_token": outcome.events / (outcome.answers * job.tokens),
+            "memory_bytes": memory_bytes(path),
+            **{f"cpu_s {role}": seconds / outcome.answers for role, seconds in used.items()},
+        }
+
+    def medians(self) -> dict[str, dict[str, Figures]]:
+        """Return each figure's median over the rounds, by contender and measure."""
+        return {
+            name: {each: median_figures(rounds) for each, rounds in measures.items()}
+            for name, measures in self.samples.items()
+        }
+
+
+def median_figures(rounds: Sequence[Figures]) -> Figures:
+    return {figure: statistics.median(each[figure] for each in rounds) for figure in rounds[0]}
+
+
+def rows_of(medians: Mapping[str, Mapping[str, Figures]]) -> list[Row]:
+    """Return a row for each measure and figure, with the ratio of Baton's to the floor's."""
+    units = {"cpu_s": ("ms", 1e3), "ttft_p50_s": ("ms", 1e3), "ttft_p99_s": ("ms", 1e3), "gap_p99_s": ("ms", 1e3)}
+    units |= {"memory_bytes": ("MB", 1e-6)}
+    rows: list[Row] = []
+    for name in medians[BATON]:
+        of_measure = {contender: dict(each[name]) for contender, each in medians.items()}
+        for figures in of_measure.values():
+            figures["cpu_s all but the engines"] = path_s(figures)
+        for figure in of_measure[BATON]:
+            unit, factor = units.get(figure.split()[0], ("", 1.0))
+            values = {each: figures[figure] * factor for each, figures in of_measure.items() if figure in figures}
+            ours, floor = values.pop(BATON), values.get(FLOOR)
+            ratio = ours / floor if floor else None
+            rows.append(Row(name=f"{name}: {figure}", unit=unit, ours=ours, peers=values, ratio=ratio))
+    return rows
+
+
+def make_model(folder: Path) -> Path:
+    """Return the folder of a tiny model whose context takes the longest prompts."""
+    made = folder / "tiny"
+    make_tiny_model(made)
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        content = json.loads((made / name).read_text())
+        (made / name).write_text(json.dumps(content | {key: CONTEXT_TOKENS_MAX}))
+    return made
+
+
+def cores() -> tuple[list[int], list[int]]:
+    """Return the cores of the paths, and those of load and engines."""
+    available = sorted(os.sched_getaffinity(0))
+    return available[:1], available[1:2] or available
+
+
+def start(bench: Bench, stack: ExitStack, setup: Setup, contenders: Sequence[Contender]) -> None:
+    path, other = cores()
+    pin(setup.engine_pids, other)
+    for each in contenders:
+        version = each.version() if each.package else ""
+        if each.package and not version:
+            bench.notes.append(f"{each.name} is not installed")
+            continue
+        began_s = time.monotonic()
+        try:
+            running = stack.enter_context(contextmanager(each.start)(setup))
+            bench.add(each.name, running, path, other)
+        except ChildProcessError as error:
+            bench.drop(each.name, str(error))
+            continue
+        if version:
+            bench.notes.append(f"{each.name} {version}")
+        print(f"{each.name} {version} runs after {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    names = [each.name for each in CONTENDERS]
+    parser.add_argument("--only", nargs="+", choices=names, help="contenders to run; writes no results")
+    parser.add_argument("--quick", action="store_true", help="one short round; writes no results")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="time of each load (default 1)")
+    arguments = parser.parse_args()
+    rounds, seconds = (1, 0.3) if arguments.quick else (arguments.rounds, arguments.seconds)
+    # Baton comes first: all others are compared with it.
+    contenders = [each for each in CONTENDERS if each.name == BATON or each.name in (arguments.only or names)]
+    machine_load = os.getloadavg()[0]
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        model_folder = make_model(folder)
+        setup = Setup(folder, model_folder, *stack.enter_context(engines(folder)))
+        bench = Bench(stack.enter_context(load_process(cores()[1])), seconds)
+        start(bench, stack, setup, contenders)
+        for number in range(rounds):
+            bench.round(number)
+            print(f"round {number + 1} of {rounds}", file=sys.stderr)
+    medians = bench.medians()
+    bench.notes.append(f"medians of {rounds} interleaved rounds; the machine's load was {machine_load:.1f} before")
+    notes = "; ".join(bench.notes)
+    print("\n".join(tables(medians, TOKENS)))
+    print(notes)
+    if not (arguments.quick or arguments.only):
+        report("gateway", rows_of(medians), notes=notes)
+        write_page(medians, TOKENS, notes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The calculations of `make bench-gateway`."""
+
+import pytest
+
+from benchmarks.gateway import median_figures, rows_of
+from benchmarks.gateway_contenders import WORKERS, role_of
+from benchmarks.gateway_load import PACED, Job, conversation, percentile, request
+from benchmarks.gateway_page import path_s, token_figures
+from benchmarks.processes import used_s
+
+
+def test_a_percentile_is_one_of_the_values():
+    values = [float(number) for number in range(100, 0, -1)]
+    assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50.0, 99.0, 100.0]
+    assert percentile([7.0], 0.99) == 7.0
+    assert percentile([], 0.5) == 0.0
+
+
+def test_a_second_turn_continues_the_first_and_no_two_conversations_begin_alike():
+    first, second = (conversation(3, 8, 100, turn) for turn in (1, 2))
+    assert second[:1] == first
+    assert [each["role"] for each in second] == ["user", "assistant", "user"]
+    assert len(first[0]["content"].split()) == 102
+    beginnings = {conversation(seed, number, 5, 1)[0]["content"][:4] for seed in range(3) for number in range(3)}
+    assert len(beginnings) == 9
+
+
+@pytest.mark.parametrize("paced", [False, True])
+def test_a_request_states_its_length_and_its_pace(paced: bool):
+    head, _, body = request(Job(port=1, model="m", paced=paced), 0).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head
+    assert (PACED.encode() in body) is paced
+
+
+def test_used_time_counts_threads_that_began_and_loses_those_that_ended():
+    assert used_s({(1, 1): 5, (1, 2): 10**9}, {(1, 1): 10**9 + 5, (1, 3): 10**9}) == 2.0
+
+
+def test_the_engines_are_not_on_the_path():
+    assert path_s({"cpu_s gateway": 1.0, "cpu_s nats": 0.5, "cpu_s workers": 9.0, "ttft_p50_s": 3.0}) == 1.5
+
+
+def test_a_tokens_cost_is_what_a_long_answer_costs_more():
+    measures = {"32 clients": {"cpu_s gateway": 0.001}, "64 paced streams": {"cpu_s gateway": 0.0113, "reads": 4.0}}
+    assert token_figures(measures, 101) == pytest.approx({"cpu_s gateway": 0.000103})
+
+
+def test_a_figure_is_the_median_of_its_rounds_and_a_row_has_its_ratio_to_the_floor():
+    ours = median_figures([{"cpu_s gateway": seconds} for seconds in (0.009, 0.003, 0.001)])
+    assert ours == {"cpu_s gateway": 0.003}
+    gateway, path = rows_of(
+        {"baton": {"m": {**ours, "cpu_s nats": 0.001}}, "fastapi": {"m": {"cpu_s gateway": 0.001}}}
+    )[::2]
+    assert (gateway.unit, gateway.ours, gateway.peers, gateway.ratio) == ("ms", 3.0, {"fastapi": 1.0}, 3.0)
+    assert (path.ours, path.ratio) == (4.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        (["/bin/python", "-m", "baton_gateway", "--port", "1"], "gateway"),
+        (["/bin/python", "-m", "baton_prefill"], WORKERS),
+        (["/lib/nats-server", "-c", "x"], "nats"),
+        (["redis-server *:1"], "redis"),
+        (["/bin/sh"], ""),
+        ([], ""),
+    ],
+)
+def test_a_process_of_a_deployment_has_a_role(command: list[str], role: str):
+    assert role_of(command) == role
