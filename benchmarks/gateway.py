@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from baton.cli.tiny_model import make_tiny_model
-from benchmarks.gateway_contenders import CONTENDERS, WORKERS, Contender, Running, Setup, engines
+from benchmarks.gateway_contenders import CONTENDERS, STREAMS, WORKERS, Contender, Running, Setup, engines
 from benchmarks.gateway_load import Job, Outcome
 from benchmarks.gateway_page import BATON, FLOOR, Figures, path_s, tables, write_page
 from benchmarks.processes import family, memory_bytes, pin, threads, used_s
@@ -48,7 +48,6 @@ def measure(name: str, *, continues: str = "", **fields: int | bool) -> Measure:
 
 
 TOKENS: Final = 256
-STREAMS: Final = 64
 MEASURES: Final[Sequence[Measure]] = (
     measure("1 client"),
     measure("1 client, delayed acknowledgements", quick_ack=False),

@@ -18,7 +18,7 @@ import httpx
 import psutil
 
 from benchmarks.deployment import deployment
-from benchmarks.gateway_engine import MODEL
+from benchmarks.gateway_engine import MODEL, PACE_S
 from benchmarks.gateway_load import HOST
 from benchmarks.peer_proxies import free_ports
 from benchmarks.peer_routing import find_version
@@ -26,12 +26,13 @@ from benchmarks.peer_routing import find_version
 ROOT: Final = Path(__file__).parents[1]
 START_S: Final = 120.0
 STOP_S: Final = 5.0
+STREAMS: Final = 64
 ENGINES: Final = 2
 """Engines behind each peer, and decode workers of Baton."""
 WORKERS: Final = "workers"
 """The role of engines: not on the path that is measured, so on another core than all others."""
 ENGINE_OPTIONS: Final = {
-    **dict.fromkeys(("step_fixed_s", "prefill_token_s", "decode_sequence_s", "attention_token_s"), 0.0),
+    **dict.fromkeys(("step_fixed_s", "prefill_token_s", "attention_token_s"), 0.0),
     "eos_probability": 0.0,
     "running_max": 256,
     "step_tokens_max": 1 << 16,
@@ -139,16 +140,17 @@ def engines(folder: Path) -> Generator[tuple[list[int], list[int]]]:
         yield ports, [process.pid for process in processes]
 
 
-def baton(setup: Setup, *, prefill: int) -> Generator[Running]:
-    folder = setup.folder / f"baton-{prefill}"
+def baton(setup: Setup, *, name: str, prefill: int = 0, decode_sequence_s: float = 0.0) -> Generator[Running]:
+    folder = setup.folder / name
     folder.mkdir()
+    options = json.dumps({**ENGINE_OPTIONS, "decode_sequence_s": decode_sequence_s})
     flags = [
         "--engine",
         "simulated",
         "--model",
         str(setup.model_folder),
         "--engine-options",
-        json.dumps(ENGINE_OPTIONS),
+        options,
     ]
     flags += ["--prefill", str(prefill), "--decode", str(ENGINES), "--disaggregation", "always" if prefill else "never"]
     # On a machine that is busy with the load, late answers must not make a worker look lost.
@@ -242,8 +244,9 @@ def floor(setup: Setup, *, name: str) -> Generator[Running]:
 
 ROUTERS: Final = ".venv-peer-routers"
 CONTENDERS: Final[Sequence[Contender]] = (
-    Contender("baton", partial(baton, prefill=0)),
-    Contender("baton-handed-over", partial(baton, prefill=1)),
+    Contender("baton", partial(baton, name="baton")),
+    Contender("baton-handed-over", partial(baton, name="baton-handed-over", prefill=1)),
+    Contender("baton-paced", partial(baton, name="baton-paced", decode_sequence_s=PACE_S * ENGINES / STREAMS)),
     Contender("fastapi", partial(floor, name="fastapi")),
     Contender("asgi", partial(floor, name="asgi")),
     Contender(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -13,6 +13,7 @@ BATON: Final = "baton"
 FLOOR: Final = "fastapi"
 CPU: Final = "cpu_s "
 """Prefix of the figures of processor time per answer, by role."""
+GATEWAY: Final = CPU + "gateway"
 OFF_PATH: Final = "workers"
 SHORT, SATURATED, STREAMING, PACED = "1 client", "32 clients", "64 streams", "64 paced streams"
 
@@ -32,10 +33,19 @@ def token_figures(measures: Mapping[str, Figures], tokens: int) -> Figures:
     return {name: (value - short[name]) / (tokens - 1) for name, value in long.items() if name.startswith(CPU)}
 
 
+def digits(value: float | None) -> str:
+    """Return two digits, and all before the decimal point."""
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if abs(value) >= 10 else f"{value:.2g}"
+
+
 def tables(medians: Medians, tokens: int) -> Iterator[str]:
-    yield from _cpu_table(medians, tokens)
-    yield from _latency_table(medians)
-    yield from _prompt_table(medians)
+    """Yield the lines of four tables."""
+    yield from _requests(medians)
+    yield from _tokens(medians, tokens)
+    yield from _latencies(medians)
+    yield from _prompts(medians)
 
 
 def write_page(medians: Medians, tokens: int, notes: str) -> None:
@@ -45,83 +55,86 @@ def write_page(medians: Medians, tokens: int, notes: str) -> None:
     PAGE.write_text(before + BEGIN + "".join(f"{line}\n" for line in lines) + END + after)
 
 
-def _table(title: str, *columns: str) -> Iterator[str]:
+def _table(title: str, columns: Sequence[str], lines: Mapping[str, Iterable[str]]) -> Iterator[str]:
     yield f"\n**{title}**\n"
     yield f"| | {' | '.join(columns)} |"
     yield "|---" * (len(columns) + 1) + "|"
+    for name, cells in lines.items():
+        yield f"| {name} | {' | '.join(cells)} |"
 
 
-def _line(name: str, *cells: str) -> str:
-    return f"| {name} | {' | '.join(cells)} |"
+def _roles(medians: Medians) -> list[str]:
+    """Return the roles on Baton's path, the gateway first."""
+    roles = [name.removeprefix(CPU) for name in medians[BATON][SATURATED] if name.startswith(CPU)]
+    return sorted((role for role in roles if role != OFF_PATH), key=lambda role: (role != "gateway", role))
 
 
-def _times(value: float, floor: float | None) -> str:
-    return f" ({value / floor:.1f}×)" if floor else ""
+def _requests(medians: Medians) -> Iterator[str]:
+    roles = _roles(medians)
 
+    def against_floor(value: float, measure: str) -> str:
+        floor = path_s(medians[FLOOR][measure]) if FLOOR in medians else 0.0
+        return digits(value * 1e3) + (f" ({digits(value / floor)} ×)" if floor else "")
 
-def _cpu_table(medians: Medians, tokens: int) -> Iterator[str]:
-    roles = [
-        name.removeprefix(CPU)
-        for name in medians[BATON][SATURATED]
-        if name.startswith(CPU) and name not in (CPU + "gateway", CPU + OFF_PATH)
-    ]
+    def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
+        yield from (against_floor(measures[each][GATEWAY], each) for each in (SHORT, SATURATED))
+        yield against_floor(path_s(measures[SATURATED]), SATURATED)
+        shares = (measures[SATURATED].get(CPU + role) for role in (*roles[1:], OFF_PATH))
+        yield from (digits(share and share * 1e3) for share in shares)
+        yield digits(measures[SATURATED]["memory_bytes"] / 1e6)
+
     yield from _table(
-        "Processor time: per request of 100 words and 1 token (ms), per streamed token of 64 paced streams (µs)",
-        *("gateway, 1 client", "gateway, 32 clients", *roles, "whole path, 32 clients"),
-        *("engines", "token: gateway", "token: whole path", "token: engines", "memory, MB"),
+        "Processor time per request of 100 words and 1 token, ms",
+        (f"gateway, {SHORT}", f"gateway, {SATURATED}", "whole path", *roles[1:], "engines", "memory of the path, MB"),
+        {name: cells(measures) for name, measures in medians.items()},
     )
-    floor = medians.get(FLOOR)
-    floor_s = {each: floor[each][CPU + "gateway"] if floor else None for each in (SHORT, SATURATED)}
-    for name, measures in medians.items():
-        one, many = measures[SHORT], measures[SATURATED]
-        per_token = token_figures(measures, tokens)
-        cells = [
-            f"{each[CPU + 'gateway'] * 1e3:.3g}{_times(each[CPU + 'gateway'], floor_s[kind])}"
-            for kind, each in ((SHORT, one), (SATURATED, many))
-        ]
-        cells += [f"{many[CPU + role] * 1e3:.2g}" if CPU + role in many else "–" for role in roles]
-        cells.append(f"{path_s(many) * 1e3:.3g}{_times(path_s(many), floor_s[SATURATED])}")
-        cells.append(f"{many[CPU + OFF_PATH] * 1e3:.2g}" if CPU + OFF_PATH in many else "–")
-        cells += [f"{per_token[CPU + 'gateway'] * 1e6:.1f}", f"{path_s(per_token) * 1e6:.1f}"]
-        cells.append(f"{per_token[CPU + OFF_PATH] * 1e6:.1f}" if CPU + OFF_PATH in per_token else "–")
-        yield _line(name, *cells, f"{measures[PACED]['memory_bytes'] / 1e6:.0f}")
 
 
-def _latency_table(medians: Medians) -> Iterator[str]:
-    kinds = (SHORT, "1 client, delayed acknowledgements", "8 clients", SATURATED)
+def _tokens(medians: Medians, tokens: int) -> Iterator[str]:
+    def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
+        cost = token_figures(measures, tokens)
+        for value in (cost[GATEWAY], path_s(cost), cost.get(CPU + OFF_PATH)):
+            yield digits(value and value * 1e6)
+        paced, unpaced = measures[PACED], measures[STREAMING]
+        yield from (digits(paced[each]) for each in ("events_per_token", "reads_per_token"))
+        yield digits(paced["gap_p99_s"] * 1e3)
+        yield from (digits(each["tokens_per_s"]) for each in (paced, unpaced))
+        yield digits(unpaced["events_per_token"])
+
     yield from _table(
-        "Time to first token of 100 words, p50 / p99 (ms); answers and tokens per second",
-        *kinds,
-        *(
-            "requests/s, 32 clients",
-            "tokens/s, 64 streams",
-            "events per token",
-            "events per token, paced",
-            "reads per token, paced",
-            "p99 token gap, paced, ms",
+        "Processor time per token of 64 streams, µs; of the last two columns the engines take no time",
+        (
+            *("gateway", "whole path", "engines", "events per token", "client's reads per token"),
+            *("p99 of the time between reads, ms", "tokens/s", "tokens/s at most", "events per token then"),
         ),
+        {name: cells(measures) for name, measures in medians.items()},
     )
-    for name, measures in medians.items():
-        cells = [
-            f"{measures[each]['ttft_p50_s'] * 1e3:.2g} / {measures[each]['ttft_p99_s'] * 1e3:.2g}" for each in kinds
-        ]
-        streams, paced = measures[STREAMING], measures[PACED]
-        cells += [f"{measures[SATURATED]['requests_per_s']:.0f}", f"{streams['tokens_per_s']:.0f}"]
-        cells += [f"{each['events_per_token']:.2f}" for each in (streams, paced)]
-        cells += [f"{paced['reads_per_token']:.2f}", f"{paced['gap_p99_s'] * 1e3:.2g}"]
-        yield _line(name, *cells)
 
 
-def _prompt_table(medians: Medians) -> Iterator[str]:
-    turns = [f"{words} words{turn}" for words in ("3,000", "8,000") for turn in ("", ", second turn")]
+def _latencies(medians: Medians) -> Iterator[str]:
+    kinds = (SHORT, "1 client, delayed acknowledgements", "8 clients", SATURATED)
+
+    def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
+        for each in (measures[kind] for kind in kinds):
+            yield f"{digits(each['ttft_p50_s'] * 1e3)} / {digits(each['ttft_p99_s'] * 1e3)}"
+        yield digits(measures[SATURATED]["requests_per_s"])
+
     yield from _table(
-        "Long prompts, 1 client: time to first token p50 (ms) / processor time of gateway, of whole path (ms)", *turns
+        "Time to first token, 100 words, p50 / p99, ms",
+        (*kinds, f"requests/s, {SATURATED}"),
+        {name: cells(measures) for name, measures in medians.items()},
     )
-    for name, measures in medians.items():
-        yield _line(
-            name,
-            *(
-                f"{each['ttft_p50_s'] * 1e3:.2g} / {each[CPU + 'gateway'] * 1e3:.2g}, {path_s(each) * 1e3:.2g}"
-                for each in (measures[turn] for turn in turns)
-            ),
-        )
+
+
+def _prompts(medians: Medians) -> Iterator[str]:
+    turns = [f"{words} words{turn}" for words in ("3,000", "8,000") for turn in ("", ", second turn")]
+
+    def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
+        for each in (measures[turn] for turn in turns):
+            yield " / ".join(digits(value * 1e3) for value in (each["ttft_p50_s"], each[GATEWAY], path_s(each)))
+
+    yield from _table(
+        "Long prompts, 1 client: p50 of the time to first token / processor time of gateway / of whole path, ms",
+        turns,
+        {name: cells(measures) for name, measures in medians.items()},
+    )

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.gateway import median_figures, rows_of
+from benchmarks.gateway import MEASURES, median_figures, rows_of
 from benchmarks.gateway_contenders import WORKERS, role_of
 from benchmarks.gateway_load import PACED, Job, conversation, percentile, request
-from benchmarks.gateway_page import path_s, token_figures
+from benchmarks.gateway_page import digits, path_s, tables, token_figures
 from benchmarks.processes import used_s
 
 
@@ -68,3 +68,22 @@ def test_a_figure_is_the_median_of_its_rounds_and_a_row_has_its_ratio_to_the_flo
 )
 def test_a_process_of_a_deployment_has_a_role(command: list[str], role: str):
     assert role_of(command) == role
+
+
+def test_figures_have_two_digits():
+    assert [digits(value) for value in (0.0123, 1.26, 12.6, 1234.0, None)] == ["0.012", "1.3", "13", "1234", "–"]
+
+
+def test_every_contender_has_a_line_in_every_table():
+    figures = {
+        **dict.fromkeys(("ttft_p50_s", "ttft_p99_s", "gap_p99_s", "requests_per_s"), 0.004),
+        **dict.fromkeys(("tokens_per_s", "events_per_token", "reads_per_token"), 1.0),
+        "cpu_s gateway": 0.002,
+        "memory_bytes": 50e6,
+    }
+    ours = {**figures, "cpu_s gateway": 0.006, "cpu_s nats": 0.002, "cpu_s workers": 0.001}
+    lines = list(
+        tables({name: {each.name: of for each in MEASURES} for name, of in (("baton", ours), ("fastapi", figures))}, 2)
+    )
+    assert sum(line.startswith("| fastapi |") for line in lines) == 4
+    assert "| baton | 6 (3 ×) | 6 (3 ×) | 8 (4 ×) | 2 | 1 | 50 |" in lines
