@@ -209,9 +209,13 @@ def litellm(setup: Setup) -> Generator[Running]:
     folder = ROOT / ".venv-peer-litellm" / "bin"
     command = [str(folder / "python"), str(folder / "litellm"), "--config", str(config)]
     command += ["--host", HOST, "--port", str(port), "--num_workers", "1"]
-    with program(
-        setup, "litellm", command, {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_LOG": "ERROR"}
-    ) as process:
+    settings = {
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "LITELLM_LOG": "ERROR",
+        # Any client may come, as at the other contenders.
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+    }
+    with program(setup, "litellm", command, settings) as process:
         wait_until_answering(setup, "litellm", port, MODEL, process)
         yield Running(port, MODEL, {"gateway": [process.pid], WORKERS: setup.engine_pids})
 

@@ -11,7 +11,7 @@ import httptools
 import msgspec
 import uvloop
 
-from benchmarks.gateway_load import HOST, PACED
+from benchmarks.gateway_load import HOST, PACED, WORDS
 
 MODEL: Final = "model"
 PACE_S: Final = 0.005
@@ -49,7 +49,8 @@ def chunked(data: bytes) -> bytes:
 
 HEAD: Final = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 FIRST: Final = HEAD + chunked(event({"role": "assistant", "content": ""})) + chunked(event({"content": " word"}))
-NEXT: Final = chunked(event({"content": " word"}))
+NEXT: Final = [chunked(event({"content": f" {word}"})) for word in WORDS]
+"""Tokens in turn: LiteLLM ends an answer that repeats itself."""
 LAST: Final = chunked(event({}, "length")) + chunked(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
 
@@ -83,7 +84,8 @@ class Streams:
     def _step(self) -> None:
         for connection, left in list(self._left.items()):
             if connection.is_writable:
-                connection.write(NEXT if left > 1 else NEXT + LAST)
+                token = NEXT[left % len(NEXT)]
+                connection.write(token if left > 1 else token + LAST)
                 if left > 1:
                     self._left[connection] = left - 1
                 else:

@@ -159,7 +159,7 @@ class Connection(asyncio.Protocol):
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._tail.endswith(LAST_CHUNK):
             if DONE not in self._tail or self._token_s is None:
-                self._end(self._head or self._tail)
+                self._end(b"an answer has no token or no end: " + self._head[:200] + b" ... " + self._tail)
                 return
             run.answers += 1
             self._send()
