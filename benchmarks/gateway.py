@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -22,10 +23,11 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from tokenizers import Tokenizer
 
 from baton.cli.tiny_model import make_tiny_model
 from benchmarks.gateway_contenders import CONTENDERS, STREAMS, WORKERS, Contender, Running, Setup, engines
-from benchmarks.gateway_load import Job, Outcome
+from benchmarks.gateway_load import Job, Outcome, conversation
 from benchmarks.gateway_page import BATON, FLOOR, Figures, path_s, tables, write_page
 from benchmarks.processes import family, memory_bytes, pin, threads, used_s
 from benchmarks.report import Row, report
@@ -37,14 +39,15 @@ class Measure:
     job: Callable[..., Job]
     continues: str = ""
     """The measure whose conversations this one goes on with."""
+    half_of: str = ""
+    """The measure of whose rate this one has half, in an open loop."""
 
 
-def measure(name: str, *, continues: str = "", **fields: int | bool) -> Measure:
-    def job(port: int, model: str, seed: int, seconds: float, requests_max: int) -> Job:
-        limits = {"seconds": seconds, "requests_max": requests_max}
+def measure(name: str, *, continues: str = "", half_of: str = "", **fields: int | bool) -> Measure:
+    def job(port: int, model: str, seed: int, **limits: float) -> Job:
         return msgspec.structs.replace(Job(port=port, model=model, seed=seed), **(limits | fields))
 
-    return Measure(name, job, continues)
+    return Measure(name, job, continues, half_of)
 
 
 TOKENS: Final = 256
@@ -53,6 +56,7 @@ MEASURES: Final[Sequence[Measure]] = (
     measure("1 client, delayed acknowledgements", quick_ack=False),
     measure("8 clients", concurrency=8),
     measure("32 clients", concurrency=32),
+    measure("half the rate of 32 clients, open loop", half_of="32 clients"),
     measure("3,000 words", words=3000),
     measure("3,000 words, second turn", words=3000, turn=2, continues="3,000 words"),
     measure("8,000 words", words=8000),
@@ -60,8 +64,9 @@ MEASURES: Final[Sequence[Measure]] = (
     measure("64 streams", concurrency=STREAMS, requests_max=STREAMS, tokens=TOKENS, seconds=60),
     measure("64 paced streams", concurrency=STREAMS, requests_max=STREAMS, tokens=TOKENS, seconds=60, paced=True),
 )
-REQUESTS_MAX: Final = 1_000_000
 WARM_UP: Final = 64
+TOKENIZED: Final = 15
+"""Prompts of which the tokenizer's time is the median."""
 CONTEXT_TOKENS_MAX: Final = 1 << 16
 SEED_STRIDE: Final = 1000
 
@@ -116,22 +121,25 @@ class Bench:
 
     def round(self, number: int) -> None:
         """Measure everything once; each round begins with another contender."""
-        answers: dict[tuple[str, str], int] = {}
+        done: dict[tuple[str, str], Figures] = {}
         seeds = {each.name: number * SEED_STRIDE + index for index, each in enumerate(MEASURES)}
         for each in MEASURES:
             names = list(self.running)
             start = number % len(names)
             for name in names[start:] + names[:start]:
                 running = self.running[name]
-                requests_max = answers.get((name, each.continues), REQUESTS_MAX)
-                seed = seeds[each.continues or each.name]
-                job = each.job(running.port, running.model, seed, self._seconds, requests_max)
+                limits = {"seconds": self._seconds}
+                if each.continues:
+                    limits["requests_max"] = int(done[name, each.continues]["answers"])
+                if each.half_of:
+                    limits["rate_per_s"] = done[name, each.half_of]["requests_per_s"] / 2
+                job = each.job(running.port, running.model, seeds[each.continues or each.name], **limits)
                 try:
                     figures = self._measure(running, job)
                 except (ChildProcessError, ProcessLookupError) as error:
                     self.drop(name, f"{each.name}: {error}")
                     continue
-                answers[name, each.name] = int(figures["answers"])
+                done[name, each.name] = figures
                 self.samples[name].setdefault(each.name, []).append(figures)
 
     def drop(self, name: str, why: str) -> None:
@@ -201,6 +209,18 @@ def make_model(folder: Path) -> Path:
     return made
 
 
+def tokenizer_s(model_folder: Path, words: int) -> float:
+    """Return the processor time that the tokenizer alone takes for a prompt, as a median."""
+    tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+    times: list[float] = []
+    for number in range(TOKENIZED):
+        (message,) = conversation(-1, number, words, 1)
+        began_s = time.thread_time()
+        tokenizer.encode_batch_fast([message["content"]])
+        times.append(time.thread_time() - began_s)
+    return statistics.median(times)
+
+
 def cores() -> tuple[list[int], list[int]]:
     """Return the cores of the paths, and those of load and engines."""
     available = sorted(os.sched_getaffinity(0))
@@ -234,11 +254,14 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one short round; writes no results")
     parser.add_argument("--rounds", type=int, default=5, help="rounds (default 5)")
     parser.add_argument("--seconds", type=float, default=1.0, help="time of each load (default 1)")
+    parser.add_argument("--minutes", type=float, default=15.0, help="no round begins that would end later (default 15)")
     arguments = parser.parse_args()
     rounds, seconds = (1, 0.3) if arguments.quick else (arguments.rounds, arguments.seconds)
     # Baton comes first: all others are compared with it.
     contenders = [each for each in CONTENDERS if each.name == BATON or each.name in (arguments.only or names)]
     machine_load = os.getloadavg()[0]
+    end_s = time.monotonic() + arguments.minutes * 60
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that what was started is ended.
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model_folder = make_model(folder)
@@ -246,9 +269,16 @@ def main() -> None:
         bench = Bench(stack.enter_context(load_process(cores()[1])), seconds)
         start(bench, stack, setup, contenders)
         for number in range(rounds):
+            began_s = time.monotonic()
             bench.round(number)
             print(f"round {number + 1} of {rounds}", file=sys.stderr)
+            if (now_s := time.monotonic()) + (now_s - began_s) > end_s:
+                rounds = number + 1
+                break
+        alone_s = {words: tokenizer_s(model_folder, words) for words in (100, 3000, 8000)}
     medians = bench.medians()
+    alone = ", ".join(f"{seconds * 1e3:.2g} ms for {words:,} words" for words, seconds in alone_s.items())
+    bench.notes.append(f"the tokenizer alone takes {alone}")
     bench.notes.append(f"medians of {rounds} interleaved rounds; the machine's load was {machine_load:.1f} before")
     notes = "; ".join(bench.notes)
     print("\n".join(tables(medians, TOKENS)))

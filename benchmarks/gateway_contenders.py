@@ -24,7 +24,7 @@ from benchmarks.peer_proxies import free_ports
 from benchmarks.peer_routing import find_version
 
 ROOT: Final = Path(__file__).parents[1]
-START_S: Final = 120.0
+START_S: Final = 300.0
 STOP_S: Final = 5.0
 STREAMS: Final = 64
 ENGINES: Final = 2

@@ -26,9 +26,12 @@ TEXT: Final = (
 WORDS: Final = TEXT.split()
 ANSWER: Final = "It returns the value."
 PACED: Final = "[paced]"
+ANSWER_S: Final = 30.0
+"""Time for the last answers."""
 QUESTION_WORDS: Final = 20
 """Length of a conversation's second question."""
 FIRST_TOKEN: Final = re.compile(rb'"content": ?"[^"]')
+STATUS: Final = b"HTTP/1.1 200"
 LAST_CHUNK: Final = b"\r\n0\r\n\r\n"
 EVENT: Final = b"data: {"
 DONE: Final = b"data: [DONE]"
@@ -42,6 +45,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     model: str
     concurrency: int = 1
+    rate_per_s: float = 0.0
+    """Requests per second at random times, whatever the concurrency; 0: the next follows an answer."""
     requests_max: int = 1_000_000
     seconds: float = 60.0
     words: int = 100
@@ -110,10 +115,65 @@ class Run:
         self.reads = 0
         self.events = 0
         self.failure = ""
+        self._connections: list[Connection] = []
+        self._idle: list[Connection] = []
         self._numbers: Iterator[int] = iter(range(job.requests_max))
         self._until_s = time.perf_counter() + job.seconds
+        self._all_answered = asyncio.Event()
 
-    def next_request(self) -> bytes | None:
+    async def go(self) -> None:
+        """Send all requests and wait for their answers."""
+        try:
+            if self.job.rate_per_s:
+                await self._send_at_rate()
+            else:
+                for _ in range(min(self.job.concurrency, self.job.requests_max)):
+                    self._send_next(await self._connect())
+            while len(self._idle) < len(self._connections) and not self.failure:
+                self._all_answered.clear()
+                await self._all_answered.wait()
+        finally:
+            for connection in self._connections:
+                connection.close()
+
+    async def _send_at_rate(self) -> None:
+        """Send at random times, however many answers are missing."""
+        random, due_s = Random(self.job.seed), time.perf_counter()
+        while (request := self._next_request()) is not None:
+            await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
+            connection = self._idle.pop() if self._idle else await self._connect()
+            connection.send(request, due_s)
+            due_s += random.expovariate(self.job.rate_per_s)
+
+    def answered(self, connection: Connection) -> None:
+        self.answers += 1
+        if self.job.rate_per_s:
+            self._rest(connection)
+        else:
+            self._send_next(connection)
+
+    def fail(self, why: str) -> None:
+        self.failure = self.failure or why
+        self._all_answered.set()
+
+    async def _connect(self) -> Connection:
+        create = asyncio.get_running_loop().create_connection
+        _, connection = await create(lambda: Connection(self), HOST, self.job.port)
+        self._connections.append(connection)
+        return connection
+
+    def _send_next(self, connection: Connection) -> None:
+        request = self._next_request()
+        if request is None:
+            self._rest(connection)
+        else:
+            connection.send(request, time.perf_counter())
+
+    def _rest(self, connection: Connection) -> None:
+        self._idle.append(connection)
+        self._all_answered.set()
+
+    def _next_request(self) -> bytes | None:
         if self.failure or time.perf_counter() > self._until_s:
             return None
         number = next(self._numbers, None)
@@ -121,23 +181,33 @@ class Run:
 
 
 class Connection(asyncio.Protocol):
-    """One client: sends its next request when the answer to the one before is complete."""
+    """One client, with one request at a time."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._socket: socket.socket | None = None
         self._head = b""
         """The answer up to its first token."""
         self._tail = b""
-        self._sent_s = 0.0
+        self._due_s = 0.0
         self._token_s: float | None = None
+        self._closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         if self._run.job.quick_ack:
             self._socket = transport.get_extra_info("socket")
-        self._send()
+
+    def send(self, request: bytes, due_s: float) -> None:
+        """Send a request that should have left at `due_s`."""
+        self._head = self._tail = b""
+        self._token_s = None
+        self._due_s = due_s
+        self._transport.write(request)
+
+    def close(self) -> None:
+        self._closed = True
+        self._transport.close()
 
     def data_received(self, data: bytes) -> None:
         now_s = time.perf_counter()
@@ -153,51 +223,34 @@ class Connection(asyncio.Protocol):
         else:
             self._head += data
             if FIRST_TOKEN.search(self._head):
-                run.ttfts_s.append(now_s - self._sent_s)
+                run.ttfts_s.append(now_s - self._due_s)
                 self._token_s = now_s
                 run.reads += 1
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._tail.endswith(LAST_CHUNK):
-            if DONE not in self._tail or self._token_s is None:
-                self._end(b"an answer has no token or no end: " + self._head[:200] + b" ... " + self._tail)
-                return
-            run.answers += 1
-            self._send()
-        elif self._token_s is None and not b"HTTP/1.1 200".startswith(self._head[:12]):
-            self._end(self._head)
+            if DONE in self._tail and self._token_s is not None:
+                run.answered(self)
+            else:
+                self._fail("an answer has no token or no end")
+        elif self._token_s is None and not STATUS.startswith(self._head[: len(STATUS)]):
+            self._fail("an answer is an error")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end(b"the connection was lost after: " + self._tail)
+        if not self._closed:
+            self._fail("a connection was lost")
 
-    def _send(self) -> None:
-        request = self._run.next_request()
-        if request is None:
-            self._end()
-            return
-        self._head = self._tail = b""
-        self._token_s = None
-        self._sent_s = time.perf_counter()
-        self._transport.write(request)
-
-    def _end(self, failure: bytes = b"") -> None:
-        if not self.ended.done():
-            self._run.failure = self._run.failure or failure.decode(errors="replace")
-            self.ended.set_result(None)
-            self._transport.close()
+    def _fail(self, why: str) -> None:
+        self._run.fail(f"{why}: {self._head[:300]!r} … {self._tail!r}")
 
 
 async def carry_out(job: Job) -> Outcome:
     run = Run(job)
-    loop = asyncio.get_running_loop()
     began_s = time.perf_counter()
     try:
-        pairs = [
-            await loop.create_connection(lambda: Connection(run), HOST, job.port)
-            for _ in range(min(job.concurrency, job.requests_max))
-        ]
-        await asyncio.wait_for(asyncio.gather(*(connection.ended for _, connection in pairs)), job.seconds + 30)
+        async with asyncio.timeout(job.seconds + ANSWER_S):
+            await run.go()
     except (OSError, TimeoutError) as error:
-        run.failure = run.failure or repr(error)
+        run.fail(repr(error))
     return Outcome(
         answers=run.answers,
         wall_s=time.perf_counter() - began_s,

@@ -17,6 +17,8 @@ GATEWAY: Final = CPU + "gateway"
 OFF_PATH: Final = "workers"
 SHORT, SATURATED, STREAMING, PACED = "1 client", "32 clients", "64 streams", "64 paced streams"
 
+OPEN_LOOP: Final = "half the rate of 32 clients, open loop"
+
 Figures = dict[str, float]
 Medians = Mapping[str, Mapping[str, Figures]]
 """Figures by contender and measure."""
@@ -112,7 +114,7 @@ def _tokens(medians: Medians, tokens: int) -> Iterator[str]:
 
 
 def _latencies(medians: Medians) -> Iterator[str]:
-    kinds = (SHORT, "1 client, delayed acknowledgements", "8 clients", SATURATED)
+    kinds = (SHORT, "1 client, delayed acknowledgements", "8 clients", SATURATED, OPEN_LOOP)
 
     def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
         for each in (measures[kind] for kind in kinds):

@@ -1,10 +1,16 @@
 """The calculations of `make bench-gateway`."""
 
+import asyncio
+from collections.abc import Callable
+from typing import Any, cast
+
 import pytest
 
 from benchmarks.gateway import MEASURES, median_figures, rows_of
 from benchmarks.gateway_contenders import WORKERS, role_of
-from benchmarks.gateway_load import PACED, Job, conversation, percentile, request
+from benchmarks.gateway_engine import Connection as EngineConnection
+from benchmarks.gateway_engine import Engine
+from benchmarks.gateway_load import HOST, PACED, Job, Outcome, carry_out, conversation, percentile, request
 from benchmarks.gateway_page import digits, path_s, tables, token_figures
 from benchmarks.processes import used_s
 
@@ -87,3 +93,48 @@ def test_every_contender_has_a_line_in_every_table():
     )
     assert sum(line.startswith("| fastapi |") for line in lines) == 4
     assert "| baton | 6 (3 ×) | 6 (3 ×) | 8 (4 ×) | 2 | 1 | 50 |" in lines
+
+
+async def outcome_of(protocol: Callable[[], asyncio.Protocol], **job: Any) -> Outcome:
+    """Return what the load sees of a server with this protocol."""
+    server = await asyncio.get_running_loop().create_server(protocol, HOST, 0)
+    async with server:
+        return await carry_out(Job(port=server.sockets[0].getsockname()[1], model="m", seconds=5.0, **job))
+
+
+@pytest.mark.parametrize("job", [{"concurrency": 3}, {"rate_per_s": 5000.0}])
+async def test_the_load_gets_every_token_of_the_instant_engine(job: dict[str, Any]):
+    engine = Engine()
+    outcome = await outcome_of(lambda: EngineConnection(engine), requests_max=7, tokens=4, **job)
+    assert (outcome.failure, outcome.answers) == ("", 7)
+    assert outcome.events == 7 * (1 + 4 + 1)  # The role, the tokens, the reason of the end.
+    assert 0 < outcome.ttft_p50_s <= outcome.ttft_p99_s
+
+
+class Refusing(asyncio.Protocol):
+    """A server that answers with an error, or not at all."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._answer = answer
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(self._answer)
+        self._transport.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        (b"HTTP/1.1 500 Internal Server Error\r\n\r\n", "an answer is an error"),
+        (b"HTTP/1.1 200 OK\r\n\r\ndata: [DONE]\n\n\r\n0\r\n\r\n", "an answer has no token or no end"),
+        (b"", "a connection was lost"),
+    ],
+)
+@pytest.mark.parametrize("rate_per_s", [0.0, 5000.0])
+async def test_the_load_says_what_a_server_did_wrong(answer: bytes, failure: str, rate_per_s: float):
+    outcome = await outcome_of(lambda: Refusing(answer), requests_max=3, rate_per_s=rate_per_s)
+    assert failure in outcome.failure
+    assert outcome.answers == 0
