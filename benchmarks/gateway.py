@@ -247,6 +247,11 @@ def start(bench: Bench, stack: ExitStack, setup: Setup, contenders: Sequence[Con
         print(f"{each.name} {version} runs after {time.monotonic() - began_s:.0f} s", file=sys.stderr)
 
 
+def stop(_number: int, _frame: object) -> None:
+    """End what was started, too."""
+    sys.exit(1)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     names = [each.name for each in CONTENDERS]
@@ -261,7 +266,7 @@ def main() -> None:
     contenders = [each for each in CONTENDERS if each.name == BATON or each.name in (arguments.only or names)]
     machine_load = os.getloadavg()[0]
     end_s = time.monotonic() + arguments.minutes * 60
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # So that what was started is ended.
+    signal.signal(signal.SIGTERM, stop)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         model_folder = make_model(folder)

@@ -115,7 +115,8 @@ class Run:
         self.reads = 0
         self.events = 0
         self.failure = ""
-        self._connections: list[Connection] = []
+        self._busy: set[Connection] = set()
+        """Connections that wait for an answer."""
         self._idle: list[Connection] = []
         self._numbers: Iterator[int] = iter(range(job.requests_max))
         self._until_s = time.perf_counter() + job.seconds
@@ -129,11 +130,13 @@ class Run:
             else:
                 for _ in range(min(self.job.concurrency, self.job.requests_max)):
                     self._send_next(await self._connect())
-            while len(self._idle) < len(self._connections) and not self.failure:
+            while self._busy and not self.failure:
                 self._all_answered.clear()
                 await self._all_answered.wait()
         finally:
-            for connection in self._connections:
+            connections = [*self._busy, *self._idle]
+            self._busy, self._idle = set(), []
+            for connection in connections:
                 connection.close()
 
     async def _send_at_rate(self) -> None:
@@ -142,7 +145,7 @@ class Run:
         while (request := self._next_request()) is not None:
             await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
             connection = self._idle.pop() if self._idle else await self._connect()
-            connection.send(request, due_s)
+            self._send(connection, request, due_s)
             due_s += random.expovariate(self.job.rate_per_s)
 
     def answered(self, connection: Connection) -> None:
@@ -152,6 +155,13 @@ class Run:
         else:
             self._send_next(connection)
 
+    def lost(self, connection: Connection) -> None:
+        """Note that the server closed a connection: a failure if it was to answer."""
+        if connection in self._busy:
+            connection.fail("a connection was lost")
+        elif connection in self._idle:
+            self._idle.remove(connection)
+
     def fail(self, why: str) -> None:
         self.failure = self.failure or why
         self._all_answered.set()
@@ -159,7 +169,6 @@ class Run:
     async def _connect(self) -> Connection:
         create = asyncio.get_running_loop().create_connection
         _, connection = await create(lambda: Connection(self), HOST, self.job.port)
-        self._connections.append(connection)
         return connection
 
     def _send_next(self, connection: Connection) -> None:
@@ -167,9 +176,14 @@ class Run:
         if request is None:
             self._rest(connection)
         else:
-            connection.send(request, time.perf_counter())
+            self._send(connection, request, time.perf_counter())
+
+    def _send(self, connection: Connection, request: bytes, due_s: float) -> None:
+        self._busy.add(connection)
+        connection.send(request, due_s)
 
     def _rest(self, connection: Connection) -> None:
+        self._busy.discard(connection)
         self._idle.append(connection)
         self._all_answered.set()
 
@@ -191,7 +205,6 @@ class Connection(asyncio.Protocol):
         self._tail = b""
         self._due_s = 0.0
         self._token_s: float | None = None
-        self._closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -206,7 +219,6 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
 
     def close(self) -> None:
-        self._closed = True
         self._transport.close()
 
     def data_received(self, data: bytes) -> None:
@@ -231,15 +243,14 @@ class Connection(asyncio.Protocol):
             if DONE in self._tail and self._token_s is not None:
                 run.answered(self)
             else:
-                self._fail("an answer has no token or no end")
+                self.fail("an answer has no token or no end")
         elif self._token_s is None and not STATUS.startswith(self._head[: len(STATUS)]):
-            self._fail("an answer is an error")
+            self.fail("an answer is an error")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self._closed:
-            self._fail("a connection was lost")
+        self._run.lost(self)
 
-    def _fail(self, why: str) -> None:
+    def fail(self, why: str) -> None:
         self._run.fail(f"{why}: {self._head[:300]!r} … {self._tail!r}")
 
 

@@ -1,8 +1,10 @@
-"""The calculations of `make bench-gateway`."""
+"""The calculations of `make bench-gateway`, and its load."""
+
+from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -109,6 +111,33 @@ async def test_the_load_gets_every_token_of_the_instant_engine(job: dict[str, An
     assert (outcome.failure, outcome.answers) == ("", 7)
     assert outcome.events == 7 * (1 + 4 + 1)  # The role, the tokens, the reason of the end.
     assert 0 < outcome.ttft_p50_s <= outcome.ttft_p99_s
+
+
+class Impatient(EngineConnection):
+    """An instant engine that answers its first of two requests, closes that connection, and then answers the other."""
+
+    asked: ClassVar[list[Impatient]] = []
+
+    def on_message_complete(self) -> None:
+        self.asked.append(self)
+        if len(self.asked) == 2:
+            self.asked[0].answer()
+            self.asked[0]._transport.close()
+
+    def answer(self) -> None:
+        super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self is self.asked[0]:
+            # Not before the client has seen the end of the other connection.
+            asyncio.get_running_loop().call_later(0.02, self.asked[1].answer)
+
+
+async def test_a_server_may_close_a_connection_that_waits_for_no_answer():
+    engine = Engine()
+    outcome = await outcome_of(lambda: Impatient(engine), requests_max=2, concurrency=2)
+    assert (outcome.failure, outcome.answers) == ("", 2)
 
 
 class Refusing(asyncio.Protocol):
