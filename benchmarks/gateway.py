@@ -68,6 +68,7 @@ WARM_UP: Final = 64
 TOKENIZED: Final = 15
 """Prompts of which the tokenizer's time is the median."""
 CONTEXT_TOKENS_MAX: Final = 1 << 16
+WHY_CHARS: Final = 120
 SEED_STRIDE: Final = 1000
 
 
@@ -145,8 +146,8 @@ class Bench:
     def drop(self, name: str, why: str) -> None:
         if name.startswith(BATON):
             raise SystemExit(f"{name}: {why}")
-        self.notes.append(f"{name} was left out: {why}")
-        print(self.notes[-1], file=sys.stderr)
+        self.notes.append(f"{name} was left out: {why[:WHY_CHARS]}")
+        print(f"{name} is left out: {why}", file=sys.stderr)
         self.running.pop(name, None)
         self.samples.pop(name, None)
 
