@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import pytest
-from baton_scheduler.queue import CREDIT_S, LEVEL_S, ROOM_SHARE, ROOM_SHARE_MIN, Entry, Key, Queue
+from baton_scheduler.queue import CREDIT_S, LEVEL_S, REMEMBER_S, ROOM_SHARE, ROOM_SHARE_MIN, Entry, Key, Queue
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -230,7 +230,20 @@ def test_accounts_are_bounded_by_the_queue() -> None:
         queue.charge(f"tenant-{number}", 1)
     assert queue.accounts <= 20
     assert queue.remove(("waits", 0)) is not None
+    queue.tick(REMEMBER_S)
     assert queue.accounts == 0
+
+
+def test_shares_outlive_a_moment_without_waiting_requests() -> None:
+    queue = queue_of(entry("first", "a"), entry("second", "b"))
+    queue.take(("first", 0))
+    queue.take(("second", 0))
+    queue.charge("a", 1)
+    queue.tick(1.0)
+    queue.add(entry("third", "b"))
+    queue.charge("a", 99)
+    assert queue.room_to_leave("a", ("new", 0)) > 0, "it had more than its share, and has nothing waiting"
+    assert queue.room_to_leave("b", ("third", 0)) == 0
 
 
 # ---------------------------------------------------------------- the naive model
@@ -246,6 +259,8 @@ class NaiveQueue:
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict[str, float](float))
     level: float = 0.0
     levels: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
+    empty_since_s: float = 0.0
+    charged_s: dict[str, float] = field(default_factory=dict[str, float])
 
     def waits(self, tenant: str) -> bool:
         return any(each.tenant == tenant for each in self.entries)
@@ -263,6 +278,7 @@ class NaiveQueue:
             start = self.account(tenant)
             self.level = max(self.level, start)
             self.spent[tenant] = start + tokens
+            self.charged_s[tenant] = self.now_s
 
     def add(self, new: Entry) -> None:
         self.spent[new.tenant] = self.account(new.tenant)
@@ -272,9 +288,19 @@ class NaiveQueue:
     def remove(self, key: Key) -> None:
         self.entries = [each for each in self.entries if each.key != key]
         if not self.entries:
+            self.empty_since_s = self.now_s
+
+    def forget(self) -> None:
+        if not self.entries and self.now_s - self.empty_since_s >= REMEMBER_S:
             self.spent.clear()
+            self.charged_s.clear()
             self.levels.clear()
             self.level = 0.0
+        self.note_level()
+        for tenant, charged_s in list(self.charged_s.items()):
+            is_idle = not self.waits(tenant) and self.now_s - charged_s >= REMEMBER_S
+            if is_idle and self.spent[tenant] <= self.level:
+                del self.spent[tenant], self.charged_s[tenant]
 
     def order(self) -> list[Key]:
         left, spent, keys = list(self.entries), self.spent.copy(), list[Key]()
@@ -353,7 +379,7 @@ class QueueMachine(RuleBasedStateMachine):
         for each in naive.entries:
             aged = max(1, each.priority - int((naive.now_s - each.since_s) // AGE_S))
             naive.present[each.key] = min(naive.present[each.key], aged)
-        naive.note_level()
+        naive.forget()
         over = [each for each in naive.entries if each.until_s <= naive.now_s]
         assert self.queue.tick(naive.now_s) == over
         for each in over:

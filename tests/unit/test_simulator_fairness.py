@@ -62,5 +62,5 @@ def test_a_flood_hardly_delays_the_others() -> None:
     )
     assert beside["a"]["share"] > 1 / 7, "what the others leave is used"
     for tenant in "bc":
-        assert beside[tenant]["served"] == 1.0
+        assert beside[tenant]["served"] >= 0.98
         assert beside[tenant]["ttft_p99_s"] <= 1.2 * alone[tenant]["ttft_p99_s"], tenant

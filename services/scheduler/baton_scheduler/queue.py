@@ -27,7 +27,7 @@ from typing import Final
 from baton.messages.placement import PRIORITY_NEW
 
 REMEMBER_S: Final = 10.0
-"""Time for which a tenant without waiting requests is remembered."""
+"""Time for which a tenant without waiting requests is remembered, and all of them once nothing waits."""
 CREDIT_S: Final = 10.0
 """Time for which a tenant may claim what it left of its share: long enough that a flood gains nothing by pauses of
 the others, short enough that a tenant that was away takes no more than that."""
@@ -37,6 +37,16 @@ ROOM_SHARE: Final = 0.5
 """Largest share of the workers that tenants leave free for others."""
 ROOM_SHARE_MIN: Final = 0.01
 """Smallest one, for others that were given nothing of late: one worker of a hundred."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recent:
+    """What a tenant was given of late."""
+
+    tokens: float
+    """They fade within `REMEMBER_S`."""
+    weight: float
+
 
 Key = tuple[str, int]
 """(request, attempt)."""
@@ -93,8 +103,9 @@ class Queue:
         """Account of the tenant charged last, before that charge."""
         self._levels: deque[tuple[float, float]] = deque()
         """Levels and their instants, the oldest one `CREDIT_S` ago or more if there is such a one."""
-        self._recent: dict[str, float] = {}
-        """Tokens of late by tenant, with accounts; they fade within `REMEMBER_S`."""
+        self._recent: dict[str, Recent] = {}
+        """What tenants with accounts were given of late."""
+        self._empty_since_s = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -112,17 +123,26 @@ class Queue:
     def room_to_leave(self, tenant: str, key: Key) -> float:
         """Return the share of the workers that must be free before a tenant takes one of them.
 
-        It follows the others' part of the tokens of late, and is 0 unless the tenant has more waiting than this request
-        and others, which come as well, were given less. Those that have nothing waiting count as such.
+        It follows the others' part of the tokens of late, and is 0 unless the tenant floods and others, which come as
+        well, were given less. Those that have nothing waiting count as such. A tenant floods that has more waiting than
+        this request, or had more than its share of late: what is refused at once does not wait.
         """
-        if self._counts[tenant] <= (key in self._entries) or len(self._spent) == 1:
+        if len(self._spent) == 1:
+            return 0.0
+        if self._counts[tenant] <= (key in self._entries) and not self._had_more_than_its_share(tenant):
             return 0.0
         others = [spent for other, spent in self._spent.items() if other != tenant and self._counts[other]]
         if others and min(others) >= self._spent[tenant]:
             return 0.0
-        total = sum(self._recent.values())
-        part = 1 - self._recent.get(tenant, 0.0) / total if total else 0.0
+        total = sum(recent.tokens for recent in self._recent.values())
+        part = 1 - self._recent[tenant].tokens / total if tenant in self._recent else 1.0
         return max(ROOM_SHARE_MIN, ROOM_SHARE * part)
+
+    def _had_more_than_its_share(self, tenant: str) -> bool:
+        if tenant not in self._recent:
+            return False
+        mine, all_ = self._recent[tenant], self._recent.values()
+        return mine.tokens * sum(each.weight for each in all_) > mine.weight * sum(each.tokens for each in all_)
 
     def add(self, entry: Entry) -> Entry | None:
         """Add a new entry. In a full queue, one of the tenant with the most for its weight goes, and is returned."""
@@ -151,10 +171,7 @@ class Queue:
         if not self._counts[entry.tenant]:
             del self._counts[entry.tenant], self._weights[entry.tenant]
         if not self._entries:
-            # Shares are those of one time of overload; no tenant is charged for capacity that was free.
-            for accounts in (self._spent, self._charged_s, self._recent, self._levels):
-                accounts.clear()
-            self._level = 0.0
+            self._empty_since_s = self._now_s
         return entry
 
     def take(self, key: Key) -> Entry:
@@ -171,7 +188,8 @@ class Queue:
         spent = self._account(tenant)
         self._level = max(self._level, spent)
         self._spent[tenant] = spent + tokens / weight
-        self._recent[tenant] = self._recent.get(tenant, 0.0) + tokens
+        before = self._recent.get(tenant)
+        self._recent[tenant] = Recent(tokens + (before.tokens if before else 0.0), weight)
         self._charged_s[tenant] = self._now_s
 
     def is_behind_others(self, tenant: str, priority: int) -> bool:
@@ -212,8 +230,13 @@ class Queue:
                 self._unlink(entry)
                 self._insert(entry, aged)
         kept = exp((self._now_s - now_s) / REMEMBER_S)
-        self._recent = {tenant: tokens * kept for tenant, tokens in self._recent.items()}
+        self._recent = {tenant: Recent(each.tokens * kept, each.weight) for tenant, each in self._recent.items()}
         self._now_s = now_s
+        if not self._entries and now_s - self._empty_since_s >= REMEMBER_S:
+            # Shares are those of one time of overload.
+            for accounts in (self._spent, self._charged_s, self._recent, self._levels):
+                accounts.clear()
+            self._level = 0.0
         self._note_level()
         for tenant in [tenant for tenant, spent in self._spent.items() if spent <= self._level]:
             if not self._counts[tenant] and now_s - self._charged_s.get(tenant, now_s) >= REMEMBER_S:
