@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from baton_scheduler.admission import (
     HOLD_S_MAX,
-    HOPELESS,
     RETRY_AFTER_S_MAX,
     WAIT_SHARE,
     DrainRate,
@@ -44,7 +43,6 @@ def entry(name: str, tokens: int = 100, *, model: str = "m", until_s: float = 10
         tokens=tokens,
         since_s=0.0,
         until_s=until_s,
-        by_objective=True,
     )
 
 
@@ -140,7 +138,7 @@ def test_no_history_makes_a_prediction_impossible(history: list[tuple[int, float
 
 
 def test_a_turn_comes_once_those_before_it_are_placed() -> None:
-    outlook = look_ahead([entry("a", 500), entry("b", 1000), entry("c", 10)], {"m": draining(1000.0)}, 0.0)
+    outlook = look_ahead([entry("a", 500), entry("b", 1000), entry("c", 10)], {"m": draining(1000.0)})
     assert list(outlook.turns_s) == [("a", 0), ("b", 0), ("c", 0)]
     assert list(outlook.turns_s.values()) == pytest.approx([0.0, 0.5, 1.5], rel=0.05)
     assert outlook.last_s["m"] == pytest.approx(1.51, rel=0.05)
@@ -148,29 +146,14 @@ def test_a_turn_comes_once_those_before_it_are_placed() -> None:
 
 def test_requests_of_another_model_are_not_before_it() -> None:
     rates = {"m": draining(1000.0), "other": draining(10.0)}
-    outlook = look_ahead([entry("a", 500, model="other"), entry("b", 1000)], rates, 0.0)
+    outlook = look_ahead([entry("a", 500, model="other"), entry("b", 1000)], rates)
     assert outlook.turns_s["b", 0] == 0.0
 
 
-def test_what_cannot_be_placed_in_time_is_hopeless_and_delays_no_other() -> None:
-    late_s = 1.0 / HOPELESS - 0.1
-    held = [entry("a", 1000), entry("late", 10**6, until_s=late_s), entry("b", 10, until_s=1.0 / HOPELESS + 0.1)]
-    outlook = look_ahead(held, {"m": draining(1000.0)}, 0.0)
-    assert [(each.key[0], turn_s) for each, turn_s in outlook.hopeless] == [("late", pytest.approx(1.0, rel=0.05))]
-    assert outlook.turns_s["b", 0] == pytest.approx(1.0, rel=0.05)
-
-
-def test_without_an_objective_a_request_waits_as_long_as_its_client() -> None:
-    late = replace(entry("late", until_s=0.1), by_objective=False)
-    outlook = look_ahead([entry("a", 1000), late], {"m": draining(1000.0)}, 0.0)
-    assert not outlook.hopeless
-
-
-def test_nothing_is_hopeless_while_the_rate_is_unknown() -> None:
+def test_while_the_rate_is_unknown_a_stall_lasts_as_long_again() -> None:
     rate = DrainRate()
     rate.note_held(100.0)
-    outlook = look_ahead([entry("a", 10**9), entry("b", until_s=0.01)], {"m": rate}, 0.0)
-    assert not outlook.hopeless
+    outlook = look_ahead([entry("a", 10**9), entry("b", until_s=0.01)], {"m": rate})
     assert retry_after_s(outlook.last_s["m"]) == 100.0
 
 
@@ -208,8 +191,5 @@ def test_every_request_is_placed_or_refused_within_its_time(
             ended.append(first.key)
         if len(queue):
             rate.note_held(step_s)
-        for hopeless, turn_s in look_ahead(queue.order(), {"m": rate}, now_s).hopeless:
-            assert turn_s > hopeless.until_s - now_s
-            assert queue.remove(hopeless.key) is not None
-            ended.append(hopeless.key)
+        assert look_ahead(queue.order(), {"m": rate}).turns_s.keys() == {each.key for each in queue.order()}
     assert sorted(ended) == sorted(until_s), "each ends once"

@@ -418,8 +418,8 @@ async def test_refusals_say_when_the_turn_would_come(world: World) -> None:
             await world.beat("d1", **FULL)
             await world.pass_time(0.5)
         world.heard.clear()
-        await world.hold("hasty", hold_s=2.0, due_in_s=99.0, ttft_s=8.0)
-        await world.pass_time(0.5)
+        await world.hold("hasty", hold_s=0.5, due_in_s=99.0, ttft_s=8.0)
+        await world.pass_time(0.75)
         answers = {each.request: each.error for each in world.heard if isinstance(each, Released)}
         assert (error := answers["hasty"]) is not None
         assert error.code == "overloaded"

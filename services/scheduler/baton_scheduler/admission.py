@@ -10,7 +10,7 @@ A refusal says when the request's turn would come, at the speed at which held re
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import exp
 from typing import Final
@@ -28,9 +28,6 @@ DRAIN_MEMORY_S: Final = 10.0
 """Time over which the speed of placements is averaged."""
 DRAIN_SAMPLES_MIN: Final = 8.0
 """Fewer placements in that time do not tell the speed of the next ones."""
-HOPELESS: Final = 2.0
-"""A request with an objective is refused before its time is up if its turn is predicted to take this many times longer:
-predictions err, and workers that suit others may be free for it."""
 RETRY_AFTER_S_MIN: Final = 1.0
 RETRY_AFTER_S_MAX: Final = 600.0
 
@@ -108,23 +105,15 @@ class Outlook:
     """Predicted times until the turns of held requests, in order."""
 
     turns_s: Mapping[Key, float]
-    hopeless: Sequence[tuple[Entry, float]]
-    """Requests that cannot be placed in time, and their predicted turns."""
     last_s: Mapping[str, float]
     """Model → turn of a request that comes after all others."""
 
 
-def look_ahead(entries: Iterable[Entry], rates: Mapping[str, DrainRate], now_s: float) -> Outlook:
-    """Return the outlook of requests that come in order; what is hopeless delays no other. Each model has a rate."""
+def look_ahead(entries: Iterable[Entry], rates: Mapping[str, DrainRate]) -> Outlook:
+    """Return the outlook of requests that come in order. Each model has a rate."""
     ahead = dict.fromkeys(rates, 0)
     turns_s: dict[Key, float] = {}
-    hopeless: list[tuple[Entry, float]] = []
     for entry in entries:
-        rate = rates[entry.model]
-        turn_s = rate.wait_s(ahead[entry.model])
-        if entry.by_objective and rate.is_known and turn_s > HOPELESS * (entry.until_s - now_s):
-            hopeless.append((entry, turn_s))
-        else:
-            turns_s[entry.key] = turn_s
-            ahead[entry.model] += entry.tokens
-    return Outlook(turns_s, hopeless, {model: rate.wait_s(ahead[model]) for model, rate in rates.items()})
+        turns_s[entry.key] = rates[entry.model].wait_s(ahead[entry.model])
+        ahead[entry.model] += entry.tokens
+    return Outlook(turns_s, {model: rate.wait_s(ahead[model]) for model, rate in rates.items()})

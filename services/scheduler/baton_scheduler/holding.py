@@ -89,7 +89,7 @@ class Holding:
         self._requests: dict[Key, Request] = {}
         self._rates: dict[str, DrainRate] = {}
         """Rates of the models of which requests are or were held."""
-        self._outlook = Outlook({}, (), {})
+        self._outlook = Outlook({}, {})
         """Outlook at the last message about positions."""
         self._gateways = Membership[None](lost_after_s=GATEWAY_LOST_AFTER_S)
         self._held_some = asyncio.Event()
@@ -158,7 +158,6 @@ class Holding:
             weight=place.weight,
             since_s=now_s,
             until_s=now_s + hold_s,
-            by_objective=place.ttft_s > 0,
         )
         displaced = self._queue.add(entry)
         if displaced is entry:
@@ -318,7 +317,7 @@ class Holding:
     # ------------------------------------------------------------ informing gateways
 
     async def report(self) -> None:
-        """Tell gateways the positions of their requests, and refuse those that are hopeless, for ever."""
+        """Tell gateways the positions of their requests, for ever."""
         pauses, before_s = PauseDetector(interval_s=POSITIONS_S), self._clock.now_s()
         while True:
             now_s = self._clock.now_s()
@@ -328,10 +327,6 @@ class Holding:
                 self.withdraw(key)
             self._update_outlook(now_s, now_s - before_s)
             before_s = now_s
-            for entry, turn_s in self._outlook.hopeless:
-                self._queue.remove(entry.key)
-                hopeless = Overloaded("no worker will be free in time", retry_after_s=retry_after_s(turn_s))
-                await self._release(entry.key, error=hopeless)
             await self._send_positions()
             await self._clock.sleep(POSITIONS_S)
 
@@ -341,7 +336,7 @@ class Holding:
         self._rates = {model: rate for model, rate in self._rates.items() if model in held or rate.is_known}
         for model in held:
             self._rates[model].note_held(passed_s)
-        self._outlook = look_ahead(self._queue.order(), self._rates, now_s)
+        self._outlook = look_ahead(self._queue.order(), self._rates)
 
     async def _send_positions(self) -> None:
         positions = defaultdict[str, list[tuple[str, int, int, float]]](list)

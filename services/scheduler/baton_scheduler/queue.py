@@ -70,8 +70,6 @@ class Entry:
     since_s: float
     until_s: float
     """Instant at which it is given up."""
-    by_objective: bool = False
-    """Whether its objective bounds `until_s`; else its client waits for that long in any case."""
 
     @property
     def charge(self) -> float:

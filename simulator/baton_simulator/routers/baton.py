@@ -13,7 +13,7 @@ from math import inf
 from random import Random
 from typing import Final
 
-from baton_scheduler.admission import DrainRate, Objectives, look_ahead
+from baton_scheduler.admission import Objectives
 from baton_scheduler.loads import Loads, LoadsOptions
 from baton_scheduler.placement import PlacementOptions, choose, soft_placements
 from baton_scheduler.policies import POLICIES, PolicyName
@@ -68,7 +68,6 @@ class BatonRouter:
         self._placed: dict[str, tuple[Arrival, Candidate, float]] = {}
         """Request → what was predicted and when."""
         self._queue = Queue(entries_max=options.held_max, age_s=options.age_s)
-        self._rates = {MODEL: DrainRate()}
         self._held: dict[str, Arrival] = {}
         self._displaced: list[Arrival] = []
         """Requests that had to leave a full queue."""
@@ -167,7 +166,6 @@ class BatonRouter:
             tokens=_tokens(arrival, options),
             since_s=now_s,
             until_s=now_s + options.objectives.hold_s_max(options.hold_s, options.objectives.ttft_s),
-            by_objective=options.objectives.ttft_s > 0,
         )
         displaced = self._queue.add(entry)
         if displaced is entry:
@@ -179,11 +177,6 @@ class BatonRouter:
 
     def _judge(self, now_s: float) -> list[tuple[Arrival, Route | BatonError]]:
         late = [entry.key for entry in self._queue.tick(now_s)]
-        if self._held:
-            self._rates[MODEL].note_held(JUDGE_S)
-        for entry, _ in look_ahead(self._queue.order(), self._rates, now_s).hopeless:
-            self._queue.remove(entry.key)
-            late.append(entry.key)
         refused = [*self._displaced, *(self._held.pop(request) for request, _ in late)]
         self._displaced.clear()
         error = Overloaded("no worker became free in time")
@@ -197,7 +190,7 @@ class BatonRouter:
             is_held = arrival.id in self._held
             if self._begins_soon(arrival, placement):
                 if is_held:
-                    self._rates[MODEL].note_placed(self._queue.take((arrival.id, 0)).tokens)
+                    self._queue.take((arrival.id, 0))
                     del self._held[arrival.id]
                 if (route := self._commit(arrival, placement, now_s)) is not None:
                     answers.append((arrival, route))
