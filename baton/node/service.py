@@ -105,7 +105,10 @@ class Process:
         # What is loaded by now stays. A full collection that visits it stops a service for 20 ms.
         gc.collect()
         gc.freeze()
-        await serve(service, self._stop)
+        try:
+            await serve(service, self._stop)
+        finally:
+            gc.unfreeze()  # At the end of the process, cycles that hold native objects must go.
 
 
 def run(

@@ -14,7 +14,8 @@ import psutil
 
 from baton.cli.servers import free_port
 
-READY_TIMEOUT_S = 100.0
+READY_TIMEOUT_S = 240.0
+"""Time that all processes have to become ready, on a busy machine; alone they take 5 s."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ TOKENS = 100
 PROCESSES = 8
 """NATS, Redis, index, scheduler, gateway and its process that reads bodies, one prefill and one decode worker."""
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 
 def assert_gone(processes: list[psutil.Process], timeout_s: float = END_TIMEOUT_S) -> None:
