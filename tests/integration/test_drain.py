@@ -59,7 +59,7 @@ async def replace(cluster: Cluster, clients: Clients, name: str) -> float:
     await cluster.wait_ready(gateway=successor if role == "gateway" else clients.gateway)
     if role == "gateway":
         # Answers that have just begun outlast the end of the listener.
-        await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING)
+        await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING, timeout_s=60.0)
         clients.gateway = successor
     began_s = time.monotonic()
     leaving = cluster.services.pop(name)
