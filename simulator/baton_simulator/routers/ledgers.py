@@ -64,7 +64,7 @@ class _Book:
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict[tuple[str, int], Attempt])
     """All, in order of arrival, by request and attempt as heartbeats list them."""
     prompts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    """Those whose prompt is to be computed here, in order of arrival."""
+    """Attempts whose prompt is to be computed here, in order of arrival."""
     pulls: dict[str, int] = field(default_factory=dict[str, int])
     """Request → blocks that it holds here for KV that has not come."""
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
