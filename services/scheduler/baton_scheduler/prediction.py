@@ -14,9 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final
 
+import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
 from baton.blocks import ID_BYTES
 from baton.messages.placement import Candidate, Disaggregation, Place
@@ -69,7 +71,7 @@ class PrefixMatch:
     """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
 
 
-class Room(NamedTuple):
+class Room(msgspec.Struct, frozen=True, eq=False):
     """What an attempt finds on some workers of a team and takes from them, whatever it does there.
 
     One element per worker.
@@ -84,16 +86,9 @@ class Room(NamedTuple):
     cached_tokens: Vector
 
 
-@dataclass(frozen=True, slots=True)
-class Leg:
-    """Part of each worker of a team in a placement, with the fields of `Room`: one element per worker."""
+class Leg(Room, frozen=True, eq=False):
+    """Part of each worker of a team in a placement: one element per worker."""
 
-    team: Team
-    rows: Rows
-    figures: Figures
-    waiting_s: Vector
-    pressure_s: Vector
-    cached_tokens: Vector
     cost_s: Vector
     """Cost of this part; without the pull where KV is pulled."""
 
@@ -107,8 +102,7 @@ class Leg:
         return self.team.at(self.rows[indexes])
 
 
-@dataclass(frozen=True, slots=True)
-class Computing(Leg):
+class Computing(Leg, frozen=True, eq=False):
     """Workers that compute the prompt, and decode unless they are prefill workers."""
 
     queue_s: Vector
@@ -122,8 +116,7 @@ class Computing(Leg):
         return {**own, "others_s": others_s, "pressure_s": self.pressure_s}
 
 
-@dataclass(frozen=True, slots=True)
-class Receiving(Leg):
+class Receiving(Leg, frozen=True, eq=False):
     """Decode workers that pull the KV."""
 
     missing_bytes: Vector
@@ -171,7 +164,7 @@ class Prediction:
         queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.half_interval_s)
         prompt_s, own_s = prefill_s(figures, prompt_tokens - room.cached_tokens, prompt_tokens)
         cost_s = room.waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + room.pressure_s
-        return Computing(*room, cost_s, queue_s, own_s)
+        return Computing(*astuple(room), cost_s=cost_s, queue_s=queue_s, own_s=own_s)
 
     def free(self, leg: Computing) -> int:
         """Return the number of workers that have room for the attempt, and no prompt ahead."""
@@ -181,7 +174,9 @@ class Prediction:
         figures = room.figures
         missing_bytes = (self.demand.prompt_tokens - room.cached_tokens) * figures.kv_bytes_per_token
         cost_s = room.waiting_s + figures.next_interval_s + room.pressure_s
-        return Receiving(*room, cost_s, missing_bytes, missing_bytes / figures.bandwidth)
+        return Receiving(
+            *astuple(room), cost_s=cost_s, missing_bytes=missing_bytes, pull_s=missing_bytes / figures.bandwidth
+        )
 
     def whole(self, leg: Computing, index: int) -> Candidate:
         """Return the candidate that computes the prompt where it decodes."""
