@@ -47,7 +47,7 @@ class Service:
         assert self.process is not None, f"{self.name} was not started"
         self.process.send_signal(number)
 
-    async def end(self, *, grace_s: float = 5.0) -> int:
+    async def end(self, *, grace_s: float = 30.0) -> int:
         """End the process as a supervisor would and return its exit status; its children must have ended too."""
         if self.process is None:
             return 0
