@@ -8,6 +8,7 @@ import pytest
 from transfer_rig import (
     BLOCK_BYTES,
     BLOCK_TOKENS,
+    BLOCKS,
     KEY,
     LAYERS,
     POISON,
@@ -35,7 +36,9 @@ def test_a_whole_pull(source: Node, sink: Node, request: pytest.FixtureRequest) 
     assert sink.holds(SINK_BLOCKS)
     assert sink.gaps_are_untouched()
     assert all(
-        sink.read(layer, block) == bytes([POISON]) * BLOCK_BYTES for layer in range(LAYERS) for block in (29, 42)
+        sink.read(layer, block) == bytes([POISON]) * BLOCK_BYTES
+        for layer in range(LAYERS)
+        for block in (SINK_BLOCKS[0] - 1, SINK_BLOCKS[-1] + 1)
     )
     assert source.wait(EventKind.LEASE_RELEASED).key == KEY
     progress = [event.layers for event in sink.rest()]
@@ -97,7 +100,7 @@ def test_only_the_missing_blocks_move(source: Node, sink: Node) -> None:
 
 
 def test_blocks_in_any_order(source: Node, sink: Node) -> None:
-    from_blocks, to_blocks = [7, 3, 4, 40, 2, 1, 0], [5, 4, 3, 20, 21, 47, 9]
+    from_blocks, to_blocks = [7, 3, 4, 28, 2, 1, 0], [5, 4, 3, 20, 21, BLOCKS - 1, 9]
     source.offer(KEY, from_blocks)
     tokens = len(from_blocks) * BLOCK_TOKENS
     sink.agent.pull(KEY, source.agent.endpoint, first_token=0, tokens=tokens, blocks=to_blocks, budget_s=5.0)
@@ -156,7 +159,8 @@ def test_pulls_do_not_wait_for_a_delayed_one(make_node: MakeNode) -> None:
 
 
 def test_many_pulls_at_once(make_node: MakeNode) -> None:
-    source, sink = make_node(faults=TransferFaults(delay_s=0.2), block_bytes=20_000), make_node(block_bytes=20_000)
+    small = {"block_bytes": 20_000, "blocks": 40}
+    source, sink = make_node(faults=TransferFaults(delay_s=0.2), **small), make_node(**small)
     keys = [lease_key("many", attempt) for attempt in range(20)]
     for attempt, key in enumerate(keys):
         source.offer(key, [attempt, 20 + attempt], seed=7)
@@ -165,14 +169,14 @@ def test_many_pulls_at_once(make_node: MakeNode) -> None:
             source.agent.endpoint,
             first_token=0,
             tokens=2 * BLOCK_TOKENS,
-            blocks=[47 - 2 * attempt, 46 - 2 * attempt],
+            blocks=[39 - 2 * attempt, 38 - 2 * attempt],
             budget_s=5.0,
         )
     began_s = time.monotonic()
     for attempt, key in enumerate(keys):
         assert sink.wait_end(key).kind == EventKind.PULL_DONE
         for layer in range(LAYERS):
-            for position, block in enumerate([47 - 2 * attempt, 46 - 2 * attempt]):
+            for position, block in enumerate([39 - 2 * attempt, 38 - 2 * attempt]):
                 assert sink.read(layer, block) == content(layer, position, 7, 20_000)
     assert time.monotonic() - began_s < 3.0, "the delays must run side by side"
     for _ in keys:

@@ -20,7 +20,7 @@ from baton.transfer.memory import MemoryFabric
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]
 KEY = lease_key("request", 0)
-SINK_BLOCKS = list(range(30, 34))
+SINK_BLOCKS = list(range(16, 20))
 TOKENS = len(SINK_BLOCKS) * BLOCK_TOKENS
 
 

@@ -15,7 +15,7 @@ from baton_native import DeviceMemory
 from baton.transfer import AgentOptions, EventKind, Pool, TransferAgent, TransferEvent, lease_key, share_memory
 
 LAYERS = 4
-BLOCKS = 48
+BLOCKS = 30
 BLOCK_TOKENS = 16
 BLOCK_BYTES = 96 << 10
 GAP_BYTES = 64
@@ -27,7 +27,7 @@ KEY = lease_key("request", 0)
 OPTIONS = AgentOptions(secret="shared", lease_ttl_s=3.0, unclaimed_ttl_s=5.0)
 RAILS = tuple(f"127.0.0.{number}:0" for number in range(2, 6))
 SOURCE_BLOCKS = list(range(3, 15))
-SINK_BLOCKS = list(range(30, 42))
+SINK_BLOCKS = list(range(16, 28))
 TOKENS = len(SOURCE_BLOCKS) * BLOCK_TOKENS
 
 

@@ -223,7 +223,7 @@ EXPANDING: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("fields", EXPANDING, ids=lambda fields: str(fields)[:40])
+@pytest.mark.parametrize("fields", EXPANDING, ids=lambda fields: next(iter(fields)))
 def test_a_body_with_many_faults_costs_no_more_than_one_with_few(fields: dict[str, Any]) -> None:
     """Pydantic keeps about a kilobyte for each fault that it reports."""
     kind, required = (CompletionBody, COMPLETION) if "prompt" in fields else (ChatBody, CHAT)
