@@ -90,8 +90,8 @@ def _descendants(pid: int) -> list[psutil.Process]:
 class Observer:
     """A passive subscriber on the bus that keeps the newest digest of each worker, heartbeats and frames."""
 
-    states: dict[tuple[str, str, int], AttemptState] = field(default_factory=dict[tuple[str, str, int], AttemptState])
-    """(worker, request, attempt) → state in the newest digest."""
+    digests: dict[tuple[str, str], Digest] = field(default_factory=dict[tuple[str, str], Digest])
+    """(worker, subject of a gateway) → the newest digest."""
     heartbeats: dict[str, Heartbeat] = field(default_factory=dict[str, Heartbeat])
     tokens_seen: dict[str, int] = field(default_factory=dict[str, int])
     """request → output tokens streamed so far."""
@@ -107,11 +107,8 @@ class Observer:
             case Heartbeat() as heartbeat:
                 self.heartbeats[heartbeat.address.worker] = heartbeat
             case Digest() as digest:
-                for key in [key for key in self.states if key[0] == digest.worker]:
-                    del self.states[key]
-                for entry in digest.entries:
-                    self.states[digest.worker, entry.request, entry.attempt] = entry.state
-                    self.requests.add(entry.request)
+                self.digests[digest.worker, delivery.subject] = digest
+                self.requests.update(entry.request for entry in digest.entries)
             case Frames() as frames:
                 for frame in frames.frames:
                     self.requests.add(frame.request)
@@ -147,13 +144,16 @@ class Observer:
 
         A request is new if the bus has not carried it before: an answer may overtake the digest that lists it.
         """
-        self.states.clear()
+        self.digests.clear()
         old = frozenset(self.requests)
         found: list[str] = []
 
         def look() -> bool:
             counts = Counter(
-                worker for (worker, request, _), seen in self.states.items() if seen in states and request not in old
+                digest.worker
+                for digest in self.digests.values()
+                for entry in digest.entries
+                if entry.state in states and entry.request not in old
             )
             found[:] = [
                 worker for worker, count in counts.items() if count >= attempts and self.heartbeats[worker].role is role
