@@ -38,8 +38,8 @@ BODIES: list[tuple[Operation, dict[str, Any]]] = [
     ("text_completion", {"prompt": [[5] * 3000, [6, 7]], "stop": ["a"], "temperature": 0.5, "logit_bias": {"5": 1}}),
     ("text_completion", {"prompt": "the quick brown fox " * 100}),
     ("text_completion", {"prompt": "the quick brown fox " * 10_000}),
-    ("text_completion", {"prompt": [5] * 2_000_000}),
-    ("text_completion", {"prompt": [""] * 1_000_000}),
+    ("text_completion", {"prompt": [5] * 200_000}),
+    ("text_completion", {"prompt": [""] * 100_000}),
     ("text_completion", {"prompt": [600]}),
     ("chat", {"messages": []}),
 ]  # fmt: skip
