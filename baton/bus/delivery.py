@@ -111,13 +111,13 @@ class Mailbox:
         size_bytes = len(arrival.payload)
         is_full = len(self._waiting) >= self._limits.pending_messages_max
         if is_full or self._waiting_bytes + size_bytes > self._limits.pending_bytes_max:
-            self.count_drop()
+            self._count_drop()
             return
         self._waiting_bytes += size_bytes
         self._waiting.append(arrival)
         self._filled.set()
 
-    def count_drop(self) -> None:
+    def _count_drop(self) -> None:
         self.counts.dropped += 1
         if _is_power_of_two(self.counts.dropped):
             log.warning("the handler of %s is too slow: %d messages dropped", self._subject, self.counts.dropped)

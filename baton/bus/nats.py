@@ -14,12 +14,12 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as ClientSubscription
 
 from baton.bus.delivery import Arrival, Mailbox, check_payload, check_subject
 from baton.bus.nats_bucket import Buckets
+from baton.bus.nats_client import DirectClient
 from baton.bus.nats_requests import Requests
 from baton.bus.nats_stream import NatsFollower, append_to_stream, keep_in_stream, read_from_stream, retention_of_stream
 from baton.bus.protocol import BusLimits, Delivery, Entry, Handler, Retention, Subscription
@@ -45,7 +45,7 @@ class NatsBus:
         self._url = url
         self._name = name
         self._limits = limits
-        self._client = Client()
+        self._client = DirectClient()
         self._requests = Requests(self._client)
         self._subscriptions: set[_NatsSubscription] = set()
         self._followers: set[NatsFollower] = set()
@@ -215,7 +215,7 @@ class NatsBus:
 
         Raises BusUnavailable, or ConfigurationError when a retry cannot help.
         """
-        client = Client()
+        client = DirectClient()
         requests = Requests(client)
         is_up = False
 
@@ -223,9 +223,7 @@ class NatsBus:
             if not is_up:
                 # nats-py would retry for ever; raising here ends its first connect, and the caller decides.
                 raise error
-            if isinstance(error, nats.errors.SlowConsumerError):
-                self._count_drop(error.sub)
-            elif "ermissions" in str(error):
+            if "ermissions" in str(error):
                 log.error("the message bus refuses: %s", error)
             else:
                 log.debug("message bus: %s", error)
@@ -297,11 +295,6 @@ class NatsBus:
             self.reconnects += 1
             return
 
-    def _count_drop(self, client_subscription: ClientSubscription) -> None:
-        for subscription in self._subscriptions:
-            if subscription.attached is client_subscription:
-                subscription.mailbox.count_drop()
-
     def end_subscription(self, subscription: _NatsSubscription) -> None:
         self._subscriptions.discard(subscription)
 
@@ -320,17 +313,11 @@ class _NatsSubscription:
         self._limits = limits
 
     async def attach(self, requests: Requests) -> None:
-        async def on_message(message: Msg) -> None:
+        def receive(message: Msg) -> None:
             self.mailbox.offer(Arrival(message.subject, message.data, self._bus.responder(message.reply)))
 
         try:
-            self.attached = await requests.client.subscribe(
-                self.subject,
-                queue=self._group,
-                cb=on_message,
-                pending_msgs_limit=self._limits.pending_messages_max,
-                pending_bytes_limit=self._limits.pending_bytes_max,
-            )
+            self.attached = await requests.client.listen(self.subject, receive, group=self._group)
         except nats.errors.Error as error:
             raise BusUnavailable(f"cannot subscribe to {self.subject}: {error}") from error
         self._requests = requests
@@ -357,12 +344,9 @@ class _NatsSubscription:
             return
         await requests.client._send_unsubscribe(attached._id)  # pyright: ignore[reportPrivateUsage]
         await requests.round_trip(self._limits.reply_timeout_s)
-        # One pass of the loop empties it, unless the connection is closed: then it is never emptied.
-        while attached.pending_msgs and not requests.client.is_closed:  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
 
-async def _end(client: Client) -> None:
+async def _end(client: DirectClient) -> None:
     try:
         await client.close()
     except asyncio.CancelledError:

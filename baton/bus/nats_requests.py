@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import Header
 
+from baton.bus.nats_client import DirectClient
 from baton.errors import BusUnavailable, DeadlineExceeded, NoResponders
 
 _NO_RESPONDERS = "503"
@@ -23,14 +23,14 @@ _NO_RESPONDERS = "503"
 class Requests:
     """The open requests of one connection."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: DirectClient) -> None:
         self.client = client
         self._inbox = client.new_inbox()
         self._asked = 0
         self._waiting: dict[str, asyncio.Future[Msg]] = {}
 
     async def open(self) -> None:
-        await self.client.subscribe(f"{self._inbox}.*", cb=self._on_answer)
+        await self.client.listen(f"{self._inbox}.*", self._on_answer)
 
     async def ask(self, subject: str, payload: bytes, timeout_s: float, headers: dict[str, str] | None = None) -> Msg:
         """Return the first answer. Raises NoResponders or BusUnavailable at once, DeadlineExceeded at the timeout."""
@@ -79,7 +79,7 @@ class Requests:
             if not answer.done():
                 answer.set_exception(BusUnavailable(reason))
 
-    async def _on_answer(self, message: Msg) -> None:
+    def _on_answer(self, message: Msg) -> None:
         answer = self._waiting.get(message.subject)
         if answer is not None and not answer.done():
             answer.set_result(message)

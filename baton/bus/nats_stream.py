@@ -20,11 +20,11 @@ from typing import Final
 
 import msgspec
 import nats.errors
-from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js.api import Header
 
 from baton.bus.delivery import Arrival, HandlerRunner, parent_wildcard
+from baton.bus.nats_client import DirectClient
 from baton.bus.nats_requests import Requests
 from baton.bus.protocol import BusLimits, Delivery, Handler, Retention
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, DeadlineExceeded, NoResponders
@@ -286,7 +286,7 @@ class NatsFollower:
         consumer = await self._make_consumer(requests)
         self._arrived = asyncio.Queue()
         inbox = client.new_inbox()
-        subscription = await client.subscribe(inbox, cb=self._on_message)
+        subscription = await client.listen(inbox, self._on_message)
         try:
             delivered = 0
             while not self._closed:
@@ -296,7 +296,7 @@ class NatsFollower:
             with suppress(nats.errors.Error, OSError):
                 await subscription.unsubscribe()
 
-    async def _on_message(self, message: Msg) -> None:
+    def _on_message(self, message: Msg) -> None:
         self._arrived.put_nowait(message)
 
     async def _make_consumer(self, requests: Requests) -> str:
@@ -321,7 +321,7 @@ class NatsFollower:
             raise _Interrupted(f"no consumer: {answer.error.description}")
         return answer.name
 
-    async def _pull(self, client: Client, consumer: str, inbox: str, delivered: int) -> int:
+    async def _pull(self, client: DirectClient, consumer: str, inbox: str, delivered: int) -> int:
         """Ask for one batch and handle it; return how many messages the consumer has delivered in all."""
         ask = {
             "batch": _BATCH_MESSAGES,

@@ -1,0 +1,139 @@
+"""nats-py's client with a shorter way from the socket to a handler.
+
+nats-py reads into a buffer, parses that in one task, and queues each message for the task of its subscription. Here a
+`Mailbox` is that queue, and whole messages go to their receivers as they come from the socket. Everything else (long
+messages that are cut, those with headers, the server's own) goes nats-py's way up to the receiver, and so do messages
+that follow while it is there: the order is kept.
+"""
+
+# nats-py leaves some of its parameters without types.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable
+from typing import Final
+from urllib.parse import ParseResult
+
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.aio.transport import TcpTransport
+from nats.protocol.parser import AWAITING_CONTROL_LINE
+
+log = logging.getLogger(__name__)
+
+Receiver = Callable[[Msg], None]
+"""Called for each message, in order, while the socket is read: must neither wait nor raise."""
+
+_MESSAGE: Final = re.compile(rb"MSG (\S+) (\d+) (?:(\S+) )?(\d+)\r\n")
+"""The line before a message without headers: subject, number of the subscription, reply subject, length."""
+_LINE_END: Final = b"\r\n"
+_CUT_BYTES_MAX: Final = 1 << 16
+"""Longest message that may arrive in parts; the parts of longer ones are joined by nats-py, which copies them once."""
+
+
+class DirectClient(Client):
+    def __init__(self) -> None:
+        super().__init__()
+        self._receivers: dict[int, Receiver] = {}
+
+    async def listen(self, subject: str, receiver: Receiver, *, group: str = "") -> Subscription:
+        """Subscribe; the subscription outlives reconnects, and its `unsubscribe` ends it."""
+        # nats-py gives the subscription this number before it sends anything.
+        number = self._sid + 1
+        self._receivers[number] = receiver
+        try:
+            return await self.subscribe(subject, queue=group)
+        except BaseException:
+            self._receivers.pop(number, None)
+            raise
+
+    @property
+    def is_parsing(self) -> bool:
+        """Whether nats-py has a part of something, and the rest is to come."""
+        return bool(self._ps.buf) or self._ps.state != AWAITING_CONTROL_LINE
+
+    def take_whole_messages(self, data: bytes) -> int:
+        """Deliver the messages without headers that `data` begins with; return their length."""
+        at = 0
+        while line := _MESSAGE.match(data, at):
+            subject, number, reply, size = line.groups(b"")
+            end = line.end() + int(size)
+            if len(data) < end + len(_LINE_END):
+                break
+            self._deliver(int(number), subject, reply, data[line.end() : end], None)
+            at = end + len(_LINE_END)
+        return at
+
+    def _deliver(self, number: int, subject: bytes, reply: bytes, data: bytes, headers: dict[str, str] | None) -> None:
+        receiver = self._receivers.get(number)
+        if receiver is not None:
+            # The server lets any bytes pass as a subject; an exception here would end the connection.
+            receiver(Msg(self, subject.decode(errors="replace"), reply.decode(errors="replace"), data, headers))
+
+    # ------------------------------------------------------------ in place of nats-py's own
+
+    async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        try:
+            parsed = await self._process_headers(headers)
+        except (ValueError, IndexError) as error:
+            # nats-py would stop reading from the connection.
+            log.warning("a message on %r has malformed headers and is dropped: %s", subject, error)
+            return
+        self._deliver(sid, subject, reply, data, parsed)
+
+    def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
+        super()._remove_sub(sid, max_msgs)
+        self._receivers.pop(sid, None)
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        if s.uri.scheme in ("ws", "wss"):
+            await super()._connect_to_server(s)
+            return
+        s.last_attempt = time.monotonic()
+        self._transport = _DirectTransport(self)
+        await self._transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+
+class _DirectTransport(TcpTransport):
+    def __init__(self, client: DirectClient) -> None:
+        super().__init__()
+        self._client = client
+
+    async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
+        loop = asyncio.get_running_loop()
+        reader = DirectReader(self._client, buffer_size)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        connecting = loop.create_connection(lambda: protocol, uri.hostname or "", uri.port or 0)
+        transport, _ = await asyncio.wait_for(connecting, connect_timeout)
+        self._bare_io_reader = self._io_reader = reader
+        self._bare_io_writer = self._io_writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
+class DirectReader(asyncio.StreamReader):
+    """The bytes from the server, without the messages that are delivered at once."""
+
+    def __init__(self, client: DirectClient, limit: int) -> None:
+        super().__init__(limit)
+        self._client = client
+        self._cut = b""
+        """Beginning of a message of which the rest has not arrived."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._buffer  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+
+    def feed_data(self, data: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if self.is_empty and not self._client.is_parsing:
+            data = self._cut + data
+            data = data[self._client.take_whole_messages(data) :]
+            if data.startswith(b"MSG ") and len(data) < _CUT_BYTES_MAX:
+                self._cut = data
+                return
+            self._cut = b""
+        super().feed_data(data)
