@@ -70,6 +70,10 @@ class Sink(Protocol):
         """Take a piece. Return False if the client reads too slowly; no further piece is needed then."""
         ...
 
+    def complete(self, outcome: Outcome, /) -> None:
+        """Take the outcome, after the last piece and before the driver's task has ended."""
+        ...
+
     def take_back(self) -> None:
         """Drop all pieces: the answer starts over, and its client has received none of them."""
         ...
@@ -125,6 +129,8 @@ class AnswerDriver:
         self._children: set[asyncio.Task[None]] = set()
         self._question: ev.SendPlace | None = None
         """Question to schedulers that waits for its turn."""
+        self._turn: object | None = None
+        """Turn of the question that was asked last; None once it has ended."""
 
     @property
     def attempt(self) -> int:
@@ -223,6 +229,8 @@ class AnswerDriver:
         if (change := self._timeline.observe()) is not None:
             is_unanswered = self.machine.phase is Phase.DISPATCHED
             (self._links.unanswered.add if is_unanswered else self._links.unanswered.discard)(self._order.request)
+            if self.machine.phase is not Phase.PLACING:
+                self._end_turn()
             self._spans.note(change)
             self._figures.note(change)
             self._report.note(change)
@@ -234,8 +242,9 @@ class AnswerDriver:
                     self._text = self._new_text()
                     self._sink.take_back()
                 case ev.SendPlace():
+                    self._end_turn()
                     if self._question is None:
-                        self._spawn(self._place())
+                        self._spawn(self._ask_in_turn())
                     self._question = action
                 case ev.SendTasks(attempt, placement):
                     self._dispatch(attempt, placement)
@@ -277,6 +286,7 @@ class AnswerDriver:
         if rest.stopped:
             reason = FinishReason.STOP
         self._outcome = Outcome(reason, self._text.tokens, min(cached_tokens, self._order.prompt_tokens))
+        self._sink.complete(self._outcome)
 
     def audit(self, attempt: int, worker: str, cached_tokens: int) -> None:
         """Publish predicted and actual cached tokens of the worker that computed the prompt, for the indexes."""
@@ -318,17 +328,23 @@ class AnswerDriver:
     def _prompt(self) -> Prompt:
         return Prompt(self._order, self.machine.output.tokens)
 
-    async def _place(self) -> None:
-        """Ask the newest question in turn. Its turn ends with an answer, or when the machine would ask again."""
-        links = self._links
-        async with links.questions:
-            question, self._question = self._question, None
-            if question is None:
-                return
-            asking = self._spawn(self._ask(question))
-            with suppress(TimeoutError):
-                async with links.clock.timeout(links.timers.place_resend_s):
-                    await asyncio.wait([asking])
+    async def _ask_in_turn(self) -> None:
+        """Ask the newest question in turn. Its turn ends with an answer, or when the machine asks again or goes on."""
+        await self._links.questions.acquire()
+        turn = self._turn = object()
+        question, self._question = self._question, None
+        assert question is not None, "one task waits per question, and a newer question replaces it"
+        try:
+            await self._ask(question)
+        finally:
+            if self._turn is turn:
+                self._end_turn()
+
+    def _end_turn(self) -> None:
+        """Let another question take the turn of the one that was asked last, if its turn has not ended."""
+        if self._turn is not None:
+            self._turn = None
+            self._links.questions.release()
 
     async def _ask(self, action: ev.SendPlace) -> None:
         links, timers, now_s = self._links, self._links.timers, self._links.clock.now_s()

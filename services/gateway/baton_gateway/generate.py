@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from itertools import count
@@ -184,10 +183,9 @@ def _text_of(job: Job, order: Order) -> ChoiceText:
 class Production:
     """The running drivers of a job."""
 
-    def __init__(self, gateway: Gateway, job: Job, outlet: Outlet, on_ended: Callable[[], None]) -> None:
-        """Make one driver per choice. `on_ended` is called whenever a choice has ended."""
+    def __init__(self, gateway: Gateway, job: Job, outlet: Outlet) -> None:
+        """Make one driver per choice."""
         self._outlet = outlet
-        self._on_ended = on_ended
         self._drivers = [
             AnswerDriver(order, partial(_text_of, job, order), ChoiceOutlet(outlet, choice), gateway.links)
             for choice, order in enumerate(job.orders)
@@ -200,11 +198,9 @@ class Production:
 
     async def _produce(self, choice: int, driver: AnswerDriver) -> None:
         try:
-            self._outlet.put(choice, Ending(await driver.run()))
+            await driver.run()
         except BatonError as error:
             self._outlet.put(choice, Ending(error))
-        finally:
-            self._on_ended()
 
     def note_shown(self, choice: int) -> None:
         """Note that the client receives the first part of a choice."""

@@ -22,7 +22,8 @@ class Outlet:
 
     A piece that comes while the reader waits and nothing is unread goes to `pass_on` first, which returns whether it
     took the piece: while the client takes all that comes, its reader need not wake up for each token.
-    A reader with more than `unread_tokens_max` tokens unread is given up: `on_overflow` is called once.
+    A reader with more than `unread_tokens_max` tokens unread is given up: `on_overflow` is called once. `on_ended` is
+    called whenever a choice has ended.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class Outlet:
         unread_tokens_max: int | None,
         on_overflow: Callable[[], None] = lambda: None,
         pass_on: Callable[[int, Piece], bool] = lambda _choice, _piece: False,
+        on_ended: Callable[[], None] = lambda: None,
     ) -> None:
         self._unread_tokens_max = unread_tokens_max
         self._on_overflow = on_overflow
         self._pass_on = pass_on
+        self._on_ended = on_ended
         self._reader_waits = False
         self._items: list[tuple[int, Piece | Ending]] = []
         self._unread_tokens = 0
@@ -56,6 +59,7 @@ class Outlet:
         else:
             self._endings += 1
             self._failed |= isinstance(item.result, Exception)
+            self._on_ended()
         self._items.append((choice, item))
         self._filled.set()
         return True
@@ -98,6 +102,9 @@ class ChoiceOutlet:
 
     def put(self, item: Piece | Ending) -> bool:
         return self.outlet.put(self.choice, item)
+
+    def complete(self, outcome: Outcome) -> None:
+        self.put(Ending(outcome))
 
     def take_back(self) -> None:
         self.outlet.take_back(self.choice)

@@ -55,10 +55,11 @@ class AnswerResponse(Response):
         cut: Callable[[], None] = extensions.get(ABORT_EXTENSION) or (lambda: None)
         if self._stream:
             self._write_now = extensions.get(WRITE_EXTENSION, self._write_now)
-            outlet = Outlet(self._gateway.settings.unread_tokens_max, on_overflow=cut, pass_on=self._pass_on)
+            unread_tokens_max, pass_on = self._gateway.settings.unread_tokens_max, self._pass_on
+            outlet = Outlet(unread_tokens_max, cut, pass_on, on_ended=self._trace.note_produced)
         else:
-            outlet = Outlet(None)
-        production = Production(self._gateway, self._job, outlet, self._trace.note_produced)
+            outlet = Outlet(None, on_ended=self._trace.note_produced)
+        production = Production(self._gateway, self._job, outlet)
         async with asyncio.TaskGroup() as group:
             production.start(group)
             watch = group.create_task(_watch(receive, production))
