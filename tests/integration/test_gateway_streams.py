@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from typing import Any
+import socket
+import struct
+from typing import Any, Final
 
 import httpx
 from baton_gateway.api import make_app
@@ -18,6 +20,9 @@ from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
 from tests.harness.nodes import living
 
+TCP_INFO_BYTES: Final = 192
+DATA_SEGMENTS_IN_AT: Final = 152
+"""Offset of `tcpi_data_segs_in` in Linux's `struct tcp_info`: the segments with data that were received."""
 TEXT = "the quick brown fox jumps over the lazy dog, 你好世界 😀 done."
 
 
@@ -98,5 +103,20 @@ async def test_a_part_belongs_to_the_response_of_its_request() -> None:
                 writer.close()
                 async with httpx.AsyncClient() as client:
                     whole = await client.get(f"http://{host}:{port}/c")
-    assert [b"e\r\n%b one,%b two,\r\n" % (name, name) in got for name in (b"/a", b"/b")] == [True, True]
+    assert [b"7\r\n%b one,\r\n7\r\n%b two,\r\n" % (name, name) in got for name in (b"/a", b"/b")] == [True, True]
     assert whole.text == "/c one,/c two,/c end"
+
+
+async def test_head_and_events_of_one_frame_are_one_write() -> None:
+    async with open_stage() as stage:
+        stage.say("ok")
+        stage.workers["d1"].script.tokens_per_frame = 100
+        body = json.dumps({"model": MODEL, "prompt": "hi", "stream": True, "temperature": 0}).encode()
+        host, port = stage.base_url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+        got = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 10.0)
+        info = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+        writer.close()
+    assert b'"text":"ok"' in got
+    assert struct.unpack_from("I", info, DATA_SEGMENTS_IN_AT) == (1,)

@@ -17,7 +17,7 @@ from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.detokenise import BytesByToken, Vocabulary
 from baton_gateway.order import Outcome
 from baton_gateway.outlet import Ending, Outlet
-from baton_gateway.turn_writer import TurnWriter
+from baton_gateway.turn_writer import HELD_BYTES_MAX, TurnTransport, TurnWriter, write_part
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -206,48 +206,85 @@ async def test_a_waiting_reader_is_not_woken_for_what_passes() -> None:
 
 
 @dataclass
-class Cycle:
-    """The part of uvicorn's cycle that a writer uses, its own transport."""
+class Wire:
+    """The part of a transport that a writer uses."""
 
-    flow: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(write_paused=False))
-    disconnected: bool = False
-    chunked_encoding: bool | None = True
-    response_complete: bool = False
     closing: bool = False
     written: list[bytes] = field(default_factory=list[bytes])
 
-    __hash__ = object.__hash__
+    def write(self, data: bytes) -> None:
+        self.written.append(data)
 
-    @property
-    def transport(self) -> SimpleNamespace:
-        return SimpleNamespace(write=self.written.append, is_closing=lambda: self.closing)
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def close(self) -> None:
+        self.closing = True
 
 
-def test_parts_of_one_turn_are_one_write_for_each_response() -> None:
-    writer, turn, one, two = TurnWriter(), list[Callable[[], None]](), Cycle(), Cycle()
-    for cycle, part in ((one, b"a"), (two, b"b"), (one, b"c" * 15)):
-        assert writer.write(turn.append, cast("RequestResponseCycle", cycle), part)
-    (flush,) = turn
-    flush()
-    assert (one.written, two.written) == ([b"10\r\na" + b"c" * 15 + b"\r\n"], [b"1\r\nb\r\n"])
-    assert writer.write(turn.append, cast("RequestResponseCycle", one), b"d")
-    assert len(turn) == 2, "each turn is flushed"
+class Turns:
+    """Connections of one writer."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], None]] = []
+        self._writer = TurnWriter()
+
+    def connect(self, wire: Wire) -> TurnTransport:
+        return TurnTransport(cast("asyncio.Transport", wire), self._writer, self.calls.append)
+
+
+def test_data_of_one_turn_is_one_write_for_each_connection() -> None:
+    turns, one, two = Turns(), Wire(), Wire()
+    first, second = turns.connect(one), turns.connect(two)
+    for transport, data in ((first, b"head"), (second, b"b"), (first, b"body")):
+        transport.write(data)
+    (end_turn,) = turns.calls
+    assert not one.written, "nothing leaves before the end of the turn"
+    end_turn()
+    assert (one.written, two.written) == ([b"headbody"], [b"b"])
+    first.write(b"d")
+    assert len(turns.calls) == 2, "each turn is flushed"
+
+
+def test_a_lot_of_data_does_not_wait_for_the_end_of_the_turn() -> None:
+    wire = Wire()
+    transport = Turns().connect(wire)
+    transport.write(b"a")
+    transport.write(b"b" * HELD_BYTES_MAX)
+    assert wire.written == [b"a" + b"b" * HELD_BYTES_MAX]
+
+
+def test_a_connection_that_closes_sends_its_data_first() -> None:
+    wire = Wire()
+    transport = Turns().connect(wire)
+    transport.write(b"a")
+    transport.close()
+    assert (wire.written, wire.closing) == ([b"a"], True)
+
+
+def test_a_connection_that_was_cut_costs_the_others_nothing() -> None:
+    turns, cut, other = Turns(), Wire(), Wire()
+    for wire in (cut, other):
+        turns.connect(wire).write(b"a")
+    cut.closing = True
+    turns.calls[0]()
+    assert (cut.written, other.written) == ([], [b"a"])
 
 
 @pytest.mark.parametrize(
-    "cycle",
-    [Cycle(disconnected=True), Cycle(chunked_encoding=None), Cycle(flow=SimpleNamespace(write_paused=True))],
-    ids=["disconnected", "not begun", "full"],
+    ("changed", "taken"),
+    [
+        (dict[str, object](), True),
+        ({"disconnected": True}, False),
+        ({"response_complete": True}, False),
+        ({"chunked_encoding": None}, False),
+        ({"flow": SimpleNamespace(write_paused=True)}, False),
+    ],
+    ids=["open", "disconnected", "complete", "not begun", "full"],
 )
-def test_a_response_that_takes_nothing_gets_nothing(cycle: Cycle) -> None:
-    assert not TurnWriter().write(lambda _: None, cast("RequestResponseCycle", cycle), b"a")
-
-
-@pytest.mark.parametrize("end", ["response_complete", "closing"])
-def test_nothing_follows_the_end_of_a_response(end: str) -> None:
-    writer, turn, ended, other = TurnWriter(), list[Callable[[], None]](), Cycle(), Cycle()
-    for cycle in (ended, other):
-        writer.write(turn.append, cast("RequestResponseCycle", cycle), b"a")
-    setattr(ended, end, True)
-    turn[0]()
-    assert (ended.written, other.written) == ([], [b"1\r\na\r\n"])
+def test_a_response_takes_parts_only_while_it_is_open(changed: dict[str, object], taken: bool) -> None:
+    wire = Wire()
+    usual = {"disconnected": False, "response_complete": False, "chunked_encoding": True, "transport": wire}
+    cycle = SimpleNamespace(**{"flow": SimpleNamespace(write_paused=False), **usual, **changed})
+    assert write_part(cast("RequestResponseCycle", cycle), b"a" * 16) == taken
+    assert wire.written == ([b"10\r\n" + b"a" * 16 + b"\r\n"] if taken else [])

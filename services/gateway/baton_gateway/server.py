@@ -23,7 +23,7 @@ from baton_gateway.config import Settings
 from baton_gateway.drain_state import DrainState
 from baton_gateway.respond import ABORT_EXTENSION, WRITE_EXTENSION
 from baton_gateway.service import Gateway
-from baton_gateway.turn_writer import TurnWriter
+from baton_gateway.turn_writer import TurnTransport, TurnWriter, write_part
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,8 @@ class Protocol(HttpToolsProtocol):
     _head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(cast("asyncio.Transport", transport))
+        wrapped = TurnTransport(cast("asyncio.Transport", transport), self.writer, self.loop.call_soon)
+        super().connection_made(wrapped)
         self._await_head(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -73,7 +74,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         # Bound to this request's cycle: the next request may arrive before this one is answered.
-        scope["extensions"][WRITE_EXTENSION] = partial(self.writer.write, self.loop.call_soon, self.cycle)
+        scope["extensions"][WRITE_EXTENSION] = partial(write_part, self.cycle)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0  # Bytes after the end of this request begin the next one.
