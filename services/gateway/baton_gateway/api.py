@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from http import HTTPStatus
 from typing import Any, Final
 
@@ -183,8 +183,9 @@ async def _while_connected(receive: Receive, work: Coroutine[object, object, Job
 
 def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: RequestTrace) -> RequestFacts:
     """Return the facts in the headers. Raises InvalidRequest that names the header."""
+    headers: Mapping[str, str] = request.state.headers
     deadline_s = gateway.settings.deadline_s
-    if (asked := request.headers.get(DEADLINE_HEADER)) is not None:
+    if (asked := headers.get(DEADLINE_HEADER)) is not None:
         try:
             asked_s = float(asked)
         except ValueError:
@@ -193,7 +194,7 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
             raise InvalidRequest(f"`{DEADLINE_HEADER}` must be a number of seconds above 0", param=DEADLINE_HEADER)
         deadline_s = min(deadline_s, asked_s)
     disaggregation: Disaggregation | None = None
-    if (wanted := request.headers.get(DISAGGREGATION_HEADER)) is not None:
+    if (wanted := headers.get(DISAGGREGATION_HEADER)) is not None:
         try:
             disaggregation = Disaggregation(wanted)
         except ValueError as error:
@@ -203,14 +204,14 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
             ) from error
     tenant = request.state.tenant
     settings = gateway.settings.tenants.get(tenant, NO_SETTINGS)
-    objectives = objectives_of(request.headers, settings, gateway.settings.default_objectives())
+    objectives = objectives_of(headers, settings, gateway.settings.default_objectives())
     now_s = gateway.clock.now_s()
     return RequestFacts(
         request=request.state.request,
         received_at_s=now_s,
         deadline_at_s=now_s + deadline_s,
         disaggregation=disaggregation,
-        session=request.headers.get(SESSION_HEADER, ""),
+        session=headers.get(SESSION_HEADER, ""),
         operation=operation,
         trace=trace.trace,
         tenant=tenant,
@@ -220,10 +221,11 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
 
 async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: float) -> bytearray:
     """Return the request's body. Raises ClientGone, InvalidRequest, and PayloadTooLarge as soon as it is certain."""
-    if (encoding := request.headers.get("content-encoding", "identity")).lower() != "identity":
+    headers: Mapping[str, str] = request.state.headers
+    if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
         raise InvalidRequest(f"the body is sent as {encoding[:40]!r}; this server takes it unencoded only")
     too_large = PayloadTooLarge(f"the body is longer than the {bytes_max} bytes that this server takes")
-    announced = request.headers.get("content-length", "")
+    announced = headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > bytes_max:
         raise too_large
     body = bytearray()

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -74,11 +74,11 @@ class Guard:
         # HEAD is a GET whose body the server leaves out. None of our paths ends with a slash, nor does a model's name.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         scope = {**scope, "method": method, "path": scope["path"].rstrip("/") or "/"}
-        headers = Headers(scope=scope)
+        headers = headers_of(scope)
         presented = headers.get("x-request-id", "")
         request = self._new_id()
         request_id = presented if REQUEST_ID.fullmatch(presented) else request
-        scope.setdefault("state", {}).update(request=request, request_id=request_id)
+        scope.setdefault("state", {}).update(request=request, request_id=request_id, headers=headers)
         started = finished = False
 
         async def send_with_id(message: Message) -> None:
@@ -106,6 +106,11 @@ class Guard:
                 await unexpected_response()(scope, receive, send_with_id)
             elif not finished:
                 raise  # Part of the answer is sent: uvicorn cuts the connection, so that the client notices.
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """Return the request's headers by lower-case name; of several, the first. Starlette's search the list each time."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
 def unexpected_response() -> Response:

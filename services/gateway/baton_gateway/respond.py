@@ -31,13 +31,12 @@ WRITE_EXTENSION = "baton.write"
 """ASGI extension of our server: a function that writes a part of a begun body, or returns False if it cannot now."""
 
 
-class AnswerResponse(Response):
+class AnswerResponse:
     """Runs a job and sends its answer. An error before the first token is a plain HTTP error."""
 
     def __init__(
         self, gateway: Gateway, job: Job, shape: Format, trace: RequestTrace, *, stream: bool, with_usage: bool
     ) -> None:
-        super().__init__()
         self._gateway = gateway
         self._job = job
         self._format = shape

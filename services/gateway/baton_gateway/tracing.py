@@ -118,7 +118,7 @@ def traced_request(
             "baton.request_id": str(request.state.request_id),
         },
         # Clients may send a header of any length; a valid one has 55 characters.
-        parent=request.headers.get("traceparent", "")[:256],
+        parent=request.state.headers.get("traceparent", "")[:256],
         kind=SpanKind.SERVER,
     )
     trace = RequestTrace(tracing, clock, span, operation)
