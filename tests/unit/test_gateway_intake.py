@@ -124,7 +124,7 @@ def test_parameters_for_engines_do_not_multiply(tokenizer: ModelTokenizer) -> No
 class Untouched(ModelTokenizer):
     """Does not tokenise."""
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def tokenise(self, text: str, *, add_special: bool, salt: str) -> bytes:
         raise AssertionError("a text that cannot fit was tokenised")
 
 

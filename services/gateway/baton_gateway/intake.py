@@ -9,7 +9,7 @@ import msgspec
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import Sampling
-from baton.messages.base import pack_tokens
+from baton.messages.base import TOKEN_BYTES, pack_tokens
 from baton_gateway.bodies import (
     NEUTRAL,
     ChatBody,
@@ -124,11 +124,10 @@ class Intake:
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
                 raise InvalidRequest("the prompt is empty", param=param)
-            room_tokens = room_of(len(tokens), context_tokens_max, param)
+            room_tokens = room_of(len(tokens) // TOKEN_BYTES, context_tokens_max, param)
             limited = limit_output(sampling, min(sampling.max_tokens, room_tokens))
-            packed = pack_tokens(tokens)
-            blocks = hash_blocks(root, packed, model.block_tokens)
-            prompts.append(Prompt(tokens=packed, blocks=blocks, max_tokens=limited.max_tokens))
+            blocks = hash_blocks(root, tokens, model.block_tokens)
+            prompts.append(Prompt(tokens=tokens, blocks=blocks, max_tokens=limited.max_tokens))
         return Plan(
             prompts=tuple(prompts),
             choices_per_prompt=choices_per_prompt,
@@ -144,21 +143,24 @@ class Intake:
         )
 
 
-def _tokenise(body: ChatBody | CompletionBody, tokenizer: ModelTokenizer, context_tokens_max: int) -> list[list[int]]:
+def _tokenise(body: ChatBody | CompletionBody, tokenizer: ModelTokenizer, context_tokens_max: int) -> list[bytes]:
+    """Return the packed tokens of each prompt."""
+    salt = body.cache_salt or ""
     if isinstance(body, ChatBody):
         text = tokenizer.render(body)
         tokenizer.check_length(text, context_tokens_max, "messages")
         # Chat templates write the special tokens themselves.
-        return [tokenizer.encode(text, add_special=bool(body.add_special_tokens))]
-    tokenised: list[list[int]] = []
+        return [tokenizer.tokenise(text, add_special=bool(body.add_special_tokens), salt=salt)]
+    tokenised: list[bytes] = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
             tokenizer.check_length(prompt, context_tokens_max, "prompt")
-            tokenised.append(tokenizer.encode(prompt, add_special=body.add_special_tokens is not False))
+            add_special = body.add_special_tokens is not False
+            tokenised.append(tokenizer.tokenise(prompt, add_special=add_special, salt=salt))
         else:
             room_of(len(prompt), context_tokens_max, "prompt")
             tokenizer.check_tokens(prompt, "prompt")
-            tokenised.append(prompt)
+            tokenised.append(pack_tokens(prompt))
     return tokenised
 
 

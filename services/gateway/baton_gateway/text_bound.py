@@ -18,8 +18,8 @@ def chars_per_token_max(tokenizer: Tokenizer) -> int | None:
     """Return the bound; None if the tokenizer drops text, or makes one token of unknown text of any length."""
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     added = cast("dict[int, Any]", tokenizer.get_added_tokens_decoder()).values()
-    contraction = _contraction(_state(tokenizer.normalizer))
-    pre_tokenizers = _parts(_state(tokenizer.pre_tokenizer), "pretokenizers")
+    contraction = _contraction(state_of(tokenizer.normalizer))
+    pre_tokenizers = parts_of(state_of(tokenizer.pre_tokenizer), "pretokenizers")
     keeps_all = all(
         part["type"] in _KEEPING_PRE_TOKENIZERS and part.get("behavior") != "Removed" for part in pre_tokenizers
     )
@@ -42,7 +42,7 @@ def _covers_all(model: object, vocabulary: dict[str, int], pre_tokenizers: list[
 def _contraction(normalizer: dict[str, Any] | None) -> int | None:
     """Return the most characters that a normalizer makes into one; None if there is no bound."""
     factor = 1
-    for part in _parts(normalizer, "normalizers"):
+    for part in parts_of(normalizer, "normalizers"):
         pattern = part.get("pattern", {}).get("String", "")
         if part["type"] == "NFC":
             factor *= NFC_CHARS_MAX
@@ -51,13 +51,15 @@ def _contraction(normalizer: dict[str, Any] | None) -> int | None:
     return factor
 
 
-def _parts(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+def parts_of(component: dict[str, Any] | None, name: str) -> list[dict[str, Any]]:
+    """Return the parts of a component, those of sequences in it included."""
     if component is None:
         return []
     if component["type"] == "Sequence":
-        return [part for inner in component[name] for part in _parts(inner, name)]
+        return [part for inner in component[name] for part in parts_of(inner, name)]
     return [component]
 
 
-def _state(component: Any) -> dict[str, Any] | None:
+def state_of(component: Any) -> dict[str, Any] | None:
+    """Return a component of a tokenizer as in its tokenizer.json."""
     return None if component is None else json.loads(component.__getstate__())

@@ -12,8 +12,10 @@ import msgspec
 from jinja2 import TemplateError
 
 from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from baton.messages.base import pack_tokens
 from baton_gateway.bodies import ChatBody, ChatMessage, SamplingDefaults, pack_bounded
 from baton_gateway.detokenise import Spellings
+from baton_gateway.segments import Segments, separators_of
 from baton_gateway.text_bound import chars_per_token_max
 
 TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError)
@@ -28,7 +30,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ModelTokenizer:
-    """One model's tokenizer, chat template and sampling defaults. Immutable once loaded."""
+    """One model's tokenizer, chat template and sampling defaults. Only what it keeps of earlier texts changes."""
 
     def __init__(self, path: str) -> None:
         """Load from a folder or a hub id; slow. Raises ConfigurationError with a sentence that names `path`."""
@@ -44,6 +46,10 @@ class ModelTokenizer:
         self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
         self._chars_per_token_max = chars_per_token_max(backend)
         self._knows_developer = self._probe_developer()
+        self._adds_special = bool(self.encode("", add_special=True))
+        self._segments = Segments(
+            separators_of(backend, self._sample_chat()), lambda text: self.encode(text, add_special=False)
+        )
         self.tokens_known = max(len(tokenizer), _integer(_read_json(path, "config.json").get("vocab_size")))
         generation = _read_json(path, "generation_config.json")
         eos = generation.get("eos_token_id")
@@ -65,6 +71,12 @@ class ModelTokenizer:
     def encode(self, text: str, *, add_special: bool) -> list[int]:
         # Only the batch call releases the GIL and computes no offsets.
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
+
+    def tokenise(self, text: str, *, add_special: bool, salt: str) -> bytes:
+        """Return the packed tokens of a text, as `encode` would, but faster where parts of it are known."""
+        if add_special and self._adds_special:
+            return pack_tokens(self.encode(text, add_special=True))
+        return self._segments.tokenise(text, salt)
 
     def render(self, body: ChatBody) -> str:
         """Return the prompt's text. Raises InvalidRequest if the template refuses the messages."""
@@ -96,6 +108,14 @@ class ModelTokenizer:
         if message.name is not None:
             plain["name"] = message.name
         return plain
+
+    def _sample_chat(self) -> str:
+        """Return a rendered conversation, empty if the template renders none."""
+        messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TEMPLATE_ERRORS:
+            return ""
 
     def _probe_developer(self) -> bool:
         """Return whether the template supports `developer` messages: it names the role and shows the text.

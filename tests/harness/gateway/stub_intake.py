@@ -20,6 +20,8 @@ from baton_gateway.detokenise import Spellings
 from baton_gateway.intake_process import main
 from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 
+from baton.messages.base import pack_tokens
+
 COMMAND: Final = (sys.executable, "-m", "tests.harness.gateway.stub_intake")
 TOKENS: Final = [5, 6, 7]
 
@@ -36,7 +38,7 @@ class StubTokenizer(ModelTokenizer):
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         pass
 
-    def encode(self, text: str, *, add_special: bool) -> list[int]:
+    def tokenise(self, text: str, *, add_special: bool, salt: str) -> bytes:
         match text.split():
             case ["hang", *_]:
                 while True:
@@ -48,7 +50,7 @@ class StubTokenizer(ModelTokenizer):
                     time.sleep(0.01)
             case _:
                 pass
-        return TOKENS
+        return pack_tokens(TOKENS)
 
 
 if __name__ == "__main__":
