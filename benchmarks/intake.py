@@ -24,14 +24,13 @@ from pathlib import Path
 import httpx
 import uvloop
 from baton_decode.config import DecodeSettings
-from baton_gateway.__main__ import load_to_stay
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
 from baton_gateway.intake_pool import IntakePool, LocalPool, ProcessPool
 from baton_gateway.models import Models
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
-from baton_gateway.tokenise import ModelTokenizer
+from baton_gateway.tokenise import ModelTokenizer, load_to_stay
 from baton_scheduler.config import SchedulerSettings
 from baton_scheduler.service import SchedulerService
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 import pytest
@@ -99,3 +101,25 @@ async def test_a_model_is_known_from_what_a_worker_tells_of_it(kind: str) -> Non
         assert "".join(map(detokeniser.feed, tokenizer.encode(text, add_special=False))) == text
         with pytest.raises(ConfigurationError, match="no-such-model"):
             await pool.load("/no-such-model", "d")
+
+
+WATCHED: Final = """
+import gc, runpy, sys
+gc.callbacks.append(lambda *_: print(gc.get_freeze_count(), file=open(sys.argv[1], "a")))
+runpy.run_module("baton_gateway.intake_process", run_name="__main__")
+"""
+"""An intake process that notes the number of frozen objects in a file whenever it collects garbage."""
+
+
+async def test_a_process_that_meets_its_model_in_a_body_freezes_it_too(tmp_path: Path) -> None:
+    """Otherwise it visits all objects of the tokenizer after every body, which takes ten times as long as the body."""
+    command = (sys.executable, "-c", WATCHED, str(tmp_path / "frozen"))
+    pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20, command=command)
+    try:
+        for _ in range(2):  # The process collects after its answer, and before it takes the next body.
+            async with pool.lend(0, None) as worker:
+                await worker.parse("text_completion", b'{"model": "tiny", "prompt": "x"}')
+                await worker.plan(model(), model_defaults=True)
+        assert max(map(int, (tmp_path / "frozen").read_text().split())) > 10_000
+    finally:
+        await pool.close()

@@ -13,21 +13,10 @@ from baton_gateway.intake_pool import ProcessPool
 from baton_gateway.models import Models
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
-from baton_gateway.tokenise import ModelTokenizer
+from baton_gateway.tokenise import load_to_stay
 
 YOUNG_OBJECTS_MAX: Final = 20_000
 """New objects after which the garbage collector looks for cycles: its usual 700 cost a twentieth of a request."""
-
-
-def load_to_stay(path: str) -> ModelTokenizer:
-    """Load a tokenizer and freeze its 100,000 objects, so that the garbage collector skips them.
-
-    A full collection that visits them stops every stream for 60 ms.
-    """
-    tokenizer = ModelTokenizer(path)
-    gc.collect()
-    gc.freeze()
-    return tokenizer
 
 
 async def main(settings: Settings, process: Process) -> None:

@@ -34,7 +34,7 @@ from baton_gateway.intake_messages import (
     frame_head,
     frame_length,
 )
-from baton_gateway.tokenise import ModelTokenizer
+from baton_gateway.tokenise import ModelTokenizer, load_to_stay
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +57,7 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
     def answer(request: Request) -> Reply:
         match request:
             case LoadModel(path, digest):
-                facts = tokenizer_of(path, digest).facts
-                gc.collect()
-                gc.freeze()
-                return facts
+                return tokenizer_of(path, digest).facts
             case ParseBody(operation):
                 return intake.parse(operation, receive())
             case MakePlan(model, model_defaults):
@@ -116,4 +113,4 @@ def _read(pipe: BinaryIO, frames: SimpleQueue[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main(ModelTokenizer)
+    main(load_to_stay)
