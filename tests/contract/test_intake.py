@@ -75,7 +75,7 @@ async def test_every_body_is_taken_in_alike(kind: str) -> None:
         for operation, fields in BODIES:
             payload = json.dumps({"model": "tiny", **fields}).encode()
             expected = taken_in(operation, payload)
-            async with pool.lend(len(payload), None) as worker:
+            async with pool.lend(payload, None) as worker:
                 try:
                     came: object = (
                         await worker.parse(operation, payload),
@@ -117,7 +117,7 @@ async def test_a_process_that_meets_its_model_in_a_body_freezes_it_too(tmp_path:
     pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20, command=command)
     try:
         for _ in range(2):  # The process collects after its answer, and before it takes the next body.
-            async with pool.lend(0, None) as worker:
+            async with pool.lend(b"", None) as worker:
                 await worker.parse("text_completion", b'{"model": "tiny", "prompt": "x"}')
                 await worker.plan(model(), model_defaults=True)
         assert max(map(int, (tmp_path / "frozen").read_text().split())) > 10_000

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 from baton_gateway.config import Settings
-from baton_gateway.intake_pool import LARGE_BYTES, ProcessPool
+from baton_gateway.intake_pool import BEGINNING_BYTES, LARGE_BYTES, ProcessPool
 
 from baton.clock import SystemClock
 from baton.messages.attempts import DecodeTask
@@ -165,6 +165,21 @@ async def test_large_bodies_leave_a_process_to_others() -> None:
         assert (await second).status_code == 200
 
 
+async def test_a_conversation_stays_with_the_process_that_knows_its_beginning() -> None:
+    async with rig(processes_max=2) as opened:
+        pool, path = opened.pool, str(opened.stage.model_path)
+        one, other = (beginning * BEGINNING_BYTES for beginning in (b"1", b"2"))
+        async with pool.lend(one, None) as reads_one, pool.lend(other, None) as reads_other:
+            await reads_one.load(path, "d")
+            await reads_other.load(path, "d")
+        for _ in range(2):
+            for body, process in ((one, reads_one), (other, reads_other)):
+                async with pool.lend(body + b"next turn", None) as chosen:
+                    assert chosen is process
+        async with pool.lend(one, None), pool.lend(one, None) as chosen:
+            assert chosen is reads_other, "a body does not wait for the one that knows more"
+
+
 OWNER = f"""
 import asyncio
 from baton.clock import SystemClock
@@ -172,7 +187,7 @@ from baton_gateway.intake_pool import ProcessPool
 
 async def main():
     pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=0, command={COMMAND!r})
-    async with pool.lend(0, None) as worker:
+    async with pool.lend(b"", None) as worker:
         parsed = await worker.parse("text_completion", b'{{"model": "m", "prompt": "hang"}}')
         print(parsed.model, flush=True)
         from baton_gateway.workers import Model

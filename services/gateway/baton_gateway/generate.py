@@ -98,7 +98,7 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
     try:
         async with clock.timeout(facts.deadline_at_s - clock.now_s()):
             with gateway.tracing.span("tokenise", parent=facts.trace):
-                async with models.intake.lend(len(payload), facts.deadline_at_s) as worker:
+                async with models.intake.lend(payload, facts.deadline_at_s) as worker:
                     model = _accept(gateway, await worker.parse(facts.operation, payload))
                     if models.prepare(model.path, model.digest).done():
                         await models.get(model.path, model.digest)  # Raises where the model does not load.

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Final, Protocol, TypeVar
+from zlib import crc32
 
 import msgspec
 
@@ -36,6 +37,9 @@ from baton_gateway.workers import Model
 
 LARGE_BYTES: Final = 256 << 10
 """Length from which a body is large: large bodies leave one process to the others."""
+BEGINNING_BYTES: Final = 1024
+"""Length of a body's beginning. Bodies that come here are longer, and a conversation's next one begins alike."""
+BEGINNINGS_MAX: Final = 1024
 WRITE_BYTES: Final = 256 << 10
 """Bytes of a body copied at a time."""
 READ_BYTES: Final = 1 << 20
@@ -56,8 +60,8 @@ class IntakePool(Protocol):
         """Have a worker load a model, and return its facts. Raises ConfigurationError."""
         ...
 
-    def lend(self, size_bytes: int, until_s: float | None) -> AbstractAsyncContextManager[IntakeWorker]:
-        """Lend a worker for a body of this size. Raises Overloaded.
+    def lend(self, body: bytes | bytearray, until_s: float | None) -> AbstractAsyncContextManager[IntakeWorker]:
+        """Lend a worker for `body`, if possible one that has read a body with the same beginning. Raises Overloaded.
 
         Work that a borrower leaves unfinished may run until the clock reaches `until_s`; then it is ended.
         """
@@ -77,8 +81,8 @@ class LocalPool:
         return self._load(path).facts
 
     @asynccontextmanager
-    async def lend(self, size_bytes: int, until_s: float | None) -> AsyncGenerator[IntakeWorker]:
-        del size_bytes, until_s
+    async def lend(self, body: bytes | bytearray, until_s: float | None) -> AsyncGenerator[IntakeWorker]:
+        del body, until_s
         yield LocalWorker(self._load)
 
     async def close(self) -> None:
@@ -119,15 +123,16 @@ class ProcessPool:
         self._recovering: set[asyncio.Task[None]] = set()
 
     async def load(self, path: str, digest: str) -> ModelFacts:
-        async with self.lend(0, None) as process:
+        async with self.lend(b"", None) as process:
             return await process.load(path, digest)
 
     @asynccontextmanager
-    async def lend(self, size_bytes: int, until_s: float | None) -> AsyncGenerator[IntakeProcess]:
-        large = size_bytes >= LARGE_BYTES
-        await self._wait_turn(size_bytes, large=large)
-        self._idle = [process for process in self._idle if process.is_alive]
-        process = self._idle.pop() if self._idle else IntakeProcess(self._command)
+    async def lend(self, body: bytes | bytearray, until_s: float | None) -> AsyncGenerator[IntakeProcess]:
+        large = len(body) >= LARGE_BYTES
+        await self._wait_turn(len(body), large=large)
+        beginning = crc32(body[:BEGINNING_BYTES])
+        process = self._take_idle(beginning) or IntakeProcess(self._command)
+        process.note_beginning(beginning)
         self.lent.add(process)
         try:
             yield process
@@ -138,6 +143,14 @@ class ProcessPool:
                 task.add_done_callback(self._recovering.discard)
             else:
                 self._take_back(process, large=large)
+
+    def _take_idle(self, beginning: int) -> IntakeProcess | None:
+        """Take the idle process that knows most of a body's tokens: the one that read the conversation's last turn."""
+        idle = self._idle = [process for process in self._idle if process.is_alive]
+        chosen = next((process for process in idle if beginning in process.beginnings), idle[-1] if idle else None)
+        if chosen is not None:
+            idle.remove(chosen)
+        return chosen
 
     async def _wait_turn(self, size_bytes: int, *, large: bool) -> None:
         must_wait = self._slots.locked() or (large and self._large_slots.locked())
@@ -191,6 +204,14 @@ class IntakeProcess:
         self._exchange: asyncio.Task[Reply] | None = None
         self._is_broken = False
         self._prompts = 0
+        self.beginnings: dict[int, None] = {}
+        """Checksums of the beginnings of bodies, oldest first."""
+
+    def note_beginning(self, beginning: int) -> None:
+        self.beginnings.pop(beginning, None)
+        self.beginnings[beginning] = None
+        if len(self.beginnings) > BEGINNINGS_MAX:
+            del self.beginnings[next(iter(self.beginnings))]
 
     @property
     def is_busy(self) -> bool:
