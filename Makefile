@@ -2,6 +2,7 @@
 # Settings are given on the command line: make up PORT=9000 MODEL=/models/Qwen3-0.6B
 PORT           = 8000
 HOST           = 127.0.0.1
+GATEWAY_PROCESSES = 1
 PREFILL        = 1
 DECODE         = 1
 MODEL          =
@@ -15,7 +16,7 @@ PROMPT         =
 API_KEY       ?=
 PYTHON         = python3
 
-export PORT HOST API_KEY PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID PROMPT
+export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -30,7 +31,7 @@ LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
-	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
+	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
@@ -75,7 +76,8 @@ VLLM_ENVIRONMENT = vllm
 endif
 
 up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) $(if $(filter sglang,$(ENGINES)),environment-sglang)
-	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" --prefill "$$PREFILL" \
+	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" \
+	  --gateway-processes "$$GATEWAY_PROCESSES" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \

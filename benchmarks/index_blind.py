@@ -22,10 +22,10 @@ from uuid import uuid4
 
 from baton import subjects
 from baton.bus import Bus, NatsBus
-from baton.cli.processes import Child
 from baton.errors import BatonError
 from baton.messages.base import Context
 from baton.messages.placement import Disaggregation, Place, Placement
+from baton.processes.child import Child
 from benchmarks.index_world import BLOCK_TOKENS, CachingWorker, chain, servers, service, started
 
 WORKERS = 4
@@ -33,6 +33,7 @@ WORKERS = 4
 PROMPT = "a prompt that somebody holds " * 2
 PLACED_PER_S = 100
 STEADY_S, AWAY_S, STOPPED_S, AFTER_S = 10.0, 1.0, 3.0, 3.0
+LOG_LINES = 1_000_000
 WRITES = "this index writes"
 NO_LONGER, REFUSED = "no longer the index", "a late write was refused"
 
@@ -152,7 +153,7 @@ def _index(indexes: list[Child], *, writes: bool) -> Child:
 
 def _last_words(index: Child) -> str:
     """Return the newest log line in which an index says whether it writes."""
-    lines = index.program.log_path.read_text().splitlines()
+    lines = index.log_tail(LOG_LINES).splitlines()
     return next((line for line in reversed(lines) if WRITES in line or NO_LONGER in line or REFUSED in line), "")
 
 

@@ -15,13 +15,13 @@ from baton_kvindex.index import link
 
 from baton import subjects
 from baton.bus import Bus, Delivery
-from baton.cli.probes import http_probe
-from baton.cli.processes import Child, Program
 from baton.cli.servers import LOOPBACK, free_port, nats_server, redis_server
 from baton.errors import BusUnavailable
 from baton.messages.base import WorkerAddress
 from baton.messages.index import BlocksStored, KvEvents, ShadowPage, ShadowQuery
 from baton.messages.workers import Fingerprint, Heartbeat, Role
+from baton.processes.child import Child, Program
+from baton.processes.probes import http_probe
 from baton.worker.rates import STEP_GUESS
 
 MODEL: Final = "bench"
@@ -161,6 +161,7 @@ def service(name: str, module: str, folder: Path, **settings: str) -> Child:
 
 async def started(child: Child) -> None:
     """Start a service with an empty log, and wait until it is ready."""
+    assert child.program.log_path is not None
     child.program.log_path.write_text("")
     child.start()
     async with asyncio.timeout(START_TIMEOUT_S):

@@ -17,8 +17,6 @@ from typing import Final, Literal
 import msgspec
 
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
-from baton.cli.probes import Probe, http_probe
-from baton.cli.processes import Program
 from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
@@ -26,6 +24,8 @@ from baton.engines.options import WHOLE_ON_CUDA, local_model
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
+from baton.processes.child import Program
+from baton.processes.probes import Probe, http_probe
 
 EngineName = Literal["vllm", "sglang", "simulated"]
 ENGINES: Final[tuple[EngineName, ...]] = ("vllm", "sglang", "simulated")
@@ -37,6 +37,7 @@ SIMULATED_START_TIMEOUT_S: Final = 120.0
 ENGINE_START_TIMEOUT_S: Final = 600.0
 """Time for an engine to start: real models load for minutes from slow disks."""
 WORKERS_MAX: Final = 128
+GATEWAY_PROCESSES_MAX: Final = 64
 DRAIN_S: Final = 2
 """Time that running streams get to end after Ctrl-C."""
 
@@ -48,6 +49,7 @@ class Deployment:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str = ""
+    gateway_processes: int = 1
     prefill: int = 1
     decode: int = 1
     model: str = ""
@@ -140,6 +142,10 @@ def check_deployment(deployment: Deployment) -> None:
             f"{deployment.prefill + deployment.decode} workers are too many for one machine: PREFILL and DECODE are "
             f"{WORKERS_MAX} together at most"
         )
+    if not 1 <= deployment.gateway_processes <= GATEWAY_PROCESSES_MAX:
+        raise ConfigurationError(
+            f"GATEWAY_PROCESSES={deployment.gateway_processes} is not possible: choose 1 to {GATEWAY_PROCESSES_MAX}"
+        )
     if deployment.prefill == 0 and deployment.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             "disaggregation=always needs a prefill worker: PREFILL=1 or more, or DISAGGREGATION=auto"
@@ -219,6 +225,7 @@ def service_programs(
         program(
             "gateway",
             *("--host", deployment.host, "--port", str(deployment.port), "--drain-s", str(DRAIN_S)),
+            *("--processes", str(deployment.gateway_processes)),
             # Its /ready asks for workers, which start after it.
             ready=http_probe(deployment.local_host, deployment.port, "/health"),
             api_keys=deployment.api_key,

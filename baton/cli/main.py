@@ -19,7 +19,6 @@ from baton.cli.commands import Command, find_commands
 from baton.cli.deployment import ENGINES, Deployment
 from baton.cli.explain import explain
 from baton.cli.index import Question, index, parse_tokens
-from baton.cli.processes import die_with_parent
 from baton.cli.roles import parse_wish, roles
 from baton.cli.trace import trace
 from baton.cli.up import up
@@ -27,6 +26,7 @@ from baton.cli.waterfall import Look
 from baton.errors import BatonError, ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
+from baton.processes.child import die_with_parent
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 
@@ -74,6 +74,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         host=parsed.host,
         port=parsed.port,
         api_key=environ.get("API_KEY", ""),
+        gateway_processes=parsed.gateway_processes,
         prefill=parsed.prefill,
         decode=parsed.decode,
         model=parsed.model,
@@ -117,6 +118,13 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     add = command.add_argument
     add("--host", default="127.0.0.1", help="address that the gateway listens on; default: %(default)s")
     add("--port", type=int, default=8000, help="port that the gateway listens on; default: %(default)s")
+    add(
+        "--gateway-processes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes of the gateway, all on its port; default: %(default)s",
+    )
     add("--prefill", type=int, default=1, metavar="N", help="prefill workers; default: %(default)s")
     add("--decode", type=int, default=1, metavar="N", help="decode workers; default: %(default)s")
     add("--model", default="", metavar="MODEL", help="a folder or a hub id; default: a tiny model with random weights")

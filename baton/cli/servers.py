@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.cli.probes import answer_probe
-from baton.cli.processes import Program
 from baton.errors import ConfigurationError
+from baton.processes.child import Program
+from baton.processes.probes import answer_probe
 
 LOOPBACK: Final = "127.0.0.1"
 PORTS: Final = range(20_000, 32_000)

@@ -23,12 +23,12 @@ from baton.cli.deployment import (
     service_programs,
     worker_programs,
 )
-from baton.cli.probes import http_status
-from baton.cli.processes import Child, Program, describe_exit
-from baton.cli.supervision import START_INTERVAL_S, keep_alive
 from baton.engines.options import WHOLE_ON_CUDA
 from baton.errors import BatonError, ConfigurationError, Unavailable
 from baton.messages.workers import Role
+from baton.processes.child import Child, Program, describe_exit
+from baton.processes.keep_alive import START_INTERVAL_S, StartFailed, keep_alive, until_ready
+from baton.processes.probes import http_status
 from baton.stop import EXIT_MISCONFIGURED
 
 Tell = Callable[[str], None]
@@ -172,26 +172,18 @@ class _Launch:
         for child in children:
             among.append(child)
             child.start()
-        loop = asyncio.get_running_loop()
-        started_s = reported_s = loop.time()
-        timeout_s = max(program.start_timeout_s for program in programs)
-        ends = {asyncio.create_task(child.wait()): child for child in children}
+        reported_s = 0.0
+
+        def report(waited_s: float) -> None:
+            nonlocal reported_s
+            if waited_s - reported_s >= PROGRESS_INTERVAL_S:
+                reported_s = waited_s
+                self._tell(f"{children[-1].name}: still starting, {waited_s:.0f} s")
+
         try:
-            while not all(await asyncio.gather(*(program.ready() for program in programs))):
-                await asyncio.wait(ends, timeout=START_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
-                for ended, child in ends.items():
-                    if ended.done():
-                        raise _start_failed(child, ended.result())
-                now_s = loop.time()
-                if now_s - started_s > timeout_s:
-                    raise _with_last_lines(children[-1], f"was not ready within {timeout_s:g} s")
-                if now_s - reported_s >= PROGRESS_INTERVAL_S:
-                    reported_s = now_s
-                    self._tell(f"{children[-1].name}: still starting, {now_s - started_s:.0f} s")
-        finally:
-            for task in ends:
-                task.cancel()
-            await asyncio.gather(*ends, return_exceptions=True)
+            await until_ready(children, report)
+        except StartFailed as failed:
+            raise _start_failed(failed.child, failed.status) from None
         self._keepers += [asyncio.create_task(keep_alive(child, self._tell)) for child in children]
 
     async def _wait_until_serving(self) -> None:
@@ -225,8 +217,10 @@ class _Launch:
         print(f"  Logs: {deployment.logs_folder}   Ctrl-C ends everything.", flush=True)
 
 
-def _start_failed(child: Child, status: int) -> BatonError:
+def _start_failed(child: Child, status: int | None) -> BatonError:
     """Return the error for a child that ended while it started: its own sentence if it has one."""
+    if status is None:
+        return _with_last_lines(child, f"was not ready within {child.program.start_timeout_s:g} s")
     for line in reversed(child.log_tail().splitlines()):
         program, _, sentence = line.strip().partition(": ")
         if program.startswith("baton-"):

@@ -25,7 +25,7 @@ from baton.node.ports import Ports, new_system_id, system_ports
 from baton.node.settings import NodeSettings
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED, Stop
 from baton.telemetry import Metrics, Tracing, serve_status
-from baton.telemetry.status import Status
+from baton.telemetry.status import Scrape, Status
 
 SettingsType = TypeVar("SettingsType", bound=NodeSettings)
 
@@ -99,9 +99,10 @@ class Process:
             await bus.close()
             tracing.close()
 
-    async def serve(self, service: Service) -> None:
-        """Serve until a signal, and report readiness on the status port."""
+    async def serve(self, service: Service, *, scrape: Scrape | None = None) -> None:
+        """Serve until a signal, and report readiness on the status port, with metrics from `scrape` if given."""
         self._status.check_ready = service.check_ready
+        self._status.scrape = scrape or self._status.scrape
         # What is loaded by now stays. A full collection that visits it stops a service for 20 ms.
         gc.collect()
         gc.freeze()
@@ -119,7 +120,7 @@ def run(
     SIGTERM and SIGINT end it with status 0. An expected failure is one sentence on standard error, with status 2
     where a setting is to blame, else 1.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(process)d %(levelname)s %(name)s: %(message)s")
     try:
         settings = config.load(settings_type, service=service)
 

@@ -24,6 +24,7 @@ from baton.telemetry import catalogue
 from baton.telemetry.catalogue import BUS_DROPPED, BUS_HANDLED, BUS_MALFORMED, Kind, Row
 
 LAG_INTERVAL_S: Final = 0.25
+OPENMETRICS: Final = "application/openmetrics-text"
 
 # The library has no types for this one.
 _openmetrics = cast("Callable[[CollectorRegistry], bytes]", openmetrics.generate_latest)  # pyright: ignore[reportUnknownMemberType]
@@ -39,6 +40,12 @@ class Reading:
 
 
 Source = Callable[[], Iterable[Reading]]
+
+
+def content_type(accept: str) -> str:
+    """Return the content type of a scrape with this header `Accept`."""
+    # Not the library's own choice, which fails on headers that it does not understand.
+    return openmetrics.CONTENT_TYPE_LATEST if OPENMETRICS in accept else CONTENT_TYPE_PLAIN_0_0_4
 
 
 class Metrics:
@@ -96,10 +103,9 @@ class Metrics:
 
     def render(self, accept: str) -> tuple[str, bytes]:
         """Return the content type and the text of a scrape; exemplars need a client that accepts OpenMetrics."""
-        # Not the library's own choice, which fails on headers that it does not understand.
-        if "application/openmetrics-text" in accept:
-            return openmetrics.CONTENT_TYPE_LATEST, _openmetrics(self._registry)
-        return CONTENT_TYPE_PLAIN_0_0_4, generate_latest(self._registry)
+        kind = content_type(accept)
+        is_open = kind == openmetrics.CONTENT_TYPE_LATEST
+        return kind, _openmetrics(self._registry) if is_open else generate_latest(self._registry)
 
     async def watch_loop(self) -> None:
         """Observe the event loop's lag, for ever."""

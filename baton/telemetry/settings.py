@@ -25,6 +25,10 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Annotated[int, Meta(ge=0, le=65535)] | None,
         Meta(description="Its port; 0 takes any free one, none: it is not served."),
     ] = None
+    status_fd: Annotated[
+        Annotated[int, Meta(ge=3)] | None,
+        Meta(description="Descriptor of an inherited listening socket for it, instead of address and port."),
+    ] = None
 
 
 def traces_url(endpoint: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http import HTTPStatus
@@ -27,6 +28,8 @@ REQUEST_S: Final = 5.0
 CONNECTIONS_MAX: Final = 32
 
 Check = Callable[[], Awaitable[None]]
+Scrape = Callable[[str], Awaitable[tuple[str, bytes]]]
+"""Returns content type and text of the metrics, for the header `Accept` of a scrape."""
 _Answer = tuple[HTTPStatus, str, bytes]
 
 
@@ -36,6 +39,7 @@ class Status:
     def __init__(self, metrics: Metrics, stop: Stop) -> None:
         self.check_ready: Check = _starting
         """Check that raises BatonError, a sentence, unless the service can do its work now."""
+        self.scrape: Scrape = self._render
         self._metrics = metrics
         self._stop = stop
         self._connections: set[asyncio.Task[None]] = set()
@@ -104,33 +108,44 @@ class Status:
             reason = str(error)
         if path == "/metrics":
             self._metrics.ready, self._metrics.draining = not reason, self._stop.asked.is_set()
-            kind, body = self._metrics.render(accept)
+            kind, body = await self.scrape(accept)
             return HTTPStatus.OK, kind, body
         if reason:
-            return _json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "not ready", "reason": reason})
+            status = "not ready" if self._stop.serving else "starting"
+            return _json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": status, "reason": reason})
         return _json(HTTPStatus.OK, {"status": "ready"})
+
+    async def _render(self, accept: str) -> tuple[str, bytes]:
+        return self._metrics.render(accept)
 
 
 @asynccontextmanager
 async def serve_status(settings: TelemetrySettings, metrics: Metrics, stop: Stop) -> AsyncGenerator[Status]:
-    """Serve the status of this process inside this context, if `status_port` is set.
+    """Serve the status of this process inside this context, if `status_port` or `status_fd` is set.
 
-    Raises Unavailable, one sentence that names the flag, if the port cannot be bound.
+    Raises Unavailable, one sentence that names the flag, if that is impossible.
     """
     status = Status(metrics, stop)
-    if settings.status_port is None:
+    host, port, inherited = settings.status_host, settings.status_port, settings.status_fd
+    if port is None and inherited is None:
         yield status
         return
-    host, port = settings.status_host, settings.status_port
     try:
-        server = await asyncio.start_server(status.accept, host, port, limit=HEAD_BYTES_MAX)
+        if inherited is None:
+            server = await asyncio.start_server(status.accept, host, port, limit=HEAD_BYTES_MAX)
+        else:
+            server = await asyncio.start_server(
+                status.accept, sock=socket.socket(fileno=inherited), limit=HEAD_BYTES_MAX
+            )
     except OSError as error:
-        raise Unavailable(
-            f"status cannot be served on {host}, port {port} (--status-host, --status-port): {error.strerror or error}"
-        ) from error
+        where, flags = f"{host}, port {port}", "--status-host, --status-port"
+        if inherited is not None:
+            where, flags = f"descriptor {inherited}", "--status-fd"
+        raise Unavailable(f"status cannot be served on {where} ({flags}): {error.strerror or error}") from error
     watching = asyncio.create_task(metrics.watch_loop(), name="event loop lag")
     try:
-        log.info("status is served on %s port %d", host, server.sockets[0].getsockname()[1])
+        if inherited is None:
+            log.info("status is served on %s port %d", host, server.sockets[0].getsockname()[1])
         yield status
     finally:
         watching.cancel()

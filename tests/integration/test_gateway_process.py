@@ -7,8 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import httpx
@@ -16,83 +15,13 @@ import openai
 import pytest
 from baton_gateway.config import Settings
 
-from baton.bus import NatsBus
-from baton.cli.servers import free_port
-from baton.clock import SystemClock
 from baton.messages.attempts import Cancel, DecodeTask, PrefillTask
 from baton.messages.workers import Role
-from tests.harness.gateway.actors import MODEL, Actors
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.process import TEXT, actors, gateway, spawn, until_refused, wait_ready
 from tests.harness.servers import start_nats
 
 pytestmark = pytest.mark.timeout(90)  # Starting a process takes seconds, and more on a busy machine.
-
-TEXT = "the quick brown fox jumps over the lazy dog. "
-
-
-async def spawn(*flags: str) -> asyncio.subprocess.Process:
-    return await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton_gateway", *flags,
-        stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-
-
-@asynccontextmanager
-async def gateway(nats_url: str, *flags: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, str]]:
-    """Run a gateway; yields the process and its base URL."""
-    port = free_port()
-    process = await spawn("--nats-url", nats_url, "--port", str(port), *flags)
-    output: list[bytes] = []
-
-    async def read(stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
-        async for line in stream:
-            output.append(line)
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(read(process.stdout))
-        group.create_task(read(process.stderr))
-        try:
-            yield process, f"http://127.0.0.1:{port}"
-        except BaseException:
-            print(b"".join(output).decode())
-            raise
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
-
-
-@asynccontextmanager
-async def actors(nats_url: str) -> AsyncGenerator[Actors]:
-    bus = await NatsBus.connect(nats_url, name="actors")
-    try:
-        cast = Actors(bus, SystemClock())
-        async with cast.acting():
-            await cast.add("d1")
-            cast.say(TEXT)
-            yield cast
-    finally:
-        await bus.close()
-
-
-async def wait_ready(url: str) -> None:
-    async with httpx.AsyncClient(base_url=url) as client, asyncio.timeout(60.0):
-        while True:
-            try:
-                if (await client.get("/ready")).status_code == 200:
-                    return
-            except httpx.TransportError:
-                pass
-            await asyncio.sleep(0.05)
-
-
-async def until_refused(url: str) -> None:
-    """Wait until the gateway takes no new connections."""
-    with suppress(httpx.NetworkError, httpx.RemoteProtocolError):
-        while True:
-            async with httpx.AsyncClient(base_url=url, verify=False, timeout=30.0) as client:
-                await client.get("/health")
-            await asyncio.sleep(0.01)
 
 
 async def test_the_sdk_over_processes_and_nats(nats_url: str) -> None:

@@ -15,10 +15,10 @@ from baton.cli import servers
 from baton.cli.deployment import Deployment, check_deployment, find_model, resolve, service_programs, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
 from baton.cli.main import main, run
-from baton.cli.processes import Program, describe_exit
 from baton.cli.servers import free_port
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
+from baton.processes.child import Program, describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
 ROOT = Path(__file__).parents[2]
@@ -55,6 +55,16 @@ def test_one_program_per_process_prefill_before_decode(tmp_path: Path) -> None:
         program.name for program in all_programs(make_deployment(tmp_path, prefill=2, decode=1, engine="simulated"))
     ]
     assert names == ["kvindex", "scheduler", "gateway", "prefill-0", "prefill-1", "decode-0"]
+
+
+def test_the_gateway_may_have_several_processes(tmp_path: Path) -> None:
+    for number, engine in ((1, "simulated"), (3, "simulated")):
+        deployment = make_deployment(tmp_path, gateway_processes=number, engine=engine, port=free_port())
+        check_deployment(deployment)
+        assert flags(all_programs(deployment)[2])["--processes"] == str(number)
+    for number in (0, -1, 65):
+        with pytest.raises(ConfigurationError, match=f"GATEWAY_PROCESSES={number} is not possible"):
+            check_deployment(make_deployment(tmp_path, gateway_processes=number, engine="simulated"))
 
 
 def test_secrets_stay_off_command_lines(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
@@ -50,7 +52,7 @@ async def test_health_is_the_process_and_ready_is_the_service() -> None:
     async with serving() as (status, port):
         assert (await get(port, "/health"))[0] == 200
         code, _, body = await get(port, "/ready")
-        assert (code, json.loads(body)) == (503, {"status": "not ready", "reason": "the service is starting"})
+        assert (code, json.loads(body)) == (503, {"status": "starting", "reason": "the service is starting"})
 
         async def ready() -> None:
             pass
@@ -167,6 +169,36 @@ async def test_a_port_in_use_is_named() -> None:
         with pytest.raises(Unavailable, match=rf"port {port} \(--status-host, --status-port\).*in use"):
             async with serve_status(TelemetrySettings(status_port=port), Metrics("scheduler"), Stop()):
                 pass
+
+
+async def test_an_inherited_socket_serves_as_well_as_a_port() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        # The parent keeps its own descriptor.
+        settings = TelemetrySettings(status_fd=os.dup(listener.fileno()))
+        async with serve_status(settings, Metrics("scheduler"), Stop()):
+            assert (await get(listener.getsockname()[1], "/health"))[0] == 200
+
+
+async def test_an_inherited_descriptor_that_is_no_socket_is_named() -> None:
+    reading, writing = os.pipe()
+    try:
+        with pytest.raises(Unavailable, match=rf"descriptor {reading} \(--status-fd\).*not a socket|non-socket"):
+            async with serve_status(TelemetrySettings(status_fd=reading), Metrics("scheduler"), Stop()):
+                pass
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+async def test_a_scrape_can_come_from_elsewhere() -> None:
+    async with serving() as (status, port):
+
+        async def scrape(accept: str) -> tuple[str, bytes]:
+            return "text/odd", f"for {accept}".encode()
+
+        status.scrape = scrape
+        _, headers, body = await get(port, "/metrics", headers="Accept: x\r\n")
+        assert (headers["Content-Type"], body) == ("text/odd", b"for x")
 
 
 async def test_without_a_port_nothing_listens() -> None:

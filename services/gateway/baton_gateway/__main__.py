@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import sys
 from contextlib import aclosing
 from typing import Final
 
 from baton.node.service import Process, run
+from baton.processes.group import ProcessGroup
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
 from baton_gateway.intake_pool import ProcessPool
 from baton_gateway.models import Models
-from baton_gateway.server import listen, make_server
+from baton_gateway.server import LAST_WORDS_S, listen, make_server, reserve
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import load_to_stay
 
@@ -20,6 +22,27 @@ YOUNG_OBJECTS_MAX: Final = 20_000
 
 
 async def main(settings: Settings, process: Process) -> None:
+    if settings.processes == 1:
+        await serve(settings, process)
+        return
+    with reserve(settings) as reserved:
+        group = process_group(settings, port=reserved.getsockname()[1])
+        await process.serve(group, scrape=group.scrape)
+
+
+def process_group(settings: Settings, *, port: int) -> ProcessGroup:
+    """Return gateways with these settings that share a port."""
+    # A flag's last value counts.
+    flags = (*sys.argv[1:], "--processes", "1", "--port", str(port), "--reuse-port")
+    return ProcessGroup(
+        "gateway",
+        (sys.executable, "-m", "baton_gateway", *flags),
+        count=settings.processes,
+        drain_timeout_s=settings.drain_delay_s + settings.drain_s + 2 * LAST_WORDS_S,
+    )
+
+
+async def serve(settings: Settings, process: Process) -> None:
     gc.set_threshold(YOUNG_OBJECTS_MAX)
     gateway_id = f"gw-{process.new_id()[:12]}"
     # The listener comes first, so that a port in use is found at once.

@@ -15,6 +15,11 @@ from baton_gateway.objectives import Milliseconds, Objectives, Tenant, tenant_of
 class Settings(NodeSettings, frozen=True, kw_only=True):
     host: Annotated[str, Meta(description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port to listen on; 0 takes any free one.")] = 8000
+    processes: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Processes that share the port; limits of the other settings are for each."),
+    ] = 1
+    reuse_port: Annotated[bool, Meta(description="Share the port with other gateways that have this flag.")] = False
     api_keys: Annotated[
         tuple[str, ...],
         Meta(description="API keys; clients send one as a bearer token. Empty: open to all."),

@@ -28,6 +28,9 @@ from baton_gateway.turn_writer import TurnTransport, TurnWriter, write_part
 log = logging.getLogger(__name__)
 
 LAST_WORDS_S: Final = 2
+FIRST_REQUEST_S: Final = 0.1
+BACKLOG: Final = 4096
+"""Connections that the kernel accepts in advance."""
 UPGRADE_FIELD: Final = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 HEAD_BYTES_MAX: Final = 64 << 10
 """Longest request line and headers together: twice what proxies let through."""
@@ -123,6 +126,7 @@ class Server(uvicorn.Server):
         self._gateway = gateway
         self._listener = listener
         self._answering: asyncio.Task[None]
+        self._listening = asyncio.Event()
         self.check_ready = gateway.check_ready
 
     @contextlib.asynccontextmanager
@@ -131,11 +135,17 @@ class Server(uvicorn.Server):
         async with gateway.running():
             where = self._listener.getsockname()
             log.info("gateway %s listens on %s port %d", gateway.links.gateway, where[0], where[1])
-            # Connections wait meanwhile: a gateway that knows no worker yet would answer that the model does not exist.
+            # Connections wait meanwhile, or go to others that share the port: a gateway that knows no worker yet would
+            # answer that the model does not exist.
             await gateway.clock.sleep(gateway.settings.learn_s)
             async with asyncio.TaskGroup() as tasks:
                 self._answering = tasks.create_task(self.serve(sockets=[self._listener]))
+                await self._listening.wait()
                 yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listening.set()
 
     async def drain(self) -> None:
         """Turn not ready, close the listener, let running answers finish, and end the rest."""
@@ -143,6 +153,10 @@ class Server(uvicorn.Server):
         gateway.drain_state = DrainState.CLOSING
         log.info("draining: not ready any more; the listener closes in %g s", settings.drain_delay_s)
         await gateway.clock.sleep(settings.drain_delay_s)
+        for server in self.servers:
+            server.close()
+        # Connections that were just accepted still bring their first request, and it is served.
+        await gateway.clock.sleep(FIRST_REQUEST_S)
         gateway.drain_state = DrainState.CLOSED
         log.info("draining: %d answers, %g s at most", len(gateway.routes), settings.drain_s)
         self.should_exit = True
@@ -159,24 +173,45 @@ class Server(uvicorn.Server):
 
 
 def listen(settings: Settings) -> socket.socket:
-    """Return the listening socket. Raises Unavailable with one sentence that names the flag."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it a small answer takes 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Return the socket to serve. Raises Unavailable with one sentence that names the flag.
+
+    Of processes that share a port, one that has just begun gets no connections: it listens once it serves.
+    """
+    backlog = None if settings.reuse_port else BACKLOG
+    listener = _bind(settings, settings.port, shared=settings.reuse_port, backlog=backlog)
     # Connections inherit this option. Only the kernel knows whether a client takes the data in its buffers.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(settings.send_timeout_s * 1000))
-    try:
-        listener.bind((settings.host, settings.port))
-        listener.listen(4096)
-    except OSError as error:
-        listener.close()
-        where = f"{settings.host}, port {settings.port}"
-        if error.errno == errno.EADDRINUSE:
-            raise Unavailable(f"port {settings.port} is in use: choose another one with --port") from error
-        raise Unavailable(f"cannot listen on {where} (--host, --port): {error.strerror or error}") from error
     listener.setblocking(False)
     return listener
+
+
+def reserve(settings: Settings) -> socket.socket:
+    """Return a socket that keeps the port for processes that share it, and gets no connections itself.
+
+    Raises as `listen`.
+    """
+    with listen(settings) as alone:  # Another program that shares its port would not be noticed below.
+        port = alone.getsockname()[1]
+    return _bind(settings, port, shared=True, backlog=None)
+
+
+def _bind(settings: Settings, port: int, *, shared: bool, backlog: int | None) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets that say they are TCP; without it a small answer takes 40 ms.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+    try:
+        bound.bind((settings.host, port))
+        if backlog is not None:
+            bound.listen(backlog)
+    except OSError as error:
+        bound.close()
+        if error.errno == errno.EADDRINUSE:
+            raise Unavailable(f"port {port} is in use: choose another one with --port") from error
+        where = f"{settings.host}, port {port}"
+        raise Unavailable(f"cannot listen on {where} (--host, --port): {error.strerror or error}") from error
+    return bound
 
 
 def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Server:
@@ -196,7 +231,7 @@ def make_server(app: ASGIApp, gateway: Gateway, listener: socket.socket) -> Serv
         server_header=False,
         date_header=False,
         proxy_headers=False,
-        backlog=4096,
+        backlog=BACKLOG,
         timeout_keep_alive=settings.keep_alive_s,
         # Only clients that do not even read the error are left by then; their connections are cut.
         timeout_graceful_shutdown=math.ceil(settings.drain_s) + LAST_WORDS_S,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Final
@@ -21,9 +22,19 @@ def http_probe(host: str, port: int, path: str) -> Probe:
     return probe
 
 
-async def http_status(host: str, port: int, path: str) -> tuple[int, str]:
+def started_probe(host: str, port: int) -> Probe:
+    """Return a probe of a service's status port that succeeds once the service has started, whether ready or not."""
+
+    async def probe() -> bool:
+        status, body = await http_status(host, port, "/ready")
+        return status == 200 or (status == 503 and json.loads(body)["status"] != "starting")
+
+    return probe
+
+
+async def http_status(host: str, port: int, path: str, *, accept: str = "*/*") -> tuple[int, str]:
     """Return status and body of a GET; (0, "") if no answer comes in time."""
-    request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
+    request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
     with suppress(OSError, TimeoutError, ValueError, IndexError):
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)

@@ -1,7 +1,7 @@
-"""Child processes of the launcher: each has a log, and none outlives the launcher, however that ends.
+"""Child processes of a parent that keeps them: none outlives the parent, however that ends.
 
-Each child leads a session of its own, so a Ctrl-C at the terminal reaches the launcher alone, which
-then ends the children in order; and the kernel kills a child whose launcher is gone (PR_SET_PDEATHSIG).
+Each child leads a session of its own, so a Ctrl-C at the terminal reaches the parent alone, which
+then ends the children in order; and the kernel kills a child whose parent is gone (PR_SET_PDEATHSIG).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.cli.probes import Probe
+from baton.processes.probes import Probe
 
 PR_SET_PDEATHSIG: Final = 1
 _prctl = ctypes.CDLL(None).prctl
@@ -41,7 +41,8 @@ class Program:
     command: Sequence[str]
     environ: Mapping[str, str]
     """The whole environment. Secrets travel here: every user of a machine can read a command line."""
-    log_path: Path
+    log_path: Path | None
+    """File for its output; None: the parent's own output."""
     ready: Probe
     """Probe of whether it serves: its start has succeeded."""
     alive: Probe
@@ -49,6 +50,8 @@ class Program:
     start_timeout_s: float
     stop_timeout_s: float = 10.0
     """Time to end by itself after SIGTERM."""
+    sockets: Sequence[int] = ()
+    """Descriptors that it inherits, under the same numbers."""
 
 
 class Child:
@@ -68,8 +71,8 @@ class Child:
 
     def start(self) -> None:
         """Start the process. Call it on the main thread: PR_SET_PDEATHSIG watches the calling thread."""
-        launcher_pid = os.getpid()
-        with self.program.log_path.open("ab") as log:
+        parent_pid, log_path = os.getpid(), self.program.log_path
+        with nullcontext() if log_path is None else log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self.program.command,
                 env=self.program.environ,
@@ -77,8 +80,9 @@ class Child:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                # Safe here: the launcher has one thread, so no lock can be held by another one at the fork.
-                preexec_fn=lambda: die_with_parent(launcher_pid, signal.SIGKILL),  # noqa: PLW1509
+                pass_fds=self.program.sockets,
+                # Safe here: the parent has one Python thread, so no lock can be held by another one at the fork.
+                preexec_fn=lambda: die_with_parent(parent_pid, signal.SIGKILL),  # noqa: PLW1509
             )
 
     async def wait(self) -> int:
@@ -97,17 +101,20 @@ class Child:
                 os.close(descriptor)
         return process.wait()
 
+    def terminate(self) -> None:
+        """Ask the process to end: SIGTERM."""
+        if self._process is not None:
+            self._process.terminate()  # Nothing happens to one that has ended.
+
     async def stop(self) -> None:
         """End the process: SIGTERM, then SIGKILL, also for what it left behind in its session's process group."""
-        process = self._process
-        if process is None:
+        if self._process is None:
             return
         try:
-            if process.poll() is None:
-                process.terminate()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(self.program.stop_timeout_s):
-                        await self.wait()
+            self.terminate()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.program.stop_timeout_s):
+                    await self.wait()
         finally:
             self.kill()
 
@@ -122,6 +129,8 @@ class Child:
 
     def log_tail(self, lines: int = TAIL_LINES) -> str:
         """Return the last lines of the log, indented."""
+        if self.program.log_path is None:
+            return ""
         with suppress(OSError):
             text = self.program.log_path.read_text(errors="replace")
             return "\n".join(f"    {line}" for line in text.splitlines()[-lines:])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from baton.cli.processes import Child, describe_exit
+from baton.processes.child import Child, describe_exit
 
 START_INTERVAL_S: Final = 0.1
 """Interval of the probes of whether a starting child is ready."""
@@ -28,6 +28,37 @@ class RestartPolicy:
         return 0.0 if was_ready else min(self.max_s, max(self.first_s, previous_s * 2))
 
 
+class StartFailed(Exception):
+    """A child ended before it was ready, with `status`; None: it was not ready in time."""
+
+    def __init__(self, child: Child, status: int | None) -> None:
+        super().__init__(child.name)
+        self.child = child
+        self.status = status
+
+
+async def until_ready(children: Sequence[Child], note: Callable[[float], None] = lambda _waited_s: None) -> None:
+    """Wait until all children, which were started, are ready; `note` gets the time waited. Raises StartFailed."""
+    loop = asyncio.get_running_loop()
+    started_s = loop.time()
+    timeout_s = max(child.program.start_timeout_s for child in children)
+    ends = {asyncio.create_task(child.wait()): child for child in children}
+    try:
+        while not all(await asyncio.gather(*(child.program.ready() for child in children))):
+            await asyncio.wait(ends, timeout=START_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
+            for ended, child in ends.items():
+                if ended.done():
+                    raise StartFailed(child, ended.result())
+            waited_s = loop.time() - started_s
+            if waited_s > timeout_s:
+                raise StartFailed(children[-1], None)
+            note(waited_s)
+    finally:
+        for task in ends:
+            task.cancel()
+        await asyncio.gather(*ends, return_exceptions=True)
+
+
 async def keep_alive(child: Child, tell: Callable[[str], None], policy: RestartPolicy | None = None) -> None:
     """Start `child` again whenever it ends or hangs, until cancelled. The child must be ready."""
     policy = policy or RestartPolicy()
@@ -36,7 +67,9 @@ async def keep_alive(child: Child, tell: Callable[[str], None], policy: RestartP
         status, was_ready = await _until_end(child, tell, policy, ready=ready)
         wait_s = policy.wait_s(wait_s, was_ready=was_ready)
         when = f" in {wait_s:g} s" if wait_s else ""
-        tell(f"{child.name} {describe_exit(status)}; starting it again{when} (log: {child.program.log_path})")
+        log_path = child.program.log_path
+        where = "" if log_path is None else f" (log: {log_path})"
+        tell(f"{child.name} {describe_exit(status)}; starting it again{when}{where}")
         await asyncio.sleep(wait_s)
         # First end what it left behind in its process group.
         child.kill()

@@ -1,10 +1,11 @@
-"""Children that `baton up` keeps: how soon they start again after an end, a failed start, a hang."""
+"""Children that a parent keeps: how soon they start again after an end, a failed start, a hang."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -13,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.processes import Child, Program
-from baton.cli.supervision import RestartPolicy, keep_alive
+from baton.processes.child import Child, Program
+from baton.processes.keep_alive import RestartPolicy, StartFailed, keep_alive, until_ready
 
 SLEEPS = "import time; time.sleep(60)"
 QUICK = RestartPolicy(first_s=0.01, max_s=0.02, alive_interval_s=0.01, failed_probes_max=3)
@@ -32,10 +33,11 @@ def test_a_child_that_was_ready_starts_at_once_and_failed_starts_wait_ever_longe
 class World:
     """A child whose probes answer what the test says."""
 
-    folder: Path
+    folder: Path | None
     command: tuple[str, ...] = (sys.executable, "-c", SLEEPS)
     start_timeout_s: float = 60.0
     ready: bool = True
+    sockets: tuple[int, ...] = ()
     alive: Callable[[], bool] = lambda: True
     lines: list[str] = field(default_factory=list[str])
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -50,7 +52,7 @@ class World:
             await self.changed.wait()
 
     @asynccontextmanager
-    async def kept(self) -> AsyncGenerator[Child]:
+    async def started(self) -> AsyncGenerator[Child]:
         async def answers_ready() -> bool:
             return self.ready
 
@@ -62,20 +64,28 @@ class World:
                 name="child",
                 command=self.command,
                 environ=dict(os.environ),
-                log_path=self.folder / "log",
+                log_path=self.folder and self.folder / "log",
                 ready=answers_ready,
                 alive=answers_alive,
                 start_timeout_s=self.start_timeout_s,
+                sockets=self.sockets,
             )
         )
         child.start()
-        keeper = asyncio.create_task(keep_alive(child, self.tell, QUICK))
         try:
             yield child
         finally:
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
             child.kill()
+
+    @asynccontextmanager
+    async def kept(self) -> AsyncGenerator[Child]:
+        async with self.started() as child:
+            keeper = asyncio.create_task(keep_alive(child, self.tell, QUICK))
+            try:
+                yield child
+            finally:
+                keeper.cancel()
+                await asyncio.gather(keeper, return_exceptions=True)
 
 
 def backs(lines: list[str]) -> int:
@@ -144,3 +154,30 @@ async def test_silences_that_end_are_no_hang(tmp_path: Path) -> None:
         await asked_all.wait()
         assert child.pid == pid
     assert world.lines == []
+
+
+async def test_a_first_start_that_ends_or_takes_too_long_is_an_error(tmp_path: Path) -> None:
+    for command, timeout_s, status in (
+        ((sys.executable, "-c", "raise SystemExit(3)"), 60.0, 3),
+        ((sys.executable, "-c", SLEEPS), 0.01, None),
+    ):
+        async with World(tmp_path, command=command, start_timeout_s=timeout_s, ready=False).started() as child:
+            with pytest.raises(StartFailed) as failed:
+                await until_ready([child])
+            assert (failed.value.child, failed.value.status) == (child, status)
+
+
+async def test_a_child_without_a_log_writes_to_its_parents_output(capfd: pytest.CaptureFixture[str]) -> None:
+    async with World(None, command=(sys.executable, "-c", "print('said')")).started() as child:
+        assert await child.wait() == 0
+        assert child.log_tail() == ""
+    assert capfd.readouterr().out == "said\n"
+
+
+async def test_a_child_inherits_the_sockets_of_its_program(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        says = f"import socket; print(socket.socket(fileno={listener.fileno()}).getsockname()[1])"
+        world = World(tmp_path, command=(sys.executable, "-c", says), sockets=(listener.fileno(),))
+        async with world.started() as child:
+            assert await child.wait() == 0
+            assert child.log_tail().strip() == str(listener.getsockname()[1])

@@ -1,0 +1,1 @@
+"""Child processes: started, probed, kept alive and ended."""
