@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 LOOPBACK: Final = "127.0.0.1"
 START_TIMEOUT_S: Final = 120.0
+ANSWER_S: Final = 1.5
+"""Time for a process to answer: a scrape asks twice, for readiness and metrics, and has 5 s."""
 LAST_WORDS_S: Final = 3.0
 """Time to end after a second signal."""
 
@@ -86,19 +88,22 @@ class ProcessGroup:
 
     async def check_ready(self) -> None:
         """Raise Unavailable unless one process at least is ready."""
-        answers = await asyncio.gather(*(http_status(LOOPBACK, port, "/ready") for port in self._children))
+        answers = await self._ask_all("/ready")
         if all(status != 200 for status, _ in answers):
             reasons = (json.loads(body)["reason"] for status, body in answers if status == 503)
             raise Unavailable(next(reasons, "no process answers"))
 
     async def scrape(self, accept: str) -> tuple[str, bytes]:
         """Return the metrics of all processes; those of one that does not answer now are missing."""
-        accept = OPENMETRICS if OPENMETRICS in accept else "*/*"
-        answers = await asyncio.gather(
-            *(http_status(LOOPBACK, port, "/metrics", accept=accept) for port in self._children)
-        )
+        answers = await self._ask_all("/metrics", accept=OPENMETRICS if OPENMETRICS in accept else "*/*")
         texts = {str(number): text for number, (status, text) in enumerate(answers) if status == 200}
         return content_type(accept), merge_scrapes(texts).encode()
+
+    async def _ask_all(self, path: str, *, accept: str = "*/*") -> list[tuple[int, str]]:
+        """Return what the status ports of processes 0 to `count` - 1 answer."""
+        return await asyncio.gather(
+            *(http_status(LOOPBACK, port, path, accept=accept, timeout_s=ANSWER_S) for port in self._children)
+        )
 
     def _program(self, number: int, status: socket.socket) -> Program:
         port = status.getsockname()[1]

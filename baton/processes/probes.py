@@ -32,11 +32,13 @@ def started_probe(host: str, port: int) -> Probe:
     return probe
 
 
-async def http_status(host: str, port: int, path: str, *, accept: str = "*/*") -> tuple[int, str]:
+async def http_status(
+    host: str, port: int, path: str, *, accept: str = "*/*", timeout_s: float = TIMEOUT_S
+) -> tuple[int, str]:
     """Return status and body of a GET; (0, "") if no answer comes in time."""
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nAccept: {accept}\r\nConnection: close\r\n\r\n"
     with suppress(OSError, TimeoutError, ValueError, IndexError):
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 writer.write(request.encode())

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from baton.cli.servers import free_port
+from baton.cli.trace import ask
 from baton.messages.attempts import Cancel, DecodeTask
 from tests.harness.gateway.actors import MODEL, Actors, Worker
 from tests.harness.gateway.process import actors, gateway, spawn, wait_ready
@@ -149,6 +150,9 @@ async def test_both_serve_and_one_scrape_counts_the_requests_of_both(nats_url: s
             assert (await client.get("/health")).status_code == 200
         assert sorted(counts(metrics).values()) == sorted(map(len, streams.values()))
         assert metrics.count("# TYPE baton_ready gauge") == 1
+        for each in streams.values():
+            answers = await ask(world.cast.bus, f"cmpl-{each[0][0].request}")  # As `baton trace` does.
+            assert (answers.services, len({span.instance for span in answers.spans})) == (2, 1)
 
 
 async def test_a_killed_process_takes_only_its_own_streams_and_comes_back(nats_url: str) -> None:
@@ -158,6 +162,9 @@ async def test_a_killed_process_takes_only_its_own_streams_and_comes_back(nats_u
         streams = await world.streams_on([victim.pid, other.pid])
         victim.kill()
         await world.until(lambda: "was killed (SIGKILL)" in world.log)
+        async with httpx.AsyncClient(base_url=world.status_url) as client:
+            assert (await client.get("/ready")).status_code == 200
+            assert "baton_ready{" in (await client.get("/metrics")).text
         world.worker.script.interval_s = 0.0
         statuses = [await world.ask() for _ in range(20)]
         await asyncio.gather(*(reading for each in streams.values() for _, reading in each))

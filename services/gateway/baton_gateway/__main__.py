@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import sys
 from contextlib import aclosing
 from typing import Final
@@ -44,6 +45,9 @@ def process_group(settings: Settings, *, port: int) -> ProcessGroup:
 
 async def serve(settings: Settings, process: Process) -> None:
     gc.set_threshold(YOUNG_OBJECTS_MAX)
+    # A stream is an open file, and the usual soft limit is 1024: fewer than `requests_max`.
+    files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))
     gateway_id = f"gw-{process.new_id()[:12]}"
     # The listener comes first, so that a port in use is found at once.
     with listen(settings) as listener:
