@@ -1,10 +1,10 @@
 """Thousands of open streams in one gateway process, and a tenth of them never read: `make bench-streams`.
 
-A complete deployment as `baton up` starts it, with simulated engines whose steps take a second, so that each stream
-gets a token per second. In turn, all streams are read, and a tenth is not: those sockets are never read from, so
-that first the kernel's buffers fill, then the gateway's, until it cuts them off. The tenth asks for log-probabilities
-in both cases, whose events of some kilobytes fill the buffers within the measure. What is compared are the
-times between two tokens of the other nine tenths.
+Two deployments as `baton up` starts them, with simulated engines whose steps take a second, so that each stream gets
+a token per second. Both are measured at the same time, so that other work on the machine slows both: all streams of
+one are read; of the other a tenth is not, so that first the kernel's buffers fill, then the gateway's. Then they
+change places. The tenth asks for log-probabilities in both, whose events of some kilobytes fill the buffers within
+the measure. What is compared are the times between two tokens of the other nine tenths.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -133,6 +134,8 @@ class Seen:
     gateway_s_per_token: float
     gateway_bytes: int
     """Memory of the gateway when all streams are open."""
+    end_bytes: int
+    """The same at the end of the measure."""
     running: int
     """Answers that still run at the end: those that were cut off are missing."""
 
@@ -152,8 +155,9 @@ async def until(condition: Callable[[int], bool], ports: Ports) -> None:
             await asyncio.sleep(0.5)
 
 
-async def measured(ports: Ports, gateway: Sequence[int], streams: int, seconds: float, *, stalled: bool) -> Seen:
-    """Open all streams, measure, and close them."""
+async def measured(ports: Ports, streams: int, seconds: float, together: asyncio.Barrier, *, stalled: bool) -> Seen:
+    """Open all streams, measure while others do, and close them."""
+    gateway = gateway_pids(ports.launcher_pid)
     measure, opening = Measure(), asyncio.Semaphore(OPENING_MAX)
     loop = asyncio.get_running_loop()
 
@@ -174,12 +178,13 @@ async def measured(ports: Ports, gateway: Sequence[int], streams: int, seconds: 
     await until(lambda answers: answers >= streams, ports)
     gc.collect()
     open_bytes = memory_bytes(gateway)
+    await together.wait()
     before = threads(gateway)
     measure.running = True
     await asyncio.sleep(seconds)
     measure.running = False
     used = used_s(before, threads(gateway))
-    still = await running(ports)
+    still, end_bytes = await running(ports), memory_bytes(gateway)
     failures = {stream.failure for stream in every} - {""}
     for stream in every:
         stream.transport.abort()
@@ -196,8 +201,23 @@ async def measured(ports: Ports, gateway: Sequence[int], streams: int, seconds: 
         # The tenth has as many tokens, read or not.
         gateway_s_per_token=used / (tokens * TENTH / (TENTH - 1)),
         gateway_bytes=open_bytes,
+        end_bytes=end_bytes,
         running=still,
     )
+
+
+async def measured_together(both: Sequence[Ports], streams: int, seconds: float) -> list[Seen]:
+    """Measure two deployments at the same time; the second one has the unread streams."""
+    together = asyncio.Barrier(len(both))
+    return await asyncio.gather(
+        *(measured(ports, streams, seconds, together, stalled=bool(number)) for number, ports in enumerate(both))
+    )
+
+
+@contextmanager
+def deployed(flags: Sequence[str]) -> Generator[Ports]:
+    with tempfile.TemporaryDirectory() as folder, deployment(Path(folder), flags) as ports:
+        yield ports
 
 
 def gateway_pids(launcher_pid: int) -> list[int]:
@@ -219,15 +239,16 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     flags = (*UP_FLAGS, "--engine-options", json.dumps(ENGINE_OPTIONS))
     found: dict[bool, list[Seen]] = {False: [], True: []}
-    with tempfile.TemporaryDirectory() as folder, deployment(Path(folder), flags) as ports:
-        gateway = gateway_pids(ports.launcher_pid)
-        uvloop.run(measured(ports, gateway, WARM_STREAMS, 5.0, stalled=False))
-        idle_bytes = memory_bytes(gateway)
-        for number in range(arguments.rounds):
-            for stalled in sorted(found, reverse=bool(number % 2)):
-                seen = uvloop.run(measured(ports, gateway, arguments.streams, arguments.seconds, stalled=stalled))
-                found[stalled].append(seen)
-                print(f"{'a tenth unread' if stalled else 'all read':<15}", seen, flush=True)
+    with ExitStack() as stack:
+        both = [stack.enter_context(deployed(flags)) for _ in range(2)]
+        uvloop.run(measured_together(both, WARM_STREAMS, 5.0))
+        idle_bytes = statistics.median(memory_bytes(gateway_pids(ports.launcher_pid)) for ports in both)
+        for _ in range(arguments.rounds):
+            seen = uvloop.run(measured_together(both, arguments.streams, arguments.seconds))
+            for stalled, figures in zip((False, True), seen, strict=True):
+                found[stalled].append(figures)
+                print(f"{'a tenth unread' if stalled else 'all read':<15}", figures, flush=True)
+            both.reverse()
 
     def median(figure: Callable[[Seen], float], *, stalled: bool) -> float:
         return statistics.median(map(figure, found[stalled]))
@@ -242,6 +263,7 @@ def main() -> None:
         compared("gateway CPU per token, a tenth unread", "µs", lambda seen: seen.gateway_s_per_token * 1e6),
         compared("slowest stream's tokens / median, a tenth unread", "", lambda s: s.tokens_min / s.tokens_median),
         compared("answers in progress at the end, a tenth unread", "", lambda seen: seen.running),
+        compared("gateway memory at the end, a tenth unread", "MB", lambda seen: seen.end_bytes / 1e6),
         Row(
             name="gateway memory per open stream",
             unit="kB",
@@ -249,8 +271,8 @@ def main() -> None:
         ),
     ]
     notes = (
-        f"{arguments.streams} streams, a token each {STEP_S:g} s, {arguments.seconds:g} s, {arguments.rounds} measures "
-        f"of each kind in turn; {WORKERS} workers"
+        f"{arguments.streams} streams in each of two deployments, a token each {STEP_S:g} s; {arguments.rounds} "
+        f"measures of {arguments.seconds:g} s of both at the same time; {WORKERS} workers each"
     )
     report("streams", rows, notes=notes)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
@@ -12,9 +13,11 @@ from typing import Any, Final
 import httpx
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
+from baton_gateway.driver import AnswerDriver
 from baton_gateway.respond import WRITE_EXTENSION
 from baton_gateway.server import listen, make_server
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.stage import Stage, open_stage
@@ -74,6 +77,31 @@ async def test_the_extension_writes_the_bytes_that_asgi_would_send() -> None:
     assert written > 10
     assert some == 3
     assert plain.endswith(b"data: [DONE]\n\n")
+
+
+async def test_an_answer_that_its_client_gave_up_leaves_nothing_to_collect() -> None:
+    """Streams live long enough to be old, and old cycles wait for a full collection."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with open_stage() as stage:
+            stage.say(TEXT)
+            stage.workers["d1"].script.interval_s = 0.05
+            body = {"model": MODEL, "prompt": "hi", "stream": True}
+            async with (
+                httpx.AsyncClient(base_url=stage.base_url) as client,
+                client.stream("POST", "/v1/completions", json=body) as response,
+            ):
+                await anext(response.aiter_lines())
+                assert left(AnswerDriver)
+            await stage.wait_for(lambda: not stage.workers["d1"].attempts)
+            await stage.wait_for(lambda: not left(AnswerDriver, RequestResponseCycle))
+    finally:
+        gc.enable()
+
+
+def left(*kinds: type[object]) -> list[object]:
+    return [each for each in gc.get_objects() if type(each) in kinds]
 
 
 async def test_a_part_belongs_to_the_response_of_its_request() -> None:

@@ -200,7 +200,7 @@ class Production:
         try:
             await driver.run()
         except BatonError as error:
-            self._outlet.put(choice, Ending(error))
+            self._outlet.put(choice, Ending(error.with_traceback(None)))
 
     def note_shown(self, choice: int) -> None:
         """Note that the client receives the first part of a choice."""

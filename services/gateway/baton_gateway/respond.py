@@ -48,6 +48,7 @@ class AnswerResponse:
         """Choices of which a stream has sent the beginning."""
         self._write_now: Callable[[bytes], bool] = lambda _part: False
         self._outcomes: dict[int, Outcome] = {}
+        self._failure: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         extensions: dict[str, Any] = scope.get("extensions") or {}
@@ -70,6 +71,10 @@ class AnswerResponse:
             finally:
                 production.abort(ClientGone("the answer was given up"))
                 watch.cancel()
+                if self._failure is not None:
+                    # The error is kept by frames that its traceback keeps: a cycle that would hold the whole request
+                    # until the next full collection, which comes after some 16,000 streams.
+                    self._failure.__traceback__ = None
         if len(self._outcomes) == len(self._job.orders):
             usage = self._usage()
             self._trace.finish(
@@ -162,6 +167,7 @@ class AnswerResponse:
         """Return the finish reason. Raises the error that ended the choice, if it failed."""
         if isinstance(ending.result, Exception):
             self._trace.fail(ending.result)
+            self._failure = ending.result
             raise ending.result
         self._outcomes[choice] = ending.result
         return ending.result.reason.value

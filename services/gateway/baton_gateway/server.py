@@ -53,6 +53,10 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_awaiting_head()
         super().connection_lost(exc)
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        if cycle is not None:
+            extensions: dict[str, Any] = cycle.scope["extensions"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+            extensions.clear()  # One of them holds the cycle, which holds them.
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None or not self._is_reading_body():
