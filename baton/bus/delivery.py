@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
+
+import msgspec
 
 from baton.bus.protocol import BusLimits, Delivery, DeliveryCounts, Handler
 from baton.errors import BatonError, InvalidRequest, MalformedMessage, PayloadTooLarge
@@ -21,8 +22,7 @@ _BURST_MESSAGES: Final = 256
 """Number of messages after which a handler that never waits yields to other tasks."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, eq=False):
     """One payload from the server, not yet decoded: dropping it costs nothing."""
 
     subject: str

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from baton.messages.codec import AnyMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Delivery:
+class Delivery(msgspec.Struct, frozen=True, eq=False):
     """One message as it arrived. `stream_sequence` is 0 on core subjects."""
 
     subject: str

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import exp
 from typing import Any
 
@@ -239,11 +238,11 @@ def stretch(loads: Loads, now_s: float) -> float:
 
 def test_prompts_placed_lately_stretch_the_token_interval_of_answers(loads: Loads) -> None:
     assert stretch(loads, 0.0) == 1.0
-    loads.place("r", {"w": replace(soft(0.0), prompt_s=PROMPTS_S / 2)})
+    loads.place("r", {"w": msgspec.structs.replace(soft(0.0), prompt_s=PROMPTS_S / 2)})
     assert stretch(loads, 0.0) == pytest.approx(2.0), "half of its time goes to the prompt"
     loads.take(heartbeat(attempts=(("r", 0),)), 0.5)
     assert stretch(loads, 0.5) == pytest.approx(1 / (1 - 0.5 * exp(-0.5 / PROMPTS_S)))
-    loads.place("s", {"w": replace(soft(0.6), prompt_s=1e9)})
+    loads.place("s", {"w": msgspec.structs.replace(soft(0.6), prompt_s=1e9)})
     assert stretch(loads, 0.6) == pytest.approx(1 / (1 - PROMPTS_SHARE_MAX)), "some time is left"
     later_s = 0.6 + 60 * PROMPTS_S
     loads.take(heartbeat(), later_s)

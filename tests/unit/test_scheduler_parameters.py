@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies.predicted import Predicted
@@ -28,7 +28,7 @@ def decode(name: str, **changes: Any) -> WorkerLoad:
 
 def places(*decodes: WorkerLoad, prefills: tuple[WorkerLoad, ...] = (PREFILL,), **asked: Any) -> set[str]:
     """Return the decode workers that chance and load may choose."""
-    demand = dataclasses.replace(PLAIN, **{name: frozenset(value) for name, value in asked.items()})
+    demand = msgspec.structs.replace(PLAIN, **{name: frozenset(value) for name, value in asked.items()})
     return {place(demand, *prefills, *decodes, seed=seed).decode.worker for seed in range(20)}
 
 
@@ -68,8 +68,8 @@ def test_a_failed_worker_is_no_refusal() -> None:
 
 
 def test_where_all_prefill_workers_refuse_a_whole_placement_remains() -> None:
-    demand = dataclasses.replace(PLAIN, refused=frozenset({"p1"}))
+    demand = msgspec.structs.replace(PLAIN, refused=frozenset({"p1"}))
     with pytest.raises(InvalidRequest, match="prefill"):
         place(demand, PREFILL, decode("d1"))
-    either = dataclasses.replace(demand, disaggregation=Disaggregation.AUTO)
+    either = msgspec.structs.replace(demand, disaggregation=Disaggregation.AUTO)
     assert place(either, PREFILL, decode("d1")).prefill is None

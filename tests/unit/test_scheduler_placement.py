@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from random import Random
@@ -82,7 +81,7 @@ def decode(name: str = "d1", **changes: Any) -> WorkerLoad:
 
 def demand(mode: Disaggregation = AUTO, **changes: Any) -> Demand:
     plain = Demand(model="tiny", prompt_tokens=1000, output_tokens_max=100, disaggregation=mode)
-    return dataclasses.replace(plain, **changes)
+    return msgspec.structs.replace(plain, **changes)
 
 
 def place(
@@ -548,8 +547,8 @@ def test_a_choice_among_all_equals_one_that_looks_at_each(
         except REFUSALS as error:
             return str(error)
 
-    free = dataclasses.replace(asked, exclude=frozenset(), refused=frozenset())
-    assert outcome(free) == outcome(dataclasses.replace(free, exclude=frozenset({"nobody"})))
+    free = msgspec.structs.replace(asked, exclude=frozenset(), refused=frozenset())
+    assert outcome(free) == outcome(msgspec.structs.replace(free, exclude=frozenset({"nobody"})))
 
 
 @given(asked=demands, pool=pools(), held=held_blocks, better=workers_named, more=st.integers(1, 40))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies import POLICIES, Policy, PolicyName
@@ -34,7 +34,7 @@ def prefills(count: int = 4, **changes: Any) -> list[WorkerLoad]:
 
 
 def place(policy: Policy, loads: list[WorkerLoad], *, seed: int = 0, held: Any = None, **changes: Any) -> Placement:
-    demand = dataclasses.replace(PLAIN, **changes)
+    demand = msgspec.structs.replace(PLAIN, **changes)
     return choose(demand, Serving(loads), PrefixMatch(held or {}), policy, PlacementOptions(), Random(seed), 0.0)
 
 

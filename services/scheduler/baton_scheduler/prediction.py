@@ -13,7 +13,6 @@ The cost adds what the placement does to other requests, in seconds as well; its
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
 
 import msgspec
@@ -37,8 +36,7 @@ SESSION_BLOCKS: Final = 32
 """Blocks at its beginning that tell a conversation from others, of 32 tokens each: about a system prompt."""
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """Requirements of one attempt."""
 
     model: str
@@ -62,12 +60,11 @@ def session_of(place: Place) -> str:
     return place.session or begins.hex()
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
+class PrefixMatch(msgspec.Struct, frozen=True):
     """The index's answer: worker → leading blocks of the prompt, where there are any."""
 
-    held: Mapping[str, int] = field(default_factory=dict[str, int])
-    speculative: Mapping[str, int] = field(default_factory=dict[str, int])
+    held: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
+    speculative: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
     """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
 
 
@@ -96,10 +93,7 @@ class Leg(Room, frozen=True, eq=False):
         return len(self.rows)
 
     def load(self, index: int) -> WorkerLoad:
-        return self.team.loads[int(self.rows[index])]
-
-    def loads(self, indexes: list[int]) -> list[WorkerLoad]:
-        return self.team.at(self.rows[indexes])
+        return self.team.loads[self.rows.item(index)]
 
 
 class Computing(Leg, frozen=True, eq=False):
@@ -180,48 +174,48 @@ class Prediction:
 
     def whole(self, leg: Computing, index: int) -> Candidate:
         """Return the candidate that computes the prompt where it decodes."""
-        load, waiting_s, cached_tokens = leg.load(index), float(leg.waiting_s[index]), int(leg.cached_tokens[index])
+        load, waiting_s, queue_s = leg.load(index), leg.waiting_s.item(index), leg.queue_s.item(index)
+        cached_tokens = int(leg.cached_tokens.item(index))
         return Candidate(
             decode=load.worker,
             cached_tokens=cached_tokens,
             decode_cached_tokens=cached_tokens,
             speculative_tokens=self._speculative_tokens(load, cached_tokens),
-            predicted_ttft_s=waiting_s + float(leg.queue_s[index] + leg.own_s[index]),
+            predicted_ttft_s=waiting_s + (queue_s + leg.own_s.item(index)),
             predicted_token_interval_s=load.answer_interval_s,
             waiting_s=waiting_s,
-            queue_s=float(leg.queue_s[index]),
-            cost_s=float(leg.cost_s[index]),
+            queue_s=queue_s,
+            cost_s=leg.cost_s.item(index),
         )
 
     def pair(self, source: Computing, source_index: int, sink: Receiving, sink_index: int) -> Candidate:
         """Return the candidate that prefills on one worker and decodes on another."""
         prefill, decode = source.load(source_index), sink.load(sink_index)
-        left_s = tail_s(prefill, decode, float(sink.missing_bytes[sink_index]), float(source.own_s[source_index]))
-        waiting_s = float(max(source.waiting_s[source_index], sink.waiting_s[sink_index]))
-        cached_tokens = int(source.cached_tokens[source_index])
-        computing_s = float(source.queue_s[source_index] + source.own_s[source_index])
+        queue_s, own_s = source.queue_s.item(source_index), source.own_s.item(source_index)
+        left_s = tail_s(prefill, decode, sink.missing_bytes.item(sink_index), own_s)
+        waiting_s = max(source.waiting_s.item(source_index), sink.waiting_s.item(sink_index))
+        cached_tokens = int(source.cached_tokens.item(source_index))
         return Candidate(
             decode=decode.worker,
             prefill=prefill.worker,
             cached_tokens=cached_tokens,
-            decode_cached_tokens=int(sink.cached_tokens[sink_index]),
+            decode_cached_tokens=int(sink.cached_tokens.item(sink_index)),
             speculative_tokens=self._speculative_tokens(prefill, cached_tokens),
-            predicted_ttft_s=waiting_s + computing_s + left_s + decode.next_interval_s,
+            predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + decode.next_interval_s,
             predicted_token_interval_s=decode.answer_interval_s,
             waiting_s=waiting_s,
-            queue_s=float(source.queue_s[source_index]),
+            queue_s=queue_s,
             tail_s=left_s,
-            cost_s=float(source.cost_s[source_index] + sink.cost_s[sink_index]) + left_s,
+            cost_s=source.cost_s.item(source_index) + sink.cost_s.item(sink_index) + left_s,
         )
 
     def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, role: Role) -> Vector:
         """Return the prompt tokens that workers hold or, speculatively, will hold."""
         if role not in self._blocks_of:
-            blocks, places = [0.0] * len(team.loads), team.rows
-            for worker, count in self._blocks.items():
-                if worker in places:
-                    blocks[places[worker]] = count
-            self._blocks_of[role] = np.array(blocks)
+            places = team.rows
+            counts = {places[worker]: count for worker, count in self._blocks.items() if worker in places}
+            held = self._blocks_of[role] = np.zeros(len(team.loads))
+            held[list(counts)] = list(counts.values())
         blocks = self._blocks_of[role]
         if rows is not team.every:
             blocks = blocks[rows]

@@ -126,12 +126,12 @@ class Serving:
             yield from team.loads
 
     def __bool__(self) -> bool:
-        return any(team.loads for team in self.teams.values())
+        return bool(self.teams[Role.DECODE].loads or self.teams[Role.PREFILL].loads)
 
     @property
     def digests(self) -> frozenset[str]:
         """Digests of the model: one, except while it is being replaced by a new version of the same name."""
-        return frozenset[str]().union(*(team.digests for team in self.teams.values()))
+        return self.teams[Role.DECODE].digests | self.teams[Role.PREFILL].digests
 
 
 def _name(load: WorkerLoad) -> str:

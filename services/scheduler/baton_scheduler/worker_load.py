@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import exp
 from typing import Final
+
+import msgspec
 
 from baton.messages.workers import Heartbeat, Role
 
@@ -20,8 +21,7 @@ BANDWIDTH_GUESS: Final = 4e9
 """Bytes per second of a pull where no worker has measured one."""
 
 
-@dataclass(frozen=True, slots=True)
-class SoftPlacement:
+class SoftPlacement(msgspec.Struct, frozen=True, kw_only=True):
     """Capacity that one attempt, placed at `placed_s`, takes from a worker until `until_s`."""
 
     attempt: int
@@ -38,8 +38,11 @@ class WorkerLoad:
     """Load of a live worker: its newest heartbeat plus what was placed on it since."""
 
     __slots__ = (
+        "_decoding",
         "_prompts_at_s",
         "_prompts_s",
+        "_slots",
+        "_tokens",
         "answer_interval_s",
         "bandwidth",
         "bandwidths",
@@ -116,6 +119,14 @@ class WorkerLoad:
         self.limits = prompt_tokens_max, self.kv_tokens_max if self.ready else -1, heartbeat.model_digest
         """Most prompt tokens and tokens of KV that an attempt may need, -1 if none is taken; digest of the model."""
         self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
+        steps = self.steps
+        self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
+        self._decoding = heartbeat.running if self.role is Role.DECODE else 0
+        self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * self._decoding
+        # Free by the heartbeat.
+        self._slots = heartbeat.running_max - heartbeat.running - heartbeat.waiting - heartbeat.overbooked
+        used_tokens = heartbeat.kv_blocks_used * heartbeat.engine_block_tokens
+        self._tokens = self.kv_tokens_max - used_tokens - heartbeat.overbooked_kv_tokens
         self._age_prompts(heard_s)
         self.refresh()
 
@@ -132,23 +143,19 @@ class WorkerLoad:
         self._prompts_at_s += passed_s
 
     def refresh(self) -> None:
-        """Compute what decisions read, after a change of heartbeat, rates or soft placements."""
-        beat, steps, soft = self.heartbeat, self.steps, self.soft.values()
-        self.slots_free = beat.running_max - beat.running - beat.waiting - beat.overbooked - len(soft)
+        """Compute what decisions read, after a heartbeat or a change of the soft placements."""
+        beat, steps, soft, decoding = self.heartbeat, self.steps, self.soft.values(), self._decoding
+        self.slots_free = self._slots - len(soft)
         self.slots_lacking = max(0.0, (1 - self.slots_free) / self.running_max)
         """Share of the slots that one more attempt lacks."""
-        self.tokens_free = (
-            self.kv_tokens_max
-            - beat.kv_blocks_used * beat.engine_block_tokens
-            - beat.overbooked_kv_tokens
+        self.tokens_free = self._tokens
+        for each in soft:
             # Ledgers reserve whole blocks.
-            - sum(-(-each.kv_tokens // beat.engine_block_tokens) * beat.engine_block_tokens for each in soft)
-        )
+            self.tokens_free -= -(-each.kv_tokens // beat.engine_block_tokens) * beat.engine_block_tokens
         self.kv_share = min(1.0, 1 - self.tokens_free / self.kv_tokens_max) if self.kv_tokens_max > 0 else 1.0
         """Share of the KV that is reserved or in use, at most 1."""
         self.used_share = max(1 - self.slots_free / self.running_max, self.kv_share)
         """Used share of the slots or of the KV, whichever is larger."""
-        decoding = beat.running if self.role is Role.DECODE else 0
         self.interval_s = steps.token_interval_s(decoding, self.kv_share) if decoding else 0.0
         """Time of the sequences in each step; 0 where none run."""
         self.half_interval_s = self.interval_s / 2
@@ -158,8 +165,6 @@ class WorkerLoad:
         # Prompts take turns with decoding, and get as much of the time as lately.
         self.answer_interval_s = self.next_interval_s / (1 - min(self._prompts_s / PROMPTS_S, PROMPTS_SHARE_MAX))
         """Mean token interval of an answer that begins now."""
-        self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * decoding
-        self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
         token_s = (self.step_s + self.interval_s) / self.step_tokens_max + self.token_s
         queue_s = token_s * beat.prefill_tokens_queued + self.pair_s * beat.prefill_pairs_queued
         until_s = self.heard_s + max(0.0, queue_s - beat.prefill_elapsed_s)

@@ -28,7 +28,7 @@ OTHERS_MAX: Final = 3
 """Placements returned beside the chosen one."""
 
 
-Option = tuple[float, tuple[float, float, bool], float, int, int, Computing, Receiving | None]
+Option = tuple[float, float, float, bool, float, int, int, Computing, Receiving | None]
 """One placement: cost; what decides between near-ties (tokens cached where the prompt is computed, and where it
 decodes; no transfer); used share of the decode worker; indexes of the computing and the pulling worker; their legs.
 
@@ -54,10 +54,12 @@ class Predicted(Policy):
 
 
 _cost_s: Final[Callable[[Option], float]] = itemgetter(0)
+_merit: Final[Callable[[Option], tuple[float, float, bool]]] = itemgetter(1, 2, 3)
+_used_share: Final[Callable[[Option], float]] = itemgetter(4)
 
 
 def _candidate(option: Option, question: Question) -> Candidate:
-    _, _, _, source_index, sink_index, source, sink = option
+    *_, source_index, sink_index, source, sink = option
     if sink is None:
         return question.predict.whole(source, source_index)
     return question.predict.pair(source, source_index, sink, sink_index)
@@ -65,36 +67,35 @@ def _candidate(option: Option, question: Question) -> Candidate:
 
 def _wholes(leg: Computing, random: Randomness) -> list[Option]:
     """Return the best workers that compute the prompt where they decode."""
-    best = _shortlist(leg, leg.cost_s, SHORTLIST, random)
-    columns = (best, leg.cost_s[best].tolist(), leg.cached_tokens[best].tolist(), leg.figures.used_share[best].tolist())
+    cost_s, cached_tokens, used_share = leg.cost_s.item, leg.cached_tokens.item, leg.figures.used_share.item
     return [
-        (cost_s, (cached, cached, True), share, index, -1, leg, None)
-        for index, cost_s, cached, share in zip(*columns, strict=True)
+        (cost_s(row), cached_tokens(row), cached_tokens(row), True, used_share(row), row, -1, leg, None)
+        for row in _shortlist(leg, leg.cost_s, SHORTLIST, random)
     ]
 
 
 def _pairs(pool: Pool, question: Question) -> list[Option]:
     """Return the best pairs: costs nearly add up, so they consist of the best of each side."""
     source, sink = pool
-    excluded = len(question.predict.demand.exclude_pairs)
+    excluded = question.predict.demand.exclude_pairs
     # Each excluded pair may take one of the best from the list.
-    count = SHORTLIST + excluded
+    count = SHORTLIST + len(excluded)
     sources = _shortlist(source, source.cost_s, count, question.random)
     # How much of a pull is left depends on the pair; with the best source it is about right.
-    left_s = np.maximum(sink.pull_s - source.own_s[sources[0]], 0.0)
+    left_s = np.maximum(sink.pull_s - source.own_s.item(sources[0]), 0.0)
     sinks = _shortlist(sink, sink.cost_s + left_s, count, question.random)
-    # Lists of numbers: with vectors, so few would take longer.
-    source_columns = (each[sources].tolist() for each in (source.cost_s, source.own_s, source.cached_tokens))
-    computing = list(zip(sources, source.loads(sources), *source_columns, strict=True))
-    shares = sink.figures.used_share
-    sink_columns = (each[sinks].tolist() for each in (sink.cost_s, sink.missing_bytes, sink.cached_tokens, shares))
+    # Numbers one by one: with vectors, so few would take longer.
+    computing = [
+        (p, source.load(p), source.cost_s.item(p), source.own_s.item(p), source.cached_tokens.item(p)) for p in sources
+    ]
     pairs: list[Option] = []
-    decoding = zip(sinks, sink.loads(sinks), *sink_columns, strict=True)
-    for d, decode, sink_cost_s, missing_bytes, sink_cached, share in decoding:
+    for d in sinks:
+        decode, sink_cost_s, missing_bytes = sink.load(d), sink.cost_s.item(d), sink.missing_bytes.item(d)
+        sink_cached, share = sink.cached_tokens.item(d), sink.figures.used_share.item(d)
         for p, prefill, source_cost_s, compute_s, source_cached in computing:
             if not excluded or question.pairable(prefill, decode):
                 cost_s = source_cost_s + sink_cost_s + tail_s(prefill, decode, missing_bytes, compute_s)
-                pairs.append((cost_s, (source_cached, sink_cached, False), share, p, d, source, sink))
+                pairs.append((cost_s, source_cached, sink_cached, False, share, p, d, source, sink))
     return pairs
 
 
@@ -104,13 +105,14 @@ def _shortlist(leg: Leg, cost_s: Vector, count: int, random: Randomness) -> list
     Near-ties are ordered by cached tokens, then at random: a fixed order would be the same in every scheduler
     and at every request, and all requests would go to the same few workers.
     """
-    limit_s = _near_s(float(np.minimum.reduce(cost_s)))
+    limit_s = _near_s(np.minimum.reduce(cost_s).item())
     near: Rows = (cost_s <= limit_s).nonzero()[0]
     if len(near) > count:
         shuffle = np.array([random.random() for _ in near])
         return near[np.lexsort((shuffle, -leg.cached_tokens[near]))[:count]].tolist()
-    best = cost_s.argpartition(count - 1)[:count] if len(cost_s) > count else np.arange(len(cost_s))
-    return best[cost_s[best].argsort(kind="stable")].tolist()
+    best = cost_s.argpartition(count - 1)[:count].tolist() if len(cost_s) > count else list(range(len(cost_s)))
+    best.sort(key=cost_s.item)
+    return best
 
 
 def _near_s(best_s: float) -> float:
@@ -122,8 +124,8 @@ def _pick(options: list[Option], random: Randomness) -> Option:
     """Return the best of all near-ties: most cached tokens, no transfer, the less loaded of two."""
     limit_s = _near_s(min(map(_cost_s, options)))
     ties = [option for option in options if option[0] <= limit_s]
-    most = max(merit for _, merit, *_ in ties)
-    equals = [option for option in ties if option[1] == most]
+    most = max(map(_merit, ties))
+    equals = [option for option in ties if _merit(option) == most]
     # The least loaded of all is the same for every scheduler until the next heartbeat; of two random ones it rarely is.
     two = random.sample(equals, min(2, len(equals)))
-    return min(two, key=lambda option: option[2])
+    return min(two, key=_used_share)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Protocol
 
+import msgspec
 import numpy as np
 
 from baton.messages.placement import Candidate
@@ -38,8 +38,7 @@ Pool = tuple[Computing, Receiving]
 """Prefill workers and decode workers that can hand over to each other."""
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One attempt and the placements that are allowed. No leg is empty."""
 
     predict: Prediction
