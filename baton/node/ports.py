@@ -74,7 +74,7 @@ def system_ports(bus: Bus, *, seed: int | None = None) -> Ports:
     return Ports(
         bus=bus,
         clock=SystemClock(),
-        random=random.SystemRandom() if seed is None else random.Random(seed),
+        random=random.Random(seed),
         new_id=new_system_id,
         threads=SystemThreads(),
     )

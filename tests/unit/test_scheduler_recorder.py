@@ -12,7 +12,7 @@ from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies import POLICIES, PolicyName
 from baton_scheduler.policies.protocol import Policy, Question
 from baton_scheduler.prediction import PRESSURE_S, Demand, PrefixMatch
-from baton_scheduler.recorder import KEEP_AGAIN_S, NAMES_MAX, NOTED_MAX, ROWS_MAX, ObservedPolicy, Recorder
+from baton_scheduler.recorder import BATCH_S, KEEP_AGAIN_S, NAMES_MAX, NOTED_MAX, ROWS_MAX, ObservedPolicy, Recorder
 from baton_scheduler.team import Serving
 from baton_scheduler.worker_load import WorkerLoad
 
@@ -204,6 +204,30 @@ async def test_placed_held_and_refused_are_recorded_and_probes_are_not() -> None
         assert [each.verdict for each in await kept(world, "late")] == ["held", "refused"]
         retention = await world.bus.retention(subjects.DECISIONS_STREAM)
         assert retention == Retention(age_s_max=77.0, bytes_max=5000)
+
+
+async def test_decisions_of_a_moment_are_published_together_and_the_last_ones_as_the_scheduler_ends() -> None:
+    world = World()
+    await world.start()
+    async with world.scheduler():
+        await world.beat("d1")
+        for number in range(2):
+            assert isinstance(await world.ask(f"r{number}-0"), Placement)
+        assert [await kept(world, f"r{number}") for number in range(2)] == [[], []]
+        await world.pass_time(BATCH_S)
+        assert [len(await kept(world, f"r{number}")) for number in range(2)] == [1, 1]
+        assert isinstance(await world.ask("last-0"), Placement)
+    assert [each.verdict for each in await kept(world, "last")] == ["placed"]
+
+
+async def test_many_decisions_of_a_moment_are_published_at_once() -> None:
+    world = World()
+    await world.start()
+    async with world.scheduler():
+        await world.beat("d1", running_max=10_000, kv_blocks_total=10**8)
+        for number in range(NOTED_MAX // 2):
+            assert isinstance(await world.ask(f"r{number}-0"), Placement)
+        assert [each.verdict for each in await kept(world, "r0")] == ["placed"]
 
 
 async def test_of_schedulers_with_different_settings_those_that_keep_most_decide(

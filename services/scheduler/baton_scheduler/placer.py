@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -48,8 +47,7 @@ PASSED_OVER_MAX: Final = 4
 """Workers and pairs that a placement's reason names as passed over."""
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True, eq=False):
     """A placement that is counted nowhere yet."""
 
     placement: Placement
@@ -88,33 +86,34 @@ class Placer:
         context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
         held: dict[str, int] = {}
         speculative: dict[str, int] = {}
+        until_s = self._clock.now_s() + timeout_s
         try:
-            async with self._clock.timeout(timeout_s):
-                for model_digest in sorted(serving.digests):
-                    match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
-                    answer = await self._match(match, timeout_s)
-                    if isinstance(answer, Refused):
-                        raise answer.error.to_error()
-                    if not isinstance(answer, Matched):
-                        raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
-                    held |= answer.held
-                    speculative |= answer.speculative
-        except (BatonError, TimeoutError) as error:
-            logger.warning("placing %s without the index: %s", place.context.request, str(error) or "no answer in time")
+            for model_digest in sorted(serving.digests):
+                match = Match(context=context, model_digest=model_digest, blocks=place.blocks)
+                answer = await self._match(match, until_s)
+                if isinstance(answer, Refused):
+                    raise answer.error.to_error()
+                if not isinstance(answer, Matched):
+                    raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
+                held |= answer.held
+                speculative |= answer.speculative
+        except BatonError as error:
+            logger.warning("placing %s without the index: %s", place.context.request, error)
             return None
         return PrefixMatch(held, speculative)
 
-    async def _match(self, match: Match, timeout_s: float) -> AnyMessage:
-        """Ask one index, and all of them if that one is late.
+    async def _match(self, match: Match, until_s: float) -> AnyMessage:
+        """Ask one index, and all of them if that one is late. Raises DeadlineExceeded at `until_s`.
 
         An index that hangs, or whose machine is gone, stays in the queue group for minutes and is handed its share of
         all matches.
         """
         try:
-            return await self._bus.request(subjects.MATCH, match, timeout_s=timeout_s * FIRST_ASK_SHARE)
+            left_s = until_s - self._clock.now_s()
+            return await self._bus.request(subjects.MATCH, match, timeout_s=left_s * FIRST_ASK_SHARE)
         except DeadlineExceeded:
             self.asked_again += 1
-            return await self._bus.request(subjects.MATCH_ALL, match, timeout_s=timeout_s)
+            return await self._bus.request(subjects.MATCH_ALL, match, timeout_s=until_s - self._clock.now_s())
 
     def choose(self, place: Place, match: PrefixMatch | None, *, without: tuple[str, ...] = ()) -> Choice:
         """Return the best placement at the moment, counted nowhere yet; `without` names workers that are just full.

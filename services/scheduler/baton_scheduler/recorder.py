@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
 from math import inf
 from typing import Final
 
@@ -36,6 +36,10 @@ ROWS_MAX: Final = 64
 LEGS_MAX: Final = 8
 NAMES_MAX: Final = 16
 """Workers listed as avoided."""
+BATCH_S: Final = 0.1
+"""Longest time for which decisions are gathered: they are packed and written together, and no answer waits for that."""
+BATCH: Final = 16
+"""Decisions packed in one step of the event loop: requests that arrive need not wait for all that was noted."""
 KEEP_AGAIN_S: Final = 30.0
 """Interval at which the stream is looked at: it may be missing, or another scheduler changed it at the same moment."""
 
@@ -52,8 +56,7 @@ class ObservedPolicy(Policy):
         return self._policy.rank(question)
 
 
-@dataclass(frozen=True, slots=True)
-class NotedLeg:
+class NotedLeg(msgspec.Struct, frozen=True, eq=False):
     """One leg of a decision."""
 
     name: str
@@ -62,8 +65,7 @@ class NotedLeg:
     leg: Computing | Receiving
 
 
-@dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(msgspec.Struct, frozen=True, eq=False):
     """A decision that is not packed yet."""
 
     decision: Decision
@@ -80,7 +82,9 @@ class Recorder:
         self._scheduler = scheduler
         self._policy = policy
         self._noted: deque[Noted] = deque()
-        self._filled = asyncio.Event()
+        self._begun = asyncio.Event()
+        """Set while something is noted."""
+        self._half_full = asyncio.Event()
         self._kept = retention
         """Bounds of the stream, as they were last."""
         self.published = 0
@@ -127,7 +131,9 @@ class Recorder:
         )
         legs = tuple(_legs(question))[:LEGS_MAX] if question else ()
         self._noted.append(Noted(decision, legs))
-        self._filled.set()
+        self._begun.set()
+        if len(self._noted) >= NOTED_MAX // 2:
+            self._half_full.set()
 
     async def run(self) -> None:
         """Publish what is noted, for ever."""
@@ -138,15 +144,24 @@ class Recorder:
                 reconnects = self._bus.reconnects
                 await self._keep()
                 keep_at_s = self._clock.now_s() + KEEP_AGAIN_S
-            await self._filled.wait()
-            decision = self.pack_next()
-            try:
-                await self._bus.publish(subjects.decisions(decision.request), decision)
-                self.published += 1
-            except BatonError as error:
-                self.dropped += 1
-                logger.debug("a decision was not recorded: %s", error)
-            # Requests that arrive need not wait for all that was noted.
+            await self._begun.wait()
+            with suppress(TimeoutError):
+                async with self._clock.timeout(BATCH_S):
+                    await self._half_full.wait()
+            self._half_full.clear()
+            await self.publish_noted()
+
+    async def publish_noted(self) -> None:
+        """Publish all that is noted."""
+        while self._noted:
+            for _ in range(min(BATCH, len(self._noted))):
+                decision = self.pack_next()
+                try:
+                    await self._bus.publish(subjects.decisions(decision.request), decision)
+                    self.published += 1
+                except BatonError as error:
+                    self.dropped += 1
+                    logger.debug("a decision was not recorded: %s", error)
             await self._clock.sleep(0)
 
     async def _keep(self) -> None:
@@ -168,7 +183,7 @@ class Recorder:
         """Return the decision that was noted first, with the terms of the workers."""
         noted = self._noted.popleft()
         if not self._noted:
-            self._filled.clear()
+            self._begun.clear()
         ranked = noted.decision.candidates
         chosen = {ranked[0].decode, ranked[0].prefill} if ranked else set[str]()
         return msgspec.structs.replace(noted.decision, considered=tuple(pack_leg(leg, chosen) for leg in noted.legs))

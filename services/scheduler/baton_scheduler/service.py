@@ -100,6 +100,7 @@ class SchedulerService:
                         task.cancel()
             finally:
                 await self.drain()
+                await self._placer.recorder.publish_noted()
 
     async def drain(self) -> None:
         """Leave the queue group, and hand back what is held."""
@@ -171,7 +172,7 @@ class SchedulerService:
             await self._refuse(delivery, self._holding.overloaded("the scheduler is full", model))
         else:
             self._placing += 1
-            self._tasks.create_task(self._answer(delivery)).add_done_callback(self._on_answered)
+            self._tasks.create_task(self._answer(delivery))
 
     def _is_next(self, place: Place) -> bool:
         """Return whether held requests come before this one, or it is one of them."""
@@ -185,9 +186,6 @@ class SchedulerService:
             await self._refuse(delivery, error)
         else:
             await self._respond(delivery, Held(scheduler=self._name))
-
-    def _on_answered(self, _task: asyncio.Task[None]) -> None:
-        self._placing -= 1
 
     async def _on_placed(self, delivery: Delivery) -> None:
         """Count another scheduler's placement: else all would choose the same worker until the next heartbeats."""
@@ -226,6 +224,8 @@ class SchedulerService:
             # The boundary of one request: the others are not affected.
             logger.exception("a placement failed")
             await self._refuse(delivery, BatonError(f"{type(error).__name__} in the scheduler, see its log"))
+        finally:
+            self._placing -= 1
 
     async def _place_or_hold(self, place: Place, trace: str) -> Placement | Held:
         """Return a placement that can begin soon, or hold the request until there is one, if it may be held."""
