@@ -105,13 +105,15 @@ def _shortlist(leg: Leg, cost_s: Vector, count: int, random: Randomness) -> list
     Near-ties are ordered by cached tokens, then at random: a fixed order would be the same in every scheduler
     and at every request, and all requests would go to the same few workers.
     """
-    limit_s = _near_s(np.minimum.reduce(cost_s).item())
-    near: Rows = (cost_s <= limit_s).nonzero()[0]
-    if len(near) > count:
-        shuffle = np.array([random.random() for _ in near])
-        return near[np.lexsort((shuffle, -leg.cached_tokens[near]))[:count]].tolist()
     best = cost_s.argpartition(count - 1)[:count].tolist() if len(cost_s) > count else list(range(len(cost_s)))
     best.sort(key=cost_s.item)
+    limit_s = _near_s(cost_s.item(best[0]))
+    # Only if the worst of these is a near-tie, there may be more near-ties than these.
+    if cost_s.item(best[-1]) <= limit_s:
+        near: Rows = (cost_s <= limit_s).nonzero()[0]
+        if len(near) > count:
+            shuffle = np.array([random.random() for _ in near])
+            return near[np.lexsort((shuffle, -leg.cached_tokens[near]))[:count]].tolist()
     return best
 
 
