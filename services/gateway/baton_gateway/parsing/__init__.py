@@ -1,0 +1,1 @@
+"""Parsing of answers: a model's text split into reasoning, content and tool calls."""

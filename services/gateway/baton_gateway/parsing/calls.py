@@ -1,0 +1,104 @@
+"""Tool calls read from the text that a model wrote for them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import warnings
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, Final, cast
+
+import msgspec
+
+MALFORMED: Final = (
+    ValueError,
+    LookupError,
+    TypeError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    msgspec.ValidationError,
+)
+"""Errors of readers on a text that is no call."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: str
+    """A JSON object."""
+    id: str = ""
+    """The model's own id; empty in formats without ids."""
+
+
+def calls_of(value: object, text_parameters: Mapping[str, tuple[str, ...]] | None = None) -> list[Call]:
+    """Return the calls in a region's value: an object of OpenAI's form, or a list of them. Raises one of `MALFORMED`.
+
+    `text_parameters`: names of each tool's parameters that take text, for formats that write all arguments as text.
+    None: arguments have their types.
+    """
+    listed = cast("list[object]", value) if isinstance(value, list) else [value]
+    if not listed:
+        raise ValueError("no call")
+    return [_call(each, text_parameters) for each in listed]
+
+
+def _call(value: object, text_parameters: Mapping[str, tuple[str, ...]] | None) -> Call:
+    described = msgspec.convert(value, dict[str, Any])
+    function = msgspec.convert(described["function"], dict[str, Any])
+    name = msgspec.convert(function["name"], str).strip()
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):  # Some models write the object as a string in JSON.
+        arguments = json.loads(arguments)
+    arguments = msgspec.convert({} if arguments is None else arguments, dict[str, Any])
+    if text_parameters is not None:
+        texts = text_parameters.get(name, ())
+        arguments = {key: text if key in texts else _typed(text) for key, text in arguments.items()}
+    own_id = described.get("id")
+    return make_call(name, arguments, own_id if isinstance(own_id, str) else "")
+
+
+def make_call(name: str, arguments: Mapping[str, object], own_id: str = "") -> Call:
+    """Return the call. Raises ValueError if it has no name or cannot be written as JSON in UTF-8."""
+    if not name:
+        raise ValueError("a call without a name")
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    (name + written + own_id).encode()  # Half a surrogate pair cannot be sent.
+    return Call(name, written, own_id)
+
+
+def _typed(text: object) -> object:
+    if not isinstance(text, str):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
+
+
+def pythonic_calls(text: str) -> list[Call]:
+    """Return the calls in a list of Python calls, such as `[weather(city="Rome")]`. Raises one of `MALFORMED`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Strings with unknown escapes are the model's business.
+        tree = ast.parse(text.strip(), mode="eval").body
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise ValueError("no list of calls")
+    return [_pythonic_call(node) for node in tree.elts]
+
+
+def _pythonic_call(node: ast.expr) -> Call:
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("no call, or one with arguments without names")
+    arguments: dict[str, object] = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise ValueError("arguments without names")
+        arguments[keyword.arg] = ast.literal_eval(keyword.value)
+    return make_call(ast.unparse(node.func), arguments)
+
+
+def call_id(request: str, index: int, *, prefix: str, chars: int) -> str:
+    """Return the id of an answer's call: always the same one, since an answer may be produced again."""
+    return prefix + blake2b(f"{request}/{index}".encode(), digest_size=16).hexdigest()[:chars]
