@@ -14,18 +14,25 @@ import pytest
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
 from baton_gateway.intake_pool import IntakePool, LocalPool, ProcessPool
+from baton_gateway.parsing.formats import FormatName
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigurationError
 from tests.harness.gateway.actors import tiny_model
+from tests.harness.gateway.samples import chat_template
 
 pytestmark = pytest.mark.timeout(90)  # A process that loads a tokenizer takes seconds, and more on a busy machine.
 
 
+def shared_model() -> tuple[Path, ModelTokenizer]:
+    """Return a model whose answers have a format, and the folder that it is in."""
+    return tiny_model(chat_template(FormatName.GLM))
+
+
 def model() -> Model:
-    return Model(name="tiny", path=str(tiny_model()[0]), digest="d", block_tokens=16, context_tokens_max=4096)
+    return Model(name="tiny", path=str(shared_model()[0]), digest="d", block_tokens=16, context_tokens_max=4096)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -33,10 +40,24 @@ def nested(depth: int) -> dict[str, Any]:
 
 
 STREAM = {"include_usage": True}
+WEATHER = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}, "day": {"type": "integer"}}}}
+CALLED = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+TOOLS: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "tool_calls": [CALLED]},
+        {"role": "tool", "tool_call_id": "c", "content": "sunny"},
+    ],
+    "tools": [{"type": "function", "function": WEATHER}],
+    "parallel_tool_calls": False,
+}
 BODIES: list[tuple[Operation, dict[str, Any]]] = [
     ("chat", {"messages": [{"role": "user", "content": "😀"}], "stream": True, "stream_options": STREAM}),
     ("chat", {"messages": [{"role": "user", "content": "hi"}], "structured_outputs": {"json": nested(63)}}),
     ("chat", {"messages": [{"role": "user"}] * 100, "n": 3, "seed": 7, "logprobs": True, "cache_salt": "s"}),
+    ("chat", TOOLS),
+    ("chat", {**TOOLS, "tool_choice": "none"}),
+    ("chat", {**TOOLS, "tool_choice": "required"}),
     ("text_completion", {"prompt": [[5] * 3000, [6, 7]], "stop": ["a"], "temperature": 0.5, "logit_bias": {"5": 1}}),
     ("text_completion", {"prompt": "the quick brown fox " * 100}),
     ("text_completion", {"prompt": "the quick brown fox " * 10_000}),
@@ -50,7 +71,7 @@ BODIES: list[tuple[Operation, dict[str, Any]]] = [
 @asynccontextmanager
 async def pool_of(kind: str) -> AsyncGenerator[IntakePool]:
     def load(path: str) -> ModelTokenizer:
-        return tiny_model()[1] if path == model().path else ModelTokenizer(path)
+        return shared_model()[1] if path == model().path else ModelTokenizer(path)
 
     processes = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20)
     pool: IntakePool = LocalPool(load) if kind == "local" else processes
@@ -64,7 +85,7 @@ def taken_in(operation: Operation, payload: bytes) -> tuple[Parsed, Plan] | Bato
     """Return the plan of a body, or the error."""
     intake = Intake()
     try:
-        return intake.parse(operation, payload), intake.plan(tiny_model()[1], model(), model_defaults=True)
+        return intake.parse(operation, payload), intake.plan(shared_model()[1], model(), model_defaults=True)
     except BatonError as error:
         return error
 
@@ -94,7 +115,7 @@ async def test_every_body_is_taken_in_alike(kind: str) -> None:
 async def test_a_model_is_known_from_what_a_worker_tells_of_it(kind: str) -> None:
     async with pool_of(kind) as pool:
         facts = await pool.load(model().path, "d")
-        tokenizer = tiny_model()[1]
+        tokenizer = shared_model()[1]
         assert facts == tokenizer.facts
         text = "naïve café, 你好世界, 😀 done. "
         detokeniser = Vocabulary(facts.spellings).detokeniser()
@@ -105,7 +126,8 @@ async def test_a_model_is_known_from_what_a_worker_tells_of_it(kind: str) -> Non
 
 WATCHED: Final = """
 import gc, runpy, sys
-gc.callbacks.append(lambda *_: print(gc.get_freeze_count(), file=open(sys.argv[1], "a")))
+path = sys.argv.pop(1)
+gc.callbacks.append(lambda *_: print(gc.get_freeze_count(), file=open(path, "a")))
 runpy.run_module("baton_gateway.intake_process", run_name="__main__")
 """
 """An intake process that notes the number of frozen objects in a file whenever it collects garbage."""
@@ -121,5 +143,16 @@ async def test_a_process_that_meets_its_model_in_a_body_freezes_it_too(tmp_path:
                 await worker.parse("text_completion", b'{"model": "tiny", "prompt": "x"}')
                 await worker.plan(model(), model_defaults=True)
         assert max(map(int, (tmp_path / "frozen").read_text().split())) > 10_000
+    finally:
+        await pool.close()
+
+
+async def test_a_process_gets_the_name_of_the_answer_format() -> None:
+    command = (sys.executable, "-m", "baton_gateway.intake_process", FormatName.HERMES)
+    pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=0, command=command)
+    try:
+        answers = (await pool.load(model().path, "d")).answers
+        assert answers is not None
+        assert answers.name == "hermes"
     finally:
         await pool.close()

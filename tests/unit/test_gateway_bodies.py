@@ -99,14 +99,12 @@ def test_prompts(prompt: object, prompts: list[object]) -> None:
 
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"tool_choice": "required"}, "tool_choice"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0]"),
+    ({"messages": [{"role": "function", "content": "x"}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages[0]"),
 ]
 

@@ -6,6 +6,7 @@ import gc
 import resource
 import sys
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
 from baton.node.service import Process, run
@@ -56,8 +57,10 @@ async def serve(settings: Settings, process: Process) -> None:
                 clock=node.ports.clock,
                 processes_max=settings.intake_processes,
                 waiting_bytes_max=settings.intake_waiting_bytes_max,
+                command=(sys.executable, "-m", "baton_gateway.intake_process", settings.answer_format),
             )
-            async with aclosing(Models(ports=node.ports, intake=intake, load=load_to_stay)) as models:
+            load = partial(load_to_stay, answer_format=settings.answer_format)
+            async with aclosing(Models(ports=node.ports, intake=intake, load=load)) as models:
                 gateway = Gateway(settings, gateway=gateway_id, node=node, models=models)
                 await process.serve(make_server(make_app(gateway), gateway, listener))
 

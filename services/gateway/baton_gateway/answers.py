@@ -10,7 +10,7 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from baton.errors import BatonError
-from baton_gateway.choice import Candidate, LogprobEntry, Piece
+from baton_gateway.choice import Candidate, LogprobEntry, Piece, ToolCall
 
 LOGPROB_MIN: Final = -9999.0
 """Replacement for minus infinity, which JSON cannot express; the same value as vLLM's."""
@@ -74,8 +74,16 @@ class WholeChoice:
     """A choice that is collected instead of streamed."""
 
     texts: list[str] = field(default_factory=list[str])
+    reasoning: list[str] = field(default_factory=list[str])
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
     logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
     finish_reason: str = ""
+
+    def add(self, piece: Piece) -> None:
+        self.texts.append(piece.text)
+        self.reasoning.append(piece.reasoning)
+        self.calls += piece.calls
+        self.logprobs += piece.logprobs
 
     @property
     def text(self) -> str:
@@ -97,7 +105,14 @@ class ChatFormat:
         return self._chunk(choice, {"role": "assistant", "content": ""})
 
     def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
-        return self._chunk(choice, {"content": piece.text}, self._logprobs(piece.logprobs))
+        delta: dict[str, Any] = {}
+        if piece.reasoning:
+            delta["reasoning_content"] = piece.reasoning
+        if piece.text or not (piece.reasoning or piece.calls):
+            delta["content"] = piece.text
+        if piece.calls:
+            delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.calls]
+        return self._chunk(choice, delta, self._logprobs(piece.logprobs))
 
     def closing(self, choice: int, finish_reason: str) -> dict[str, Any]:
         return self._chunk(choice, {}, None, finish_reason)
@@ -112,7 +127,7 @@ class ChatFormat:
             "choices": [
                 {
                     "index": index,
-                    "message": {"role": "assistant", "content": choice.text, "refusal": None},
+                    "message": _message(choice),
                     "logprobs": self._logprobs(choice.logprobs),
                     "finish_reason": choice.finish_reason,
                 }
@@ -204,7 +219,7 @@ class EventWriter:
         """The bytes before and after the text, by choice."""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        if self._with_logprobs:
+        if self._with_logprobs or piece.reasoning or piece.calls:
             return sse_event(self._shape.chunk(choice, piece))
         around = self._around.get(choice)
         if around is None:
@@ -226,6 +241,20 @@ class TextOffset:
         before = self._chars
         self._chars += len(self._decoder.decode(token))
         return before
+
+
+def _message(choice: WholeChoice) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if reasoning := "".join(choice.reasoning):
+        message["reasoning_content"] = reasoning
+    if choice.calls:
+        # OpenAI's clients take null, not an empty text, for an answer of calls alone.
+        message |= {"content": choice.text or None, "tool_calls": [_call(call) for call in choice.calls]}
+    return message
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _chat_token(candidate: Candidate) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
@@ -11,6 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Sampling
+from baton_gateway.parsing.formats import ParsingOptions
+from baton_gateway.tool_bodies import TOOLS_MAX, CalledTools, Text, Tool, ToolChoice, Tools, check_tools
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
@@ -40,7 +42,6 @@ _SESSION: Final = ("prompt_cache_key", "user", "safety_identifier")
 """Fields of these that tell conversations or their users apart, the most specific first."""
 _TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
-Text = Annotated[str, Field(max_length=16 << 20)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, lt=TOKENS_MAX)]
 TokenCount = Annotated[int, Field(ge=1, lt=TOKENS_MAX)]
@@ -85,6 +86,9 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00]*$")] | None = None
 
+    def check(self) -> None:
+        """Raise InvalidRequest for faults that the types of the fields do not tell."""
+
     def alternatives(self) -> int | None:
         """Return the number of alternatives reported per token; None: no log-probabilities."""
         raise NotImplementedError
@@ -111,9 +115,12 @@ class TextPart(BaseModel):
 class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)] | None = None
     name: Annotated[str, Field(max_length=256)] | None = None
+    tool_calls: CalledTools | None = None
+    tool_call_id: Annotated[str, Field(max_length=256)] | None = None
+    reasoning_content: Text | None = None
 
     def text(self) -> str:
         if isinstance(self.content, list):
@@ -130,6 +137,20 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+
+    def check(self) -> None:
+        check_tools(self.tools or (), self.tool_choice)
+        for index, message in enumerate(self.messages):
+            if message.tool_calls and message.role != "assistant":
+                where = f"messages[{index}].tool_calls"
+                raise InvalidRequest(f"`{where}`: only the assistant calls tools", param=where)
+
+    def active_tools(self) -> list[Tool]:
+        """Return the tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
@@ -198,6 +219,8 @@ class OutputOptions:
     skip_special: bool = True
     min_tokens: int = 0
     logprobs: bool = False
+    parsing: ParsingOptions | None = None
+    """None: the text is the answer's content as it is."""
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -217,11 +240,13 @@ def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
         raise InvalidRequest("the body must be a JSON object")
     fields = cast("dict[str, Any]", raw)
     _check_counts(fields)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, known=kind.model_fields.keys())
     try:
-        return kind.model_validate(fields)
+        body = kind.model_validate(fields)
     except ValidationError as error:
         raise _explain(error) from error
+    body.check()
+    return body
 
 
 def sampling_of(body: GenerationBody, defaults: SamplingDefaults = NEUTRAL) -> Sampling:
@@ -271,7 +296,7 @@ def session_of(body: GenerationBody) -> str:
     return next((value for name in _SESSION if isinstance(value := extra.get(name), str) and value), "")
 
 
-def output_of(body: GenerationBody) -> OutputOptions:
+def output_of(body: GenerationBody, parsing: ParsingOptions | None = None) -> OutputOptions:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return OutputOptions(
         stops=stops,
@@ -279,6 +304,7 @@ def output_of(body: GenerationBody) -> OutputOptions:
         skip_special=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
         logprobs=body.alternatives() is not None,
+        parsing=parsing,
     )
 
 
@@ -344,6 +370,8 @@ def _check_counts(fields: Mapping[str, object]) -> None:
     if len(fields) > FIELDS_MAX:
         raise InvalidRequest(f"the body has {len(fields)} fields; this server takes at most {FIELDS_MAX}")
     prompt, messages, bias = fields.get("prompt"), fields.get("messages"), fields.get("logit_bias")
+    if isinstance(tools := fields.get("tools"), list):
+        _check_count(cast("Sequence[object]", tools), "tools", TOOLS_MAX)
     if isinstance(prompt, list):
         several = cast("Sequence[object]", prompt)
         # One prompt of token ids may be as long as the body; only the number of prompts is bounded.
@@ -360,8 +388,11 @@ def _check_count(values: Sequence[object] | Mapping[str, object], param: str, mo
         raise InvalidRequest(f"`{param}` has {len(values)} items; this server takes at most {most}", param=param)
 
 
-def _refuse_unsupported(fields: dict[str, Any]) -> None:
-    """Raise InvalidRequest for OpenAI features that Baton lacks; remove such fields where they request nothing."""
+def _refuse_unsupported(fields: dict[str, Any], known: Set[str]) -> None:
+    """Raise InvalidRequest for OpenAI features that Baton lacks; remove such fields where they request nothing.
+
+    `known`: fields that the endpoint has.
+    """
     allowed: dict[str, tuple[object, ...]] = {
         "tools": (None, []),
         "tool_choice": (None, "none", "auto"),
@@ -378,7 +409,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
         "use_beam_search": (None, False),
     }
     for name, values in allowed.items():
-        if fields.pop(name, None) not in values:
+        if name not in known and fields.pop(name, None) not in values:
             raise InvalidRequest(f"`{name}` is not supported by this server", param=name)
     messages = fields.get("messages")
     parts = 0
@@ -390,9 +421,11 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
 
 
 def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
-    """Return the number of content parts. Raises InvalidRequest for tools and for parts other than text."""
-    if message.get("role") in ("tool", "function") or message.get("tool_calls") or message.get("function_call"):
-        raise InvalidRequest(f"`{where}` uses tools, which are not supported by this server", param=where)
+    """Return the number of content parts. Raises InvalidRequest for functions and for parts other than text."""
+    if message.get("role") == "function" or message.get("function_call"):
+        raise InvalidRequest(
+            f"`{where}` uses functions, which are not supported by this server: use tools", param=where
+        )
     content = message.get("content")
     parts = cast("list[object]", content) if isinstance(content, list) else []
     for part in parts:

@@ -30,6 +30,16 @@ class LogprobEntry:
     top: tuple[Candidate, ...]
 
 
+class ToolCall(msgspec.Struct, frozen=True):
+    """A tool call, whole: clients get it when the model has finished writing it."""
+
+    index: int
+    id: str
+    name: str
+    arguments: str
+    """A JSON object."""
+
+
 class Piece(msgspec.Struct):
     """The part of a choice that some tokens add."""
 
@@ -38,6 +48,14 @@ class Piece(msgspec.Struct):
     logprobs: list[LogprobEntry] = msgspec.field(default_factory=list)
     stopped: bool = False
     """Whether a stop string was found; later tokens are not needed."""
+    reasoning: str = ""
+    """Text that the model wrote before its answer."""
+    calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether clients see anything of it."""
+        return bool(self.text or self.logprobs or self.reasoning or self.calls)
 
 
 class ChoiceText:
@@ -46,14 +64,25 @@ class ChoiceText:
     The concatenated pieces depend on the tokens alone, not on how frames grouped them.
     """
 
-    def __init__(self, vocabulary: Vocabulary, options: OutputOptions, prompt: Sequence[int] = ()) -> None:
-        """Start a choice. `prompt`: the tokens that the output continues, or the last of them."""
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        options: OutputOptions,
+        prompt: Sequence[int] = (),
+        *,
+        marks: frozenset[int] = frozenset(),
+    ) -> None:
+        """Start a choice.
+
+        `prompt`: the tokens that the output continues, or the last of them. `marks`: special tokens that are text.
+        """
         self._vocabulary = vocabulary
         self._options = options
-        self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt)
+        self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt, marks=marks)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._stopped = False
         self.tokens = 0
+        self.calls = 0
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
         """Return the piece that `tokens` add. `ends`: the last of them ended the output and is not shown."""

@@ -10,6 +10,7 @@ from baton.config import is_loopback
 from baton.node.settings import NodeSettings, Seconds
 from baton_gateway.attempt_events import AttemptTimers
 from baton_gateway.objectives import Milliseconds, Objectives, Tenant, tenant_of
+from baton_gateway.parsing.formats import FormatName
 
 
 class Settings(NodeSettings, frozen=True, kw_only=True):
@@ -90,6 +91,13 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     model_defaults: Annotated[
         bool, Meta(description="Take sampling parameters that a request leaves out from generation_config.json.")
     ] = True
+    answer_format: Annotated[
+        FormatName,
+        Meta(
+            description="Format of reasoning and tool calls in answers; auto: found by the model's chat template, "
+            "none: answers are text."
+        ),
+    ] = FormatName.AUTO
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
     intake_waiting_bytes_max: Annotated[
         int, Meta(ge=0, description="Total length of bodies that wait for these processes; beyond this, 429.")

@@ -94,12 +94,22 @@ class Vocabulary:
         self._is_byte_level = decoder is not None and decoder.get("type") == "ByteLevel"
         self._bytes = BytesByToken(self._look_up)
 
-    def detokeniser(self, *, skip_special: bool = True, prompt: Sequence[int] = ()) -> Detokeniser:
-        """Return a detokeniser for the output after `prompt`, of which the last `PROMPT_TOKENS` are enough."""
-        special = self._special if skip_special else frozenset[int]()
+    def detokeniser(
+        self, *, skip_special: bool = True, prompt: Sequence[int] = (), marks: frozenset[int] = frozenset()
+    ) -> Detokeniser:
+        """Return a detokeniser for the output after `prompt`, of which the last `PROMPT_TOKENS` are enough.
+
+        `marks`: special tokens that are never skipped.
+        """
+        shown = marks if skip_special else self._special
+        special = self._special - shown if shown else self._special
         if self._is_byte_level:
             return ByteDetokeniser(self._bytes, special)
         return WindowDetokeniser(self._decode, special, self._context(prompt, special))
+
+    def special(self) -> dict[int, str]:
+        """Return the spellings of the special tokens."""
+        return {token: self._piece(token) for token in self._special}
 
     def token_bytes(self, token: int) -> bytes:
         """Return the bytes that this token adds; empty for an id the tokenizer does not know."""

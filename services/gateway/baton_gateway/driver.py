@@ -281,11 +281,12 @@ class AnswerDriver:
         if placement is not None and placement.prefill is None:
             self.audit(self.machine.attempt, placement.decode.worker, cached_tokens)
         rest = self._text.finish()
-        if rest.text:
+        if rest.is_shown:
             self._sink.put(rest)
         if rest.stopped:
             reason = FinishReason.STOP
-        self._outcome = Outcome(reason, self._text.tokens, min(cached_tokens, self._order.prompt_tokens))
+        cached_tokens = min(cached_tokens, self._order.prompt_tokens)
+        self._outcome = Outcome(reason, self._text.tokens, cached_tokens, self._text.calls)
         self._sink.complete(self._outcome)
 
     def audit(self, attempt: int, worker: str, cached_tokens: int) -> None:

@@ -30,6 +30,8 @@ from baton_gateway.models import LOAD_RETRY_S, KnownModel
 from baton_gateway.objectives import Objectives
 from baton_gateway.order import Order
 from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
+from baton_gateway.parsing.parsed_text import ParsedText
+from baton_gateway.parsing.parser import AnswerFormat
 from baton_gateway.service import Gateway
 from baton_gateway.workers import Model
 
@@ -62,6 +64,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[Order, ...]
     plan: Plan
     vocabulary: Vocabulary
+    answers: AnswerFormat | None = None
 
     @property
     def choices_per_prompt(self) -> int:
@@ -161,6 +164,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
         ),
         plan=plan,
         vocabulary=known.vocabulary,
+        answers=known.answers,
     )
 
 
@@ -177,7 +181,10 @@ def _sampling(plan: Plan, prompt: Prompt, choice: int) -> Sampling:
 
 def _text_of(job: Job, order: Order) -> ChoiceText:
     prompt = unpack_tokens(order.tokens[-PROMPT_TOKENS * TOKEN_BYTES :])
-    return ChoiceText(job.vocabulary, job.plan.output, prompt)
+    output = job.plan.output
+    if output.parsing is None or job.answers is None:
+        return ChoiceText(job.vocabulary, output, prompt)
+    return ParsedText(job.vocabulary, output, prompt, parsing=output.parsing, form=job.answers, request=order.request)
 
 
 class Production:

@@ -120,7 +120,8 @@ class Intake:
             raise ContextLengthExceeded(said, param="max_tokens")
         root = root_key(model.digest, salt=body.cache_salt or "")
         prompts: list[Prompt] = []
-        for tokens in _tokenise(body, tokenizer, context_tokens_max):
+        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
+        for tokens in _tokenise(body, text, tokenizer, context_tokens_max):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
                 raise InvalidRequest("the prompt is empty", param=param)
@@ -133,7 +134,7 @@ class Intake:
             choices_per_prompt=choices_per_prompt,
             sampling=msgspec.structs.replace(sampling, extensions={}),
             extensions=extensions,
-            output=output_of(body),
+            output=output_of(body, tokenizer.parsing_of(body, text)),
             root=root,
             cache_salt=body.cache_salt or "",
             session=session_of(body),
@@ -143,11 +144,12 @@ class Intake:
         )
 
 
-def _tokenise(body: ChatBody | CompletionBody, tokenizer: ModelTokenizer, context_tokens_max: int) -> list[bytes]:
-    """Return the packed tokens of each prompt."""
+def _tokenise(
+    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int
+) -> list[bytes]:
+    """Return the packed tokens of each prompt. `text`: a chat's prompt."""
     salt = body.cache_salt or ""
     if isinstance(body, ChatBody):
-        text = tokenizer.render(body)
         tokenizer.check_length(text, context_tokens_max, "messages")
         # Chat templates write the special tokens themselves.
         return [tokenizer.tokenise(text, add_special=bool(body.add_special_tokens), salt=salt)]

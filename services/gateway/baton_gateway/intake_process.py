@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import BinaryIO, Final
 
@@ -34,6 +34,7 @@ from baton_gateway.intake_messages import (
     frame_head,
     frame_length,
 )
+from baton_gateway.parsing.formats import FormatName
 from baton_gateway.tokenise import ModelTokenizer, load_to_stay
 
 log = logging.getLogger(__name__)
@@ -113,4 +114,4 @@ def _read(pipe: BinaryIO, frames: SimpleQueue[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main(load_to_stay)
+    main(partial(load_to_stay, answer_format=FormatName(next(iter(sys.argv[1:]), FormatName.AUTO))))

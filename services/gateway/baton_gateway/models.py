@@ -12,7 +12,8 @@ from baton.errors import ConfigurationError, Unavailable
 from baton.node.ports import Ports
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.intake_pool import IntakePool
-from baton_gateway.tokenise import ModelTokenizer
+from baton_gateway.parsing.parser import AnswerFormat
+from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -23,8 +24,16 @@ LOAD_RETRY_S: Final = 5.0
 class KnownModel:
     vocabulary: Vocabulary
     eos_tokens: frozenset[int]
+    answers: AnswerFormat | None
+    """Format of the answers; None: none is known."""
     tokenizer: ModelTokenizer | None
     """Tokenizer for short prompts, read in this process. None: only the intake processes have it."""
+
+    @classmethod
+    def of(cls, facts: ModelFacts, tokenizer: ModelTokenizer | None) -> KnownModel:
+        vocabulary = Vocabulary(facts.spellings)
+        answers = AnswerFormat(facts.answers, vocabulary.special()) if facts.answers else None
+        return cls(vocabulary, facts.eos_tokens, answers, tokenizer)
 
 
 class Models:
@@ -62,8 +71,9 @@ class Models:
         if self._first is None:
             self._first = key
         if self._first != key:
-            facts = await self.intake.load(path, digest)
-            return KnownModel(Vocabulary(facts.spellings), facts.eos_tokens, None)
+            known = KnownModel.of(await self.intake.load(path, digest), None)
+            _log_format(path, known)
+            return known
         try:
             here = self._ports.threads.run(self._load, path)
             # An intake process loads it, too, so that it is ready for the first long prompt.
@@ -71,7 +81,9 @@ class Models:
         except BaseException:
             self._first = None
             raise
-        return KnownModel(Vocabulary(tokenizer.facts.spellings), tokenizer.facts.eos_tokens, tokenizer)
+        known = KnownModel.of(tokenizer.facts, tokenizer)
+        _log_format(path, known)
+        return known
 
     def _note_failure(self, key: tuple[str, str], done: asyncio.Future[KnownModel]) -> None:
         if not done.cancelled() and (error := done.exception()) is not None:
@@ -95,3 +107,12 @@ class Models:
             future.cancel()
         await asyncio.gather(*self._loaded.values(), return_exceptions=True)
         await self.intake.close()
+
+
+def _log_format(path: str, known: KnownModel) -> None:
+    if known.answers is None:
+        log.info("%s: no known format of reasoning and tool calls, so answers are text and tools are refused", path)
+    else:
+        spec = known.answers.spec
+        parts = [name for name, is_read in (("reasoning", spec.reasoning), ("tool calls", spec.has_tools)) if is_read]
+        log.info("%s: answer format %s (%s)", path, spec.name, ", ".join(parts))

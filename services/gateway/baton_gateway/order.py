@@ -44,3 +44,10 @@ class Outcome(msgspec.Struct, frozen=True):
     reason: FinishReason
     completion_tokens: int
     cached_tokens: int
+    calls: int = 0
+    """Tool calls in the answer."""
+
+    @property
+    def finish_reason(self) -> str:
+        """OpenAI's finish reason."""
+        return "tool_calls" if self.calls and self.reason is FinishReason.STOP else self.reason.value

@@ -78,7 +78,7 @@ class AnswerResponse:
         if len(self._outcomes) == len(self._job.orders):
             usage = self._usage()
             self._trace.finish(
-                [outcome.reason for outcome in self._outcomes.values()],
+                [outcome.finish_reason for outcome in self._outcomes.values()],
                 output_tokens=usage["completion_tokens"],
                 cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             )
@@ -98,8 +98,7 @@ class AnswerResponse:
                     await error_response(error)(scope, receive, send)
                     return
                 continue
-            choices[choice].texts.append(item.text)
-            choices[choice].logprobs += item.logprobs
+            choices[choice].add(item)
         answer = Response(to_json(self._format.whole(choices, self._usage())), media_type="application/json")
         await answer(scope, receive, send)
 
@@ -142,7 +141,7 @@ class AnswerResponse:
         """Write a piece to the client at once, if its choice has begun and the connection takes it."""
         if choice not in self._opened:
             return False
-        return not (piece.text or piece.logprobs) or self._write_now(self._events.piece(choice, piece))
+        return not (piece.text or piece.is_shown) or self._write_now(self._events.piece(choice, piece))
 
     def _render(self, choice: int, item: Piece | Ending, events: list[bytes]) -> None:
         """Append the events of one item. Raises the error of a choice that failed."""
@@ -151,7 +150,7 @@ class AnswerResponse:
             self._open(choice, events)
             events.append(sse_event(self._format.closing(choice, reason)))
             return
-        if not item.text and not item.logprobs:
+        if not item.is_shown:
             return
         self._open(choice, events)
         events.append(self._events.piece(choice, item))
@@ -170,7 +169,7 @@ class AnswerResponse:
             self._failure = ending.result
             raise ending.result
         self._outcomes[choice] = ending.result
-        return ending.result.reason.value
+        return ending.result.finish_reason
 
     def _usage(self) -> dict[str, Any]:
         outcomes = [self._outcomes[choice] for choice in range(len(self._job.orders))]

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import msgspec
-from jinja2 import TemplateError
 
 from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
 from baton.messages.base import pack_tokens
-from baton_gateway.bodies import ChatBody, ChatMessage, SamplingDefaults, pack_bounded
+from baton_gateway.bodies import ChatBody, CompletionBody, SamplingDefaults
+from baton_gateway.chat_template import ChatTemplate
 from baton_gateway.detokenise import Spellings
+from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions
+from baton_gateway.parsing.parser import load_format
 from baton_gateway.segments import Segments, separators_of
 from baton_gateway.text_bound import chars_per_token_max
-
-TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError)
-"""Errors that a template raises on messages that it was not written for."""
+from baton_gateway.tool_bodies import text_parameters
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -28,12 +27,14 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     spellings: Spellings
     eos_tokens: frozenset[int]
+    answers: FormatSpec | None = None
+    """Format of the model's answers; None: none is known."""
 
 
 class ModelTokenizer:
     """One model's tokenizer, chat template and sampling defaults. Only what it keeps of earlier texts changes."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, answer_format: FormatName = FormatName.AUTO) -> None:
         """Load from a folder or a hub id; slow. Raises ConfigurationError with a sentence that names `path`."""
         tokenizer = _load(path)
         backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -44,19 +45,22 @@ class ModelTokenizer:
         backend.no_padding()
         self._tokenizer = tokenizer
         self._backend = backend
-        self._reserved = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._template = ChatTemplate(tokenizer)
         self._chars_per_token_max = chars_per_token_max(backend)
-        self._knows_developer = self._probe_developer()
         self._adds_special = bool(self.encode("", add_special=True))
         self._segments = Segments(
-            separators_of(backend, self._sample_chat()), lambda text: self.encode(text, add_special=False)
+            separators_of(backend, self._template.sample()), lambda text: self.encode(text, add_special=False)
         )
         self.tokens_known = max(len(tokenizer), _integer(_read_json(path, "config.json").get("vocab_size")))
         generation = _read_json(path, "generation_config.json")
         eos = generation.get("eos_token_id")
         listed = cast("list[object]", eos) if isinstance(eos, list) else [eos]
         eos_tokens = frozenset(token for token in [tokenizer.eos_token_id, *listed] if isinstance(token, int))
-        self.facts = ModelFacts(spellings=Spellings.of(backend), eos_tokens=eos_tokens)
+        own = getattr(tokenizer, "response_template", None)
+        self._form = load_format(self._template.text, own, answer_format)
+        self.facts = ModelFacts(
+            spellings=Spellings.of(backend), eos_tokens=eos_tokens, answers=self._form and self._form.spec
+        )
         self.defaults = _sampling_defaults(path, generation)
 
     def check_length(self, text: str, context_tokens_max: int, param: str) -> None:
@@ -80,65 +84,34 @@ class ModelTokenizer:
         return self._segments.tokenise(text, salt)
 
     def render(self, body: ChatBody) -> str:
-        """Return the prompt's text. Raises InvalidRequest if the template refuses the messages."""
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest(f"the model `{body.model}` has no chat template; use /v1/completions", param="model")
-        variables = self._template_variables(body)
-        going_on = bool(body.continue_final_message)
-        opening = body.add_generation_prompt if body.add_generation_prompt is not None else not going_on
-        if going_on and opening:
+        """Return the prompt's text. Raises InvalidRequest for messages or tools that the model does not take."""
+        if body.active_tools():
+            self._check_takes_tools(body.model)
+        return self._template.render(body)
+
+    def _check_takes_tools(self, model: str) -> None:
+        if self._form is None or not self._form.spec.has_tools:
             raise InvalidRequest(
-                "`continue_final_message` needs `add_generation_prompt` to be false", param="continue_final_message"
+                f"the format of the tool calls of `{model}` is not known: start the gateway with `--answer-format` and "
+                "its name, or leave out `tools`",
+                param="tools",
             )
-        try:
-            return self._tokenizer.apply_chat_template(
-                [self._plain(message) for message in body.messages],
-                tokenize=False,
-                add_generation_prompt=opening,
-                continue_final_message=going_on,
-                **variables,
-            )
-        except TEMPLATE_ERRORS as error:
-            detail = f"the model's chat template refuses these messages: {error}"
-            raise InvalidRequest(detail, param="messages") from error
+        if not self._template.takes_tools:
+            raise InvalidRequest(f"the chat template of the model `{model}` takes no tools", param="tools")
 
-    def _plain(self, message: ChatMessage) -> dict[str, Any]:
-        """Return the message as templates expect it: a dictionary with plain text and a known role."""
-        role = "system" if message.role == "developer" and not self._knows_developer else message.role
-        plain: dict[str, Any] = {**(message.model_extra or {}), "role": role, "content": message.text()}
-        if message.name is not None:
-            plain["name"] = message.name
-        return plain
-
-    def _sample_chat(self) -> str:
-        """Return a rendered conversation, empty if the template renders none."""
-        messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TEMPLATE_ERRORS:
-            return ""
-
-    def _probe_developer(self) -> bool:
-        """Return whether the template supports `developer` messages: it names the role and shows the text.
-
-        Templates that name no role render any role, even one that the model was not trained on.
-        """
-        if "developer" not in str(self._tokenizer.chat_template):
-            return False
-        messages = [{"role": "developer", "content": "<probe>"}, {"role": "user", "content": "x"}]
-        try:
-            return "<probe>" in self._tokenizer.apply_chat_template(messages, tokenize=False)
-        except TEMPLATE_ERRORS:
-            return False
-
-    def _template_variables(self, body: ChatBody) -> dict[str, Any]:
-        variables = dict(body.chat_template_kwargs or {})
-        pack_bounded({"chat_template_kwargs": variables})
-        if taken := sorted(self._reserved & variables.keys()):
-            raise InvalidRequest(f"`chat_template_kwargs` cannot set `{taken[0]}`", param="chat_template_kwargs")
-        if body.reasoning_effort is not None:
-            variables["reasoning_effort"] = body.reasoning_effort
-        return variables
+    def parsing_of(self, body: ChatBody | CompletionBody, prompt: str) -> ParsingOptions | None:
+        """Return how the answers after this prompt are parsed; None: they are content as they are."""
+        if not isinstance(body, ChatBody) or self._form is None:
+            return None
+        tools = body.active_tools()
+        if not (tools or self._form.spec.reasoning):
+            return None
+        return ParsingOptions(
+            prefix=self._form.prefix_of(prompt),
+            tools=bool(tools),
+            parallel=body.parallel_tool_calls is not False,
+            text_parameters=text_parameters(tools) if self._form.writes_text else {},
+        )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Raise InvalidRequest if a token id is outside this model's vocabulary."""
@@ -146,12 +119,12 @@ class ModelTokenizer:
             raise InvalidRequest(f"token id {max(tokens)} is not below the model's {self.tokens_known}", param=param)
 
 
-def load_to_stay(path: str) -> ModelTokenizer:
+def load_to_stay(path: str, answer_format: FormatName = FormatName.AUTO) -> ModelTokenizer:
     """Load a tokenizer and freeze its 100,000 objects, so that the garbage collector skips them.
 
     A full collection that visits them stops every stream for 60 ms.
     """
-    tokenizer = ModelTokenizer(path)
+    tokenizer = ModelTokenizer(path, answer_format)
     gc.collect()
     gc.freeze()
     return tokenizer

@@ -23,7 +23,6 @@ from starlette.requests import Request
 from baton import subjects
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.messages.attempts import FinishReason
 from baton.messages.placement import Placement
 from baton.messages.traces import AttributeValue, TraceWanted
 from baton.telemetry import Span, Tracing
@@ -78,7 +77,7 @@ class RequestTrace:
         """Note that a choice has ended; once all have, only sending is left."""
         self._produced_s = self._clock.now_s()
 
-    def finish(self, reasons: list[FinishReason], *, output_tokens: int, cached_tokens: int) -> None:
+    def finish(self, reasons: list[str], *, output_tokens: int, cached_tokens: int) -> None:
         """Note that the complete answer was sent."""
         self._span.set(
             {

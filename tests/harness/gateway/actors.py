@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from baton_gateway.parsing.formats import FormatName
 from baton_gateway.tokenise import ModelTokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -65,14 +66,17 @@ CHAT_TEMPLATE: Final = (
 CORPUS: Final = ("the quick brown fox jumps over the lazy dog, and then it stops. ", "naïve café, 你好世界, 😀 done. ")
 
 
-def make_tokenizer(folder: Path) -> Path:
-    """Write a small byte-level BPE tokenizer with a ChatML template, laid out like a model's folder."""
+def make_tokenizer(folder: Path, template: str = CHAT_TEMPLATE, marks: Sequence[str] = ()) -> Path:
+    """Write a small byte-level BPE tokenizer, laid out like a model's folder.
+
+    `marks`: special tokens beside those of ChatML.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(SPECIAL),
+        special_tokens=[*SPECIAL, *marks],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -81,7 +85,7 @@ def make_tokenizer(folder: Path) -> Path:
     described = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": SPECIAL[EOS],
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "config.json").write_text(json.dumps({"vocab_size": 512}))
@@ -90,12 +94,14 @@ def make_tokenizer(folder: Path) -> Path:
 
 
 @cache
-def tiny_model() -> tuple[Path, ModelTokenizer]:
+def tiny_model(
+    template: str = CHAT_TEMPLATE, marks: tuple[str, ...] = (), answer_format: FormatName = FormatName.AUTO
+) -> tuple[Path, ModelTokenizer]:
     """Return the folder and the tokenizer that all tests of a session share."""
     folder = tempfile.mkdtemp(prefix="baton-tiny-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    path = make_tokenizer(Path(folder))
-    return path, ModelTokenizer(str(path))
+    path = make_tokenizer(Path(folder), template, marks)
+    return path, ModelTokenizer(str(path), answer_format)
 
 
 @dataclass
@@ -416,8 +422,8 @@ class Scheduler:
 class Actors:
     """All actors of one test. `say` sets the answer to every request."""
 
-    def __init__(self, bus: Bus, clock: Clock) -> None:
-        self.model_path, self.tokenizer = tiny_model()
+    def __init__(self, bus: Bus, clock: Clock, model: tuple[Path, ModelTokenizer] | None = None) -> None:
+        self.model_path, self.tokenizer = model or tiny_model()
         self.bus = bus
         self.clock = clock
         self.workers: dict[str, Worker] = {}

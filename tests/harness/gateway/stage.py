@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
@@ -30,7 +31,12 @@ from tests.harness.nodes import living, make_node
 class Stage(Actors):
     """The gateway and the actors of one test. `base_url` is set while the gateway serves."""
 
-    def __init__(self, settings: Settings, intake: IntakePool | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        intake: IntakePool | None = None,
+        model: tuple[Path, ModelTokenizer] | None = None,
+    ) -> None:
         # The gateway need not learn the workers before its first request: tests wait until it knows them.
         settings = structs.replace(settings, learn_s=0.0)
         clock = SystemClock()
@@ -40,7 +46,7 @@ class Stage(Actors):
 
         self.spans: list[SpanRecord] = []
         self.network = MemoryNetwork(clock=clock)
-        super().__init__(MemoryBus(self.network, name="actors"), clock)
+        super().__init__(MemoryBus(self.network, name="actors"), clock, model)
         self.gateway_bus = MemoryBus(self.network, name="gateway")
         ports = system_ports(self.gateway_bus, seed=1)
         self.models = Models(ports=ports, intake=intake or LocalPool(load), load=load)
@@ -80,9 +86,13 @@ class Stage(Actors):
 
 
 @asynccontextmanager
-async def open_stage(settings: Settings | None = None, intake: IntakePool | None = None) -> AsyncGenerator[Stage]:
+async def open_stage(
+    settings: Settings | None = None,
+    intake: IntakePool | None = None,
+    model: tuple[Path, ModelTokenizer] | None = None,
+) -> AsyncGenerator[Stage]:
     """Serve a stage over HTTP with one decode worker, d1, that the gateway knows."""
-    stage = Stage(settings or Settings(port=0), intake)
+    stage = Stage(settings or Settings(port=0), intake, model)
     async with stage.standing(), stage.serving():
         await stage.add("d1")
         await forward(stage, "d1")

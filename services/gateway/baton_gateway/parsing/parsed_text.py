@@ -1,0 +1,53 @@
+"""Text of one choice in a model's answer format: parsed behind detokenising and stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.messages.attempts import TokenLogprob
+from baton_gateway.bodies import OutputOptions
+from baton_gateway.choice import ChoiceText, Piece, ToolCall
+from baton_gateway.detokenise import Vocabulary
+from baton_gateway.parsing.calls import call_id
+from baton_gateway.parsing.formats import ParsingOptions
+from baton_gateway.parsing.parser import AnswerFormat, Parsed
+
+
+class ParsedText(ChoiceText):
+    """Turns tokens into pieces of content, reasoning and tool calls."""
+
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        options: OutputOptions,
+        prompt: Sequence[int],
+        *,
+        parsing: ParsingOptions,
+        form: AnswerFormat,
+        request: str,
+    ) -> None:
+        """Start a choice. `request`: unique id, from which the ids of calls are made."""
+        super().__init__(vocabulary, options, prompt, marks=form.marks)
+        self._parser = form.parser(parsing)
+        self._calls_max = None if parsing.parallel else 1
+        self._form = form.spec
+        self._request = request
+
+    def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
+        piece = super().feed(tokens, logprobs, ends=ends)
+        if piece.text:
+            self._parse(piece, self._parser.feed(piece.text))
+        return piece
+
+    def finish(self) -> Piece:
+        piece = super().finish()
+        self._parse(piece, self._parser.finish(piece.text))
+        return piece
+
+    def _parse(self, piece: Piece, parsed: Parsed) -> None:
+        piece.text, piece.reasoning = parsed.content, parsed.reasoning
+        room = None if self._calls_max is None else self._calls_max - self.calls
+        for call in parsed.calls[:room]:
+            made = call_id(self._request, self.calls, prefix=self._form.id_prefix, chars=self._form.id_chars)
+            piece.calls += (ToolCall(self.calls, call.id or made, call.name, call.arguments),)
+            self.calls += 1
