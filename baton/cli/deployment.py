@@ -63,6 +63,8 @@ class Deployment:
     """None: `always` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
     """Options for every engine; those under an engine's name are for that engine only."""
+    answer_format: str = ""
+    """Format of reasoning and tool calls, one of the gateway's; empty: found by the model's chat template."""
     nats_url: str = ""
     redis_url: str = ""
     pythons: Mapping[EngineName, Path]
@@ -229,6 +231,7 @@ def service_programs(
             # Its /ready asks for workers, which start after it.
             ready=http_probe(deployment.local_host, deployment.port, "/health"),
             api_keys=deployment.api_key,
+            answer_format=deployment.answer_format,
         ),
     )
 

@@ -84,6 +84,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         device=parsed.device,
         disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
         engine_options=parse_engine_options(parsed.engine_options),
+        answer_format=parsed.answer_format,
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
         redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
         pythons={"vllm": parsed.vllm_python.absolute(), "sglang": parsed.sglang_python.absolute()},
@@ -154,6 +155,12 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         default="",
         metavar="JSON",
         help='the engine\'s own flags: {"max_model_len": 4096}; for one of two engines: {"vllm": {"block_size": 64}}',
+    )
+    add(
+        "--answer-format",
+        default="",
+        metavar="NAME",
+        help="how the model writes reasoning and tool calls, such as hermes; default: found by its chat template",
     )
     add("--nats-url", metavar="URL", help="use this NATS and start none; default: NATS_URL")
     add("--redis-url", metavar="URL", help="use this Redis and start none; default: REDIS_URL")

@@ -67,6 +67,11 @@ def test_the_gateway_may_have_several_processes(tmp_path: Path) -> None:
             check_deployment(make_deployment(tmp_path, gateway_processes=number, engine="simulated"))
 
 
+def test_the_gateway_gets_the_answer_format(tmp_path: Path) -> None:
+    _, _, gateway, *_ = all_programs(make_deployment(tmp_path, engine="simulated", answer_format="hermes"))
+    assert gateway.environ["BATON_GATEWAY_ANSWER_FORMAT"] == "hermes"
+
+
 def test_secrets_stay_off_command_lines(tmp_path: Path) -> None:
     programs = all_programs(make_deployment(tmp_path, engine="simulated"))
     words = " ".join(word for program in programs for word in program.command)
