@@ -135,6 +135,12 @@ def test_the_bandwidth_is_that_of_the_pair() -> None:
     }
 
 
+def test_a_pulled_sequence_joins_after_the_step_under_way() -> None:
+    busy = decode(running=4, steps=steps(sequence_s=0.01))
+    predicted = place(demand(ALWAYS), prefill(), busy).predicted
+    assert predicted.predicted_ttft_s == pytest.approx(1.0 + (0.01 + 4 * 0.01) / 2 + (0.01 + 5 * 0.01))
+
+
 def test_an_aggregated_worker_takes_its_queue_and_the_steps_of_what_runs_there() -> None:
     idle = place(demand(NEVER), decode(prefill_tokens_queued=500)).predicted
     assert idle.predicted_ttft_s == pytest.approx(0.5 + 1.0)
@@ -515,7 +521,9 @@ def test_every_placement_is_allowed(
             assert asked.disaggregation is not ALWAYS
         assert 0 < candidate.predicted_ttft_s < math.inf
         assert 0 < candidate.predicted_token_interval_s < math.inf
-        assert 0 <= candidate.waiting_s <= candidate.predicted_ttft_s <= candidate.cost_s < math.inf
+        assert 0 <= candidate.waiting_s <= candidate.predicted_ttft_s
+        under_way_s = loads[candidate.decode].half_interval_s if candidate.prefill else 0.0
+        assert candidate.predicted_ttft_s <= (candidate.cost_s + under_way_s) * (1 + 1e-9) < math.inf
     assert placement.reason.endswith(".")
 
 

@@ -3,11 +3,13 @@
 The prediction is plain time, which is reported and compared with what happens:
 
     time to first token    wait for room + prompts queued before it + its own prompt                 aggregated
-                           the same on the prefill worker + tail of the pull + decode's next step    a pair
+                           the same on the prefill worker + tail of the pull                         a pair
+                           + half of decode's present step + its next one
 
 The tail of a pull is what is left of it when the prompt is computed: KV moves while prefill computes.
 
-The cost adds what the placement does to other requests, in seconds as well; its weights are in `loads.py`.
+The cost adds what the placement does to other requests, in seconds as well; its weights are in `worker_load.py`. It
+leaves out the half step, with which placements were no better (`docs/replay.md`).
 """
 
 from __future__ import annotations
@@ -201,7 +203,7 @@ class Prediction:
             cached_tokens=cached_tokens,
             decode_cached_tokens=int(sink.cached_tokens.item(sink_index)),
             speculative_tokens=self._speculative_tokens(prefill, cached_tokens),
-            predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + decode.next_interval_s,
+            predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + decode.half_interval_s + decode.next_interval_s,
             predicted_token_interval_s=decode.answer_interval_s,
             waiting_s=waiting_s,
             queue_s=queue_s,
