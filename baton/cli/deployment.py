@@ -60,7 +60,7 @@ class Deployment:
     decode_engine: EngineName | None = None
     device: DeviceName = "auto"
     disaggregation: Disaggregation | None = None
-    """None: `always` if the device can hand off, else `never`."""
+    """None: `auto` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
     """Options for every engine; those under an engine's name are for that engine only."""
     answer_format: str = ""
@@ -127,7 +127,7 @@ def resolve(deployment: Deployment, *, gpu: bool) -> Deployment:
         # As the Makefile chooses environments: only vLLM's comes with a build for GPUs.
         device = "cuda" if gpu and engines == {"vllm"} else "cpu"
     if device == "cpu" or engines == {"simulated"}:
-        return replace(deployment, device="cpu", disaggregation=deployment.disaggregation or Disaggregation.ALWAYS)
+        return replace(deployment, device="cpu", disaggregation=deployment.disaggregation or Disaggregation.AUTO)
     if deployment.disaggregation is Disaggregation.ALWAYS:
         raise ConfigurationError(
             f"DISAGGREGATION=always is not for GPUs: {WHOLE_ON_CUDA}; choose DISAGGREGATION=never, or DEVICE=cpu"
@@ -223,7 +223,7 @@ def service_programs(
 
     return (
         program("kvindex", redis_url=redis_url),
-        program("scheduler", "--disaggregation", deployment.disaggregation or Disaggregation.ALWAYS),
+        program("scheduler", "--disaggregation", deployment.disaggregation or Disaggregation.AUTO),
         program(
             "gateway",
             *("--host", deployment.host, "--port", str(deployment.port), "--drain-s", str(DRAIN_S)),

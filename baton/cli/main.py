@@ -148,7 +148,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--disaggregation",
         **_optional([placement.value for placement in Disaggregation]),
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
-        "default: always, but never on GPUs, whose KV is not handed off yet",
+        "default: auto, but never on GPUs, whose KV is not handed off yet",
     )
     add(
         "--engine-options",

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 @pytest.fixture(scope="module")
 def project() -> Iterator[Project]:
-    settings = {"ENGINE": "vllm"}
+    settings = {"ENGINE": "vllm", "DISAGGREGATION": "always"}
     if not os.environ.get("WHEELS") and not os.environ.get("TORCH_INDEX_URL"):
         settings["WHEELS"] = str(torch_wheel())
     with running(Project(name="baton-test-vllm", settings=settings), scale={}, timeout_s=3000.0) as started:

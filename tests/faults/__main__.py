@@ -41,7 +41,8 @@ ENGINE = {
 def main() -> int:
     parsed = parse(sys.argv[1:])
     folder = parsed.folder or Path(tempfile.mkdtemp(prefix="baton-faults-"))
-    workers = ("--prefill", str(parsed.prefill), "--decode", str(parsed.decode))
+    # Pairs only: faults are to hit the hand-off of KV.
+    workers = ("--prefill", str(parsed.prefill), "--decode", str(parsed.decode), "--disaggregation", "always")
     print(f"seed {parsed.seed}; logs are in {folder}", flush=True)
     with launched(folder, *workers, "--engine-options", json.dumps(ENGINE)) as launcher:
         records, faults = asyncio.run(run(parsed, launcher.url, launcher.process.pid))

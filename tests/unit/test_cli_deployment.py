@@ -141,7 +141,7 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
     [
         ({"decode": 0}, "DECODE=1"),
         ({"prefill": -1}, "PREFILL=0 or more"),
-        ({"prefill": 0}, "DISAGGREGATION=auto"),
+        ({"prefill": 0, "disaggregation": Disaggregation.ALWAYS}, "DISAGGREGATION=auto"),
         ({"prefill": 100, "decode": 29}, "129 workers are too many"),
         ({"port": 0}, "PORT=0 is no port"),
         ({"port": 70000}, "PORT=70000 is no port"),
@@ -192,7 +192,7 @@ def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device:
 )
 def test_a_gpu_changes_nothing_for_engines_that_do_not_use_it(tmp_path: Path, changes: dict[str, object]) -> None:
     deployment = resolve(make_deployment(tmp_path, **changes), gpu=True)
-    assert (deployment.device, deployment.disaggregation, deployment.prefill) == ("cpu", Disaggregation.ALWAYS, 1)
+    assert (deployment.device, deployment.disaggregation, deployment.prefill) == ("cpu", Disaggregation.AUTO, 1)
 
 
 @pytest.mark.parametrize(
