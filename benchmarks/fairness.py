@@ -4,7 +4,7 @@ Overload: recorded and skewed traffic at 1 and 2 times what the workers could do
 objective of 2 s and a TPOT objective of 50 ms, and is admitted by both. The same traffic at 1.5 times the capacity
 of eight aggregated workers, for these and for separated ones. Tenants: three with weights 1, 2 and 4.
 First all of them ask for more than their shares; then only the first one does, and the others are compared to
-themselves without it. Writes `benchmarks/results/fairness.json`.
+themselves without it, and beside it when it asks for no more than its share. Writes `benchmarks/results/fairness.json`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from baton_simulator.capacity import at_load
@@ -43,7 +44,7 @@ WARM_UP_S: Final = 10.0
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--duration-s", type=float, default=60.0, help="of the tenants' traffic; default: %(default)s")
+    parser.add_argument("--duration-s", type=float, default=120.0, help="of the tenants' traffic; default: %(default)s")
     duration_s = parser.parse_args().duration_s
     overloads = [row for trace in TRACES for fleet in FLEETS for row in overload(trace, fleet)]
     shares = [row for fleet in FLEETS for row in tenants(fleet, duration_s)]
@@ -111,12 +112,19 @@ def equal_resources() -> Iterator[dict[str, Any]]:
 
 
 def tenants(fleet: Fleet, duration_s: float) -> Iterator[dict[str, Any]]:
-    """Yield each tenant's figures where all flood, where the others are alone, and beside the one that floods."""
+    """Yield each tenant's figures where all flood, where the others are alone, and where the first one comes, too."""
     total = sum(WEIGHTS.values())
     flood = Tenant("a", WEIGHTS["a"], FLOOD)
+    modest = replace(flood, load=WEIGHTS["a"] / total)
     others = [Tenant(name, weight, OTHERS * weight / total) for name, weight in WEIGHTS.items() if name != flood.name]
     all_flood = [Tenant(name, weight, FLOOD) for name, weight in WEIGHTS.items()]
-    for scene, who in (("all flood", all_flood), ("alone", others), ("beside a flood", [flood, *others])):
+    scenes = {
+        "all flood": all_flood,
+        "alone": others,
+        "beside one that asks for its share": [modest, *others],
+        "beside a flood": [flood, *others],
+    }
+    for scene, who in scenes.items():
         for row in shares(run(generate(who, fleet, duration_s, SEED), fleet)):
             print(
                 f"{fleet}, {scene}, tenant {row['tenant']}: share {row['share']:.3f}, served {row['served']:.1%}, "

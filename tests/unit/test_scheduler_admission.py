@@ -76,6 +76,10 @@ def test_a_tenant_that_waits_leaves_workers_free_for_others() -> None:
     assert STRICT.begins_soon(candidate(queue_s=0.1), 0.5, room=0.5)
     assert Objectives().begins_soon(candidate(waiting_s=0.5), 0.5, room=0.5)
     assert STRICT.begins_soon(candidate(), 0.5, room=0.5, free=0.5)
+    fast = Objectives(tpot_s=0.02)
+    assert fast.begins_soon(candidate(interval_s=0.02), 0.5)
+    assert fast.begins_soon(candidate(interval_s=0.01), 0.5, room=0.5)
+    assert not fast.begins_soon(candidate(interval_s=0.011), 0.5, room=0.5), "others need short steps, too"
     for objectives in (STRICT, Objectives()):
         assert not objectives.begins_soon(candidate(), 0.5, room=0.5, free=0.4)
 

@@ -151,7 +151,7 @@ class World:
         return [request for request, *_ in last.positions]
 
 
-def placed_elsewhere(tenant: str) -> Placed:
+def placed_elsewhere(tenant: str, weight: float = 1.0) -> Placed:
     """Return what another scheduler tells of a placement."""
     return Placed(
         context=Context(request="other", budget_s=1.0),
@@ -162,6 +162,7 @@ def placed_elsewhere(tenant: str) -> Placed:
         prompt_tokens=100,
         predicted=Candidate(decode="unknown", predicted_ttft_s=0.1),
         tenant=tenant,
+        weight=weight,
     )
 
 
@@ -233,10 +234,10 @@ async def test_the_order_is_the_queues(world: World) -> None:
         await world.hold("begun", tenant="flood", priority=PRIORITY_BEGUN, due_in_s=3.0)
         await world.pass_time(BEAT_S)
         assert world.positions() == ["begun", "guest", "flood-0", "flood-1", "flood-2"]
-        await world.beat("d1", running=5)
-        assert list(world.released()) == ["begun", "guest"], "the rest of the flood leaves the worker free of prompts"
-        await world.pass_time(BEAT_S)
-        assert list(world.released())[:3] == ["begun", "guest", "flood-0"]
+        await world.beat("d1", running=4)
+        assert list(world.released()) == ["begun", "guest", "flood-0"], "now the flood has had more than its share"
+        await world.pass_time(1.0)
+        assert list(world.released())[3] == "flood-1", "it has waited until the worker was free of prompts"
 
 
 async def test_a_tenant_pays_for_what_other_schedulers_placed(world: World) -> None:
@@ -357,29 +358,33 @@ async def test_a_tpot_objective_waits_for_a_fast_worker(world: World) -> None:
         assert world.released() == {}
 
 
-async def test_a_tenant_that_waits_leaves_workers_free_for_others(world: World) -> None:
+async def test_a_tenant_that_had_more_than_its_share_leaves_workers_free_for_others(world: World) -> None:
     strict: dict[str, Any] = {"ttft_s": 2.0, "due_in_s": 2.0}
     async with world.scheduler():
         await world.beat("d1", prefill_tokens_queued=30_000)
         for number in range(2):
             await world.hold(f"flood-{number}", tenant="flood", **strict)
-        await world.bus.publish(subjects.PLACED, placed_elsewhere("guest"))
+        for tenant in ("flood", "flood", "guest"):
+            await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant))
         await world.beat("d1", prefill_tokens_queued=300)
         assert world.released() == {}, "a wait of 0.3 s is short enough for one request only"
         await world.beat("d1", prefill_tokens_queued=0)
-        assert list(world.released()) == ["flood-0", "flood-1"]
+        assert list(world.released()) == ["flood-0"]
+        await world.pass_time(0.4)
+        assert list(world.released()) == ["flood-0", "flood-1"], "the first prompt is computed"
 
 
 async def test_a_flood_leaves_workers_free_by_the_others_part_of_the_traffic(world: World) -> None:
-    """Prompts of 0.5 s on four workers: where most of the traffic is the guest's, more than one of them stays free."""
+    """Prompts of 0.5 s on four workers: the flood has had a third of the tokens, more than its fifth by weight."""
     async with world.scheduler():
         names = [f"d{number}" for number in range(4)]
         for name in names:
             await world.beat(name, **FULL)
         for number in range(8):
             await world.hold(f"flood-{number}", tenant="flood", prompt_tokens=500, output_tokens_max=84)
-        for _ in range(20):
-            await world.bus.publish(subjects.PLACED, placed_elsewhere("guest"))
+        for tenant, weight in (("flood", 1.0), ("guest", 4.0), ("guest", 4.0)):
+            for _ in range(20):
+                await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant, weight))
         world.workers = {name: heartbeat(name) for name in names}
         await world.pass_time(0.1)
         assert len(set(world.released().values())) == len(world.released()) == 3, "the fourth worker is left free"

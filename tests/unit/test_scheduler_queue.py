@@ -176,25 +176,31 @@ def test_requests_whose_time_is_up_are_given_up() -> None:
     assert names(queue) == ["long"]
 
 
-def test_a_tenant_leaves_room_while_it_waits_and_others_have_come_lately() -> None:
+def test_a_tenant_that_had_more_than_its_share_leaves_room_to_others_that_have_come_lately() -> None:
     queue = queue_of(entry("a-0", until_s=99.0), entry("a-1", until_s=99.0))
-    assert queue.room_to_leave("a", ("a-0", 0)) == 0, "it is alone"
+    queue.charge("a", 100)
+    assert queue.room_to_leave("a") == 0, "it is alone"
     queue.charge("b", 100)
-    assert queue.room_to_leave("a", ("a-0", 0)) == ROOM_SHARE
-    assert queue.room_to_leave("b", ("b-0", 0)) == 0, "nothing of it waits"
-    assert [queue.add(entry(f"b-{number}", "b")) for number in range(2)] == [None] * 2
-    assert queue.room_to_leave("a", ("a-0", 0)) == 0, "the other one was given more"
-    assert queue.room_to_leave("b", ("b-0", 0)) == ROOM_SHARE_MIN, "the other one has taken nothing"
-    queue.charge("a", 10)
-    assert queue.room_to_leave("b", ("b-0", 0)) == pytest.approx(ROOM_SHARE * 10 / 110)
-    for number in range(2):
-        queue.remove((f"b-{number}", 0))
-    queue.charge("a", 1000)
-    queue.charge("a", 1)
+    assert queue.room_to_leave("a") == 0, "it had its share, and no more"
+    queue.charge("a", 300)
+    assert queue.room_to_leave("a") == pytest.approx(ROOM_SHARE * 100 / 500)
+    assert queue.room_to_leave("b") == 0
+    queue.charge("a", 100_000)
+    assert queue.room_to_leave("a") == ROOM_SHARE_MIN
     queue.tick(9.0)
-    assert queue.room_to_leave("a", ("a-0", 0)) == pytest.approx(ROOM_SHARE * 100 / 1111)
+    assert queue.room_to_leave("a") == ROOM_SHARE_MIN
     queue.tick(10.1)
-    assert queue.room_to_leave("a", ("a-0", 0)) == 0
+    assert queue.room_to_leave("a") == 0, "the other one has not come for ten seconds"
+
+
+def test_a_tenant_leaves_no_room_to_one_that_waits_and_was_given_more() -> None:
+    queue = queue_of(entry("a", "a", until_s=99.0), entry("b", "b", until_s=99.0, weight=10.0))
+    queue.charge("away", 1, 100.0)
+    queue.charge("b", 500, 10.0)
+    queue.charge("a", 200)
+    assert queue.room_to_leave("a") > 0
+    queue.charge("b", 2000, 10.0)
+    assert queue.room_to_leave("a") == 0
 
 
 def test_a_tenant_that_asks_for_less_than_its_share_comes_before_one_that_floods() -> None:
@@ -242,8 +248,8 @@ def test_shares_outlive_a_moment_without_waiting_requests() -> None:
     queue.tick(1.0)
     queue.add(entry("third", "b"))
     queue.charge("a", 99)
-    assert queue.room_to_leave("a", ("new", 0)) > 0, "it had more than its share, and has nothing waiting"
-    assert queue.room_to_leave("b", ("third", 0)) == 0
+    assert queue.room_to_leave("a") > 0, "it had more than its share, and has nothing waiting"
+    assert queue.room_to_leave("b") == 0
 
 
 # ---------------------------------------------------------------- the naive model

@@ -14,13 +14,16 @@ from benchmarks.fairness import shares
 FLEET = Fleet(aggregated=4)
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 4.0}
 TTFT_S = 2.0
+TPOT_S = 0.05
 DURATION_S = 10.0
 WARM_UP_S = 2.0
 
 
-def replay(*tenants: Tenant, duration_s: float = DURATION_S, fleet: Fleet = FLEET) -> list[Outcome]:
+def replay(
+    *tenants: Tenant, duration_s: float = DURATION_S, fleet: Fleet = FLEET, tpot_s: float = 0.0
+) -> list[Outcome]:
     mode = Disaggregation.NEVER if fleet.aggregated else Disaggregation.ALWAYS
-    options = BatonOptions(mode, objectives=Objectives(ttft_s=TTFT_S))
+    options = BatonOptions(mode, objectives=Objectives(ttft_s=TTFT_S, tpot_s=tpot_s))
     trace = generate(tenants, fleet, duration_s, seed=1)
     return Replay(trace, fleet, lambda specs, random: BatonRouter(specs, options, random), seed=1).run()
 
@@ -64,3 +67,11 @@ def test_a_flood_hardly_delays_the_others() -> None:
     for tenant in "bc":
         assert beside[tenant]["served"] >= 0.98
         assert beside[tenant]["ttft_p99_s"] <= 1.2 * alone[tenant]["ttft_p99_s"], tenant
+
+
+def test_a_flood_leaves_the_others_room_in_the_token_interval() -> None:
+    """Filled up to the objective by the flood's answers, workers would take none of the others' requests."""
+    tenants = (Tenant("a", 1.0, 2.0), Tenant("b", 2.0, 0.23), Tenant("c", 4.0, 0.46))
+    outcomes = replay(*tenants, duration_s=20.0, tpot_s=TPOT_S)
+    others = [outcome for outcome in outcomes if outcome.request.tenant != "a" and outcome.arrived_s >= WARM_UP_S]
+    assert [outcome for outcome in others if outcome.placed_s != outcome.arrived_s] == []

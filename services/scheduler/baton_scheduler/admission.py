@@ -21,8 +21,8 @@ from baton_scheduler.queue import Entry, Key
 WAIT_SHARE: Final = 0.25
 """Longest wait, as a share of the TTFT objective: the rest is for the prompt itself, and for errors of predictions."""
 BACKLOG_SHARE: Final = 0.05
-"""The same at workers, for a tenant that has more waiting and was given more than others: its work waits in the queue,
-where tenants have shares, and leaves workers free for those that have nothing waiting."""
+"""The same at workers, for a tenant that leaves room to others: its work waits in the queue, where tenants have shares,
+and leaves workers free for those that have nothing waiting."""
 HOLD_S_MAX: Final = 600.0
 DRAIN_MEMORY_S: Final = 10.0
 """Time over which the speed of placements is averaged."""
@@ -42,11 +42,12 @@ class Objectives:
     def begins_soon(self, predicted: Candidate, wait_s_max: float, *, room: float = 0.0, free: float = 1.0) -> bool:
         """Return whether the request may be placed now and wait at its workers, for `wait_s_max` at most.
 
-        `room`: share of the workers that must be free before, to leave room for other tenants; `free`: share that is.
+        `room`: share to leave to other tenants, of the workers, which must be free before, and of the token interval;
+        `free`: share of the workers that is free.
         """
         if free < room:
             return False
-        if self.tpot_s and predicted.predicted_token_interval_s > self.tpot_s:
+        if self.tpot_s and predicted.predicted_token_interval_s > self.tpot_s * (1 - room):
             return False
         if not self.ttft_s:
             return predicted.waiting_s <= wait_s_max

@@ -117,7 +117,7 @@ class Holding:
 
     def begins_soon(self, place: Place, choice: Choice) -> bool:
         """Return whether a request may be placed now and wait at its workers."""
-        room = self._queue.room_to_leave(place.tenant, key_of(place))
+        room = self._queue.room_to_leave(place.tenant)
         predicted, longest_s = choice.placement.predicted, self._settings.place_wait_s_max
         free = choice.question.free_share(predicted) if room and choice.question else 1.0
         return _objectives_of(place).begins_soon(predicted, longest_s, room=room, free=free)

@@ -34,7 +34,7 @@ the others, short enough that a tenant that was away takes no more than that."""
 LEVEL_S: Final = 0.5
 """Interval at which the level is noted."""
 ROOM_SHARE: Final = 0.5
-"""Largest share of the workers that tenants leave free for others."""
+"""Largest share of the workers, and of their token intervals, that tenants leave to others."""
 ROOM_SHARE_MIN: Final = 0.01
 """Smallest one, for others that were given nothing of late: one worker of a hundred."""
 
@@ -118,23 +118,19 @@ class Queue:
     def get(self, key: Key) -> Entry | None:
         return self._entries.get(key)
 
-    def room_to_leave(self, tenant: str, key: Key) -> float:
-        """Return the share of the workers that must be free before a tenant takes one of them.
+    def room_to_leave(self, tenant: str) -> float:
+        """Return the share to leave to others, of the workers and of their time, when a request of a tenant is placed.
 
-        It follows the others' part of the tokens of late, and is 0 unless the tenant floods and others, which come as
-        well, were given less. Those that have nothing waiting count as such. A tenant floods that has more waiting than
-        this request, or had more than its share of late: what is refused at once does not wait.
+        It follows the others' part of the tokens of late, and is 0 unless the tenant floods: it had more than its share
+        by weight, and no tenant that waits, too, was given less. What is refused at once does not wait, and counts.
         """
-        if len(self._spent) == 1:
-            return 0.0
-        if self._counts[tenant] <= (key in self._entries) and not self._had_more_than_its_share(tenant):
+        if not self._had_more_than_its_share(tenant):
             return 0.0
         others = [spent for other, spent in self._spent.items() if other != tenant and self._counts[other]]
         if others and min(others) >= self._spent[tenant]:
             return 0.0
         total = sum(recent.tokens for recent in self._recent.values())
-        part = 1 - self._recent[tenant].tokens / total if tenant in self._recent else 1.0
-        return max(ROOM_SHARE_MIN, ROOM_SHARE * part)
+        return max(ROOM_SHARE_MIN, ROOM_SHARE * (1 - self._recent[tenant].tokens / total))
 
     def _had_more_than_its_share(self, tenant: str) -> bool:
         if tenant not in self._recent:

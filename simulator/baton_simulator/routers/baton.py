@@ -104,7 +104,7 @@ class BatonRouter:
     def _begins_soon(self, arrival: Arrival, placement: Placement) -> bool:
         """Return what `Holding` does for this placement, the last one that was chosen."""
         options, predicted, question = self._options, placement.predicted, self._policy.question
-        room = self._queue.room_to_leave(arrival.tenant, (arrival.id, 0))
+        room = self._queue.room_to_leave(arrival.tenant)
         free = question.free_share(predicted) if room and question else 1.0
         return options.objectives.begins_soon(predicted, options.place_wait_s_max, room=room, free=free)
 
