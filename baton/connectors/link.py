@@ -23,6 +23,8 @@ from baton.transfer import AgentOptions, TransferFaults
 ADDRESS_VARIABLE: Final = "BATON_ENGINE_LINK"
 HANDOFF_PARAMETER: Final = "baton"
 """Key of a request's `Handoff`, as JSON, in the parameters that SGLang passes on unread (`custom_params`)."""
+DELIVERED_PARAMETER: Final = "baton_delivered_tokens"
+"""Key of `Sampling.delivered_tokens` there."""
 KV_DID_NOT_ARRIVE: Final = "the prompt's KV did not arrive"
 """SGLang's error for a request whose pull failed; the `StepReport` before it holds the reason."""
 SETUP_TIMEOUT_S: Final = 30.0

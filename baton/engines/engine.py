@@ -94,7 +94,7 @@ class EngineFacts:
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
     parameters: tuple[str, ...] = ()
-    """Keys of `Sampling.extensions` that this engine takes, in order."""
+    """`Sampling.parameters` that this engine takes, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,30 @@ import msgspec
 from baton.messages.base import Context, ErrorReport, Message, Part, WorkerAddress
 
 
+class ConstraintKind(StrEnum):
+    """Form of a constraint, under vLLM's name for it."""
+
+    JSON = "json"
+    """JSON Schema."""
+    REGEX = "regex"
+    GRAMMAR = "grammar"
+    """EBNF, with `root` as its first rule."""
+    STRUCTURAL_TAG = "structural_tag"
+    """xgrammar's structural tag, as JSON."""
+
+    @property
+    def parameter(self) -> str:
+        """Name under which a worker declares that its engine enforces such constraints."""
+        return f"structured_outputs.{self}"
+
+
+class Constraint(Part, frozen=True, kw_only=True):
+    """Constraint on the whole output: each token continues a text that it allows."""
+
+    kind: ConstraintKind
+    text: str
+
+
 class Sampling(Part, frozen=True, kw_only=True):
     """Sampling parameters. `extensions` holds engine parameters that Baton passes through unread."""
 
@@ -28,7 +52,16 @@ class Sampling(Part, frozen=True, kw_only=True):
     min_tokens: int = 0
     logprobs: int | None = None
     """Number of alternatives reported beside each sampled token; None: no log-probabilities."""
+    constraint: Constraint | None = None
+    delivered_tokens: int = 0
+    """Tail of the prompt that an earlier attempt generated: the constraint allows it, and continues after it."""
     extensions: dict[str, object] = msgspec.field(default_factory=dict[str, object])
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Parameters beyond the common ones, which the decode worker must declare."""
+        constraint = () if self.constraint is None else (self.constraint.kind.parameter,)
+        return (*constraint, *self.extensions)
 
 
 class TokenChunk(Message, tag="chunk", frozen=True, kw_only=True):

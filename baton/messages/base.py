@@ -20,7 +20,7 @@ TOKEN_BYTES: Final = 4
 PARAMETERS_MAX: Final = 64
 PARAMETER_CHARACTERS_MAX: Final = 64
 ParameterName = Annotated[str, Meta(min_length=1, max_length=PARAMETER_CHARACTERS_MAX)]
-"""Key of `Sampling.extensions`."""
+"""One of `Sampling.parameters`."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="t", omit_defaults=True):

@@ -46,7 +46,7 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     exclude_pairs: tuple[tuple[str, str], ...] = ()
     """(prefill, decode) pairs whose agents cannot reach each other."""
     parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
-    """Keys of the request's `Sampling.extensions`. The decode worker must support all of them."""
+    """`Sampling.parameters` of the request. The decode worker must support all of them."""
     session: Annotated[str, Meta(max_length=SESSION_CHARACTERS_MAX)] = ""
     """Name of the conversation, the same for all of its requests; empty: unknown."""
     refused: Annotated[tuple[str, ...], Meta(max_length=REFUSALS_MAX)] = ()

@@ -89,7 +89,7 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Digest over the engine's version and options: what one worker of a kind refuses, all do. Empty: a kind of its
     own."""
     parameters: Annotated[tuple[ParameterName, ...], Meta(max_length=PARAMETERS_MAX)] = ()
-    """Keys of `Sampling.extensions` that the engine supports."""
+    """`Sampling.parameters` that the engine supports."""
     block_tokens: int
     """Size of a canonical block (the index's unit), in tokens."""
     context_tokens_max: int

@@ -29,25 +29,25 @@ def vllm() -> tuple[Sequence[str], Callable[[Sampling], object], Mapping[str, Ba
     from vllm.exceptions import VLLMValidationError
 
     from baton.engines.vllm.engine import engine_error
-    from baton.engines.vllm.sampling import EXTENSIONS, sampling_params
+    from baton.engines.vllm.sampling import PARAMETERS, sampling_params
 
     errors = {
         "refused": engine_error(VLLMValidationError("too many log-probabilities")),
         "broken": engine_error(ValueError("not enough values to unpack")),
         "confused": engine_error(TypeError("unhashable")),
     }
-    return sorted(EXTENSIONS), sampling_params, errors
+    return sorted(PARAMETERS), sampling_params, errors
 
 
 def sglang() -> tuple[Sequence[str], Callable[[Sampling], object], Mapping[str, BatonError | None]]:
-    from baton.engines.sglang.sampling import GRAMMARS, refusal_of, sampling_params
+    from baton.engines.sglang.sampling import PARAMETERS, refusal_of, sampling_params
 
     errors = {
         "refused": refusal_of({"type": "abort", "message": "no such grammar", "status_code": 400}),
         "aborted": refusal_of({"type": "abort", "message": "by us"}),
         "broken": refusal_of({"type": "abort", "message": "out of memory", "status_code": 500}),
     }
-    return sorted(GRAMMARS), lambda sampling: sampling_params(sampling, VOCABULARY, grammars=True), errors
+    return sorted(PARAMETERS), lambda sampling: sampling_params(sampling, VOCABULARY, grammars=True), errors
 
 
 def main(engine: str, samplings: Sequence[Mapping[str, Any]]) -> None:

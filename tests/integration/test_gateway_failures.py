@@ -24,7 +24,16 @@ from baton import subjects
 from baton.blocks import hash_blocks, root_key
 from baton.bus import Delivery
 from baton.errors import EngineFailed, TransferFailed
-from baton.messages.attempts import Acknowledge, Cancel, DecodeTask, Frame, PrefillTask, Resend
+from baton.messages.attempts import (
+    Acknowledge,
+    Cancel,
+    Constraint,
+    ConstraintKind,
+    DecodeTask,
+    Frame,
+    PrefillTask,
+    Resend,
+)
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
 from baton.messages.placement import PRIORITY_NEW, Disaggregation, Place
 from baton.messages.workers import Role
@@ -224,6 +233,22 @@ async def test_a_stream_starts_over_as_long_as_all_of_it_is_held_back(stage: Sta
     (task,) = stage.workers["d2"].got(DecodeTask)
     assert isinstance(task, DecodeTask)
     assert task.prompt_tokens == events[-1]["usage"]["prompt_tokens"]
+
+
+async def test_a_constrained_answer_continues_from_what_was_delivered(stage: Stage, client: httpx.AsyncClient) -> None:
+    await stage.add("d2")
+    await forward(stage, "d2")
+    stage.workers["d1"].script.die_at = 9
+    assert text_of(await stream(client, structured_outputs={"regex": "[^x]+"})) == TEXT
+    (first,), (second,) = (stage.workers[name].got(DecodeTask) for name in ("d1", "d2"))
+    assert isinstance(first, DecodeTask)
+    assert isinstance(second, DecodeTask)
+    assert (
+        first.sampling.constraint == second.sampling.constraint == Constraint(kind=ConstraintKind.REGEX, text="[^x]+")
+    )
+    assert (first.sampling.delivered_tokens, second.sampling.delivered_tokens) == (0, 9)
+    assert second.prompt_tokens == first.prompt_tokens + 9
+    assert {place.parameters for place in stage.scheduler.places} == {("structured_outputs.regex",)}
 
 
 async def test_what_cannot_be_continued_exactly_says_so(stage: Stage, client: httpx.AsyncClient) -> None:

@@ -179,7 +179,7 @@ async def test_a_body_in_a_coding(client: httpx.AsyncClient) -> None:
 
 FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{}]}, "tools[0].type"),
-    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"temperature": 9}, "temperature"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"n": 5}, "n"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -223,11 +224,29 @@ async def test_engine_extensions_pass_through(stage: Stage, client: openai.Async
 async def test_a_schema_of_64_levels_and_256_kib_reaches_the_worker(stage: Stage, client: openai.AsyncOpenAI) -> None:
     schema: dict[str, object] = {"enum": ["x" * 1000] * (260_000 // 1003)}
     for _ in range(62):
-        schema = {"properties": schema}
-    await client.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"guided_choice": {"json": schema}})
+        schema = {"items": schema}
+    await client.chat.completions.create(
+        model=MODEL,
+        messages=MESSAGES,
+        response_format={"type": "json_schema", "json_schema": {"name": "deep", "strict": True, "schema": schema}},
+    )
     (task,) = stage.workers["d1"].got(DecodeTask)
     assert isinstance(task, DecodeTask)
-    assert task.sampling.extensions == {"guided_choice": {"json": schema}}
+    assert task.sampling.constraint is not None
+    assert json.loads(task.sampling.constraint.text) == schema
+    with pytest.raises(openai.BadRequestError, match=r"nested at most 64 deep") as caught:
+        await client.chat.completions.create(
+            model=MODEL,
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": {"name": "deep", "schema": {"items": schema}}},
+        )
+    assert caught.value.param == "response_format.json_schema.schema"
+
+
+async def test_a_constraint_that_no_worker_enforces_is_refused(stage: Stage, client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"no worker .* `structured_outputs.grammar`"):
+        await client.completions.create(model=MODEL, prompt="hi", extra_body={"ebnf": 'root ::= "a"'})
+    assert not stage.scheduler.places
 
 
 async def test_a_long_prompt_travels_in_chunks(stage: Stage, client: openai.AsyncOpenAI) -> None:

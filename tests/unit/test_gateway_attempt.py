@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
+from baton_gateway.resumption import resumed
 from msgspec.structs import replace
 
 from baton.errors import (
@@ -25,7 +26,7 @@ from baton.errors import (
     TransferFailed,
     WorkerLost,
 )
-from baton.messages.attempts import AttemptState, DigestEntry, FinishReason, Frame, Sampling
+from baton.messages.attempts import AttemptState, Constraint, ConstraintKind, DigestEntry, FinishReason, Frame, Sampling
 from tests.harness.gateway.attempt_harness import REQUEST, AttemptHarness, frame, placement
 
 
@@ -539,6 +540,7 @@ def test_what_cannot_be_resumed_exactly_starts_over_while_nothing_was_shown(samp
         Sampling(max_tokens=8, temperature=1.0),
         Sampling(max_tokens=8, temperature=0.0, seed=1),
         Sampling(max_tokens=8, logit_bias={1: 2.0}, top_p=0.5, top_k=3, min_p=0.1, stop_token_ids=(7,)),
+        Sampling(max_tokens=8, constraint=Constraint(kind=ConstraintKind.JSON, text="{}")),
     ],
 )
 def test_plain_sampling_is_resumed(sampling: Sampling) -> None:
@@ -547,6 +549,12 @@ def test_plain_sampling_is_resumed(sampling: Sampling) -> None:
     bench.frame(0, [10])
     bench.step(ev.WorkerGone("d1", 1, "died"))
     assert bench.did(ev.SendPlace)
+
+
+def test_the_rest_of_an_output_knows_what_was_delivered() -> None:
+    whole = Sampling(max_tokens=8, min_tokens=2, constraint=Constraint(kind=ConstraintKind.REGEX, text="a+"))
+    assert resumed(whole, 0) == whole
+    assert resumed(whole, 3) == replace(whole, max_tokens=5, min_tokens=0, delivered_tokens=3)
 
 
 def test_an_output_that_is_whole_is_not_resumed() -> None:

@@ -15,6 +15,8 @@ from baton_gateway.bodies import (
     CompletionBody,
     GenerationBody,
     SamplingDefaults,
+    constraint_of,
+    extensions_of,
     limit_output,
     output_of,
     parse,
@@ -100,7 +102,6 @@ def test_prompts(prompt: object, prompts: list[object]) -> None:
 
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"functions": [{}]}, "functions"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "x"}}, "audio"),
     ({"messages": [{"role": "function", "content": "x"}]}, "messages[0]"),
@@ -181,12 +182,20 @@ def nested(depth: int) -> object:
     return value
 
 
-def test_a_schema_of_64_levels_passes_in_its_object_and_one_more_does_not() -> None:
-    schema = {"json": nested(64)}
-    assert sampling(parse_chat(structured_outputs=schema)).extensions == {"structured_outputs": schema}
-    with pytest.raises(InvalidRequest, match="`structured_outputs` is nested more than 65 deep") as caught:
-        sampling(parse_chat(structured_outputs={"json": nested(65)}))
-    assert caught.value.param == "structured_outputs"
+def test_a_parameter_of_65_levels_passes_and_one_more_does_not() -> None:
+    assert sampling(parse_chat(deep=nested(65))).extensions == {"deep": nested(65)}
+    with pytest.raises(InvalidRequest, match="`deep` is nested more than 65 deep") as caught:
+        sampling(parse_chat(deep=nested(66)))
+    assert caught.value.param == "deep"
+
+
+def test_structured_output_is_no_parameter_of_an_engine() -> None:
+    body = parse_chat(response_format={"type": "json_object"}, ebnf=None)
+    assert extensions_of(body) == {}
+    constraint = constraint_of(body)
+    assert constraint is not None
+    assert constraint.text == '{"type":"object"}'
+    assert constraint_of(parse_chat(response_format={"type": "text"})) is None
 
 
 @pytest.mark.parametrize("fields", [1, EXTENSIONS_MAX])

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from baton.connectors.link import (
+    DELIVERED_PARAMETER,
     HANDOFF_PARAMETER,
     KV_DID_NOT_ARRIVE,
     AskStats,
@@ -80,7 +81,7 @@ class SglangEngine:
         except BaseException:
             await self.close()
             raise
-        from baton.engines.sglang.sampling import GRAMMARS
+        from baton.engines.sglang.sampling import PARAMETERS
 
         opened = self._opened
         return EngineFacts(
@@ -94,7 +95,7 @@ class SglangEngine:
             context_tokens_max=opened.context_tokens_max,
             kv_identity=opened.kv_identity,
             agents=(opened.endpoint,) if opened.endpoint else (),
-            parameters=tuple(sorted(GRAMMARS)) if opened.grammars else (),
+            parameters=tuple(sorted(PARAMETERS)) if opened.grammars else (),
         )
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -214,8 +215,12 @@ class SglangEngine:
             room = opened.context_tokens_max - len(request.tokens)
             params = sampling_params(sampling, opened.vocabulary, grammars=opened.grammars)
             params["max_new_tokens"] = min(sampling.max_tokens, room)
+        custom: dict[str, object] = {}
         if handoff is not None:
-            params["custom_params"] = {HANDOFF_PARAMETER: msgspec.json.encode(handoff).decode()}
+            custom[HANDOFF_PARAMETER] = msgspec.json.encode(handoff).decode()
+        if sampling.constraint is not None and request.leg is not Leg.PREFILL:
+            custom[DELIVERED_PARAMETER] = sampling.delivered_tokens
+        params["custom_params"] = custom or None
         asked = sampling.logprobs is not None and request.leg is not Leg.PREFILL
         return {
             "sampling_params": params,

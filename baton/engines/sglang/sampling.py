@@ -12,10 +12,17 @@ from typing import Any, Final
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from baton.errors import InvalidRequest
-from baton.messages.attempts import Sampling, TokenLogprob
+from baton.messages.attempts import ConstraintKind, Sampling, TokenLogprob
 
-GRAMMARS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag"})
-"""SGLang's own parameters that Baton passes through if SGLang has a back end for them."""
+CONSTRAINTS: Final = {
+    ConstraintKind.JSON: "json_schema",
+    ConstraintKind.REGEX: "regex",
+    ConstraintKind.GRAMMAR: "ebnf",
+    ConstraintKind.STRUCTURAL_TAG: "structural_tag",
+}
+"""SGLang's parameter for each kind of constraint."""
+PARAMETERS: Final = frozenset(kind.parameter for kind in CONSTRAINTS)
+"""`Sampling.parameters` that the engine takes if SGLang has a back end for grammars."""
 
 
 def prefill_params() -> dict[str, object]:
@@ -25,8 +32,8 @@ def prefill_params() -> dict[str, object]:
 
 def sampling_params(sampling: Sampling, vocabulary: int, *, grammars: bool) -> dict[str, object]:
     """Return SGLang's form of `sampling`. Raises InvalidRequest naming what SGLang refuses or does not know."""
-    for name in sampling.extensions:
-        if not grammars or name not in GRAMMARS:
+    for name in sampling.parameters:
+        if not grammars or name not in PARAMETERS:
             raise InvalidRequest(f"the engine has no parameter {name!r}", param=name)
     if sampling.max_tokens < 1:
         raise InvalidRequest(f"max_tokens must be at least 1, got {sampling.max_tokens}", param="max_tokens")
@@ -49,8 +56,9 @@ def sampling_params(sampling: Sampling, vocabulary: int, *, grammars: bool) -> d
         # The gateway turns tokens into text: SGLang leaves them as they are.
         "skip_special_tokens": False,
         "no_stop_trim": True,
-        **sampling.extensions,
     }
+    if (constraint := sampling.constraint) is not None:
+        fields[CONSTRAINTS[constraint.kind]] = constraint.text
     try:
         params = SamplingParams(**fields)  # pyright: ignore[reportArgumentType]
         params.verify(vocabulary)

@@ -109,6 +109,8 @@ def check_sampling(
     def refuse(name: str, needs: str) -> None:
         raise InvalidRequest(f"{name} {needs}, not {getattr(sampling, name)!r}", param=name)
 
+    if sampling.constraint is not None:
+        raise InvalidRequest("the simulated engine constrains no output", param=sampling.constraint.kind.parameter)
     taken = parameters or {}
     for name, value in sampling.extensions.items():
         if name not in taken:

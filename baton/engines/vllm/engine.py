@@ -83,7 +83,7 @@ class VllmEngine:
     async def _describe(self, llm: AsyncLLM, digest: str) -> EngineFacts:
         import vllm
 
-        from baton.engines.vllm.sampling import EXTENSIONS
+        from baton.engines.vllm.sampling import PARAMETERS
 
         config = llm.vllm_config
         cache = config.cache_config
@@ -102,7 +102,7 @@ class VllmEngine:
             context_tokens_max=self._context_tokens_max,
             kv_identity=str(ranks[0]["kv_identity"]),
             agents=agents,
-            parameters=tuple(sorted(EXTENSIONS)),
+            parameters=tuple(sorted(PARAMETERS)),
         )
 
     def check_sampling(self, sampling: Sampling) -> None:

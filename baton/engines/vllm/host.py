@@ -16,7 +16,7 @@ from baton.engines.options import (
     engine_arguments,
     engine_environment,
 )
-from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
+from baton.engines.vllm.options import DEFAULT_STRUCTURED_OUTPUTS, DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions
@@ -48,7 +48,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
     def _build(self, model_path: str) -> AsyncLLM:
         with engine_environment(DIALECT):
             # vLLM reads parts of its environment when it is imported, and takes seconds to do so.
-            from vllm.config import KVEventsConfig
+            from vllm.config import KVEventsConfig, StructuredOutputsConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.platforms import current_platform
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -63,8 +63,12 @@ class VllmHost(EngineHost["AsyncLLM"]):
                 check_handoff(arguments)
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
+                structured = StructuredOutputsConfig(
+                    **{**DEFAULT_STRUCTURED_OUTPUTS, **arguments.pop("structured_outputs_config", {})}
+                )
                 engine_args = AsyncEngineArgs(
                     **arguments,
+                    structured_outputs_config=structured,
                     model=model_path,
                     disable_log_stats=True,
                     worker_extension_cls=WORKER_EXTENSION,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 from baton.engines.options import Device, DeviceProfile, Dialect
 from baton.errors import ConfigurationError
@@ -45,6 +45,13 @@ DIALECT: Final = Dialect(
         Device.CUDA: DeviceProfile(environment={}, options={"block_size": 32}, block_tokens_multiple=16),
     },
 )
+
+DEFAULT_STRUCTURED_OUTPUTS: Final[Mapping[str, Any]] = {"backend": "xgrammar"}
+"""Settings of vLLM's structured output that the user's override, one by one.
+
+vLLM can choose a back end for each request, but keeps the first request's for all: a schema that only another back end
+enforces would then be enforced in part.
+"""
 
 _LAYER_AND_TOKEN_RANKS: Final = ("pipeline_parallel_size", "prefill_context_parallel_size")
 

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from baton.engines.processes import ENGINE_MARK, bind_to_parent, end_at_once
+from baton.engines.vllm.grammar import advance_grammars
 
 
 def unname_shared_memory(folder: Path = Path("/dev/shm")) -> None:
@@ -24,3 +25,4 @@ def plugin() -> None:
     if os.environ.get(ENGINE_MARK):
         bind_to_parent()
         end_at_once()
+        advance_grammars()

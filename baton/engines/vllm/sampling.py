@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.logprobs import Logprob
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+from baton.engines.vllm.grammar import DELIVERED_PARAMETER
 from baton.errors import InvalidRequest
-from baton.messages.attempts import Sampling, TokenLogprob
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling, TokenLogprob
 
 _NOT_EXTENSIONS: Final = frozenset(
     {
@@ -30,6 +31,7 @@ _NOT_EXTENSIONS: Final = frozenset(
         "prompt_logprob_start",
         "prompt_logprob_token_ids",
         "skip_clone",
+        "structured_outputs",  # `Sampling.constraint`.
         "trace_decode_token_ids",  # Replays a given output.
         *Sampling.__struct_fields__,
     }
@@ -38,6 +40,11 @@ _NOT_EXTENSIONS: Final = frozenset(
 EXTENSIONS: Final = frozenset(
     name for name in SamplingParams.__struct_fields__ if name not in _NOT_EXTENSIONS and not name.startswith("_")
 )
+
+PARAMETERS: Final = EXTENSIONS.union(kind.parameter for kind in ConstraintKind)
+"""`Sampling.parameters` that the engine takes."""
+
+_OWN_EXTRA: Final = ("kv_transfer_params", DELIVERED_PARAMETER)
 
 
 def prefill_params(kv_transfer: Mapping[str, object]) -> SamplingParams:
@@ -52,17 +59,29 @@ def sampling_params(sampling: Sampling, kv_transfer: Mapping[str, object] | None
             raise InvalidRequest(f"the engine has no parameter {name!r}", param=name)
     fields = msgspec.structs.asdict(sampling)
     extensions = fields.pop("extensions")
+    constraint, delivered_tokens = fields.pop("constraint"), fields.pop("delivered_tokens")
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
-    return _strictly({**fields, **extensions}, kv_transfer)
+    params = _strictly({**fields, **extensions}, kv_transfer)
+    if constraint is not None:
+        params.structured_outputs = _structured_outputs(constraint)
+        if delivered_tokens:
+            params.extra_args = {**(params.extra_args or {}), DELIVERED_PARAMETER: delivered_tokens}
+    return params
+
+
+def _structured_outputs(constraint: Constraint) -> StructuredOutputsParams:
+    fields: dict[str, Any] = {constraint.kind.value: constraint.text}
+    return StructuredOutputsParams(**fields)
 
 
 def _strictly(fields: dict[str, object], kv_transfer: Mapping[str, object] | None) -> SamplingParams:
     extra = fields.get("extra_args")
+    for name in _OWN_EXTRA:
+        if isinstance(extra, dict) and name in extra:
+            # A client that sets these could read another request's KV.
+            raise InvalidRequest(f"extra_args.{name} is Baton's own", param="extra_args")
     if kv_transfer is not None:
         fields["extra_args"] = {**(extra if isinstance(extra, dict) else {}), "kv_transfer_params": dict(kv_transfer)}
-    elif isinstance(extra, dict) and "kv_transfer_params" in extra:
-        # A client that sets these could read another request's KV.
-        raise InvalidRequest("extra_args.kv_transfer_params is Baton's own", param="extra_args")
     try:
         params = msgspec.convert(fields, SamplingParams)
     except (VLLMClientError, msgspec.ValidationError, ValueError, TypeError) as error:

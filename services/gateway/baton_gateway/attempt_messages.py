@@ -54,7 +54,7 @@ def question_of(
         session=order.session,
         exclude=action.exclude,
         exclude_pairs=action.exclude_pairs,
-        parameters=tuple(order.sampling.extensions),
+        parameters=order.sampling.parameters,
         refused=action.refused,
         unavailable=action.unavailable,
         gateway=gateway,

@@ -10,16 +10,17 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequest
-from baton.messages.attempts import Sampling
+from baton.messages.attempts import Constraint, Sampling
+from baton_gateway import constraints
+from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
 from baton_gateway.tool_bodies import TOOLS_MAX, CalledTools, Text, Tool, ToolChoice, Tools, check_tools
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
 EXTENSION_DEPTH_MAX: Final = 65
-"""Depth of a schema nested 64 deep, within the object that carries it (`{"json": …}`)."""
 EXTENSIONS_BYTES_MAX: Final = (256 + 16) << 10
-"""Total length, as JSON, of all fields that this server does not know: a schema of 256 KiB plus smaller fields."""
+"""Total length, as JSON, of all fields that this server does not know."""
 FIELDS_MAX: Final = 128
 EXTENSIONS_MAX: Final = 32
 NAME_CHARS_MAX: Final = 256
@@ -38,6 +39,7 @@ _DROPPED: Final = frozenset(
     }
 )  # fmt: skip
 """Fields that describe a request to the server's operator and change no token."""
+_KNOWN_EXTRA: Final = _DROPPED.union(constraints.FIELDS)
 _SESSION: Final = ("prompt_cache_key", "user", "safety_identifier")
 """Fields of these that tell conversations or their users apart, the most specific first."""
 _TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
@@ -321,19 +323,10 @@ def pack_bounded(values: Mapping[str, object]) -> dict[str, msgspec.Raw]:
         if room_bytes < 0:
             said = f"with `{name[:80]}`, the parameters are longer than {EXTENSIONS_BYTES_MAX} bytes"
             raise InvalidRequest(said, param=name[:80])
-        if not _is_within_depth(value, EXTENSION_DEPTH_MAX):
+        if not is_within_depth(value, EXTENSION_DEPTH_MAX):
             said = f"`{name[:80]}` is nested more than {EXTENSION_DEPTH_MAX} deep"
             raise InvalidRequest(said, param=name[:80])
     return packed
-
-
-def _is_within_depth(value: object, depth_max: int) -> bool:
-    """Return whether `value` has at most `depth_max` levels of nested containers."""
-    if isinstance(value, dict):
-        value = list(cast("dict[str, object]", value).values())
-    if not isinstance(value, list):
-        return True
-    return depth_max > 0 and all(_is_within_depth(inner, depth_max - 1) for inner in cast("list[object]", value))
 
 
 def _given(value: float | None, default: float) -> float:
@@ -350,11 +343,16 @@ def _logit_bias(bias: Mapping[str, float] | None) -> dict[int, float] | None:
     return {int(token): value for token, value in bias.items()}
 
 
+def constraint_of(body: GenerationBody) -> Constraint | None:
+    """Return the constraint on the answer. Raises InvalidRequest for a malformed one."""
+    return constraints.constraint_of(body.model_extra or {})
+
+
 def extensions_of(body: GenerationBody) -> dict[str, object]:
     """Return the parameters that Baton does not know, for the engine to judge."""
     extra = body.model_extra or {}
     extensions = {
-        name: cast("object", value) for name, value in extra.items() if value is not None and name not in _DROPPED
+        name: cast("object", value) for name, value in extra.items() if value is not None and name not in _KNOWN_EXTRA
     }
     if len(extensions) > EXTENSIONS_MAX:
         raise InvalidRequest(f"the body has more than {EXTENSIONS_MAX} fields that this server does not know")
@@ -398,7 +396,6 @@ def _refuse_unsupported(fields: dict[str, Any], known: Set[str]) -> None:
         "tool_choice": (None, "none", "auto"),
         "functions": (None, []),
         "function_call": (None, "none", "auto"),
-        "response_format": (None, {"type": "text"}),
         "modalities": (None, ["text"]),
         "audio": (None,),
         "prediction": (None,),

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.messages.attempts import Sampling
+from baton.messages.attempts import Constraint, Sampling
 from baton.messages.base import TOKEN_BYTES, pack_tokens
 from baton_gateway.bodies import (
     NEUTRAL,
@@ -16,6 +16,7 @@ from baton_gateway.bodies import (
     CompletionBody,
     OutputOptions,
     asked_of,
+    constraint_of,
     extensions_of,
     limit_output,
     output_of,
@@ -45,7 +46,7 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     prompts: int
     choices_per_prompt: int
     parameters: tuple[str, ...]
-    """Names of the parameters that only engines know."""
+    """`Sampling.parameters`: those that not every engine takes."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,17 +83,19 @@ class Intake:
 
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
+        self._constraint: Constraint | None = None
 
     def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
         body = self._body = parse(_BODIES[operation], payload)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
+        constraint = self._constraint = constraint_of(body)
         return Parsed(
             model=body.model,
             prompts=body.prompt_count(),
             choices_per_prompt=body.n or 1,
-            parameters=tuple(extensions_of(body)),
+            parameters=Sampling(max_tokens=1, constraint=constraint, extensions=extensions_of(body)).parameters,
         )
 
     def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
@@ -106,7 +109,9 @@ class Intake:
         sampling = sampling_of(body, tokenizer.defaults if model_defaults else NEUTRAL)
         extensions = cast("dict[str, msgspec.Raw]", sampling.extensions)
         choices_per_prompt = body.n or 1
+        constraint = self._constraint
         carried_bytes = sum(len(bytes(packed)) for packed in extensions.values())
+        carried_bytes += len(constraint.text.encode()) if constraint else 0
         if carried_bytes * body.prompt_count() * choices_per_prompt > CARRIED_BYTES_MAX:
             said = f"the parameters of all answers together are longer than {CARRIED_BYTES_MAX} bytes: ask for fewer"
             raise InvalidRequest(said, param="n")
@@ -132,7 +137,7 @@ class Intake:
         return Plan(
             prompts=tuple(prompts),
             choices_per_prompt=choices_per_prompt,
-            sampling=msgspec.structs.replace(sampling, extensions={}),
+            sampling=msgspec.structs.replace(sampling, constraint=constraint, extensions={}),
             extensions=extensions,
             output=output_of(body, tokenizer.parsing_of(body, text)),
             root=root,

@@ -19,7 +19,8 @@ def obstacle(sampling: Sampling) -> str:
     """Return what makes a continuation from prompt + delivered tokens inexact, or "" if it is exact.
 
     An engine that gets delivered tokens as prompt counts none of them as output, and restarts its random
-    numbers. So parameters that read the output so far, and seeds that must repeat a draw, are obstacles.
+    numbers. So parameters that read the output so far, and seeds that must repeat a draw, are obstacles. A constraint
+    is none: engines that enforce one advance it by the delivered tokens.
     """
     if sampling.seed is not None and sampling.temperature > 0:
         return "a seed"
@@ -38,6 +39,7 @@ def resumed(sampling: Sampling, delivered_tokens: int) -> Sampling:
         sampling,
         max_tokens=sampling.max_tokens - delivered_tokens,
         min_tokens=max(0, sampling.min_tokens - delivered_tokens),
+        delivered_tokens=delivered_tokens,
     )
 
 

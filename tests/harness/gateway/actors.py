@@ -33,6 +33,7 @@ from baton.messages.attempts import (
     AttemptState,
     Busy,
     Cancel,
+    ConstraintKind,
     DecodeTask,
     Digest,
     DigestEntry,
@@ -151,8 +152,11 @@ class Worker:
         self.generation = generation
         self.model = model
         self.script = Script()
-        self.parameters: tuple[str, ...] = ("guided_choice", "guided_regex")
-        """Extension parameters that heartbeats declare."""
+        self.parameters: tuple[str, ...] = (
+            *("guided_choice", "guided_regex"),
+            *(kind.parameter for kind in (ConstraintKind.JSON, ConstraintKind.REGEX)),
+        )
+        """Parameters that heartbeats declare."""
         self.alive = True
         self.attempts: dict[tuple[str, int], Attempt] = {}
         self.chunks: dict[tuple[str, int], bytes] = {}

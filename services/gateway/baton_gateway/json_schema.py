@@ -1,0 +1,224 @@
+"""Checks of JSON schemas and regular expressions that constrain an answer, before a worker is chosen. Pure.
+
+Engines ignore what they do not know, and then generate answers that the schema forbids: a misspelt type, a `$ref` that
+points nowhere, a keyword that no grammar enforces. Each is refused here, with its path. Patterns are bounded by the
+work that they can cause in an engine's step; their syntax is the engine's to judge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Final, cast
+from urllib.parse import unquote
+
+from baton.errors import InvalidRequest
+
+DEPTH_MAX: Final = 64
+PATTERN_CHARACTERS_MAX: Final = 4096
+PATTERN_GROUPS_MAX: Final = 64
+"""Depth of groups within groups."""
+PATTERN_STEPS_MAX: Final = 10_000
+"""Bound on the characters of a pattern, each counted as often as its repetitions allow."""
+OPEN_REPETITIONS: Final = 8
+"""Count of a repetition without an end, in `PATTERN_STEPS_MAX`: nested ones cost as much as long ones."""
+PATH_CHARACTERS_MAX: Final = 256
+
+_TYPES: Final = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
+_SCHEMA: Final = frozenset(
+    {"additionalItems", "additionalProperties", "contains", "items", "propertyNames", "unevaluatedItems",
+     "unevaluatedProperties"}
+)  # fmt: skip
+_SCHEMAS: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
+_NAMED_SCHEMAS: Final = frozenset({"$defs", "definitions", "patternProperties", "properties"})
+_NOT_ENFORCED: Final = frozenset(
+    {"$dynamicRef", "$recursiveRef", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "not",
+     "then"}
+)  # fmt: skip
+_COUNTS: Final = (
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
+    ("minProperties", "maxProperties"),
+    ("minContains", "maxContains"),
+)
+_NUMBERS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+
+_IDENTIFIER: Final = re.compile(r"[A-Za-z_$][\w$]*", re.ASCII)
+_TOKEN: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|$)|\{(\d*)(?:(,)(\d*))?\}|.", re.DOTALL)
+"""One token of a pattern: an escape, a class, a count, or a character."""
+
+
+def is_within_depth(value: object, depth_max: int) -> bool:
+    """Return whether `value` has at most `depth_max` levels of nested containers."""
+    if isinstance(value, dict):
+        value = list(cast("dict[str, object]", value).values())
+    if not isinstance(value, list):
+        return True
+    return depth_max > 0 and all(is_within_depth(inner, depth_max - 1) for inner in cast("list[object]", value))
+
+
+def check_schema(schema: object, where: str) -> None:
+    """Raise InvalidRequest with the path, from `where` on, of the first key that cannot be enforced."""
+    if not isinstance(schema, dict):
+        raise _wrong(where, "a schema is an object")
+    if not is_within_depth(cast("object", schema), DEPTH_MAX):
+        raise _wrong(where, f"a schema is nested at most {DEPTH_MAX} deep")
+    root = cast("dict[str, object]", schema)
+    for node, path in _subschemas(root, where):
+        _check_keywords(node, path)
+        _check_reference(node, path, root)
+
+
+def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[str, object], str]]:
+    """Yield each schema and its path, parents first. Raises InvalidRequest for a subschema that is none."""
+    pending: list[tuple[object, str]] = [(schema, where)]
+    while pending:
+        node, path = pending.pop()
+        if isinstance(node, bool):
+            continue
+        if not isinstance(node, dict):
+            raise _wrong(path, "a schema is an object or a boolean")
+        keywords = cast("dict[str, object]", node)
+        yield keywords, path
+        for key in keywords:
+            value, below = keywords[key], _join(path, key)
+            if key in _SCHEMAS or (key == "items" and isinstance(value, list)):
+                if not isinstance(value, list) or not value:
+                    raise _wrong(below, "is a list of schemas, and not empty")
+                pending += [(each, f"{below}[{index}]") for index, each in enumerate(cast("list[object]", value))]
+            elif key in _NAMED_SCHEMAS:
+                if not isinstance(value, dict):
+                    raise _wrong(below, "is an object of schemas by name")
+                named = cast("dict[str, object]", value)
+                if key == "patternProperties":
+                    for name in named:
+                        check_pattern(name, below)
+                pending += [(each, _join(below, name)) for name, each in named.items()]
+            elif key in _SCHEMA:
+                pending.append((value, below))
+
+
+def _check_keywords(schema: Mapping[str, object], path: str) -> None:
+    for key in schema:
+        if key in _NOT_ENFORCED:
+            raise _wrong(_join(path, key), "no engine enforces this keyword")
+    if "type" in schema:
+        _check_type(schema["type"], _join(path, "type"))
+    if "enum" in schema and (not isinstance(schema["enum"], list) or not schema["enum"]):
+        raise _wrong(_join(path, "enum"), "is a list of values, and not empty")
+    required = schema.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in cast("list[object]", required)):
+        raise _wrong(_join(path, "required"), "is a list of names")
+    for key in _NUMBERS:
+        # A boolean is a number in Python, and `exclusiveMinimum: true` is JSON Schema of 2010.
+        if key in schema and (isinstance(schema[key], bool) or not isinstance(schema[key], int | float)):
+            raise _wrong(_join(path, key), "is a number")
+    for least, most in _COUNTS:
+        low, high = (_count(schema, key, path) for key in (least, most))
+        if low is not None and high is not None and low > high:
+            raise _wrong(_join(path, least), f"is above `{most}`")
+    if "pattern" in schema:
+        check_pattern(schema["pattern"], _join(path, "pattern"))
+
+
+def _check_type(kind: object, path: str) -> None:
+    kinds = cast("list[object]", kind) if isinstance(kind, list) else [kind]
+    if not kinds:
+        raise _wrong(path, "is not empty")
+    for each in kinds:
+        if not isinstance(each, str) or each not in _TYPES:
+            raise _wrong(path, f"{str(each)[:40]!r} is not one of {', '.join(sorted(_TYPES))}")
+
+
+def _count(schema: Mapping[str, object], key: str, path: str) -> int | None:
+    count = schema.get(key)
+    if key in schema and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
+        raise _wrong(_join(path, key), "is a whole number of at least 0")
+    return cast("int | None", count)
+
+
+def _check_reference(schema: Mapping[str, object], path: str, root: dict[str, object]) -> None:
+    """Follow `$ref` to a schema without one."""
+    below, followed = _join(path, "$ref"), {id(schema)}
+    while "$ref" in schema:
+        reference = schema["$ref"]
+        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
+            raise _wrong(below, "refers to a part of the same schema, as `#/$defs/name`")
+        target: object = root
+        for part in reference.split("/")[1:]:
+            target = _member(target, unquote(part).replace("~1", "/").replace("~0", "~"))
+        if isinstance(target, bool):
+            return
+        if not isinstance(target, dict):
+            raise _wrong(below, f"there is no schema at {reference[:80]!r}")
+        schema = cast("dict[str, object]", target)
+        if id(schema) in followed:
+            raise _wrong(below, "refers to itself")
+        followed.add(id(schema))
+
+
+def _member(container: object, name: str) -> object:
+    if isinstance(container, dict):
+        return cast("dict[str, object]", container).get(name)
+    if isinstance(container, list) and name.isascii() and name.isdigit():
+        items = cast("list[object]", container)
+        return items[int(name)] if len(name) < 10 and int(name) < len(items) else None
+    return None
+
+
+def check_pattern(pattern: object, where: str) -> None:
+    """Raise InvalidRequest if `pattern` is no text, or could hold an engine's step up."""
+    if not isinstance(pattern, str):
+        raise _wrong(where, "is a regular expression")
+    if len(pattern) > PATTERN_CHARACTERS_MAX:
+        raise _wrong(where, f"a regular expression has at most {PATTERN_CHARACTERS_MAX} characters")
+    if "\0" in pattern:
+        raise _wrong(where, "a regular expression has no NUL character")
+    if _steps(pattern, where) > PATTERN_STEPS_MAX:
+        raise _wrong(where, "repetitions within repetitions make this regular expression too large")
+
+
+def _steps(pattern: str, where: str) -> int:
+    """Return the number of atoms in `pattern`, each counted as often as the repetitions around it allow."""
+    groups, last = [0], 0
+    for found in _TOKEN.finditer(pattern):
+        token = found.group()
+        if token == "(":
+            groups.append(0)
+            last = 0
+            if len(groups) > PATTERN_GROUPS_MAX:
+                raise _wrong(where, f"a regular expression has at most {PATTERN_GROUPS_MAX} groups within groups")
+        elif token == ")" and len(groups) > 1:
+            last = groups.pop()
+            groups[-1] += last
+        elif (repetitions := _repetitions(found)) is not None:
+            # `last` is in the sum once already.
+            groups[-1] += last * (repetitions - 1)
+            last *= repetitions
+        else:
+            last = 1
+            groups[-1] += 1
+    return sum(groups)
+
+
+def _repetitions(found: re.Match[str]) -> int | None:
+    """Return the most repetitions that a token of a pattern allows, or None if it is no quantifier."""
+    token = found.group()
+    if token in ("*", "+"):
+        return OPEN_REPETITIONS
+    if not token.startswith("{") or token == "{":
+        return 1 if token == "?" else None
+    least, comma, most = found.groups()
+    # The digits are as many as the pattern is long: a count beyond the bound need not be exact.
+    counts = [min(int(digits[:9]), PATTERN_STEPS_MAX + 1) for digits in (least, most) if digits]
+    return max([*counts, OPEN_REPETITIONS if comma and not most else 1, 1])
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if _IDENTIFIER.fullmatch(key) else f'{path}["{key[:80]}"]'
+
+
+def _wrong(path: str, why: str) -> InvalidRequest:
+    if len(path) > PATH_CHARACTERS_MAX:
+        path = f"{path[: PATH_CHARACTERS_MAX // 2]}…{path[-PATH_CHARACTERS_MAX // 2 :]}"
+    return InvalidRequest(f"`{path}`: {why}", param=path)

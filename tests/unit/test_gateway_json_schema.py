@@ -1,0 +1,183 @@
+"""Schemas and patterns: what no engine enforces is refused with its path, and what engines enforce passes."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from baton_gateway.json_schema import (
+    DEPTH_MAX,
+    PATTERN_CHARACTERS_MAX,
+    PATTERN_GROUPS_MAX,
+    PATTERN_STEPS_MAX,
+    check_pattern,
+    check_schema,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidRequest
+from tests.harness.schemas import schemas
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"type": "strin"}, "s.type"),
+    ({"type": ["string", 3]}, "s.type"),
+    ({"type": []}, "s.type"),
+    ({"properties": {"a": {"properties": {"b c": {"type": "int"}}}}}, 's.properties.a.properties["b c"].type'),
+    ({"properties": []}, "s.properties"),
+    ({"properties": {"a": 3}}, "s.properties.a"),
+    ({"items": {"anyOf": [{"type": "null"}, {"enum": []}]}}, "s.items.anyOf[1].enum"),
+    ({"anyOf": []}, "s.anyOf"),
+    ({"anyOf": {}}, "s.anyOf"),
+    ({"required": "a"}, "s.required"),
+    ({"required": [1]}, "s.required"),
+    ({"minimum": "1"}, "s.minimum"),
+    ({"exclusiveMinimum": True}, "s.exclusiveMinimum"),
+    ({"maxLength": -1}, "s.maxLength"),
+    ({"maxItems": 1.5}, "s.maxItems"),
+    ({"minItems": None}, "s.minItems"),
+    ({"minLength": 5, "maxLength": 4}, "s.minLength"),
+    ({"not": {}}, "s.not"),
+    ({"$defs": {"a": {"if": {}}}}, "s.$defs.a.if"),
+    ({"pattern": 3}, "s.pattern"),
+    ({"patternProperties": {"((a{99}){99}){99}": {}}}, "s.patternProperties"),
+    ({"$ref": "#/$defs/a"}, "s.$ref"),
+    ({"$ref": "#a"}, "s.$ref"),
+    ({"$ref": "https://example.org/schema"}, "s.$ref"),
+    ({"$ref": 3}, "s.$ref"),
+    ({"$ref": "#"}, "s.$ref"),
+    ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "s.$ref"),
+    ({"$ref": "#/required", "required": ["a"]}, "s.$ref"),
+    ({"$ref": "#/anyOf/2", "anyOf": [{}]}, "s.$ref"),
+]
+
+
+@pytest.mark.parametrize(("schema", "path"), WRONG, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cannot_be_enforced_is_refused_with_its_path(schema: dict[str, Any], path: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_schema(schema, "s")
+    assert caught.value.param == path
+    assert path in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        {"type": ["string", "null"], "minLength": 1, "maxLength": 1},
+        {"enum": ["not", {"type": "strin", "$ref": "#/nowhere"}], "const": {"if": 1}, "default": {"properties": 3}},
+        {"properties": {"not": {}, "$ref": {"type": "string"}, "type": {"type": "integer"}}},
+        {"items": [{"type": "string"}], "additionalItems": False},
+        {
+            "$defs": {"a/b~c %": {"properties": {"n": {"$ref": "#/$defs/a~1b~0c%20%25"}}}},
+            "$ref": "#/$defs/a~1b~0c%20%25",
+        },
+        {"anyOf": [{"type": "array", "items": {"$ref": "#"}}, {"$ref": "#/anyOf/0"}]},
+    ],
+)
+def test_a_sound_schema_passes(schema: dict[str, Any]) -> None:
+    check_schema(schema, "s")
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_the_corpus_passes(seed: int) -> None:
+    (schema,) = schemas(1, seed=seed)
+    check_schema(schema, "s")
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def test_depth_is_bounded() -> None:
+    check_schema(nested(DEPTH_MAX), "s")
+    with pytest.raises(InvalidRequest, match="at most 64 deep"):
+        check_schema(nested(DEPTH_MAX + 1), "s")
+
+
+KEYWORDS = st.sampled_from(["type", "items", "anyOf", "$ref", "properties", "enum", "pattern", "minimum", "maxLength"])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda below: st.lists(below) | st.dictionaries(KEYWORDS, below),
+)
+
+
+@given(VALUES)
+def test_anything_else_is_refused_by_name(schema: Any) -> None:
+    try:
+        check_schema(schema, "s")
+    except InvalidRequest as error:
+        assert error.param is not None
+        assert error.param.startswith("s")
+        assert len(error.detail) < 1000
+    else:
+        json.dumps(schema)
+
+
+PATTERNS = [
+    "",
+    "[ab]{3}",
+    r"\d{4}-\d{2}-\d{2}",
+    "(a|b)*c+",
+    r"[^\]]*[)(]",
+    r"\(\[",
+    "a{,3}b{2,}",
+    "x" * PATTERN_CHARACTERS_MAX,
+    "((a*)*)*",
+    "[",
+    "a)b",
+    "{",
+]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=range(len(PATTERNS)))
+def test_a_pattern_of_moderate_size_passes(pattern: str) -> None:
+    check_pattern(pattern, "p")
+
+
+EXPLOSIVE = [
+    "((a{0,100}){0,100}){0,100}",
+    "((((a*)*)*)*)*" * 100,
+    "(a|aa|aaa|.)*" * 300,
+    f"a{{{PATTERN_STEPS_MAX + 1}}}",
+    "(" * (PATTERN_GROUPS_MAX + 1),
+    "x" * (PATTERN_CHARACTERS_MAX + 1),
+    "a\0",
+    "a{" + "9" * 3000 + "}",
+]
+
+
+@pytest.mark.parametrize("pattern", EXPLOSIVE, ids=range(len(EXPLOSIVE)))
+def test_a_pattern_that_could_hold_an_engine_up_is_refused(pattern: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_pattern(pattern, "p")
+    assert caught.value.param == "p"
+
+
+@pytest.mark.parametrize("unit", ["[", "{9", "(", "\\", "{1,", "[^"])
+def test_the_checks_of_a_hostile_pattern_take_time_in_proportion(unit: str) -> None:
+    pattern = (unit * PATTERN_CHARACTERS_MAX)[:PATTERN_CHARACTERS_MAX]
+    began_s = time.process_time()
+    for _ in range(10):
+        with suppress(InvalidRequest):
+            check_pattern(pattern, "p")
+    # 4096 characters take 2 ms; with time in proportion to their square they would take 100.
+    assert time.process_time() - began_s < 0.5
+
+
+def test_a_large_schema_is_checked_quickly() -> None:
+    schema = {
+        "properties": {f"property {number}": {"$ref": "#/$defs/a"} for number in range(6000)},
+        "$defs": {"a": {"type": "string"}},
+    }
+    assert len(msgspec.json.encode(schema)) > 200_000
+    began_s = time.process_time()
+    check_schema(schema, "s")
+    assert time.process_time() - began_s < 1.0
