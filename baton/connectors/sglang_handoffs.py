@@ -72,7 +72,8 @@ class Handoffs:
         """Note a new request's hand-off; return whether it has to wait for KV."""
         parameters = req.sampling_params.custom_params
         text = parameters.get(HANDOFF_PARAMETER) if parameters else None
-        if text is None or req.is_retracted:
+        # SGLang ends a request that it refuses, such as for its grammar, in the queue of those to be computed.
+        if text is None or req.is_retracted or req.to_finish is not None:
             return False
         handoff = msgspec.json.decode(text, type=Handoff)
         self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))

@@ -39,7 +39,7 @@ DIALECT: Final = Dialect(
                 "device": "cpu",
                 "attention_backend": "torch_native",
                 "sampling_backend": "pytorch",
-                "grammar_backend": "none",
+                "grammar_backend": "xgrammar",
                 "disable_cuda_graph": True,
                 "page_size": 32,
                 "max_total_tokens": 32768,

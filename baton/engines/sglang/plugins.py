@@ -35,10 +35,11 @@ def hooks() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from baton.connectors.sglang_cache import BACKEND, build
-    from baton.engines.sglang import sampler
+    from baton.engines.sglang import grammar, sampler
 
     register_radix_cache_backend(BACKEND, build)
     sampler.register()
+    grammar.register()
     module, _, name = os.environ[CONNECTOR_VARIABLE].partition(":")
     HookRegistry.register(_SCHEDULER, getattr(import_module(module), name), HookType.REPLACE)
     HookRegistry.register(_SET_KV_BUFFER, _layer_saved, HookType.AFTER)
