@@ -28,7 +28,13 @@ async def wait_idle(cluster: Cluster) -> None:
 
 
 async def tell(
-    client: openai.AsyncOpenAI, number: int, *, output_tokens: int = 100, mode: str = "always", stop: str | None = None
+    client: openai.AsyncOpenAI,
+    number: int,
+    *,
+    output_tokens: int = 100,
+    mode: str = "always",
+    stop: str | None = None,
+    **constraint: str,
 ) -> str:
     """Stream one greedy answer to a prompt of several chunks, and return its text."""
     stream = await client.completions.create(
@@ -38,7 +44,7 @@ async def tell(
         temperature=0,
         stop=stop,
         stream=True,
-        extra_body={"ignore_eos": True},
+        extra_body=constraint or {"ignore_eos": True},
         extra_headers={"x-baton-disaggregation": mode, "x-baton-deadline-s": "60"},
     )
     return "".join([chunk.choices[0].text async for chunk in stream if chunk.choices])

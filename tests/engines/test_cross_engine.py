@@ -8,32 +8,26 @@ that only real KV can show, is for `make test-nightly`.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import re
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 import pytest_asyncio
+from cross_engines import Engines, make_pair, nightly
+from msgspec.structs import replace
 
-from baton.cli.tiny_model import make_tiny_model
-from baton.engines.engine import EngineFacts, EngineLoad, Leg
-from baton.errors import EngineFailed, ModelMismatch, PeerUnreachable, TransferFailed
-from baton.messages.attempts import Sampling
-from baton.messages.workers import Role
-from baton.transfer import AgentOptions, Corruption, NativeAgent
+from baton.engines.engine import EngineLoad, Leg
+from baton.errors import BatonError, EngineFailed, InvalidRequest, ModelMismatch, PeerUnreachable, TransferFailed
+from baton.messages.attempts import Constraint, ConstraintKind, FinishReason, Sampling
+from baton.transfer import Corruption
 from benchmarks.remote_engine.engine import RemoteEngine
-from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
-from tests.contract.engine_suite import EngineSuite, Pair, Shadow, changed, collect, first_delta
+from tests.contract.engine_suite import EngineSuite, Pair, changed, collect, first_delta
 
-AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
-_pairs = itertools.count()
 PROMPT_TOKENS = (1, 33, 200, 1500)
 BFLOAT16_TOLERANCE = 0.25
 """Tolerance of a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
@@ -44,76 +38,8 @@ PAIRS = (
     "sglang-1-to-vllm-128",
 )
 """Engines, each with its block or page size in tokens."""
-RUNNING_MAX = 4
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
-
-
-def nightly(value: object) -> object:
-    """Leave this case to `make test-nightly`."""
-    return pytest.param(value, marks=pytest.mark.nightly)
-
-
-@dataclass
-class Running:
-    engine: RemoteEngine
-    facts: EngineFacts
-    shadow: Shadow
-    stack: AsyncExitStack
-
-
-class Engines:
-    """Engines by name, started on first use.
-
-    Each takes 1 to 2 GB, so few run at a time: the least recently used one ends first.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._running: dict[str, Running] = {}
-
-    async def get(self, name: str) -> Running:
-        """Return an engine by `engine-block_tokens`, `engine-llama-block_tokens` or `engine-bfloat16-block_tokens`."""
-        running = self._running.pop(name, None)
-        if running is None:
-            while len(self._running) >= RUNNING_MAX:
-                await self._running.pop(next(iter(self._running))).stack.aclose()
-            running = await self._start(name)
-        self._running[name] = running
-        return running
-
-    async def close(self) -> None:
-        for running in self._running.values():
-            await running.stack.aclose()
-
-    async def _start(self, name: str) -> Running:
-        parts = re.fullmatch(r"(\w+)(?:-(llama|bfloat16))?-(\d+)", name)
-        assert parts is not None, name
-        engine, kind, block_tokens = parts.groups()
-        assert engine in ("vllm", "sglang")
-        model = self._folder / ("llama" if kind == "llama" else "qwen3")
-        make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
-        python = engine_python(engine)
-        if python is None:
-            pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
-        dtype = "bfloat16" if kind == "bfloat16" else "float32"
-        settings: dict[str, Any] = {
-            "engine": engine,
-            "model": str(model),
-            "role": Role.DECODE,
-            "options": engine_options(engine, block_tokens=int(block_tokens), dtype=dtype),
-            "agent": AGENT,
-        }
-        remote = RemoteEngine(python, settings, engine_environ(engine), self._folder / f"{name}.log")
-        stack, shadow = AsyncExitStack(), Shadow()
-        stack.push_async_callback(remote.close)
-        try:
-            facts = await remote.start()
-        except BaseException:
-            await stack.aclose()
-            raise
-        stack.callback(asyncio.create_task(shadow.follow(remote)).cancel)
-        return Running(remote, facts, shadow, stack)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -123,25 +49,6 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[En
         yield engines
     finally:
         await engines.close()
-
-
-async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
-    source, sink = await engines.get(prefill), await engines.get(decode)
-    gone = NativeAgent(AgentOptions(secret="tests"))
-    gone.close()
-    return Pair(
-        source.engine,
-        sink.engine,
-        source.facts,
-        sink.facts,
-        vocabulary=8192,
-        dead_agent=gone.endpoint,
-        prefill_shadow=source.shadow,
-        decode_shadow=sink.shadow,
-        # Pairs share engines, and so what these have cached.
-        numbers=itertools.count(next(_pairs) * 10_000),
-        budget_s=60.0,
-    )
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -164,6 +71,34 @@ class TestSuite(EngineSuite):
         with pytest.raises(PeerUnreachable):
             await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(pair.dead_agent,)))
         await pair.settled()
+
+
+PATTERN = "[a-f]{30}(yes|no)"
+CONSTRAINED = Sampling(max_tokens=64, temperature=0.0, constraint=Constraint(kind=ConstraintKind.REGEX, text=PATTERN))
+
+
+@over(*PAIRS)
+async def test_a_constraint_holds_and_an_answer_continues_within_it(pair: Pair, engines: Engines) -> None:
+    prompt = pair.prompt(70)
+    whole = await pair.hand_off(prompt, CONSTRAINED)
+    assert re.fullmatch(PATTERN, engines.text(whole.tokens))
+    assert whole.last.finish is FinishReason.STOP
+    for delivered in (1, len(whole.tokens) // 2, len(whole.tokens) - 1):
+        left = replace(CONSTRAINED, max_tokens=64 - delivered, delivered_tokens=delivered)
+        rest = await pair.hand_off([*prompt, *whole.tokens[:delivered]], left)
+        assert rest.tokens == whole.tokens[delivered:], delivered
+    await pair.settled()
+
+
+@over(*PAIRS)
+async def test_an_engine_refuses_a_constraint_and_serves_on(pair: Pair) -> None:
+    unknown = replace(CONSTRAINED, constraint=Constraint(kind=ConstraintKind.REGEX, text="(?=a)b"))
+    with pytest.raises(InvalidRequest, match="regex"):
+        await collect(pair.decode, pair.request(pair.prompt(50), unknown))
+    with pytest.raises(BatonError):
+        await collect(pair.decode, pair.request(pair.prompt(50), replace(CONSTRAINED, delivered_tokens=3)))
+    assert (await pair.hand_off(pair.prompt(50), CONSTRAINED)).last.finish is FinishReason.STOP
+    await pair.settled()
 
 
 def figures(load: EngineLoad) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import pytest_asyncio
 from serving import PATIENCE, PROMPT_STATES, tell, wait_idle
 
+from baton.messages.attempts import AttemptState
 from baton.messages.workers import Role
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_options, engine_python
 from tests.harness.cluster import Cluster, running_cluster
@@ -92,4 +94,25 @@ async def test_one_engine_takes_over_from_the_other(cluster: Cluster, client: op
     await cluster.services.pop(struck).end()
     del cluster.observer.heartbeats[struck]
     assert said == await tell(client, number, mode="never")
+    await wait_idle(cluster)
+
+
+PATTERN = "([a-f]{8} ){30}end"
+
+
+async def test_a_constrained_answer_moves_to_the_other_engine_and_stays_the_same(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    struck, number = "decode-sglang", 2000
+    answer = asyncio.create_task(tell(client, number, output_tokens=400, regex=PATTERN))
+    while await cluster.observer.worker_in(Role.DECODE, AttemptState.RUNNING) != struck:
+        await answer
+        number += 1
+        answer = asyncio.create_task(tell(client, number, output_tokens=400, regex=PATTERN))
+    cluster.services[struck].signal(signal.SIGKILL)
+    said = await answer
+    await cluster.services.pop(struck).end()
+    del cluster.observer.heartbeats[struck]
+    assert re.fullmatch(PATTERN, said)
+    assert said == await tell(client, number, output_tokens=400, regex=PATTERN, mode="never")
     await wait_idle(cluster)

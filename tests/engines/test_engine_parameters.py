@@ -7,16 +7,19 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from baton.messages.attempts import Sampling
 from baton.messages.base import PARAMETER_CHARACTERS_MAX, PARAMETERS_MAX
 from benchmarks.remote_engine.settings import EngineName, engine_environ, engine_python
 
 CHECKS = Path(__file__).with_name("parameter_checks.py")
+SCHEMA = {"kind": "json", "text": "{}"}
 EXAMPLES: dict[EngineName, tuple[dict[str, Any], dict[str, Any]]] = {
-    # Extensions that the engine takes, and values that it does not.
-    "vllm": ({"allowed_token_ids": [5, 6]}, {"allowed_token_ids": "all"}),
-    "sglang": ({"json_schema": "{}"}, {"json_schema": "{}", "regex": "a+"}),
+    # Parameters that the engine takes, and some that it does not.
+    "vllm": ({"constraint": SCHEMA, "extensions": {"allowed_token_ids": [5, 6]}}, {"allowed_token_ids": "all"}),
+    "sglang": ({"constraint": SCHEMA}, {"json_schema": "{}"}),
 }
 
 
@@ -29,7 +32,7 @@ def test_an_engine_declares_checks_and_refuses_by_itself(engine: EngineName) -> 
     taken, refused = EXAMPLES[engine]
     samplings = [
         {"max_tokens": 5},
-        {"max_tokens": 5, "extensions": taken},
+        {"max_tokens": 5, **taken},
         {"max_tokens": 5, "extensions": refused},
         {"max_tokens": 5, "extensions": {"no_such": 1}},
         {"max_tokens": 5, "temperature": -1.0},
@@ -38,7 +41,7 @@ def test_an_engine_declares_checks_and_refuses_by_itself(engine: EngineName) -> 
     ran = subprocess.run(command, env=engine_environ(engine), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout.splitlines()[-1])
-    assert set(taken) <= set(report["declared"])
+    assert set(msgspec.convert(samplings[1], Sampling).parameters) <= set(report["declared"])
     assert len(report["declared"]) <= PARAMETERS_MAX
     assert max(map(len, report["declared"])) <= PARAMETER_CHARACTERS_MAX
     plain, good, *bad = report["outcomes"]

@@ -1,0 +1,120 @@
+"""Real engines of both kinds that hand off to each other, by name, each in a process with its own environment."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from baton.cli.tiny_model import make_tiny_model
+from baton.engines.engine import EngineFacts
+from baton.messages.workers import Role
+from baton.transfer import AgentOptions, NativeAgent
+from benchmarks.remote_engine.engine import RemoteEngine
+from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
+from tests.contract.engine_suite import Pair, Shadow
+
+AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
+_pairs = itertools.count()
+RUNNING_MAX = 4
+
+
+def nightly(value: object) -> object:
+    """Leave this case to `make test-nightly`."""
+    return pytest.param(value, marks=pytest.mark.nightly)
+
+
+@dataclass
+class Running:
+    engine: RemoteEngine
+    facts: EngineFacts
+    shadow: Shadow
+    stack: AsyncExitStack
+
+
+class Engines:
+    """Engines by name, started on first use.
+
+    Each takes 1 to 2 GB, so few run at a time: the least recently used one ends first.
+    """
+
+    def __init__(self, folder: Path, **options: Mapping[str, object]) -> None:
+        """`options`: further options of each engine, by its name."""
+        self._folder = folder
+        self._options = options
+        self._running: dict[str, Running] = {}
+
+    async def get(self, name: str) -> Running:
+        """Return an engine by `engine-block_tokens`, `engine-llama-block_tokens` or `engine-bfloat16-block_tokens`."""
+        running = self._running.pop(name, None)
+        if running is None:
+            while len(self._running) >= RUNNING_MAX:
+                await self._running.pop(next(iter(self._running))).stack.aclose()
+            running = await self._start(name)
+        self._running[name] = running
+        return running
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return what tokens of these engines say, without special ones."""
+        return str(Tokenizer.from_file(str(self._folder / "qwen3" / "tokenizer.json")).decode(list(tokens)))
+
+    async def close(self) -> None:
+        for running in self._running.values():
+            await running.stack.aclose()
+
+    async def _start(self, name: str) -> Running:
+        parts = re.fullmatch(r"(\w+)(?:-(llama|bfloat16))?-(\d+)", name)
+        assert parts is not None, name
+        engine, kind, block_tokens = parts.groups()
+        assert engine in ("vllm", "sglang")
+        model = self._folder / ("llama" if kind == "llama" else "qwen3")
+        make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
+        python = engine_python(engine)
+        if python is None:
+            pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
+        dtype = "bfloat16" if kind == "bfloat16" else "float32"
+        settings: dict[str, Any] = {
+            "engine": engine,
+            "model": str(model),
+            "role": Role.DECODE,
+            "options": engine_options(engine, block_tokens=int(block_tokens), dtype=dtype)
+            | dict(self._options.get(engine, {})),
+            "agent": AGENT,
+        }
+        remote = RemoteEngine(python, settings, engine_environ(engine), self._folder / f"{name}.log")
+        stack, shadow = AsyncExitStack(), Shadow()
+        stack.push_async_callback(remote.close)
+        try:
+            facts = await remote.start()
+        except BaseException:
+            await stack.aclose()
+            raise
+        stack.callback(asyncio.create_task(shadow.follow(remote)).cancel)
+        return Running(remote, facts, shadow, stack)
+
+
+async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
+    source, sink = await engines.get(prefill), await engines.get(decode)
+    gone = NativeAgent(AgentOptions(secret="tests"))
+    gone.close()
+    return Pair(
+        source.engine,
+        sink.engine,
+        source.facts,
+        sink.facts,
+        vocabulary=8192,
+        dead_agent=gone.endpoint,
+        prefill_shadow=source.shadow,
+        decode_shadow=sink.shadow,
+        # Pairs share engines, and so what these have cached.
+        numbers=itertools.count(next(_pairs) * 10_000),
+        budget_s=60.0,
+    )
