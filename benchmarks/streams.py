@@ -2,9 +2,9 @@
 
 Two deployments as `baton up` starts them, with simulated engines whose steps take a second, so that each stream gets
 a token per second. Both are measured at the same time, so that other work on the machine slows both: all streams of
-one are read; of the other a tenth is not, so that first the kernel's buffers fill, then the gateway's. Then they
-change places. The tenth asks for log-probabilities in both, whose events of some kilobytes fill the buffers within
-the measure. What is compared are the times between two tokens of the other nine tenths.
+one are read; of the other a tenth is not, so that buffers fill, the kernel's first. Then they change places. The tenth
+asks for four choices with log-probabilities in both, for long events. What is compared are the times between two
+tokens of the other nine tenths.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ RECEIVE_BYTES = 2048
 SEGMENT_BYTES = 536
 """Their longest segment. The kernel sizes the sender's buffer by it, and with loopback's 64 KiB none would be full."""
 WARM_STREAMS = 64
+CHOICES = 4
 TENTH = 10
 
 
@@ -90,15 +91,15 @@ class Stream(asyncio.Protocol):
             self.opened.set()
         body: dict[str, object] = {
             "model": "tiny",
-            "prompt": f"stream {self._number}",
-            "max_tokens": 4000,
+            "messages": [{"role": "user", "content": f"stream {self._number}"}],
+            "max_tokens": 3000,
             "stream": True,
             "ignore_eos": True,
         }
         if not self._counts:
-            body["logprobs"] = 5
+            body |= {"n": CHOICES, "logprobs": True, "top_logprobs": 20}
         content = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: {HOST}\r\ncontent-length: {len(content)}\r\n\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {HOST}\r\ncontent-length: {len(content)}\r\n\r\n"
         connection.write(head.encode() + content)
         self.transport = connection
 
@@ -175,7 +176,8 @@ async def measured(ports: Ports, streams: int, seconds: float, together: asyncio
         return stream
 
     every = await asyncio.gather(*(opened(number) for number in range(streams)))
-    await until(lambda answers: answers >= streams, ports)
+    tenth = len(range(0, streams, TENTH))
+    await until(lambda answers: answers >= streams + (CHOICES - 1) * tenth, ports)
     gc.collect()
     open_bytes = memory_bytes(gateway)
     await together.wait()
@@ -198,8 +200,8 @@ async def measured(ports: Ports, streams: int, seconds: float, together: asyncio
         gap_p99_s=percentile(measure.gaps_s, 0.99),
         tokens_min=min(counts),
         tokens_median=statistics.median(counts),
-        # The tenth has as many tokens, read or not.
-        gateway_s_per_token=used / (tokens * TENTH / (TENTH - 1)),
+        # The tenth has as many tokens for each choice, read or not.
+        gateway_s_per_token=used / (tokens * (1 + CHOICES * tenth / len(counts))),
         gateway_bytes=open_bytes,
         end_bytes=end_bytes,
         running=still,
@@ -232,7 +234,7 @@ def gateway_pids(launcher_pid: int) -> list[int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--streams", type=int, default=2000, help="open streams (default 2000)")
-    parser.add_argument("--seconds", type=float, default=90.0, help="length of each measure (default 90)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="length of each measure (default 60)")
     parser.add_argument("--rounds", type=int, default=2, help="measures of each kind (default 2)")
     arguments = parser.parse_args()
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
