@@ -83,10 +83,9 @@ def test_a_sound_schema_passes(schema: dict[str, Any]) -> None:
     check_schema(schema, "s")
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_the_corpus_passes(seed: int) -> None:
-    (schema,) = schemas(1, seed=seed)
-    check_schema(schema, "s")
+def test_the_corpus_passes() -> None:
+    for schema in schemas(300, seed=0):
+        check_schema(schema, "s")
 
 
 def nested(depth: int) -> dict[str, Any]:
