@@ -241,7 +241,9 @@ class NatsBus:
 
         async def on_closed() -> None:
             # The server closed the connection for good (after a change of its rules, for example): nats-py gives up.
-            if is_up and not self._closed:
+            # One that failed while it was made the replacement is replaced by the task that made it.
+            is_replacing = self._replacing is not None and not self._replacing.done()
+            if is_up and not self._closed and not is_replacing:
                 self._replacing = asyncio.create_task(self._replace(), name="bus replace")
 
         address = _Address.parse(self._url)

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from hashlib import blake2b
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from bus_world import NOT_A_MESSAGE, Inbox, echo, eventually, label_of, message
@@ -260,6 +260,35 @@ async def test_a_connection_that_the_server_ends_for_good_is_replaced(server: Se
     assert bus.reconnects == 1
     with pytest.raises(NoResponders):
         await bus.request("nobody", message("?"), timeout_s=10)
+
+
+class FailsOnce:
+    """A subscription that the first new connection does not get."""
+
+    attached: None = None
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def attach(self, requests: Requests) -> None:
+        del requests
+        self.asked += 1
+        if self.asked == 1:
+            raise BusUnavailable("lost again")
+
+    async def unsubscribe(self) -> None: ...
+
+
+async def test_a_replacement_that_fails_is_replaced_once(server: Server, connect: Connect) -> None:
+    bus, fails = await connect(), FailsOnce()
+    await bus.subscribe("a", echo)
+    bus._subscriptions.add(cast("Any", fails))  # pyright: ignore[reportPrivateUsage]
+    server.reload("authorization { user: someone, password: else }")
+    await eventually(lambda: not bus.connected)
+    server.reload("")
+    await _restored(bus, "a")
+    await eventually(lambda: all(task.get_name() != "bus replace" for task in asyncio.all_tasks()))
+    assert (fails.asked, bus.reconnects) == (2, 1), "a second connection would deliver everything twice"
 
 
 async def test_the_payload_limit_is_the_servers() -> None:
