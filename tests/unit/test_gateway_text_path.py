@@ -271,6 +271,22 @@ def test_a_connection_that_was_cut_costs_the_others_nothing() -> None:
     assert (cut.written, other.written) == ([], [b"a"])
 
 
+class BrokenWire(Wire):
+    def write(self, data: bytes) -> None:
+        raise RuntimeError("broken")
+
+    def abort(self) -> None:
+        self.closing = True
+
+
+def test_a_connection_that_cannot_be_written_to_is_cut_and_costs_the_others_nothing() -> None:
+    turns, broken, other = Turns(), BrokenWire(), Wire()
+    for wire in (broken, other):
+        turns.connect(wire).write(b"a")
+    turns.calls[0]()
+    assert (broken.closing, other.written) == (True, [b"a"])
+
+
 @pytest.mark.parametrize(
     ("changed", "taken"),
     [

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+log = logging.getLogger(__name__)
 
 HELD_BYTES_MAX: Final = 64 << 10
 """Data held for a connection; more is written at once, so that the transport can tell when its socket is full."""
@@ -26,7 +29,11 @@ class TurnWriter:
     def _flush(self) -> None:
         transports, self._transports = self._transports, []
         for transport in transports:
-            transport.flush()
+            try:
+                transport.flush()
+            except Exception:  # The others' data leaves all the same.
+                log.exception("writing to a connection")
+                transport.abort()
 
 
 class TurnTransport(asyncio.Transport):
