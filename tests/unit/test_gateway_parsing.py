@@ -217,6 +217,37 @@ def test_the_prefix_is_what_the_prompt_has_of_the_answer() -> None:
     assert form_of(FormatName.THINK).prefix_of("anything<think>\n") == "<think>\n"
 
 
+AFTER_TOOLS: list[tuple[FormatName, str]] = [
+    (
+        FormatName.MISTRAL,
+        '[INST]hi[/INST][TOOL_CALLS]f[ARGS]{"x": 1}</s>[TOOL_RESULTS][TOOL_CONTENT]a [THINK][/TOOL_RESULTS]',
+    ),
+    (
+        FormatName.MISTRAL_V3,
+        '[INST] hi[/INST][TOOL_CALLS] [{"name": "f"}]</s>[TOOL_RESULTS] {"content": "[TOOL_CALLS]"}[/TOOL_RESULTS]',
+    ),
+    (
+        FormatName.DEEPSEEK_V3,
+        "<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
+        "<｜tool▁call▁end｜><｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁outputs▁begin｜><｜tool▁output▁begin｜>"
+        "a <think><｜tool▁output▁end｜><｜tool▁outputs▁end｜>",
+    ),
+    (
+        FormatName.DEEPSEEK_V31,
+        "<｜Assistant｜></think><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜><｜end▁of▁sentence｜><｜tool▁output▁begin｜>a <think><｜tool▁output▁end｜>",
+    ),
+]
+"""Ends of prompts whose template lets the answer follow a tool's output, without a mark of the assistant."""
+
+
+@pytest.mark.parametrize(("family", "prompt"), AFTER_TOOLS)
+def test_calls_and_outputs_of_tools_are_no_beginning_of_the_answer(family: FormatName, prompt: str) -> None:
+    form = form_of(family)
+    parsed = parse(form, ["It is sunny."], ParsingOptions(prefix=form.prefix_of(prompt), tools=True))
+    assert parsed == Parsed(content="It is sunny.")
+
+
 def test_only_the_special_tokens_that_mark_regions_are_kept() -> None:
     spelled = {1: "<think>", 2: "<|im_end|>", 3: "<tool_call>", 4: "", 5: "</tool_call>"}
     assert AnswerFormat(read_family(FormatName.HERMES), spelled).marks == {1, 3, 5}

@@ -64,7 +64,8 @@ def chat_template(family: FormatName) -> str:
     spec = read_family(family)
     marks = " ".join([*spec.found_by, spec.reasoning_by])
     anchor = spec.response_template.get("start_anchor", "<|im_start|>assistant\n")
-    return _TEMPLATE.replace("ANCHOR", anchor).replace("MARKS", marks)
+    first = anchor if isinstance(anchor, str) else anchor[0]
+    return _TEMPLATE.replace("ANCHOR", first).replace("MARKS", marks)
 
 
 def marks_of(family: FormatName) -> tuple[str, ...]:
