@@ -54,6 +54,33 @@ def load(tmp_path: Path) -> Callable[..., ModelTokenizer]:
     return load
 
 
+# ---------------------------------------------------------------- constrained answers
+
+THINKS = CHAT_TEMPLATE + "<think>{# </think> <tool_call></tool_call> {{ tools | tojson }} #}"
+CONSTRAINTS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_object"}},
+    {"structured_outputs": {"choice": ["a", "b"]}},
+    {"regex": "a+"},
+]
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_a_constrained_answer_is_content(load: Callable[..., ModelTokenizer], constraint: dict[str, Any]) -> None:
+    tokenizer = load(template=THINKS)
+    assert plan(tokenizer, HI).output.parsing
+    assert plan(tokenizer, {**HI, "response_format": {"type": "text"}}).output.parsing
+    assert plan(tokenizer, {**HI, **constraint}).output.parsing is None
+
+
+@pytest.mark.parametrize("constraint", CONSTRAINTS)
+def test_tools_beside_a_constraint_are_refused(tokenizer: ModelTokenizer, constraint: dict[str, Any]) -> None:
+    body = {**HI, **constraint, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    with pytest.raises(InvalidRequest, match="no tool can be called") as refused:
+        plan(tokenizer, body)
+    assert refused.value.param == "tools"
+    assert plan(tokenizer, {**body, "tool_choice": "none"}).sampling.constraint
+
+
 # ---------------------------------------------------------------- defaults
 
 DEFAULTS: dict[str, Any] = {

@@ -91,6 +91,11 @@ class Intake:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
+        if constraint and isinstance(body, ChatBody) and body.active_tools():
+            said = (
+                "no tool can be called in a constrained answer: leave out one of both, or set `tool_choice` to `none`"
+            )
+            raise InvalidRequest(said, param="tools")
         return Parsed(
             model=body.model,
             prompts=body.prompt_count(),
@@ -139,7 +144,8 @@ class Intake:
             choices_per_prompt=choices_per_prompt,
             sampling=msgspec.structs.replace(sampling, constraint=constraint, extensions={}),
             extensions=extensions,
-            output=output_of(body, tokenizer.parsing_of(body, text)),
+            # A constraint holds from the first token, so nothing in the answer is a mark.
+            output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
             root=root,
             cache_salt=body.cache_salt or "",
             session=session_of(body),
