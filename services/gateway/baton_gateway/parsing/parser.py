@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 THINKING: Final = "thinking"
 CALLS: Final = "tool_calls"
 CONTENT: Final = "content"
+REST: Final = "rest"
+"""Text outside all marks, in formats whose regions all have marks that open them; it is content."""
 PREFIX_CHARS_MAX: Final = 4096
 """Longest beginning of an answer in the prompt that is parsed."""
 SPACE: Final = r"\s{0,4}"
@@ -56,9 +58,7 @@ class AnswerFormat:
         try:
             loaded = load(template)
             self._with_tools = load(_regions(template, (THINKING, CALLS, CONTENT)))
-            # Where content has marks of its own, a call would otherwise be text of no region.
-            has_rest = self._with_tools.implicit is not None
-            self._without_tools = load(_regions(template, (THINKING, CONTENT))) if has_rest else self._with_tools
+            self._without_tools = load(_regions(template, (THINKING, CONTENT)))
             tags = _argument_pattern(loaded.fields.get(CALLS))
         except (ValueError, TypeError, KeyError, re.error) as error:
             raise ConfigurationError(f"the answer format `{spec.name}` is malformed: {error}") from error
@@ -144,7 +144,7 @@ class AnswerParser:
     def _add(self, parsed: Parsed, events: Iterable[Mapping[str, Any]], *, is_closed: bool) -> None:
         for event in events:
             match event["type"], event["field"]:
-                case "region_chunk", "content":
+                case "region_chunk", "content" | "rest":
                     parsed.content += event["text"]
                 case "region_chunk", "thinking":
                     parsed.reasoning += event["text"]
@@ -176,7 +176,7 @@ def _regions(template: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
     if CALLS in fields and "open_pattern" not in fields[CALLS]:
         raise ValueError("calls have no mark that opens them")
     if all("open_pattern" in field for field in fields.values()):
-        fields.setdefault(CONTENT, {"content_args": {"strip": False}})
+        fields[REST] = {"content_args": {"strip": False}}
     return {**{key: value for key, value in template.items() if key.startswith("start_anchor")}, "fields": fields}
 
 
