@@ -89,6 +89,24 @@ def test_calls_with_other_arguments_are_refused(render: Callable[..., str], argu
     assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
+@pytest.mark.parametrize(
+    ("shown", "properties"),
+    [
+        ("p | dictsort", ["x"]),
+        ("p.items()", 5),
+        ("p.values() | join | float | int", {"x": "inf"}),
+        ("1 / (2 - p | length)", [1, 2]),
+    ],
+)
+def test_schemas_that_a_template_was_not_written_for_are_refused(
+    render: Callable[..., str], shown: str, properties: object
+) -> None:
+    each = f"{{% set p = t.function.parameters.properties %}}{{{{ {shown} }}}}"
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    with pytest.raises(InvalidRequest, match="refuses these messages"):
+        render(f"{{% for t in tools or [] %}}{each}{{% endfor %}}{TOOLS_SHOWN}", tools=tools)
+
+
 def test_reasoning_in_the_history_reaches_the_template(render: Callable[..., str]) -> None:
     messages = [USER, {"role": "assistant", "content": "4", "reasoning_content": "Hm."}]
     assert "assistant:4Hm." in render(template("{{ m.reasoning_content }}"), messages=messages)

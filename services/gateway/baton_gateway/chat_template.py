@@ -15,7 +15,9 @@ from baton.errors import InvalidRequest
 from baton_gateway.bodies import ChatBody, ChatMessage, pack_bounded
 from baton_gateway.tool_bodies import CalledTool
 
-TEMPLATE_ERRORS: Final = (TemplateError, TypeError, ValueError, KeyError, IndexError, RecursionError)
+TEMPLATE_ERRORS: Final = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 """Errors that a template raises on messages that it was not written for."""
 PROBE_TOOL: Final[dict[str, Any]] = {
     "type": "function",
