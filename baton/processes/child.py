@@ -60,6 +60,8 @@ class Child:
     def __init__(self, program: Program) -> None:
         self.program = program
         self._process: subprocess.Popen[bytes] | None = None
+        self._asked = False
+        """Whether `terminate` has asked this process to end."""
 
     @property
     def name(self) -> str:
@@ -84,6 +86,7 @@ class Child:
                 # Safe here: the parent has one Python thread, so no lock can be held by another one at the fork.
                 preexec_fn=lambda: die_with_parent(parent_pid, signal.SIGKILL),  # noqa: PLW1509
             )
+        self._asked = False
 
     async def wait(self) -> int:
         """Wait for the end of the process and return its exit status; negative: the signal that ended it."""
@@ -102,16 +105,17 @@ class Child:
         return process.wait()
 
     def terminate(self) -> None:
-        """Ask the process to end: SIGTERM."""
-        if self._process is not None:
+        """Ask the process to end: SIGTERM, once. A second one would end a service that drains at once."""
+        if self._process is not None and not self._asked:
+            self._asked = True
             self._process.terminate()  # Nothing happens to one that has ended.
 
     async def stop(self) -> None:
-        """End the process: SIGTERM, then SIGKILL, also for what it left behind in its session's process group."""
+        """End it: a last SIGTERM, then SIGKILL, also for what it left behind in its session's process group."""
         if self._process is None:
             return
         try:
-            self.terminate()
+            self._process.terminate()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self.program.stop_timeout_s):
                     await self.wait()

@@ -205,6 +205,20 @@ async def test_sighup_restarts_one_after_the_other_and_cuts_no_stream(nats_url: 
         assert all(stream.is_whole for each in streams.values() for stream, _ in each)
 
 
+async def test_sigterm_during_a_restart_in_turn_cuts_no_stream(nats_url: str) -> None:
+    async with two_processes(nats_url) as world:
+        world.worker.script.interval_s = SLOW_S
+        streams = await world.streams_on([process.pid for process in world.processes()])
+        world.process.send_signal(signal.SIGHUP)
+        await world.until(lambda: "answers, 30 s at most" in world.log)
+        world.process.send_signal(signal.SIGTERM)
+        await world.until(lambda: world.log.count("answers, 30 s at most") == 2)
+        world.worker.script.interval_s = 0.0
+        await asyncio.gather(*(reading for each in streams.values() for _, reading in each))
+        assert all(stream.is_whole for each in streams.values() for stream, _ in each)
+        assert await asyncio.wait_for(world.process.wait(), 30.0) == 0
+
+
 async def test_a_second_signal_ends_both_at_once_and_tells_the_workers(nats_url: str) -> None:
     async with two_processes(nats_url) as world:
         world.worker.script.stall_at = 2

@@ -18,6 +18,27 @@ from baton.processes.child import Child, Program
 from baton.processes.keep_alive import RestartPolicy, StartFailed, keep_alive, until_ready
 
 SLEEPS = "import time; time.sleep(60)"
+COUNTS_SIGTERM = """
+import signal, time
+
+asked = 0
+
+def ask(*_):
+    global asked
+    asked += 1
+    print("asked", flush=True)
+    if asked == 2:
+        raise SystemExit(2)
+
+def end(*_):
+    raise SystemExit(10)
+
+signal.signal(signal.SIGWINCH, end)
+signal.signal(signal.SIGTERM, ask)
+print("began", flush=True)
+while True:
+    time.sleep(60)
+"""
 QUICK = RestartPolicy(first_s=0.01, max_s=0.02, alive_interval_s=0.01, failed_probes_max=3)
 
 
@@ -165,6 +186,34 @@ async def test_a_first_start_that_ends_or_takes_too_long_is_an_error(tmp_path: P
             with pytest.raises(StartFailed) as failed:
                 await until_ready([child])
             assert (failed.value.child, failed.value.status) == (child, status)
+
+
+@pytest.mark.parametrize("stops", [False, True], ids=["asked again", "stopped"])
+async def test_a_child_that_was_asked_to_end_gets_another_signal_only_from_stop(tmp_path: Path, stops: bool) -> None:
+    async with World(tmp_path, command=(sys.executable, "-c", COUNTS_SIGTERM)).started() as child:
+        assert child.pid is not None
+        await until_logged(child, "began")
+        child.terminate()
+        await until_logged(child, "asked")
+        if stops:
+            await child.stop()
+        else:
+            child.terminate()
+            os.kill(child.pid, signal.SIGWINCH)  # Delivered after a SIGTERM that was sent before it.
+        assert await child.wait() == (2 if stops else 10)
+
+
+async def test_a_child_that_was_started_again_can_be_asked_to_end_again(tmp_path: Path) -> None:
+    async with World(tmp_path).started() as child:
+        for _ in range(2):
+            child.terminate()
+            assert await child.wait() == -signal.SIGTERM
+            child.start()
+
+
+async def until_logged(child: Child, line: str) -> None:
+    while line not in child.log_tail():  # noqa: ASYNC110 - written by another process.
+        await asyncio.sleep(0.01)
 
 
 async def test_a_child_without_a_log_writes_to_its_parents_output(capfd: pytest.CaptureFixture[str]) -> None:
