@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from subprocess import SubprocessError
 from typing import Final
 
 from baton.processes.child import Child, describe_exit
@@ -73,8 +74,20 @@ async def keep_alive(child: Child, tell: Callable[[str], None], policy: RestartP
         await asyncio.sleep(wait_s)
         # First end what it left behind in its process group.
         child.kill()
-        child.start()
+        while (error := _start(child)) is not None:
+            wait_s = policy.wait_s(wait_s, was_ready=False)
+            tell(f"{child.name} cannot be started: {error}; trying again in {wait_s:g} s")
+            await asyncio.sleep(wait_s)
         ready = False
+
+
+def _start(child: Child) -> Exception | None:
+    """Start a child and return None, or why that is impossible now: no memory, no free descriptor, a full disk."""
+    try:
+        child.start()
+    except (OSError, SubprocessError) as error:
+        return error
+    return None
 
 
 async def _until_end(

@@ -133,6 +133,23 @@ async def test_starts_that_fail_are_tried_after_growing_waits(tmp_path: Path) ->
     assert waits == ["", " in 0.01 s", " in 0.02 s", " in 0.02 s"], "the first end was of a child that had been ready"
 
 
+async def test_a_start_that_is_impossible_is_tried_again_after_growing_waits(tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.symlink_to("/bin/sleep")
+    world = World(tmp_path, command=(str(program), "60"))
+    async with world.kept() as child:
+        assert child.pid is not None
+        program.unlink()
+        os.kill(child.pid, signal.SIGKILL)
+        await world.until(lambda lines: len(lines) == 4)
+        program.symlink_to("/bin/sleep")
+        await world.until(backs)
+    assert "starting it again (log:" in world.lines[0]
+    assert all("child cannot be started: [Errno 2]" in line for line in world.lines[1:4])
+    waits = [line.rpartition("trying again in ")[2] for line in world.lines[1:4]]
+    assert waits == ["0.01 s", "0.02 s", "0.02 s"]
+
+
 @pytest.mark.parametrize("stopped", [False, True], ids=["silent", "stopped"])
 async def test_a_child_that_runs_but_does_not_answer_is_ended_and_starts_again(tmp_path: Path, stopped: bool) -> None:
     world = World(tmp_path)
