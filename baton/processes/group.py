@@ -95,9 +95,10 @@ class ProcessGroup:
 
     async def scrape(self, accept: str) -> tuple[str, bytes]:
         """Return the metrics of all processes; those of one that does not answer now are missing."""
-        answers = await self._ask_all("/metrics", accept=OPENMETRICS if OPENMETRICS in accept else "*/*")
+        openmetrics = OPENMETRICS in accept
+        answers = await self._ask_all("/metrics", accept=OPENMETRICS if openmetrics else "*/*")
         texts = {str(number): text for number, (status, text) in enumerate(answers) if status == 200}
-        return content_type(accept), merge_scrapes(texts).encode()
+        return content_type(accept), merge_scrapes(texts, openmetrics=openmetrics).encode()
 
     async def _ask_all(self, path: str, *, accept: str = "*/*") -> list[tuple[int, str]]:
         """Return what the status ports of processes 0 to `count` - 1 answer."""

@@ -8,8 +8,8 @@ from typing import Final
 END: Final = "# EOF"
 
 
-def merge_scrapes(texts: Mapping[str, str]) -> str:
-    """Return one exposition of those that the named processes have rendered, all in the same format.
+def merge_scrapes(texts: Mapping[str, str], *, openmetrics: bool) -> str:
+    """Return one exposition of those that the named processes have rendered, all in OpenMetrics or all in plain text.
 
     Series are labelled, not added up: the counters of a process that dies start again at 0, and Prometheus sees such a
     reset only in that process's own series; a sum would seem to fall, and `rate` would count the rest once more.
@@ -18,7 +18,7 @@ def merge_scrapes(texts: Mapping[str, str]) -> str:
     """Lines of each metric, which must stay together; by the line that says what it is."""
     lines: list[str] = []
     for process, text in texts.items():
-        for line in text.splitlines():
+        for line in text.split("\n"):  # Not splitlines: a label may contain other ends of lines, such as U+2028.
             if line.startswith("# HELP "):
                 lines = families.setdefault(line, [])
             elif line.startswith("#"):
@@ -27,7 +27,7 @@ def merge_scrapes(texts: Mapping[str, str]) -> str:
             elif line:
                 lines.append(_labelled(line, process))
     merged = [line for head, rest in families.items() for line in (head, *rest)]
-    if any(text.rstrip().endswith(END) for text in texts.values()):
+    if openmetrics:
         merged.append(END)
     return "".join(f"{line}\n" for line in merged)
 

@@ -17,10 +17,10 @@ parse_openmetrics = cast("Callable[[str], Iterable[Metric]]", openmetrics.text_s
 TRACE = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 
 
-def rendered(accept: str, answers: int) -> str:
+def rendered(accept: str, answers: int, *, model: str = 'a {"model"}, # odd') -> str:
     metrics = Metrics("gateway")
     metrics.read(lambda: [Reading(catalogue.ANSWERS, answers, ("stop",)), Reading(catalogue.ANSWERS_RUNNING, answers)])
-    metrics.observe(catalogue.TIME_TO_FIRST_TOKEN, 0.3, "chat", "baton", 'a {"model"}, # odd', trace=TRACE)
+    metrics.observe(catalogue.TIME_TO_FIRST_TOKEN, 0.3, "chat", "baton", model, trace=TRACE)
     return metrics.render(accept)[1].decode()
 
 
@@ -35,7 +35,7 @@ def test_every_sample_keeps_its_value_and_gets_its_process() -> None:
             for family in families
             for sample in family.samples
         }
-        merged = list(parse(merge_scrapes(texts)))
+        merged = list(parse(merge_scrapes(texts, openmetrics=parse is parse_openmetrics)))
         seen = {
             (sample.name, tuple(sorted(sample.labels.items()))): (sample.value, sample.exemplar)
             for family in merged
@@ -49,10 +49,23 @@ def test_every_sample_keeps_its_value_and_gets_its_process() -> None:
 def test_metrics_that_only_one_process_has_are_kept() -> None:
     first = "# HELP a x\n# TYPE a gauge\na 1\n"
     second = '# HELP b y\n# TYPE b gauge\nb{l="v"} 2\n'
-    assert merge_scrapes({"0": first, "1": second}) == (
+    assert merge_scrapes({"0": first, "1": second}, openmetrics=False) == (
         '# HELP a x\n# TYPE a gauge\na{process="0"} 1\n# HELP b y\n# TYPE b gauge\nb{process="1",l="v"} 2\n'
     )
 
 
 def test_without_any_process_there_is_nothing() -> None:
-    assert merge_scrapes({}) == ""
+    assert merge_scrapes({}, openmetrics=False) == ""
+
+
+def test_without_any_process_openmetrics_still_ends() -> None:
+    assert merge_scrapes({}, openmetrics=True) == "# EOF\n"
+
+
+def test_a_label_may_contain_what_only_python_calls_the_end_of_a_line() -> None:
+    model = "a\u2028b\x85c\rd\x0be"
+    text = rendered("*/*", 3, model=model)
+    assert f'model="{model}"' in text
+    merged = merge_scrapes({"0": text}, openmetrics=False)
+    assert len(merged.split("\n")) == len(text.split("\n"))
+    assert f'model="{model}"' in merged
