@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Final
 
@@ -37,11 +37,14 @@ LAST_WORDS_S: Final = 3.0
 class ProcessGroup:
     """The processes 0 to `count` - 1, as a service of their parent. SIGHUP restarts them in turn."""
 
-    def __init__(self, name: str, command: Sequence[str], *, count: int, drain_timeout_s: float) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], *, count: int, drain_timeout_s: float, answer_s: float = ANSWER_S
+    ) -> None:
         self._name = name
         self._command = command
         self._count = count
         self._drain_timeout_s = drain_timeout_s
+        self._answer_s = answer_s
         self._children: dict[int, Child] = {}
         """Processes by their status ports."""
         self._keeping: list[asyncio.Task[None]] = []
@@ -87,24 +90,31 @@ class ProcessGroup:
                 await asyncio.gather(*(child.wait() for child in children))
 
     async def check_ready(self) -> None:
-        """Raise Unavailable unless one process at least is ready."""
-        answers = await self._ask_all("/ready")
-        if all(status != 200 for status, _ in answers):
-            reasons = (json.loads(body)["reason"] for status, body in answers if status == 503)
-            raise Unavailable(next(reasons, "no process answers"))
+        """Raise Unavailable unless one process at least is ready. The first that says so is enough."""
+        asking = [asyncio.create_task(question) for question in self._questions("/ready")]
+        reason = "no process answers"
+        try:
+            for answer in asyncio.as_completed(asking):
+                status, body = await answer
+                if status == 200:
+                    return
+                if status == 503:
+                    reason = json.loads(body)["reason"]
+        finally:
+            for task in asking:
+                task.cancel()
+        raise Unavailable(reason)
 
     async def scrape(self, accept: str) -> tuple[str, bytes]:
         """Return the metrics of all processes; those of one that does not answer now are missing."""
         openmetrics = OPENMETRICS in accept
-        answers = await self._ask_all("/metrics", accept=OPENMETRICS if openmetrics else "*/*")
+        answers = await asyncio.gather(*self._questions("/metrics", accept=OPENMETRICS if openmetrics else "*/*"))
         texts = {str(number): text for number, (status, text) in enumerate(answers) if status == 200}
         return content_type(accept), merge_scrapes(texts, openmetrics=openmetrics).encode()
 
-    async def _ask_all(self, path: str, *, accept: str = "*/*") -> list[tuple[int, str]]:
-        """Return what the status ports of processes 0 to `count` - 1 answer."""
-        return await asyncio.gather(
-            *(http_status(LOOPBACK, port, path, accept=accept, timeout_s=ANSWER_S) for port in self._children)
-        )
+    def _questions(self, path: str, *, accept: str = "*/*") -> list[Coroutine[None, None, tuple[int, str]]]:
+        """Return one question to the status port of each process, 0 to `count` - 1."""
+        return [http_status(LOOPBACK, port, path, accept=accept, timeout_s=self._answer_s) for port in self._children]
 
     def _program(self, number: int, status: socket.socket) -> Program:
         port = status.getsockname()[1]
