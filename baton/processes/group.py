@@ -135,7 +135,7 @@ class ProcessGroup:
             task.cancel()
 
     async def _restart_in_turn(self) -> None:
-        """At each SIGHUP, have one process after the other drain and start again, with settings read anew.
+        """At each SIGHUP, have one process after the other drain and start again.
 
         The next one only follows once its predecessor serves again: settings with which it cannot start cost one.
         """
