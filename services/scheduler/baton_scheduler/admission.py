@@ -39,15 +39,19 @@ class Objectives:
     ttft_s: float = 0.0
     tpot_s: float = 0.0
 
-    def begins_soon(self, predicted: Candidate, wait_s_max: float, *, room: float = 0.0, free: float = 1.0) -> bool:
+    def begins_soon(
+        self, predicted: Candidate, wait_s_max: float, *, room: float = 0.0, free: float = 1.0, idle: bool = False
+    ) -> bool:
         """Return whether the request may be placed now and wait at its workers, for `wait_s_max` at most.
 
         `room`: share to leave to other tenants, of the workers, which must be free before, and of the token interval;
-        `free`: share of the workers that is free.
+        `free`: share of the workers that is free. `idle`: whether the worker that would decode runs nothing, so that no
+        shorter interval can be waited for.
         """
         if free < room:
             return False
-        if self.tpot_s and predicted.predicted_token_interval_s > self.tpot_s * (1 - room):
+        tpot_s = self.tpot_s if idle else self.tpot_s * (1 - room)
+        if self.tpot_s and predicted.predicted_token_interval_s > tpot_s:
             return False
         if not self.ttft_s:
             return predicted.waiting_s <= wait_s_max

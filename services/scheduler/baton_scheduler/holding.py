@@ -120,7 +120,8 @@ class Holding:
         room = self._queue.room_to_leave(place.tenant)
         predicted, longest_s = choice.placement.predicted, self._settings.place_wait_s_max
         free = choice.question.free_share(predicted) if room and choice.question else 1.0
-        return _objectives_of(place).begins_soon(predicted, longest_s, room=room, free=free)
+        idle = bool(room and choice.question and choice.question.is_idle(predicted))
+        return _objectives_of(place).begins_soon(predicted, longest_s, room=room, free=free, idle=idle)
 
     def counts(self) -> Counter[str]:
         """Return the number of held requests by model."""

@@ -106,7 +106,8 @@ class BatonRouter:
         options, predicted, question = self._options, placement.predicted, self._policy.question
         room = self._queue.room_to_leave(arrival.tenant)
         free = question.free_share(predicted) if room and question else 1.0
-        return options.objectives.begins_soon(predicted, options.place_wait_s_max, room=room, free=free)
+        idle = bool(room and question and question.is_idle(predicted))
+        return options.objectives.begins_soon(predicted, options.place_wait_s_max, room=room, free=free, idle=idle)
 
     def _choose(self, arrival: Arrival, now_s: float) -> Placement:
         options = self._options

@@ -53,6 +53,13 @@ class Question(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         computing = [leg for leg in legs if leg is not None]
         return sum(map(self.predict.free, computing)) / sum(map(len, computing))
 
+    def is_idle(self, candidate: Candidate) -> bool:
+        """Return whether the worker that would decode runs nothing, and nothing was placed on it."""
+        legs = (self.whole, *(sink for _, sink in self.pools))
+        team = next(leg.team for leg in legs if leg is not None)
+        load = team.loads[team.rows[candidate.decode]]
+        return load.slots_free >= load.running_max
+
     def pairable(self, prefill: WorkerLoad, decode: WorkerLoad) -> bool:
         """Return whether the two agents can reach each other, as far as this attempt knows."""
         return (prefill.worker, decode.worker) not in self.predict.demand.exclude_pairs
