@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 from baton_scheduler.config import SchedulerSettings
+from baton_scheduler.queue import REMEMBER_S
 from baton_scheduler.service import SchedulerService
 
 from baton import subjects
@@ -402,6 +403,21 @@ async def test_a_tenant_that_had_more_than_its_share_may_use_an_idle_worker_that
         assert world.released() == {}, "10 ms beside another answer"
         await world.beat("d1", running=0)
         assert list(world.released()) == ["flood-0"], "the next one would not be alone"
+
+
+async def test_shares_of_a_past_overload_are_forgotten(world: World) -> None:
+    strict: dict[str, Any] = {"ttft_s": 2.0, "due_in_s": 2.0, "tenant": "flood"}
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        await world.hold("guest", tenant="guest")
+        for tenant in ("flood", "flood", "guest"):
+            await world.bus.publish(subjects.PLACED, placed_elsewhere(tenant))
+        await world.beat("d1", prefill_tokens_queued=300)
+        assert list(world.released()) == ["guest"]
+        await world.beat("d1", prefill_tokens_queued=300)
+        assert isinstance(await world.ask("soon", **strict, hold_s=0.0), Refused), "a wait of 0.3 s is too long for it"
+        await world.pass_time(REMEMBER_S + 1.0)
+        assert isinstance(await world.ask("later", **strict, hold_s=0.0), Placement)
 
 
 async def test_a_new_request_does_not_take_the_room_of_a_tenant_that_was_given_less(world: World) -> None:

@@ -278,3 +278,30 @@ def test_the_index_learns_of_events_after_its_lag() -> None:
     index.change("w", [1, 2], (), 1.0)
     assert index.match([1, 2], 1.0 + LAG_S / 2) == PrefixMatch()
     assert index.match([1, 2], 1.0 + LAG_S) == PrefixMatch({"w": 2})
+
+
+def test_shares_of_a_past_overload_are_forgotten() -> None:
+    (spec,) = specs = make_specs(count=1)
+    router = BatonRouter(specs, BatonOptions(Disaggregation.NEVER, objectives=Objectives(ttft_s=2.0)), Random(1))
+    waits, small, large, busy, later = (
+        replace(make_arrival(name, blocks, first=1000 * number), tenant=tenant)
+        for number, (name, tenant, blocks) in enumerate(
+            (
+                ("waits", "other", 30),
+                ("small", "guest", 3),
+                ("large", "flood", 90),
+                ("busy", "guest", 6),
+                ("later", "flood", 3),
+            )
+        )
+    )
+    router.beat(idle(spec, kv_blocks_used=99), 1.0)
+    assert [router.route(each, 1.0) is None for each in (waits, small, large)] == [True, False, True]
+    router.beat(idle(spec), 1.05)
+    assert [arrival.id for arrival, _ in router.wake(1.1)] == ["large"]
+    assert [arrival.id for arrival, _ in router.wake(1.5)] == ["waits"]
+    for each in (small, large):
+        router.ended(each, 1.6)
+    router.beat(idle(spec), 20.0)
+    assert router.route(busy, 20.0) is not None
+    assert router.route(later, 20.0) is not None, "the worker computes a prompt, and there is nobody to leave room to"

@@ -318,10 +318,13 @@ class Holding:
     # ------------------------------------------------------------ informing gateways
 
     async def report(self) -> None:
-        """Tell gateways the positions of their requests, for ever."""
+        """Tell gateways the positions of their requests, and let shares fade while none is held, for ever."""
         pauses, before_s = PauseDetector(interval_s=POSITIONS_S), self._clock.now_s()
         while True:
             now_s = self._clock.now_s()
+            if not self._requests:
+                # `judge` waits meanwhile, and shares fade.
+                self._queue.tick(now_s)
             self._gateways.extend_deadlines(pauses.local_pause_s(now_s, connected=self._bus.connected), now_s)
             self._gateways.expire(now_s)
             for key in [key for key, each in self._requests.items() if each.place.gateway not in self._gateways]:

@@ -84,6 +84,8 @@ class BatonRouter:
         return -inf if self._started else self._judge_at_s
 
     def route(self, arrival: Arrival, now_s: float) -> Route | None:
+        if not self._held:
+            self._queue.tick(now_s)
         placement = self._choose(arrival, now_s)
         if self._begins_soon(arrival, placement) and not self._queue.is_behind_others(arrival.tenant, PRIORITY_NEW):
             self._queue.charge(arrival.tenant, _tokens(arrival, self._options), arrival.weight)
