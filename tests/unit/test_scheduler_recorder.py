@@ -230,6 +230,20 @@ async def test_many_decisions_of_a_moment_are_published_at_once() -> None:
         assert [each.verdict for each in await kept(world, "r0")] == ["placed"]
 
 
+async def test_all_that_are_given_up_in_a_moment_are_recorded() -> None:
+    world = World()
+    await world.start()
+    count = 2 * NOTED_MAX
+    async with world.scheduler():
+        await world.beat("d1", **FULL)
+        for number in range(count):
+            assert isinstance(await world.ask(f"r{number}-0", hold_s=5.0), Held)
+        await world.pass_time(6.0)
+        assert len(world.released()) == count
+        verdicts = [[each.verdict for each in await kept(world, f"r{number}")] for number in range(count)]
+        assert verdicts == [["held", "refused"]] * count
+
+
 async def test_of_schedulers_with_different_settings_those_that_keep_most_decide(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
