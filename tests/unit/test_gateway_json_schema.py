@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import tracemalloc
 from contextlib import suppress
 from typing import Any
 
@@ -180,3 +181,19 @@ def test_a_large_schema_is_checked_quickly() -> None:
     began_s = time.process_time()
     check_schema(schema, "s")
     assert time.process_time() - began_s < 1.0
+
+
+def test_a_long_key_with_many_children_takes_little_memory() -> None:
+    schema = {"properties": {"k" * 100_000: {"anyOf": [{}] * 20_000}}}
+    tracemalloc.start()
+    check_schema(schema, "s")
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # With the key in the path of each child they would be 2 GB.
+    assert peak_bytes < 16 << 20
+
+
+def test_the_path_of_a_refusal_is_short() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        check_schema({"properties": {"k" * 1000: {"type": "x"}}}, "s")
+    assert caught.value.param == f"s.properties.{'k' * 80}.type"

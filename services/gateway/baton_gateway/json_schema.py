@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Final, cast
+from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
 
 from baton.errors import InvalidRequest
@@ -23,6 +23,8 @@ PATTERN_STEPS_MAX: Final = 10_000
 OPEN_REPETITIONS: Final = 8
 """Count of a repetition without an end, in `PATTERN_STEPS_MAX`: nested ones cost as much as long ones."""
 PATH_CHARACTERS_MAX: Final = 256
+KEY_CHARACTERS_MAX: Final = 80
+"""Longest key in a path; a longer one is cut."""
 
 _TYPES: Final = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
 _SCHEMA: Final = frozenset(
@@ -48,6 +50,13 @@ _TOKEN: Final = re.compile(r"\\.|\[(?:\\.|[^\]\\])*(?:\]|$)|\{(\d*)(?:(,)(\d*))?
 """One token of a pattern: an escape, a class, a count, or a character."""
 
 
+class _Below(NamedTuple):
+    """A path, as links: only an error pays for its text."""
+
+    parent: str | _Below
+    key: str | int
+
+
 def is_within_depth(value: object, depth_max: int) -> bool:
     """Return whether `value` has at most `depth_max` levels of nested containers."""
     if isinstance(value, dict):
@@ -69,9 +78,9 @@ def check_schema(schema: object, where: str) -> None:
         _check_reference(node, path, root)
 
 
-def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[str, object], str]]:
+def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[str, object], str | _Below]]:
     """Yield each schema and its path, parents first. Raises InvalidRequest for a subschema that is none."""
-    pending: list[tuple[object, str]] = [(schema, where)]
+    pending: list[tuple[object, str | _Below]] = [(schema, where)]
     while pending:
         node, path = pending.pop()
         if isinstance(node, bool):
@@ -81,11 +90,11 @@ def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[st
         keywords = cast("dict[str, object]", node)
         yield keywords, path
         for key in keywords:
-            value, below = keywords[key], _join(path, key)
+            value, below = keywords[key], _Below(path, key)
             if key in _SCHEMAS or (key == "items" and isinstance(value, list)):
                 if not isinstance(value, list) or not value:
                     raise _wrong(below, "is a list of schemas, and not empty")
-                pending += [(each, f"{below}[{index}]") for index, each in enumerate(cast("list[object]", value))]
+                pending += [(each, _Below(below, index)) for index, each in enumerate(cast("list[object]", value))]
             elif key in _NAMED_SCHEMAS:
                 if not isinstance(value, dict):
                     raise _wrong(below, "is an object of schemas by name")
@@ -93,35 +102,35 @@ def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[st
                 if key == "patternProperties":
                     for name in named:
                         check_pattern(name, below)
-                pending += [(each, _join(below, name)) for name, each in named.items()]
+                pending += [(each, _Below(below, name)) for name, each in named.items()]
             elif key in _SCHEMA:
                 pending.append((value, below))
 
 
-def _check_keywords(schema: Mapping[str, object], path: str) -> None:
+def _check_keywords(schema: Mapping[str, object], path: str | _Below) -> None:
     for key in schema:
         if key in _NOT_ENFORCED:
-            raise _wrong(_join(path, key), "no engine enforces this keyword")
+            raise _wrong(_Below(path, key), "no engine enforces this keyword")
     if "type" in schema:
-        _check_type(schema["type"], _join(path, "type"))
+        _check_type(schema["type"], _Below(path, "type"))
     if "enum" in schema and (not isinstance(schema["enum"], list) or not schema["enum"]):
-        raise _wrong(_join(path, "enum"), "is a list of values, and not empty")
+        raise _wrong(_Below(path, "enum"), "is a list of values, and not empty")
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in cast("list[object]", required)):
-        raise _wrong(_join(path, "required"), "is a list of names")
+        raise _wrong(_Below(path, "required"), "is a list of names")
     for key in _NUMBERS:
         # A boolean is a number in Python, and `exclusiveMinimum: true` is JSON Schema of 2010.
         if key in schema and (isinstance(schema[key], bool) or not isinstance(schema[key], int | float)):
-            raise _wrong(_join(path, key), "is a number")
+            raise _wrong(_Below(path, key), "is a number")
     for least, most in _COUNTS:
         low, high = (_count(schema, key, path) for key in (least, most))
         if low is not None and high is not None and low > high:
-            raise _wrong(_join(path, least), f"is above `{most}`")
+            raise _wrong(_Below(path, least), f"is above `{most}`")
     if "pattern" in schema:
-        check_pattern(schema["pattern"], _join(path, "pattern"))
+        check_pattern(schema["pattern"], _Below(path, "pattern"))
 
 
-def _check_type(kind: object, path: str) -> None:
+def _check_type(kind: object, path: str | _Below) -> None:
     kinds = cast("list[object]", kind) if isinstance(kind, list) else [kind]
     if not kinds:
         raise _wrong(path, "is not empty")
@@ -130,16 +139,16 @@ def _check_type(kind: object, path: str) -> None:
             raise _wrong(path, f"{str(each)[:40]!r} is not one of {', '.join(sorted(_TYPES))}")
 
 
-def _count(schema: Mapping[str, object], key: str, path: str) -> int | None:
+def _count(schema: Mapping[str, object], key: str, path: str | _Below) -> int | None:
     count = schema.get(key)
     if key in schema and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
-        raise _wrong(_join(path, key), "is a whole number of at least 0")
+        raise _wrong(_Below(path, key), "is a whole number of at least 0")
     return cast("int | None", count)
 
 
-def _check_reference(schema: Mapping[str, object], path: str, root: dict[str, object]) -> None:
+def _check_reference(schema: Mapping[str, object], path: str | _Below, root: dict[str, object]) -> None:
     """Follow `$ref` to a schema without one."""
-    below, followed = _join(path, "$ref"), {id(schema)}
+    below, followed = _Below(path, "$ref"), {id(schema)}
     while "$ref" in schema:
         reference = schema["$ref"]
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
@@ -166,7 +175,7 @@ def _member(container: object, name: str) -> object:
     return None
 
 
-def check_pattern(pattern: object, where: str) -> None:
+def check_pattern(pattern: object, where: str | _Below) -> None:
     """Raise InvalidRequest if `pattern` is no text, or could hold an engine's step up."""
     if not isinstance(pattern, str):
         raise _wrong(where, "is a regular expression")
@@ -178,7 +187,7 @@ def check_pattern(pattern: object, where: str) -> None:
         raise _wrong(where, "repetitions within repetitions make this regular expression too large")
 
 
-def _steps(pattern: str, where: str) -> int:
+def _steps(pattern: str, where: str | _Below) -> int:
     """Return the number of atoms in `pattern`, each counted as often as the repetitions around it allow."""
     groups, last = [0], 0
     for found in _TOKEN.finditer(pattern):
@@ -214,11 +223,20 @@ def _repetitions(found: re.Match[str]) -> int | None:
     return max([*counts, OPEN_REPETITIONS if comma and not most else 1, 1])
 
 
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if _IDENTIFIER.fullmatch(key) else f'{path}["{key[:80]}"]'
+def _wrong(path: str | _Below, why: str) -> InvalidRequest:
+    text = _text(path)
+    if len(text) > PATH_CHARACTERS_MAX:
+        text = f"{text[: PATH_CHARACTERS_MAX // 2]}…{text[-PATH_CHARACTERS_MAX // 2 :]}"
+    return InvalidRequest(f"`{text}`: {why}", param=text)
 
 
-def _wrong(path: str, why: str) -> InvalidRequest:
-    if len(path) > PATH_CHARACTERS_MAX:
-        path = f"{path[: PATH_CHARACTERS_MAX // 2]}…{path[-PATH_CHARACTERS_MAX // 2 :]}"
-    return InvalidRequest(f"`{path}`: {why}", param=path)
+def _text(path: str | _Below) -> str:
+    parts: list[str] = []
+    while isinstance(path, _Below):
+        path, key = path
+        if isinstance(key, int):
+            parts.append(f"[{key}]")
+        else:
+            key = key[:KEY_CHARACTERS_MAX]
+            parts.append(f".{key}" if _IDENTIFIER.fullmatch(key) else f'["{key}"]')
+    return path + "".join(reversed(parts))
