@@ -54,6 +54,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "s.$ref"),
     ({"$ref": "#/required", "required": ["a"]}, "s.$ref"),
     ({"$ref": "#/anyOf/2", "anyOf": [{}]}, "s.$ref"),
+    ({"$ref": f"#/$defs/{'a' * 2000}", "$defs": {"a" * 2000: {}}}, "s.$ref"),
 ]
 
 
@@ -197,3 +198,12 @@ def test_the_path_of_a_refusal_is_short() -> None:
     with pytest.raises(InvalidRequest) as caught:
         check_schema({"properties": {"k" * 1000: {"type": "x"}}}, "s")
     assert caught.value.param == f"s.properties.{'k' * 80}.type"
+
+
+@pytest.mark.parametrize("end", [{}, True])
+def test_a_long_chain_of_references_is_checked_quickly(end: Any) -> None:
+    links = {f"a{number}": {"$ref": f"#/$defs/a{number - 1}"} for number in range(1, 6001)}
+    began_s = time.process_time()
+    check_schema({"$defs": {**links, "a0": end}}, "s")
+    # Were each link followed to the end, 18 million would be.
+    assert time.process_time() - began_s < 2.0

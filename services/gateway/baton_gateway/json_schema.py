@@ -23,6 +23,7 @@ PATTERN_STEPS_MAX: Final = 10_000
 OPEN_REPETITIONS: Final = 8
 """Count of a repetition without an end, in `PATTERN_STEPS_MAX`: nested ones cost as much as long ones."""
 PATH_CHARACTERS_MAX: Final = 256
+REFERENCE_CHARACTERS_MAX: Final = 1024
 KEY_CHARACTERS_MAX: Final = 80
 """Longest key in a path; a longer one is cut."""
 
@@ -73,9 +74,10 @@ def check_schema(schema: object, where: str) -> None:
     if not is_within_depth(cast("object", schema), DEPTH_MAX):
         raise _wrong(where, f"a schema is nested at most {DEPTH_MAX} deep")
     root = cast("dict[str, object]", schema)
+    ended: set[int] = set()
     for node, path in _subschemas(root, where):
         _check_keywords(node, path)
-        _check_reference(node, path, root)
+        _check_reference(node, path, root, ended)
 
 
 def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[str, object], str | _Below]]:
@@ -146,24 +148,29 @@ def _count(schema: Mapping[str, object], key: str, path: str | _Below) -> int | 
     return cast("int | None", count)
 
 
-def _check_reference(schema: Mapping[str, object], path: str | _Below, root: dict[str, object]) -> None:
-    """Follow `$ref` to a schema without one."""
+def _check_reference(
+    schema: Mapping[str, object], path: str | _Below, root: dict[str, object], ended: set[int]
+) -> None:
+    """Follow `$ref` to a schema without one, or to one of `ended`, which gets those that were passed."""
     below, followed = _Below(path, "$ref"), {id(schema)}
-    while "$ref" in schema:
+    while "$ref" in schema and id(schema) not in ended:
         reference = schema["$ref"]
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise _wrong(below, "refers to a part of the same schema, as `#/$defs/name`")
+        if len(reference) > REFERENCE_CHARACTERS_MAX:
+            raise _wrong(below, f"has at most {REFERENCE_CHARACTERS_MAX} characters")
         target: object = root
         for part in reference.split("/")[1:]:
             target = _member(target, unquote(part).replace("~1", "/").replace("~0", "~"))
         if isinstance(target, bool):
-            return
+            break
         if not isinstance(target, dict):
             raise _wrong(below, f"there is no schema at {reference[:80]!r}")
         schema = cast("dict[str, object]", target)
         if id(schema) in followed:
             raise _wrong(below, "refers to itself")
         followed.add(id(schema))
+    ended |= followed
 
 
 def _member(container: object, name: str) -> object:
