@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from baton_gateway.json_schema import (
+    COUNTED_PROPERTIES_MAX,
     DEPTH_MAX,
     PATTERN_CHARACTERS_MAX,
     PATTERN_GROUPS_MAX,
@@ -207,3 +208,23 @@ def test_a_long_chain_of_references_is_checked_quickly(end: Any) -> None:
     check_schema({"$defs": {**links, "a0": end}}, "s")
     # Were each link followed to the end, 18 million would be.
     assert time.process_time() - began_s < 2.0
+
+
+def with_properties(count: int, **counts: int) -> dict[str, Any]:
+    return {"properties": {f"p{number}": {} for number in range(count)}, **counts}
+
+
+def test_counts_of_many_properties_are_refused() -> None:
+    most = COUNTED_PROPERTIES_MAX
+    check_schema(with_properties(10 * most), "s")
+    check_schema(with_properties(most, maxProperties=1), "s")
+    check_schema({"anyOf": [with_properties(most // 2, minProperties=1)] * 4}, "s")
+    for schema, path in [
+        (with_properties(most + 1, maxProperties=1), "s.maxProperties"),
+        (with_properties(most + 1, minProperties=1), "s.minProperties"),
+        # The last is checked first.
+        ({"anyOf": [with_properties(most // 2, minProperties=1)] * 5}, "s.anyOf[0].minProperties"),
+    ]:
+        with pytest.raises(InvalidRequest) as caught:
+            check_schema(schema, "s")
+        assert caught.value.param == path
