@@ -119,9 +119,14 @@ def handoff_of(attempt: EngineAttempt, *, context_tokens_max: int, enabled: bool
     )
 
 
-def pull_error(engine: str, outcome: PullOutcome | None) -> BatonError:
-    """Return the error for a request that the engine ended by itself."""
+def pull_error(engine: str, outcome: PullOutcome | None, *, constraint_new: bool = False) -> BatonError:
+    """Return the error for a request that the engine ended by itself.
+
+    With `constraint_new` it had a constraint and no token yet, so the engine may have refused that constraint.
+    """
     if outcome is None or not outcome.failed:
+        if constraint_new:
+            return InvalidRequest("the engine refuses the request's constraint, or the text delivered under it")
         return EngineFailed(f"{engine} ended the request with an error")
     detail = f"the prompt's KV did not arrive ({outcome.cause}): {outcome.detail}".removesuffix(": ")
     return pull_failure(outcome.cause, detail)

@@ -8,12 +8,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from baton.connectors.handoff import PullOutcome, TransferReport
+from baton.engines.attempts import EngineAttempt
+from baton.engines.engine import EngineRequest, Leg
 from baton.engines.vllm.stats import StatLogger
-from baton.transfer import AgentStats, Cause, LayerGroup, PullTotals
+from baton.errors import BatonError, EngineFailed, InvalidRequest, TransferFailed
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling
+from baton.messages.workers import Role
+from baton.transfer import AgentOptions, AgentStats, Cause, LayerGroup, PullTotals
 
 KEY = b"k" * 16
+CONSTRAINT = Constraint(kind=ConstraintKind.REGEX, text="a")
 
 
 def record(recorder: StatLogger, report: TransferReport) -> None:
@@ -96,3 +103,30 @@ def test_figures_are_of_all_ranks_together() -> None:
     assert transfers.agents == AgentStats(**{name: 2 * figure for name, figure in stats.items()})
     assert transfers.pulls.done == {"tcp": PullTotals(pulls=2, moved_bytes=14, waiting_s=1.0, moving_s=0.5)}
     assert transfers.pulls.failed == {Cause.STALLED: 1}
+
+
+@pytest.mark.parametrize(
+    ("constraint", "begun", "outcome", "error"),
+    [
+        (CONSTRAINT, False, None, InvalidRequest),
+        (CONSTRAINT, False, PullOutcome(key=KEY), InvalidRequest),
+        (CONSTRAINT, True, None, EngineFailed),
+        (None, False, None, EngineFailed),
+        (CONSTRAINT, False, PullOutcome(key=KEY, failed=True, cause=Cause.CHECKSUM), TransferFailed),
+    ],
+)
+async def test_an_error_before_the_first_token_refuses_the_constraint(
+    constraint: Constraint | None, begun: bool, outcome: PullOutcome | None, error: type[BatonError]
+) -> None:
+    from baton.engines.vllm.engine import VllmEngine
+
+    engine: Any = VllmEngine("model", role=Role.DECODE, options={}, agent=AgentOptions())
+    recorder = StatLogger(ranks=1)
+    engine._host = SimpleNamespace(recorder=recorder)
+    if outcome is not None:
+        record(recorder, TransferReport(pulls=(outcome,)))
+    sampling = Sampling(max_tokens=1, constraint=constraint)
+    request = EngineRequest(request="r", attempt=0, leg=Leg.DECODE, tokens=[1, 2], sampling=sampling, budget_s=9)
+    attempt = EngineAttempt(request, KEY, 0.0, 9.0, begun=begun)
+    with pytest.raises(error):
+        await engine._delta(attempt, SimpleNamespace(outputs=[SimpleNamespace(finish_reason="error")], metrics=None))

@@ -229,12 +229,18 @@ class VllmEngine:
         if not attempt.begun and attempt.request.leg is Leg.DECODE:
             # A pull's end is reported with an earlier step than the first token.
             attempt.outcome = recorder.take_outcome(attempt.key)
+        # vLLM ends a request whose grammar cannot be made with an error, and says nothing of its cause.
+        constraint_new = (
+            not attempt.begun
+            and attempt.request.sampling.constraint is not None
+            and attempt.request.leg is not Leg.PREFILL
+        )
         stages = () if attempt.begun else attempt.stages(output.metrics.scheduled_ts if output.metrics else 0)
         attempt.begun = True
         attempt.finish = finish
         if finish is FinishReason.ERROR:
             outcome = attempt.outcome or await recorder.wait_outcome(attempt.key, OUTCOME_TIMEOUT_S)
-            raise pull_error(DIALECT.engine, outcome)
+            raise pull_error(DIALECT.engine, outcome, constraint_new=constraint_new)
         alternatives = attempt.request.sampling.logprobs
         rows: Any = completion.logprobs if alternatives is not None and attempt.request.leg is not Leg.PREFILL else None
         pulled = attempt.outcome
