@@ -6,7 +6,7 @@ import json
 import time
 import tracemalloc
 from contextlib import suppress
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -21,6 +21,7 @@ from baton_gateway.json_schema import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
 from tests.harness.schemas import schemas
@@ -55,6 +56,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}, "s.$ref"),
     ({"$ref": "#/required", "required": ["a"]}, "s.$ref"),
     ({"$ref": "#/anyOf/2", "anyOf": [{}]}, "s.$ref"),
+    ({"$ref": "#/$defs/a", "type": "object", "$defs": {"a": {}}}, "s.$ref"),
+    ({"allOf": [{}, {}]}, "s.allOf"),
+    ({"allOf": [{}], "properties": {"a": {}}}, "s.allOf"),
+    ({"anyOf": [{}], "oneOf": [{}]}, "s.anyOf"),
+    ({"oneOf": [{}], "additionalProperties": False}, "s.oneOf"),
+    ({"properties": {"a": {}}, "anyOf": [{"required": ["a"]}]}, "s.anyOf"),
+    ({"required": ["a"]}, "s.required[0]"),
+    ({"properties": {"a": {}}, "required": ["a", "b"]}, "s.required[1]"),
+    ({"minimum": 5, "maximum": 3}, "s.minimum"),
+    ({"minimum": 3, "exclusiveMaximum": 3}, "s.minimum"),
+    ({"exclusiveMinimum": 3, "maximum": 3.0}, "s.exclusiveMinimum"),
     ({"$ref": f"#/$defs/{'a' * 2000}", "$defs": {"a" * 2000: {}}}, "s.$ref"),
 ]
 
@@ -75,6 +87,7 @@ def test_what_cannot_be_enforced_is_refused_with_its_path(schema: dict[str, Any]
         {"enum": ["not", {"type": "strin", "$ref": "#/nowhere"}], "const": {"if": 1}, "default": {"properties": 3}},
         {"properties": {"not": {}, "$ref": {"type": "string"}, "type": {"type": "integer"}}},
         {"items": [{"type": "string"}], "additionalItems": False},
+        {"type": "number", "minimum": 3, "maximum": 3, "exclusiveMinimum": 2},
         {
             "$defs": {"a/b~c %": {"properties": {"n": {"$ref": "#/$defs/a~1b~0c%20%25"}}}},
             "$ref": "#/$defs/a~1b~0c%20%25",
@@ -186,7 +199,7 @@ def test_a_large_schema_is_checked_quickly() -> None:
 
 
 def test_a_long_key_with_many_children_takes_little_memory() -> None:
-    schema = {"properties": {"k" * 100_000: {"anyOf": [{}] * 20_000}}}
+    schema: dict[str, Any] = {"properties": {"k" * 100_000: {"anyOf": [{}] * 20_000}}}
     tracemalloc.start()
     check_schema(schema, "s")
     _, peak_bytes = tracemalloc.get_traced_memory()
@@ -228,3 +241,31 @@ def test_counts_of_many_properties_are_refused() -> None:
         with pytest.raises(InvalidRequest) as caught:
             check_schema(schema, "s")
         assert caught.value.param == path
+
+
+class Cat(BaseModel):
+    kind: Literal["cat"]
+
+
+class Dog(BaseModel):
+    kind: Literal["dog", "hound"]
+    age: Annotated[int, Field(ge=0, lt=30)] = 3
+
+
+class Owner(BaseModel):
+    """What pydantic writes for references, alternatives and defaults."""
+
+    model_config = ConfigDict(extra="forbid")
+    first: Cat = Field(description="a reference beside annotations", title="First", examples=[{"kind": "cat"}])
+    second: Cat | None = Field(None, deprecated=True)
+    third: Cat | Dog = Field(discriminator="kind", default=Dog(kind="dog"))
+    names: list[Annotated[str, Field(max_length=9)]] = Field(default=[], min_length=1)
+
+
+@pytest.mark.parametrize("mode", ["validation", "serialization"])
+def test_what_pydantic_writes_passes(mode: Literal["validation", "serialization"]) -> None:
+    schema = Owner.model_json_schema(mode=mode)
+    check_schema(schema, "s")
+    # Its first version puts a reference beside annotations into an `allOf`.
+    schema["properties"]["first"]["allOf"] = [{"$ref": schema["properties"]["first"].pop("$ref")}]
+    check_schema(schema, "s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Final, NamedTuple, cast
 from urllib.parse import unquote
 
@@ -43,6 +44,16 @@ _NOT_ENFORCED: Final = frozenset(
     {"$dynamicRef", "$recursiveRef", "dependencies", "dependentRequired", "dependentSchemas", "else", "if", "not",
      "then"}
 )  # fmt: skip
+_ASSERTIONS: Final = _SCHEMA | _SCHEMAS | frozenset(
+    {"$ref", "const", "enum", "exclusiveMaximum", "exclusiveMinimum", "format", "maxContains", "maxItems", "maxLength",
+     "maxProperties", "maximum", "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf",
+     "pattern", "patternProperties", "properties", "required", "type", "uniqueItems"}
+)  # fmt: skip
+_ALONE: Final = {"$ref": {"$ref"}, "anyOf": {"anyOf", "type"}, "oneOf": {"oneOf", "type"}, "allOf": {"allOf", "type"}}
+"""Keywords beside which xgrammar ignores all other assertions, and the assertions that are let through with each.
+
+A `type` beside alternatives repeats theirs in what generators write.
+"""
 _COUNTS: Final = (
     ("minLength", "maxLength"),
     ("minItems", "maxItems"),
@@ -124,6 +135,11 @@ def _check_keywords(schema: Mapping[str, object], path: str | _Below) -> None:
     for key in schema:
         if key in _NOT_ENFORCED:
             raise _wrong(_Below(path, key), "no engine enforces this keyword")
+        ignored = (schema.keys() & _ASSERTIONS) - _ALONE[key] if key in _ALONE else ()
+        if ignored:
+            raise _wrong(_Below(path, key), f"no engine enforces `{min(ignored)}` beside it")
+    if isinstance(every := schema.get("allOf"), list) and len(cast("list[object]", every)) > 1:
+        raise _wrong(_Below(path, "allOf"), "no engine enforces more than one schema")
     if "type" in schema:
         _check_type(schema["type"], _Below(path, "type"))
     if "enum" in schema and (not isinstance(schema["enum"], list) or not schema["enum"]):
@@ -131,10 +147,19 @@ def _check_keywords(schema: Mapping[str, object], path: str | _Below) -> None:
     required = schema.get("required", [])
     if not isinstance(required, list) or not all(isinstance(name, str) for name in cast("list[object]", required)):
         raise _wrong(_Below(path, "required"), "is a list of names")
+    properties = schema.get("properties", {})
+    for index, name in enumerate(cast("list[str]", required)):
+        if isinstance(properties, dict) and name not in properties:
+            raise _wrong(_Below(_Below(path, "required"), index), "no engine enforces a name without a schema")
     for key in _NUMBERS:
         # A boolean is a number in Python, and `exclusiveMinimum: true` is JSON Schema of 2010.
         if key in schema and (isinstance(schema[key], bool) or not isinstance(schema[key], int | float)):
             raise _wrong(_Below(path, key), "is a number")
+    for least, most in product(("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
+        if least in schema and most in schema:
+            lowest, highest = (cast("float", schema[key]) for key in (least, most))
+            if lowest > highest or (lowest == highest and (least, most) != ("minimum", "maximum")):
+                raise _wrong(_Below(path, least), f"leaves nothing below `{most}`")
     for least, most in _COUNTS:
         low, high = (_count(schema, key, path) for key in (least, most))
         if low is not None and high is not None and low > high:
