@@ -71,8 +71,9 @@ def choice_constraint(choices: object, where: str) -> Constraint:
 
 def grammar_constraint(grammar: object, where: str) -> Constraint:
     """Return the constraint to a grammar in EBNF."""
-    if not isinstance(grammar, str) or not grammar.strip():
-        raise InvalidRequest(f"`{where}` is a grammar in EBNF", param=where)
+    # Without a rule in EBNF vLLM would read the text as Lark's.
+    if not isinstance(grammar, str) or "::=" not in grammar:
+        raise InvalidRequest(f'`{where}` is a grammar in EBNF, of rules as `root ::= "a"`', param=where)
     if "\0" in grammar:
         raise InvalidRequest(f"`{where}`: a grammar has no NUL character", param=where)
     text = _bounded(grammar, where)

@@ -219,9 +219,9 @@ def _member(container: object, name: str) -> object:
 
 
 def check_pattern(pattern: object, where: str | _Below) -> None:
-    """Raise InvalidRequest if `pattern` is no text, or could hold an engine's step up."""
-    if not isinstance(pattern, str):
-        raise _wrong(where, "is a regular expression")
+    """Raise InvalidRequest if `pattern` is no text or empty, or could hold an engine's step up."""
+    if not isinstance(pattern, str) or not pattern:
+        raise _wrong(where, "is a regular expression, and not empty")
     if len(pattern) > PATTERN_CHARACTERS_MAX:
         raise _wrong(where, f"a regular expression has at most {PATTERN_CHARACTERS_MAX} characters")
     if "\0" in pattern:
