@@ -58,6 +58,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"$ref": "#/required", "required": ["a"]}, "s.$ref"),
     ({"$ref": "#/anyOf/2", "anyOf": [{}]}, "s.$ref"),
     ({"$ref": "#/$defs/a", "type": "object", "$defs": {"a": {}}}, "s.$ref"),
+    ({"$ref": "#/const", "const": {"not": {}}}, "s.$ref"),
     ({"allOf": [{}, {}]}, "s.allOf"),
     ({"allOf": [{}], "properties": {"a": {}}}, "s.allOf"),
     ({"anyOf": [{}], "oneOf": [{}]}, "s.anyOf"),

@@ -92,14 +92,17 @@ def check_schema(schema: object, where: str) -> None:
     root = cast("dict[str, object]", schema)
     ended: set[int] = set()
     counted = 0
-    for node, path in _subschemas(root, where):
+    nodes = list(_subschemas(root, where))
+    # What no keyword makes a schema is not checked here, so nothing may refer to it.
+    schemas = {id(node) for node, _ in nodes}
+    for node, path in nodes:
         _check_keywords(node, path)
         if key := next((key for key in ("minProperties", "maxProperties") if key in node), None):
             properties = node.get("properties")
             counted += len(cast("dict[str, object]", properties)) ** 2 if isinstance(properties, dict) else 0
             if counted > COUNTED_PROPERTIES_MAX**2:
                 raise _wrong(_Below(path, key), f"stands beside more than {COUNTED_PROPERTIES_MAX} properties")
-        _check_reference(node, path, root, ended)
+        _check_reference(node, path, root, schemas, ended)
 
 
 def _subschemas(schema: dict[str, object], where: str) -> Iterator[tuple[dict[str, object], str | _Below]]:
@@ -185,9 +188,9 @@ def _count(schema: Mapping[str, object], key: str, path: str | _Below) -> int | 
 
 
 def _check_reference(
-    schema: Mapping[str, object], path: str | _Below, root: dict[str, object], ended: set[int]
+    schema: Mapping[str, object], path: str | _Below, root: dict[str, object], schemas: set[int], ended: set[int]
 ) -> None:
-    """Follow `$ref` to a schema without one, or to one of `ended`, which gets those that were passed."""
+    """Follow `$ref` over `schemas` to one without it, or to one of `ended`, which gets those that were passed."""
     below, followed = _Below(path, "$ref"), {id(schema)}
     while "$ref" in schema and id(schema) not in ended:
         reference = schema["$ref"]
@@ -200,7 +203,7 @@ def _check_reference(
             target = _member(target, unquote(part).replace("~1", "/").replace("~0", "~"))
         if isinstance(target, bool):
             break
-        if not isinstance(target, dict):
+        if not isinstance(target, dict) or id(cast("object", target)) not in schemas:
             raise _wrong(below, f"there is no schema at {reference[:80]!r}")
         schema = cast("dict[str, object]", target)
         if id(schema) in followed:
