@@ -115,7 +115,7 @@ test-fast: environment
 	@$(MAKE) test-native
 	@.venv/bin/python -m benchmarks.flat_index || echo 'baton: going on without the baseline of the index: its tests are skipped'
 	@.venv/bin/python -m tests.contract.fake_library
-	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 4 --dist worksteal $(DAILY) tests/unit tests/contract)
+	$(call timed,unit and contract tests,.venv/bin/$(PYTEST) -n 6 --dist worksteal $(DAILY) tests/unit tests/contract)
 	$(call timed,integration tests,.venv/bin/$(PYTEST) -n 4 $(DAILY) tests/integration)
 
 PYTEST = python -m pytest -q $(PYTEST_FLAGS)
