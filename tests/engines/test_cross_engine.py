@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 import pytest_asyncio
+from baton_gateway.parsing.formats import FormatName
 from cross_engines import Engines, make_pair, nightly
+from forced_answers import check_forced_calls
 from msgspec.structs import replace
 
 from baton.engines.engine import EngineLoad, Leg
@@ -87,6 +89,12 @@ async def test_a_constraint_holds_and_an_answer_continues_within_it(pair: Pair, 
         left = replace(CONSTRAINED, max_tokens=64 - delivered, delivered_tokens=delivered)
         rest = await pair.hand_off([*prompt, *whole.tokens[:delivered]], left)
         assert rest.tokens == whole.tokens[delivered:], delivered
+    await pair.settled()
+
+
+@over("vllm-128-to-sglang-1", "sglang-1-to-vllm-128")
+async def test_a_forced_call_is_valid_and_continues_exactly(pair: Pair, engines: Engines) -> None:
+    await check_forced_calls(pair, engines, FormatName.HERMES)
     await pair.settled()
 
 

@@ -10,11 +10,21 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequest
-from baton.messages.attempts import Constraint, Sampling
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton_gateway import constraints
 from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
-from baton_gateway.tool_bodies import TOOLS_MAX, CalledTools, Text, Tool, ToolChoice, Tools, check_tools
+from baton_gateway.tool_bodies import (
+    TOOLS_MAX,
+    CalledTools,
+    Text,
+    Tool,
+    ToolChoice,
+    Tools,
+    check_enforceable,
+    check_tools,
+    required_tools,
+)
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
@@ -153,6 +163,20 @@ class ChatBody(GenerationBody):
     def active_tools(self) -> list[Tool]:
         """Return the tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    def required_tools(self) -> Sequence[Tool]:
+        """Return the tools of which the answer must call one; none if it need not."""
+        return required_tools(self.tools or (), self.tool_choice)
+
+    def check_constrained_tools(self, constraint: Constraint | None) -> None:
+        """Raise InvalidRequest if this constraint and the tools cannot both be enforced."""
+        if constraint is None or not (tools := self.active_tools()):
+            return
+        if constraint.kind is not ConstraintKind.JSON:
+            said = "beside `tools`, an answer can be constrained to JSON only: leave out one of both"
+            raise InvalidRequest(said, param="tools")
+        for index, tool in enumerate(tools):
+            check_enforceable(tool, f"tools[{index}].function.parameters")
 
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:

@@ -8,7 +8,7 @@ import msgspec
 
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.messages.attempts import Constraint, Sampling
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton.messages.base import TOKEN_BYTES, pack_tokens
 from baton_gateway.bodies import (
     NEUTRAL,
@@ -91,11 +91,11 @@ class Intake:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
-        if constraint and isinstance(body, ChatBody) and body.active_tools():
-            said = (
-                "no tool can be called in a constrained answer: leave out one of both, or set `tool_choice` to `none`"
-            )
-            raise InvalidRequest(said, param="tools")
+        if isinstance(body, ChatBody):
+            body.check_constrained_tools(constraint)
+            # The text depends on the model's format of calls.
+            if body.required_tools() or (constraint and body.active_tools()):
+                constraint = Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text="")
         return Parsed(
             model=body.model,
             prompts=body.prompt_count(),
@@ -114,7 +114,8 @@ class Intake:
         sampling = sampling_of(body, tokenizer.defaults if model_defaults else NEUTRAL)
         extensions = cast("dict[str, msgspec.Raw]", sampling.extensions)
         choices_per_prompt = body.n or 1
-        constraint = self._constraint
+        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
+        constraint = tokenizer.constraint_of(body, text, self._constraint)
         carried_bytes = sum(len(bytes(packed)) for packed in extensions.values())
         carried_bytes += len(constraint.text.encode()) if constraint else 0
         if carried_bytes * body.prompt_count() * choices_per_prompt > CARRIED_BYTES_MAX:
@@ -130,7 +131,6 @@ class Intake:
             raise ContextLengthExceeded(said, param="max_tokens")
         root = root_key(model.digest, salt=body.cache_salt or "")
         prompts: list[Prompt] = []
-        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
         for tokens in _tokenise(body, text, tokenizer, context_tokens_max):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
@@ -144,8 +144,7 @@ class Intake:
             choices_per_prompt=choices_per_prompt,
             sampling=msgspec.structs.replace(sampling, constraint=constraint, extensions={}),
             extensions=extensions,
-            # A constraint holds from the first token, so nothing in the answer is a mark.
-            output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
+            output=output_of(body, tokenizer.parsing_of(body, text, self._constraint)),
             root=root,
             cache_salt=body.cache_salt or "",
             session=session_of(body),
