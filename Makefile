@@ -305,6 +305,7 @@ lock: environment
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 	$(LOCK) --group ucx -o requirements/ucx.txt
+	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) --group peer-routers -o requirements/peer-routers.txt
 	$(LOCK) --group peer-litellm -o requirements/peer-litellm.txt
 	printf 'aisimulate\n' >.cache/excludes-dynamo.txt
