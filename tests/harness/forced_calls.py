@@ -10,7 +10,7 @@ from baton_gateway.parsing.calls import Call
 from baton_gateway.parsing.forced_calls import calls_format
 from baton_gateway.parsing.formats import FormatName, ParsingOptions, read_family
 from baton_gateway.parsing.parser import AnswerFormat
-from baton_gateway.tool_bodies import Tool, schemas_of, text_parameters
+from baton_gateway.tool_bodies import Tool, schemas_of, text_parameters, trimmed_parameters
 from jsonschema import Draft202012Validator
 
 from baton.messages.attempts import Constraint
@@ -46,8 +46,10 @@ def forced(family: FormatName, *, parallel: bool) -> Constraint:
 def calls_in(family: FormatName, text: str) -> list[Call]:
     """Return the calls of an answer, of which each is valid and nothing else is said."""
     form = AnswerFormat(read_family(family))
-    texts = text_parameters(TOOLS) if form.writes_text else {}
-    parsed = form.parser(ParsingOptions(tools=True, text_parameters=texts)).finish(text)
+    options = ParsingOptions(
+        tools=True, text_parameters=text_parameters(TOOLS), trimmed_parameters=trimmed_parameters(TOOLS)
+    )
+    parsed = form.parser(options).finish(text)
     assert not parsed.content.strip(), text
     schemas: dict[str, Any] = schemas_of(TOOLS)
     for call in parsed.calls:

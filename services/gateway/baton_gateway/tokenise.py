@@ -22,7 +22,7 @@ from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions
 from baton_gateway.parsing.parser import load_format
 from baton_gateway.segments import Segments, separators_of
 from baton_gateway.text_bound import chars_per_token_max
-from baton_gateway.tool_bodies import schemas_of, text_parameters
+from baton_gateway.tool_bodies import schemas_of, text_parameters, trimmed_parameters
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -147,6 +147,7 @@ class ModelTokenizer:
             or_json=or_json,
             parallel=body.parallel_tool_calls is not False,
             text_parameters=text_parameters(tools) if self._form.writes_text else {},
+            trimmed_parameters=trimmed_parameters(tools) if self._form.writes_text else {},
         )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
@@ -20,6 +20,7 @@ CALLS_MAX: Final = 128
 PATH_CHARS_MAX: Final = 200
 _NOT_OBJECTS: Final = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
 """Keywords that may make arguments anything but an object, whatever `type` beside them says."""
+_TEXT_BOUNDS: Final = frozenset({"const", "enum", "format", "maxLength", "minLength", "pattern"})
 NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}}
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
@@ -154,12 +155,25 @@ def schemas_of(tools: Sequence[Tool]) -> dict[str, object]:
 
 def text_parameters(tools: Sequence[Tool]) -> dict[str, tuple[str, ...]]:
     """Return the names of each tool's parameters that take text."""
+    return _parameters_that(tools, _takes_text)
+
+
+def trimmed_parameters(tools: Sequence[Tool]) -> dict[str, tuple[str, ...]]:
+    """Return the names of each tool's parameters that take some texts only."""
+    return _parameters_that(tools, lambda schema: _takes_text(schema) and _bounds_text(schema))
+
+
+def _parameters_that(tools: Sequence[Tool], holds: Callable[[object], bool]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for tool in tools:
         properties: object = (tool.function.parameters or {}).get("properties")
         schemas = cast("dict[str, object]", properties) if isinstance(properties, dict) else {}
-        found[tool.function.name] = tuple(name for name, schema in schemas.items() if _takes_text(schema))
+        found[tool.function.name] = tuple(name for name, schema in schemas.items() if holds(schema))
     return found
+
+
+def _bounds_text(schema: object) -> bool:
+    return isinstance(schema, dict) and not _TEXT_BOUNDS.isdisjoint(cast("dict[str, object]", schema))
 
 
 def _takes_text(schema: object) -> bool:

@@ -65,7 +65,8 @@ def _tag(syntax: CallSyntax, name: str, schema: object) -> dict[str, Any]:
     """Return one call, from the text before its first place with a choice to the text after its last."""
     arguments: dict[str, Any] = {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": SPACES_MAX}
     if syntax.style != "json":
-        arguments["style"] = syntax.style
+        # White space beside a tag is read as part of the value; xgrammar takes no less than one character.
+        arguments |= {"style": syntax.style, "max_whitespace_cnt": 1}
     places = {"index": _INDEX, "arguments": arguments}
     begin, *between, end = _PLACES.split(syntax.call.replace("{name}", name))
     # Every second part is a place.

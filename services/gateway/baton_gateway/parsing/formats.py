@@ -87,6 +87,8 @@ class ParsingOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Whether an answer may have more than one call; otherwise all but the first are left out."""
     text_parameters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
     """Names of each tool's parameters that take text, for formats that write all arguments as text."""
+    trimmed_parameters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
+    """Those of them whose schemas do not allow any text: white space at its ends belongs to the tags."""
 
 
 def read_family(name: FormatName) -> FormatSpec:

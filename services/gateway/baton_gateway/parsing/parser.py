@@ -100,7 +100,7 @@ class AnswerFormat:
             match = self._calls.open_re.search(opening + body)
             captures = {name: text for name, text in match.groupdict().items() if text is not None} if match else {}
             value = self._library.content_parsers.process_field(body, self._calls, captures)
-            return calls_of(value, options.text_parameters if self.writes_text else None)
+            return calls_of(value, options if self.writes_text else None)
         except MALFORMED:
             return []
 
