@@ -254,6 +254,11 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
     """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
+    return validate(kind, decode_body(payload))
+
+
+def decode_body(payload: bytes | bytearray) -> dict[str, Any]:
+    """Return the object in `payload`. Raises InvalidRequest if it is no JSON, or another value."""
     try:
         raw = msgspec.json.decode(payload)
     except RecursionError as error:
@@ -264,7 +269,11 @@ def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
-    fields = cast("dict[str, Any]", raw)
+    return cast("dict[str, Any]", raw)
+
+
+def validate(kind: type[Body], fields: dict[str, Any]) -> Body:
+    """Return the body of these fields. Raises InvalidRequest that names the field and its fault."""
     _check_counts(fields)
     _refuse_unsupported(fields, known=kind.model_fields.keys())
     try:

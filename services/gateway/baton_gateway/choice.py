@@ -51,6 +51,8 @@ class Piece(msgspec.Struct):
     reasoning: str = ""
     """Text that the model wrote before its answer."""
     calls: tuple[ToolCall, ...] = ()
+    calls_at: int = 0
+    """Number of characters of `text` that come before the first of `calls`."""
 
     @property
     def is_shown(self) -> bool:
@@ -81,6 +83,8 @@ class ChoiceText:
         self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt, marks=marks)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._stopped = False
+        self.stop = ""
+        """The stop string that was found."""
         self.tokens = 0
         self.calls = 0
 
@@ -126,7 +130,7 @@ class ChoiceText:
         if self.tokens <= self._options.min_tokens and self._options.min_tokens:
             return text
         text, stop = self._scanner.feed(text)
-        self._stopped = stop is not None
+        self._stopped, self.stop = stop is not None, stop or ""
         return text
 
     def _entry(self, token: int, logprob: TokenLogprob) -> LogprobEntry:

@@ -7,7 +7,7 @@ import hmac
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from starlette.datastructures import MutableHeaders
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
+from baton_gateway.anthropic import errors as anthropic
 from baton_gateway.drain_state import DrainState
 from baton_gateway.objectives import tenant_of
 
@@ -87,6 +88,8 @@ class Guard:
                 started = True
                 self._on_response(scope["path"], message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if anthropic.is_messages(scope["path"]):
+                    MutableHeaders(scope=message)["request-id"] = request_id
                 if self._drain_state() is not DrainState.OPEN:
                     # The client must send its next request on another connection.
                     MutableHeaders(scope=message)["connection"] = "close"
@@ -96,14 +99,14 @@ class Guard:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._drain_state().check_takes()
-                scope["state"]["tenant"] = self._keys.check(headers.get("authorization", ""))
+                scope["state"]["tenant"] = self._keys.check(authorization_of(headers))
             await self._app(scope, receive, send_with_id)
         except BatonError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
         except Exception:  # The boundary of every request: an unexpected error is a bug, and is logged as one.
             log.exception("request %s failed unexpectedly", request_id)
             if not started:
-                await unexpected_response()(scope, receive, send_with_id)
+                await unexpected_response(scope)(scope, receive, send_with_id)
             elif not finished:
                 raise  # Part of the answer is sent: uvicorn cuts the connection, so that the client notices.
 
@@ -113,18 +116,28 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
-def unexpected_response() -> Response:
+def authorization_of(headers: Mapping[str, str]) -> str:
+    """Return what a request shows as its key: Anthropic's clients have a header of their own."""
+    if "authorization" not in headers and (key := headers.get("x-api-key")):
+        return f"Bearer {key}"
+    return headers.get("authorization", "")
+
+
+def unexpected_response(scope: Scope) -> Response:
     """Return the answer to a request that met a bug; only the log has the details."""
-    return error_response(BatonError("the server failed unexpectedly; its log has the details under the request id"))
+    error = BatonError("the server failed unexpectedly; its log has the details under the request id")
+    return error_response(error, scope)
 
 
-def error_response(error: BatonError) -> Response:
+def error_response(error: BatonError, scope: Scope) -> Response:
+    """Return an error in the form that the clients of the request's path expect."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         # The header takes whole seconds only.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Response(
-        to_json(error_body(error)), status_code=error.http_status, headers=headers, media_type="application/json"
-    )
+    status, body = error.http_status, error_body(error)
+    if anthropic.is_messages(scope["path"]):
+        status, body = anthropic.status_of(error), anthropic.error_body(error, scope["state"]["request_id"])
+    return Response(to_json(body), status_code=status, headers=headers, media_type="application/json")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal, cast
 
 import msgspec
@@ -10,6 +12,7 @@ from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton.messages.base import TOKEN_BYTES, pack_tokens
+from baton_gateway.anthropic.conversion import parse_count, parse_messages
 from baton_gateway.bodies import (
     NEUTRAL,
     ChatBody,
@@ -27,15 +30,17 @@ from baton_gateway.bodies import (
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
-Operation = Literal["chat", "text_completion"]
-"""One of the two endpoints, named as in OpenTelemetry's conventions."""
+Operation = Literal["chat", "text_completion", "messages", "count_tokens"]
+"""An endpoint; OpenTelemetry's conventions name the first two."""
 
 CARRIED_BYTES_MAX: Final = 2 << 20
 """Bound on a request's engine parameters, counted once per answer: each answer has messages of its own."""
 
-_BODIES: Final[dict[Operation, type[ChatBody] | type[CompletionBody]]] = {
-    "chat": ChatBody,
-    "text_completion": CompletionBody,
+_PARSERS: Final[dict[Operation, Callable[[bytes | bytearray], ChatBody | CompletionBody]]] = {
+    "chat": partial(parse, ChatBody),
+    "text_completion": partial(parse, CompletionBody),
+    "messages": parse_messages,
+    "count_tokens": parse_count,
 }
 
 
@@ -87,7 +92,7 @@ class Intake:
 
     def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
-        body = self._body = parse(_BODIES[operation], payload)
+        body = self._body = _PARSERS[operation](payload)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)

@@ -64,7 +64,7 @@ class ParsedText(ChoiceText):
             self._opening, piece.text = "", self._beginning
 
     def _parse(self, piece: Piece, parsed: Parsed) -> None:
-        piece.text, piece.reasoning = parsed.content, parsed.reasoning
+        piece.text, piece.reasoning, piece.calls_at = parsed.content, parsed.reasoning, parsed.calls_at
         room = None if self._calls_max is None else self._calls_max - self.calls
         for call in parsed.calls[:room]:
             made = call_id(self._request, self.calls, prefix=self._form.id_prefix, chars=self._form.id_chars)

@@ -39,6 +39,8 @@ class Parsed(msgspec.Struct):
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = msgspec.field(default_factory=list[Call])
+    calls_at: int = 0
+    """Number of characters of `content` that come before the first of `calls`."""
 
 
 class AnswerFormat:
@@ -151,6 +153,8 @@ class AnswerParser:
                 case "region_close", "tool_calls":
                     opening, body = event["value"]["opening"], event["value"]["body"]
                     calls = self._form.read(opening, body, self._options, is_closed=is_closed)
+                    if not parsed.calls:
+                        parsed.calls_at = len(parsed.content)
                     parsed.calls += calls
                     if not calls:
                         parsed.content += opening + body + (self._form.closing if is_closed else "")
