@@ -52,7 +52,8 @@ async def open_family(
 
 async def create(client: anthropic.AsyncAnthropic, **asked: Any) -> Message:
     fields: dict[str, Any] = {"model": MODEL, "max_tokens": 200, "messages": [USER], **asked}
-    return await client.messages.create(**fields)
+    send: Any = client.messages.create
+    return await send(**fields)
 
 
 async def streamed(client: anthropic.AsyncAnthropic, **asked: Any) -> Message:
@@ -91,7 +92,7 @@ async def test_a_message_streamed_and_whole() -> None:
             },
         }
         assert whole.id.startswith("msg_")
-        assert whole._request_id
+        assert whole._request_id  # pyright: ignore[reportPrivateUsage]
         assert plain(await streamed(client)) == plain(whole)
 
 
@@ -293,7 +294,7 @@ async def test_overload_and_failures_before_and_within_a_stream() -> None:
             ) as stream:
                 seen += [event.type async for event in stream]
         body: Any = failed.value.body
-        assert (body["type"], body["error"]["type"]) == ("error", "api_error")
+        assert (body["type"], body["error"]["type"]) == ("error", "api_error"), body
 
 
 async def test_sampling_and_engine_parameters() -> None:

@@ -92,7 +92,7 @@ def test_choices_of_tools(choice: dict[str, Any], expected: object) -> None:
 def test_an_empty_system_prompt_is_none() -> None:
     for system in ("", [], [{"type": "text", "text": ""}]):
         assert chat(system=system)["messages"] == HI["messages"]
-    turns = [{"role": "system", "content": []}, {"role": "user", "content": []}]
+    turns: list[Any] = [{"role": "system", "content": []}, {"role": "user", "content": []}]
     assert chat(messages=turns)["messages"] == [{"role": "user", "content": ""}]
 
 
@@ -100,7 +100,7 @@ NO = [{"type": "text", "text": "no"}]
 
 
 def test_turns_with_tools_and_thinking() -> None:
-    turns = [
+    turns: list[Any] = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {
             "role": "assistant",

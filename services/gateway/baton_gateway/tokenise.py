@@ -112,23 +112,20 @@ class ModelTokenizer:
         """
         if not isinstance(body, ChatBody) or not (body.required_tools() or (stated and body.active_tools())):
             return stated
-        spec = self._form and self._form.spec
-        if spec is None or spec.calls is None:
+        if (form := self._form) is None or (syntax := form.spec.calls) is None:
             said = "this server cannot enforce calls in the format of this model: `tool_choice` can be `auto` or `none`"
             raise InvalidRequest(said, param="tool_choice" if body.required_tools() else "tools")
-        one = isinstance(body.tool_choice, dict) or body.parallel_tool_calls is False
-        if tools := body.required_tools():
-            reasoning = reasoning_of(spec.calls, self._form.prefix_of(prompt), reasons=spec.reasoning)
-            form = calls_format(spec.calls, schemas_of(tools), parallel=not one, reasoning=reasoning)
-        else:
-            assert stated is not None
-            if not opening_of(spec.calls):
-                said = "the calls of this model cannot be told from JSON: leave out `tools`, or set `tool_choice`"
-                raise InvalidRequest(said, param="tools")
-            form = calls_or_json(
-                calls_format(spec.calls, schemas_of(body.active_tools()), parallel=not one), msgspec.Raw(stated.text)
-            )
-        return format_constraint(form, "tools")
+        parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
+        if required := body.required_tools():
+            reasoning = reasoning_of(syntax, form.prefix_of(prompt), reasons=form.spec.reasoning)
+            calls = calls_format(syntax, schemas_of(required), parallel=parallel, reasoning=reasoning)
+            return format_constraint(calls, "tools")
+        if not opening_of(syntax):
+            said = "the calls of this model cannot be told from JSON: leave out `tools`, or set `tool_choice`"
+            raise InvalidRequest(said, param="tools")
+        assert stated is not None
+        calls = calls_format(syntax, schemas_of(body.active_tools()), parallel=parallel)
+        return format_constraint(calls_or_json(calls, msgspec.Raw(stated.text.encode())), "tools")
 
     def parsing_of(
         self, body: ChatBody | CompletionBody, prompt: str, stated: Constraint | None = None

@@ -44,7 +44,7 @@ class Tool(BaseModel):
     type: Literal["function"]
     function: Function
 
-    def schema(self) -> dict[str, Any]:
+    def arguments_schema(self) -> dict[str, Any]:
         """Return the schema of the arguments."""
         return NO_PARAMETERS if self.function.parameters is None else self.function.parameters
 
@@ -54,7 +54,7 @@ class Tool(BaseModel):
         described: dict[str, Any] = {"name": function.name}
         if function.description is not None:
             described["description"] = function.description
-        described["parameters"] = self.schema()
+        described["parameters"] = self.arguments_schema()
         described |= function.model_extra or {}
         return {"type": "function", "function": described, **(self.model_extra or {})}
 
@@ -114,7 +114,7 @@ def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence
 
 def check_enforceable(tool: Tool, where: str) -> None:
     """Raise InvalidRequest if the schema of a tool's arguments has parts that engines do not enforce."""
-    schema = tool.schema()
+    schema = tool.arguments_schema()
     json_schema.check_schema(schema, where)
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"`{where}.type`: arguments are of type `object`", param=f"{where}.type")
@@ -150,7 +150,7 @@ def _path_below(value: object, depth_max: int) -> list[str] | None:
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, object]:
     """Return the schema of each tool's arguments, as it is enforced."""
-    return {tool.function.name: {"type": "object", **tool.schema()} for tool in tools}
+    return {tool.function.name: {"type": "object", **tool.arguments_schema()} for tool in tools}
 
 
 def text_parameters(tools: Sequence[Tool]) -> dict[str, tuple[str, ...]]:

@@ -27,6 +27,13 @@ from baton_gateway.anthropic.bodies import (
 )
 from baton_gateway.bodies import ChatBody, decode_body, validate
 
+ENGINE_FIELDS: Final = frozenset(
+    {
+        "cache_salt", "frequency_penalty", "ignore_eos", "logit_bias", "min_p", "min_tokens", "presence_penalty",
+        "repetition_penalty", "seed", "skip_special_tokens", "stop_token_ids",
+    }
+)  # fmt: skip
+"""Fields of chats that are engine parameters, and leave the form of an answer as it is."""
 THINKING_VARIABLES: Final = ("enable_thinking", "thinking")
 """Variables by which chat templates switch reasoning on or off."""
 ERROR_PREFIX: Final = "Error: "
@@ -51,7 +58,7 @@ def _chat(payload: bytes | bytearray, *, counts: bool) -> ChatBody:
         raise InvalidRequest("`max_tokens` is required", param="max_tokens")
     known = MessagesBody.__struct_fields__
     others = {name: value for name, value in fields.items() if name not in known and name not in DROPPED}
-    if foreign := next((name for name in others if name in ChatBody.model_fields), None):
+    if foreign := next((name for name in others if name in ChatBody.model_fields and name not in ENGINE_FIELDS), None):
         raise InvalidRequest(f"`{foreign}` is a field of chats: Messages do not have it", param=foreign)
     try:
         return validate(ChatBody, {**others, **chat_fields(body)})
