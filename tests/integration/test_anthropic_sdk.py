@@ -17,7 +17,7 @@ from msgspec import structs
 
 from baton.errors import EngineFailed, Overloaded
 from baton.messages.attempts import ConstraintKind, DecodeTask
-from tests.harness.gateway.actors import MODEL, tiny_model
+from tests.harness.gateway.actors import CONTEXT_TOKENS, MODEL, tiny_model
 from tests.harness.gateway.samples import chat_template, marks_of
 from tests.harness.gateway.stage import Stage, forward, open_stage
 from tests.integration.test_openai_tools import CALL, prompt_of
@@ -206,6 +206,15 @@ async def test_ends_of_messages() -> None:
         for ask in (create, streamed):
             empty = await ask(client)
             assert (empty.content, empty.stop_reason) == ([], "end_turn")
+
+
+async def test_a_bound_above_the_context_is_cut() -> None:
+    async with open_family() as (stage, client):
+        stage.say("ok")
+        answer = await create(client, max_tokens=100_000)
+        task = stage.workers["d1"].got(DecodeTask)[-1]
+        assert isinstance(task, DecodeTask)
+        assert task.sampling.max_tokens == CONTEXT_TOKENS - answer.usage.input_tokens
 
 
 async def test_counting_tokens() -> None:

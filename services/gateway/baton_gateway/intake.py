@@ -89,10 +89,14 @@ class Intake:
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
         self._constraint: Constraint | None = None
+        self._refuses_long = True
+        """Whether a bound on the output above the context is an error. Messages always have a bound, so clients that
+        want none send a large one."""
 
     def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
         body = self._body = _PARSERS[operation](payload)
+        self._refuses_long = operation != "messages"
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
@@ -129,7 +133,8 @@ class Intake:
         tokenizer.check_tokens(sampling.stop_token_ids, "stop_token_ids")
         tokenizer.check_tokens(list(sampling.logit_bias or ()), "logit_bias")
         context_tokens_max = model.context_tokens_max
-        if (explicit := body.explicit_tokens_max()) is not None and explicit > context_tokens_max:
+        explicit = body.explicit_tokens_max()
+        if self._refuses_long and explicit is not None and explicit > context_tokens_max:
             said = (
                 f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
             )
