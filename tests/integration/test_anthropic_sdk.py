@@ -211,7 +211,7 @@ async def test_ends_of_messages() -> None:
 async def test_a_bound_above_the_context_is_cut() -> None:
     async with open_family() as (stage, client):
         stage.say("ok")
-        answer = await create(client, max_tokens=100_000)
+        answer = await create(client, max_tokens=20_000)
         task = stage.workers["d1"].got(DecodeTask)[-1]
         assert isinstance(task, DecodeTask)
         assert task.sampling.max_tokens == CONTEXT_TOKENS - answer.usage.input_tokens
