@@ -69,7 +69,7 @@ class SystemMessage(Struct, frozen=True, tag_field="role", tag="system"):
     content: Texts
 
 
-class Tool(Struct, frozen=True):
+class OfferedTool(Struct, frozen=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -135,7 +135,7 @@ class MessagesBody(Struct, frozen=True, kw_only=True):
     stop_sequences: (
         Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=STOPS_MAX)] | None
     ) = None
-    tools: list[Tool] | None = None
+    tools: list[OfferedTool] | None = None
     tool_choice: AutoChoice | AnyChoice | ToolChoice | NoChoice | None = None
     thinking: ThinkingEnabled | ThinkingAdaptive | ThinkingDisabled | None = None
     metadata: Metadata | None = None
