@@ -13,6 +13,7 @@ BatonError
 │   ├── NoWorkers               503  no live worker of the role needed
 │   ├── NoResponders            503  a bus subject has no subscriber
 │   ├── BusUnavailable          503  the message bus cannot be reached
+│   ├── StoreUnavailable        503  the database cannot be reached or refuses to write
 │   └── RetriesLimited          503  the attempt failed, and too many others do; carries retry_after_s
 ├── Conflict                    409  another writer changed the entry first
 ├── DeadlineExceeded            504  the request's budget is spent
@@ -110,6 +111,10 @@ class NoResponders(Unavailable):
 
 class BusUnavailable(Unavailable):
     code = "bus_unavailable"
+
+
+class StoreUnavailable(Unavailable):
+    code = "store_unavailable"
 
 
 class RetriesLimited(Unavailable):

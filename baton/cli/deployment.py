@@ -230,6 +230,7 @@ def service_programs(
             *("--processes", str(deployment.gateway_processes)),
             # Its /ready asks for workers, which start after it.
             ready=http_probe(deployment.local_host, deployment.port, "/health"),
+            redis_url=redis_url,
             api_keys=deployment.api_key,
             answer_format=deployment.answer_format,
         ),

@@ -78,6 +78,12 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
         ),
     ] = field(default_factory=dict[str, Tenant])
 
+    redis_url: Annotated[
+        str, Meta(description="Redis for what gateways share; empty: none, and what needs it is refused.")
+    ] = "redis://127.0.0.1:6379/0"
+    redis_prefix: Annotated[str, Meta(description="Prefix of all Redis keys of the gateways.")] = "baton:gateway"
+    redis_timeout_s: Annotated[Seconds, Meta(description="Longest wait for one answer of Redis.")] = 2.0
+
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128

@@ -29,6 +29,7 @@ from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Event, Left, Lost, Restarted
 from baton.node.progress import Progress
 from baton.node.service import Node, subscribed
+from baton.redis import RedisConnection
 from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
@@ -62,6 +63,7 @@ class Gateway:
         gateway: str,
         node: Node,
         models: Models,
+        redis: RedisConnection | None = None,
     ) -> None:
         self.settings = settings
         self.ports = node.ports
@@ -69,6 +71,7 @@ class Gateway:
         self.clock = node.ports.clock
         self.tracing = node.tracing
         self.models = models
+        self.redis = redis
         self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes[AnswerDriver]()
         self._progress: dict[str, Progress] = {}
