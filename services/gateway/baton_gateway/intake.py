@@ -24,6 +24,7 @@ from baton_gateway.bodies import (
     sampling_of,
     session_of,
 )
+from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
@@ -103,10 +104,11 @@ class Intake:
             parameters=Sampling(max_tokens=1, constraint=constraint, extensions=extensions_of(body)).parameters,
         )
 
-    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
+    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
 
         `model_defaults`: parameters that the body leaves out take the model's defaults, not neutral values.
+        `salt`: the tenant's cache salt, to which the body's own is added.
         """
         body, self._body = self._body, None
         assert body is not None, "no body was parsed"
@@ -128,10 +130,11 @@ class Intake:
                 f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
             )
             raise ContextLengthExceeded(said, param="max_tokens")
-        root = root_key(model.digest, salt=body.cache_salt or "")
+        salt = request_salt(salt, body.cache_salt or "")
+        root = root_key(model.digest, salt=salt)
         prompts: list[Prompt] = []
         text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
-        for tokens in _tokenise(body, text, tokenizer, context_tokens_max):
+        for tokens in _tokenise(body, text, tokenizer, context_tokens_max, salt):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
                 raise InvalidRequest("the prompt is empty", param=param)
@@ -147,7 +150,7 @@ class Intake:
             # A constraint holds from the first token, so nothing in the answer is a mark.
             output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
             root=root,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             session=session_of(body),
             stream=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
@@ -156,10 +159,9 @@ class Intake:
 
 
 def _tokenise(
-    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int
+    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int, salt: str
 ) -> list[bytes]:
     """Return the packed tokens of each prompt. `text`: a chat's prompt."""
-    salt = body.cache_salt or ""
     if isinstance(body, ChatBody):
         tokenizer.check_length(text, context_tokens_max, "messages")
         # Chat templates write the special tokens themselves.

@@ -32,6 +32,7 @@ class ParseBody(msgspec.Struct, frozen=True, tag=True):
 class MakePlan(msgspec.Struct, frozen=True, tag=True):
     model: Model
     model_defaults: bool
+    salt: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -52,7 +52,7 @@ class IntakeWorker(Protocol):
 
     async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed: ...
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan: ...
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan: ...
 
 
 class IntakePool(Protocol):
@@ -97,8 +97,8 @@ class LocalWorker:
     async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
         return self._intake.parse(operation, payload)
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
-        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults)
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
+        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults, salt=salt)
 
 
 class ProcessPool:
@@ -232,8 +232,8 @@ class IntakeProcess:
         self._prompts = parsed.prompts
         return parsed
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
-        return await self._ask(Plan, MakePlan(model, model_defaults))
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
+        return await self._ask(Plan, MakePlan(model, model_defaults, salt))
 
     async def _ask(self, kind: type[Awaited], request: Request, body: bytes | bytearray | None = None) -> Awaited:
         self._exchange = asyncio.create_task(self._converse(request, body))
