@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
@@ -17,10 +17,11 @@ from baton.cli.asking import find_redis_url, table
 from baton.clock import SystemClock
 from baton.errors import InvalidRequest
 from baton.node.ports import new_system_id
-from baton.redis import RedisConnection
 from baton_gateway.tenants.keys import KEY_PREFIX, KeyRecord, digest_of
-from baton_gateway.tenants.store import KeyReport, RedisTenantStore, TenantStore
 from baton_gateway.tenants.tenant import Permission, Tenant
+
+if TYPE_CHECKING:
+    from baton_gateway.tenants.store import KeyReport, TenantStore
 
 SUMMARY: Final = "create, list and revoke API keys"
 TIMEOUT_S: Final = 5.0
@@ -87,6 +88,10 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 async def _ask(url: str, prefix: str, command: Callable[[TenantStore], Awaitable[Answer]]) -> Answer:
+    # Imported here because every `baton` imports this module, and not every one has Redis's client.
+    from baton.redis import RedisConnection
+    from baton_gateway.tenants.store import RedisTenantStore
+
     redis = RedisConnection(url, clock=SystemClock(), timeout_s=TIMEOUT_S)
     try:
         return await command(RedisTenantStore(redis, prefix=prefix))
@@ -177,11 +182,12 @@ def as_text(keys: list[dict[str, Any]]) -> str:
 def _differences(rights: Mapping[str, Any]) -> str:
     """Return the rights that differ from those of a key without any flag."""
     default = msgspec.to_builtins(Tenant())
-    shown = ((name, value) for name, value in rights.items() if value != default[name])
-    return (
-        " ".join(f"{name}={','.join(value) if isinstance(value, list | tuple) else value}" for name, value in shown)
-        or "-"
-    )
+    shown = [
+        f"{name}={','.join(value) if isinstance(value, list | tuple) else value}"
+        for name, value in rights.items()
+        if value != default[name]
+    ]
+    return " ".join(shown) or "-"
 
 
 def _date(at_s: float | None) -> str | None:
