@@ -161,7 +161,7 @@ def described(report: KeyReport) -> dict[str, Any]:
         "created": _date(record.created_s),
         "revoked": _date(record.revoked_s),
         "last_used": _date(report.last_used_s),
-        "rights": msgspec.to_builtins(record.rights, builtin_types=()),
+        "rights": msgspec.to_builtins(record.rights, order="deterministic"),
         "usage": msgspec.to_builtins(report.usage),
     }
 
