@@ -59,7 +59,7 @@ async def test_all_keys_are_reported_oldest_first_with_their_use(store: TenantSt
     )
     reports = await store.report()
     assert [report.record.created_s for report in reports] == [1, 2, 3]
-    assert reports[0].usage == usage
+    assert reports[0].usage == Usage(requests=1, prompt_tokens=5, output_tokens=7, cached_tokens=2)
     assert reports[0].last_used_s == pytest.approx(time.time(), abs=30)
     assert (reports[1].usage, reports[1].last_used_s) == (Usage(), None)
 
