@@ -19,7 +19,9 @@ import pytest
 from nats.aio.msg import Msg
 
 from baton.cli.servers import free_port
+from baton.clock import SystemClock
 from baton.messages.workers import Role
+from baton.redis import RedisConnection
 from tests.harness.cluster import running_cluster
 from tests.harness.gateway.actors import MODEL
 from tests.harness.gateway.process import actors, gateway, wait_ready
@@ -72,21 +74,20 @@ class Keys:
         return {each["tenant"]: each for each in json.loads(out)}
 
 
-async def post(url: str, key: str, body: dict[str, Any] = CHAT, path: str = "/v1/chat/completions") -> httpx.Response:
-    async with httpx.AsyncClient(base_url=url, timeout=30.0) as client:
-        return await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+async def post(
+    client: httpx.AsyncClient, key: str, body: dict[str, Any] = CHAT, path: str = "/v1/chat/completions"
+) -> httpx.Response:
+    return await client.post(path, json=body, headers={"authorization": f"Bearer {key}"})
 
 
-async def until(holds: Callable[[], object], what: str) -> None:
+async def until(holds: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
         while not holds():  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.05)
-    assert holds(), what
 
 
-async def metric(port: int, name: str) -> float:
-    async with httpx.AsyncClient() as client:
-        shown = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
+async def metric(client: httpx.AsyncClient, port: int, name: str) -> float:
+    shown = (await client.get(f"http://127.0.0.1:{port}/metrics")).text
     (value,) = re.findall(rf"^{name} (\S+)$", shown, re.MULTILINE)
     return float(value)
 
@@ -99,20 +100,13 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
         logs: dict[str, list[bytes]] = {"open": [], "closed": []}
         ports = {name: free_port() for name in logs}
         flags = ("--stored-keys", "--redis-url", redis.url, "--redis-timeout-s", "10")
-        urls = {
-            name: (
-                await stack.enter_async_context(
-                    gateway(
-                        nats_url,
-                        *(*flags, "--without-redis", name, "--status-port", str(ports[name])),
-                        output=output,
-                    )
-                )
-            )[1]
-            for name, output in logs.items()
-        }
-        for url in urls.values():
-            await wait_ready(url)
+        clients: dict[str, httpx.AsyncClient] = {}
+        for name, output in logs.items():
+            own = ("--without-redis", name, "--status-port", str(ports[name]))
+            _, url = await stack.enter_async_context(gateway(nats_url, *flags, *own, output=output))
+            clients[name] = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30.0))
+        for client in clients.values():
+            await wait_ready(str(client.base_url))
 
         def has_said(name: str, text: str) -> bool:
             return text in b"".join(logs[name]).decode()
@@ -121,7 +115,7 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
         limited = await keys.create("limited", "--requests-per-minute", "6")
         free = await keys.create("free")
         began_s = asyncio.get_running_loop().time()
-        answers = await asyncio.gather(*(post(url, limited) for url in [*urls.values()] * 6))
+        answers = await asyncio.gather(*(post(client, limited) for client in [*clients.values()] * 6))
         refilled = int((asyncio.get_running_loop().time() - began_s) / 10)
         statuses = Counter(answer.status_code for answer in answers)
         assert statuses.keys() == {200, 429}
@@ -136,31 +130,31 @@ async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: st
         assert usage["output_tokens"] == sum(each["completion_tokens"] for each in tokens)
 
         # Redis dies: one gateway goes on without limits, the other refuses what it cannot check.
-        assert [(await post(url, free)).status_code for url in urls.values()] == [200, 200]
+        assert [(await post(client, free)).status_code for client in clients.values()] == [200, 200]
         redis.kill()
-        assert [(await post(urls["open"], limited)).status_code for _ in range(8)] == [200] * 8
-        refused = await post(urls["closed"], limited)
+        assert [(await post(clients["open"], limited)).status_code for _ in range(8)] == [200] * 8
+        refused = await post(clients["closed"], limited)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "store_unavailable"
         for name in logs:
-            await until(lambda name=name: has_said(name, f"--without-redis {name}"), "the log says it")
-            assert await metric(ports[name], "baton_tenant_store_up") == 0
-        assert await metric(ports["open"], "baton_rate_unchecked_total") == 8
+            await until(lambda name=name: has_said(name, f"--without-redis {name}"))
+            assert await metric(clients[name], ports[name], "baton_tenant_store_up") == 0
+        assert await metric(clients["open"], ports["open"], "baton_rate_unchecked_total") == 8
 
         # And returns: both enforce again, by themselves.
         redis.start()
         async with asyncio.timeout(30):
-            while {(await post(url, limited)).status_code for url in urls.values()} != {429}:
+            while {(await post(client, limited)).status_code for client in clients.values()} != {429}:
                 pass
         for name in logs:
-            await until(lambda name=name: has_said(name, "Redis serves again"), "the log says it")
-            assert await metric(ports[name], "baton_tenant_store_up") == 1
+            await until(lambda name=name: has_said(name, "Redis serves again"))
+            assert await metric(clients[name], ports[name], "baton_tenant_store_up") == 1
 
         # Revocation reaches both.
         status, said = await keys.run("revoke", (await keys.list())["free"]["id"])
         assert status == 0, said
         async with asyncio.timeout(30):
-            while {(await post(url, free)).status_code for url in urls.values()} != {401}:
+            while {(await post(client, free)).status_code for client in clients.values()} != {401}:
                 pass
 
 
@@ -181,7 +175,9 @@ async def sniffed(nats_url: str) -> AsyncGenerator[list[bytes]]:
 
 
 async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, model: Path, site: Path) -> None:
-    async with running_cluster(tmp_path, model=model) as cluster, sniffed(cluster.nats_url) as carried:
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(running_cluster(tmp_path, model=model))
+        carried = await stack.enter_async_context(sniffed(cluster.nats_url))
         await cluster.start_control_plane(
             gateway_flags=("--stored-keys", "--api-keys", "static-key-in-the-settings", "--place-resend-s", "5")
         )
@@ -192,9 +188,11 @@ async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, mo
         one, two = await keys.create("one"), await keys.create("two", "--tokens-per-minute", "100000")
         shared = [await keys.create(name, "--allow", "share-prefix-cache") for name in ("three", "four")]
 
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=cluster.url, timeout=30.0))
+
         async def cached(key: str) -> int:
             body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-            answer = await post(cluster.url, key, body, "/v1/completions")
+            answer = await post(client, key, body, "/v1/completions")
             assert answer.status_code == 200, answer.text
             usage = answer.json()["usage"]
             assert usage["prompt_tokens"] > 200
@@ -205,24 +203,19 @@ async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, mo
         for other in (two, "static-key-in-the-settings", shared[0]):
             assert await cached(other) == 0, "the prompt of another tenant is not"
         assert await cached(shared[1]) > 200, "tenants may share by permission"
-        async with httpx.AsyncClient(base_url=cluster.url) as client:
-            for wrong in ("sk-baton-wrong-key", "static-key-in-the-settingsX"):
-                refused = await client.get("/v1/models", headers={"authorization": f"Bearer {wrong}"})
-                assert refused.status_code == 401
-            shown = [
-                (await client.get(f"http://{cluster.status_address(name)}/metrics")).text for name in cluster.services
-            ]
+        for wrong in ("sk-baton-wrong-key", "static-key-in-the-settingsX"):
+            assert (await post(client, wrong)).status_code == 401
+        shown = [(await client.get(f"http://{cluster.status_address(name)}/metrics")).text for name in cluster.services]
         await keys.list()
         known = [one, two, *shared, "static-key-in-the-settings", "sk-baton-wrong-key"]
         secrets = [form for key in known for form in (key, key.removeprefix("sk-baton-"))]
         assert any("baton_tenant_tokens_total{" in text and 'tenant="one"' in text for text in shown)
-        assert any(b"baton.traces" in message or b"trace" in message for message in carried)
-        outputs = {
+            outputs = {
             "logs": [service.log.read_text(errors="replace") for service in cluster.services.values()],
             "metrics": shown,
             "messages, and spans among them": [message.decode(errors="replace") for message in carried],
             "baton keys list": keys.shown,
-            "Redis": [path.read_text(errors="replace") for path in redis_files(cluster.redis_url)],
+            "Redis": await appended(cluster.redis_url),
         }
         for name, texts in outputs.items():
             assert texts
@@ -230,12 +223,9 @@ async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, mo
             assert not found, f"{name} have keys"
 
 
-def redis_files(url: str) -> list[Path]:
-    """Return the append-only file of the Redis with this address."""
-    port = url.rpartition(":")[2].partition("/")[0]
-    command = next(
-        words
-        for words in (path.read_bytes().split(b"\0") for path in Path("/proc").glob("[0-9]*/cmdline"))
-        if port.encode() in words and b"--dir" in words
-    )
-    return list(Path(command[command.index(b"--dir") + 1].decode()).rglob("*aof*"))
+async def appended(url: str) -> list[str]:
+    """Return all that a Redis has been told to write, from its append-only file."""
+    connection = RedisConnection(url, clock=SystemClock(), timeout_s=10.0)
+    folder = (await connection.client.config_get("dir"))["dir"]
+    await connection.close()
+    return [path.read_text(errors="replace") for path in Path(folder).rglob("*.aof")]
