@@ -220,3 +220,25 @@ async def test_tenants_do_not_share_the_name_of_a_conversation(world: World) -> 
         assert (await world.post(key, {"x-baton-session": "session"})).status_code == 200
     first, again, other = [place.session for place in world.stage.scheduler.places]
     assert first == again != other
+
+
+async def test_a_resumed_answer_keeps_its_salt(world: World) -> None:
+    stage, key = world.stage, await world.new_key()
+    stage.workers["d1"].script.die_at = 1
+    answer = asyncio.create_task(world.post(key, stream=True))
+    await stage.wait_for(world.salts)
+    second = await stage.add("d2")
+    assert (await answer).text.endswith("data: [DONE]\n\n")
+    resumed = [task.cache_salt for task in second.got(DecodeTask) if isinstance(task, DecodeTask)]
+    assert resumed == world.salts()[:1] != [""]
+
+
+async def test_spans_and_messages_have_no_key(world: World) -> None:
+    key = await world.new_key(requests_per_minute=2)
+    for presented in (key, key, key, "sk-baton-wrong", "static"):
+        await world.post(presented)
+    stage = world.stage
+    await stage.wait_for(lambda: len(stage.spans) > 5)
+    outputs = repr([stage.spans, stage.scheduler.places, stage.workers["d1"].received])
+    for secret in (key, key.removeprefix("sk-baton-"), "sk-baton-wrong", "'static'"):
+        assert secret not in outputs
