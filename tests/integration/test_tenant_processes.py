@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import nats
@@ -166,7 +166,7 @@ async def sniffed(nats_url: str) -> AsyncGenerator[list[bytes]]:
     async def take(message: Msg) -> None:
         carried.append(message.subject.encode() + b" " + message.data)
 
-    connection = await nats.connect(nats_url)
+    connection = await cast("Any", nats).connect(nats_url)
     try:
         await connection.subscribe(">", cb=take)
         yield carried
@@ -225,7 +225,7 @@ async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, mo
 
 async def appended_folder(url: str) -> Path:
     connection = RedisConnection(url, clock=SystemClock(), timeout_s=10.0)
-    folder = (await connection.client.config_get("dir"))["dir"]
+    folder = (await cast("Any", connection.client).config_get("dir"))["dir"]
     await connection.close()
     return Path(folder)
 

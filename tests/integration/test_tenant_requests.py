@@ -184,10 +184,10 @@ async def test_each_tenant_has_a_salt_on_both_ways_into_the_gateway(world: World
     share = frozenset({Permission.SHARE_PREFIX_CACHE})
     one, again, two = await world.new_key("one"), await world.new_key("one"), await world.new_key("two")
     shared = await world.new_key("three", permissions=share)
-    long = {"messages": [{"role": "user", "content": LONG[:4000]}]}
+    long: dict[str, Any] = {"messages": [{"role": "user", "content": LONG[:4000]}]}
     for key in (one, again, two, "static", shared):
-        for changes in ({}, {"cache_salt": "own"}, long):
-            assert (await world.post(key, **changes)).status_code == 200
+        for changes in (dict[str, Any](), {"cache_salt": "own"}, long):
+            assert (await world.post(key, None, **changes)).status_code == 200
     salts = world.salts()
     rows = [salts[start : start + 3] for start in range(0, 15, 3)]
     assert rows[0] == rows[1], "keys of one tenant share"

@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -123,13 +124,12 @@ async def test_redis_keeps_no_key_and_forgets_full_buckets(redis: RedisConnectio
     await store.put(record("sk-baton-secret"))
     await store.take("tokens", "key", 1_000_000)
     await store.settle("batch", {"key": Settlement(Usage(requests=1))})
-    names = [name async for name in redis.client.scan_iter(f"{prefix}*")]
+    names = cast("list[bytes]", await cast("Any", redis.client).keys(f"{prefix}*"))
     expiries = {name.removeprefix(f"{prefix}:tenants:1:".encode()): await redis.client.pttl(name) for name in names}
     assert 0 < expiries.pop(b"bucket:tokens:key") <= 1_000
     assert 0 < expiries.pop(b"settled:batch") <= 600_000
     assert expiries == {b"keys": -1, b"usage:key": -1}
-    dumped = await redis.client.hgetall(f"{prefix}:tenants:1:keys")
-    assert b"sk-baton-secret" not in b"".join([*dumped.keys(), *dumped.values()])
+    assert "sk-baton-secret" not in repr(await redis.client.hgetall(f"{prefix}:tenants:1:keys"))
 
 
 async def test_a_record_of_a_newer_version_admits_nobody(

@@ -9,7 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import msgspec
 
@@ -183,7 +183,7 @@ def _differences(rights: Mapping[str, Any]) -> str:
     """Return the rights that differ from those of a key without any flag."""
     default = msgspec.to_builtins(Tenant())
     shown = [
-        f"{name}={','.join(value) if isinstance(value, list | tuple) else value}"
+        f"{name}={','.join(cast('list[str]', value)) if isinstance(value, list | tuple) else value}"
         for name, value in rights.items()
         if value != default[name]
     ]
