@@ -155,7 +155,7 @@ class GenerationResponse(Response):
                 with_logprobs=plan.output.logprobs,
             )
             shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
-            if (name := str(request.state.request_id)) != job.request:
+            for name in {str(request.state.request_id), plan.name}.difference((job.request, "")):
                 gateway.publisher.post(subjects.request_name(name), NamedRequest(request=job.request))
             trace.accept(job.model, plan, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
             answer = AnswerResponse(gateway, job, shape, trace, stream=plan.stream, with_usage=plan.with_usage)

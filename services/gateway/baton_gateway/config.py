@@ -98,6 +98,13 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
             "none: answers are text."
         ),
     ] = FormatName.AUTO
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="Take `chat_template` in requests: a program, which runs in an intake process, for the request's "
+            "deadline at most."
+        ),
+    ] = False
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
     intake_waiting_bytes_max: Annotated[
         int, Meta(ge=0, description="Total length of bodies that wait for these processes; beyond this, 429.")

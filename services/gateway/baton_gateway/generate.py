@@ -83,9 +83,11 @@ def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFac
     if len(payload) > HERE_BYTES_MAX:
         return None
     intake = Intake()
-    model = _accept(gateway, intake.parse(facts.operation, payload))
+    parsed = intake.parse(facts.operation, payload)
+    model = _accept(gateway, parsed)
     known = gateway.models.known(model.path, model.digest)
-    if known is None or known.tokenizer is None:
+    # A client's template may run for long, and other streams must not wait.
+    if known is None or known.tokenizer is None or parsed.own_template:
         return None
     with gateway.tracing.span("tokenise", parent=facts.trace):
         plan = intake.plan(known.tokenizer, model, model_defaults=gateway.settings.model_defaults)
@@ -119,6 +121,9 @@ def _accept(gateway: Gateway, parsed: Parsed) -> Model:
     """Return a body's model. Raises if no worker takes the parameters, or the gateway's limits are exceeded."""
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
+    if parsed.own_template and not gateway.settings.trust_request_chat_template:
+        said = "`chat_template` is taken only by a gateway with `--trust-request-chat-template`: a template is a program"
+        raise InvalidRequest(said, param="chat_template")
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
     if choices > most:
         raise InvalidRequest(f"{choices} answers are asked for; this server gives at most {most}", param="n")
