@@ -22,7 +22,7 @@ from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
 from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody
-from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here
+from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here, prompt_heads
 from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import Tenant, objectives_of
@@ -153,6 +153,10 @@ class GenerationResponse(Response):
                 created_s=self._created_s,
                 with_usage=plan.with_usage,
                 with_logprobs=plan.output.logprobs,
+                with_token_ids=plan.output.token_ids,
+                tokens_as_ids=plan.tokens_as_ids,
+                with_counts=plan.output.counts,
+                prompts=prompt_heads(job),
             )
             shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
             for name in {str(request.state.request_id), plan.name}.difference((job.request, "")):

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, Sampling
 from baton_gateway import constraints, fields
+from baton_gateway.body_checks import LOGIT_BIAS_MAX, MESSAGES_MAX, PROMPTS_MAX, check_counts, check_messages, explain
 from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
 from baton_gateway.tool_bodies import TOOLS_MAX, CalledTools, Text, Tool, ToolChoice, Tools, check_tools
@@ -21,18 +22,14 @@ COMPLETION_TOKENS_DEFAULT: Final = 16
 EXTENSION_DEPTH_MAX: Final = 65
 EXTENSIONS_BYTES_MAX: Final = (256 + 16) << 10
 """Total length, as JSON, of all fields that this server does not know."""
-FIELDS_MAX: Final = 128
 EXTENSIONS_MAX: Final = 32
 NAME_CHARS_MAX: Final = 256
-MESSAGES_MAX: Final = 65_536
-PARTS_MAX: Final = 65_536
-"""Content parts of all messages together."""
-PROMPTS_MAX: Final = 128
 STOPS_MAX: Final = 64
+STOPS_CHARS_MAX: Final = 4096
+"""Length of all stop strings together, for each of which the end of every piece of text is searched."""
 REQUEST_NAME: Final = r"[A-Za-z0-9._:/+=@-]{1,128}"
 """Name that a client may give a request."""
 DOCUMENTS_MAX: Final = 4096
-LOGIT_BIAS_MAX: Final = 1024
 TOKENS_MAX: Final = 1 << 31
 SEED_MAX: Final = (1 << 63) - 1
 
@@ -101,8 +98,12 @@ class GenerationBody(BaseModel):
 
     def check(self) -> None:
         """Raise InvalidRequest for faults that the types of the fields do not tell."""
+        if isinstance(self.stop, list) and sum(map(len, self.stop)) > STOPS_CHARS_MAX:
+            raise InvalidRequest(f"`stop` has more than {STOPS_CHARS_MAX} characters together", param="stop")
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest("`truncate_prompt_tokens` leaves nothing of the prompt", param="truncate_prompt_tokens")
+            raise InvalidRequest(
+                "`truncate_prompt_tokens` leaves nothing of the prompt", param="truncate_prompt_tokens"
+            )
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("`truncation_side` needs `truncate_prompt_tokens`", param="truncation_side")
         if self.vllm_xargs is not None and "extra_args" in (self.model_extra or {}):
@@ -259,6 +260,11 @@ class OutputOptions:
     parsing: ParsingOptions | None = None
     """None: the text is the answer's content as it is."""
 
+    @property
+    def is_detailed(self) -> bool:
+        """Whether pieces have more than text."""
+        return self.logprobs or self.token_ids or self.counts
+
 
 Body = TypeVar("Body", bound=GenerationBody)
 NAMES: Final = frozenset(
@@ -285,13 +291,13 @@ def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
     given = cast("dict[str, Any]", raw)
-    _check_counts(given)
+    check_counts(given)
     fields.refuse(given, kind.model_fields.keys(), _elsewhere(kind))
-    _check_messages(given.get("messages"))
+    check_messages(given.get("messages"))
     try:
         body = kind.model_validate(given)
     except ValidationError as error:
-        raise _explain(error) from error
+        raise explain(error) from error
     body.check()
     return body
 
@@ -415,80 +421,3 @@ def extensions_of(body: GenerationBody) -> dict[str, object]:
             f"the name `{long[0][:80]}…` is longer than {NAME_CHARS_MAX} characters", param=long[0][:80]
         )
     return extensions
-
-
-def _check_counts(fields: Mapping[str, object]) -> None:
-    """Raise InvalidRequest if the body has too many fields, prompts, messages or biases to validate."""
-    if len(fields) > FIELDS_MAX:
-        raise InvalidRequest(f"the body has {len(fields)} fields; this server takes at most {FIELDS_MAX}")
-    prompt, messages, bias = fields.get("prompt"), fields.get("messages"), fields.get("logit_bias")
-    if isinstance(tools := fields.get("tools"), list):
-        _check_count(cast("Sequence[object]", tools), "tools", TOOLS_MAX)
-    if isinstance(prompt, list):
-        several = cast("Sequence[object]", prompt)
-        # One prompt of token ids may be as long as the body; only the number of prompts is bounded.
-        if several and isinstance(several[0], (str, list)):
-            _check_count(several, "prompt", PROMPTS_MAX)
-    if isinstance(messages, list):
-        _check_count(cast("Sequence[object]", messages), "messages", MESSAGES_MAX)
-    if isinstance(bias, dict):
-        _check_count(cast("dict[str, object]", bias), "logit_bias", LOGIT_BIAS_MAX)
-
-
-def _check_count(values: Sequence[object] | Mapping[str, object], param: str, most: int) -> None:
-    if len(values) > most:
-        raise InvalidRequest(f"`{param}` has {len(values)} items; this server takes at most {most}", param=param)
-
-
-def _check_messages(messages: object) -> None:
-    """Raise InvalidRequest for messages that need more than text, and for too many content parts."""
-    parts = 0
-    for index, message in enumerate(cast("list[object]", messages) if isinstance(messages, list) else ()):
-        if isinstance(message, dict):
-            parts += _refuse_unsupported_message(cast("dict[str, Any]", message), f"messages[{index}]")
-        if parts > PARTS_MAX:
-            raise InvalidRequest(f"the messages have more than {PARTS_MAX} content parts", param="messages")
-
-
-def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
-    """Return the number of content parts. Raises InvalidRequest for functions and for parts other than text."""
-    if message.get("audio") is not None:
-        raise InvalidRequest(f"`{where}.audio` is not supported by this server: it takes text only", param=where)
-    if message.get("role") == "function" or message.get("function_call"):
-        raise InvalidRequest(
-            f"`{where}` uses functions, which are not supported by this server: use tools", param=where
-        )
-    content = message.get("content")
-    parts = cast("list[object]", content) if isinstance(content, list) else []
-    for part in parts:
-        kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise InvalidRequest(
-                f"`{where}.content` has a part of type {kind[:40]!r}; this server takes text only, "
-                "no images, audio or files",
-                param=where,
-            )
-    return len(parts)
-
-
-def _nested_hint(place: tuple[int | str, ...]) -> str:
-    return fields.hint(str(place[-1]), (TextPart if place[0] == "messages" else StreamOptions).model_fields)
-
-
-def _explain(error: ValidationError) -> InvalidRequest:
-    """Return the most specific of pydantic's errors; for a union, pydantic reports one per member."""
-    complaints = error.errors(include_url=False, include_context=False, include_input=False)
-    deepest = max(len(complaint["loc"]) for complaint in complaints)
-    # The error of the union member with the right type is the useful one.
-    first = min(complaints, key=lambda e: (deepest - len(e["loc"]), e["type"].endswith("_type")))
-    param = ""
-    for part in first["loc"]:
-        if isinstance(part, int):
-            param += f"[{part}]"
-        elif part.isidentifier():
-            # Pydantic names union members in the path, such as `constrained-str`: no field of the body.
-            param += f".{part}" if param else part
-    param = param.removesuffix(".str").removesuffix(".int") or "body"
-    if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"`{param}`: this server does not know this field{_nested_hint(first['loc'])}", param=param)
-    return InvalidRequest(f"`{param}`: {first['msg'][0].lower()}{first['msg'][1:]}", param=param)

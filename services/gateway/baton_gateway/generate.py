@@ -22,6 +22,7 @@ from baton.messages.attempts import Sampling
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
 from baton.messages.placement import Disaggregation
 from baton_gateway import attempt_events as ev
+from baton_gateway.answers import PromptHead
 from baton_gateway.choice import ChoiceText, Piece
 from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
@@ -122,7 +123,9 @@ def _accept(gateway: Gateway, parsed: Parsed) -> Model:
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
     if parsed.own_template and not gateway.settings.trust_request_chat_template:
-        said = "`chat_template` is taken only by a gateway with `--trust-request-chat-template`: a template is a program"
+        said = (
+            "`chat_template` is taken only by a gateway with `--trust-request-chat-template`: a template is a program"
+        )
         raise InvalidRequest(said, param="chat_template")
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
     if choices > most:
@@ -130,6 +133,22 @@ def _accept(gateway: Gateway, parsed: Parsed) -> Model:
     if len(gateway.routes) + choices > gateway.settings.requests_max:
         raise Overloaded("this gateway serves as many requests as it can", retry_after_s=1.0)
     return model
+
+
+def prompt_heads(job: Job) -> tuple[PromptHead, ...]:
+    """Return what the answer says of each choice's prompt; nothing for most requests."""
+    output = job.plan.output
+    if not (output.token_ids or output.counts or any(prompt.echo for prompt in job.plan.prompts)):
+        return ()
+    return tuple(
+        PromptHead(
+            tokens=len(prompt.tokens) // TOKEN_BYTES,
+            token_ids=tuple(unpack_tokens(prompt.tokens)) if output.token_ids else (),
+            echo=prompt.echo,
+        )
+        for prompt in job.plan.prompts
+        for _ in range(job.choices_per_prompt)
+    )
 
 
 def _session_name(said: str) -> str:

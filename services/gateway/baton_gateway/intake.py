@@ -81,6 +81,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The client's name of the request, by which it can be looked up; empty if it has none."""
     stream: bool
     with_usage: bool
+    tokens_as_ids: bool
+    """Whether tokens are spelled `token_id:…` in log-probabilities."""
     asked: dict[str, int | float]
     """The request's parameters for traces, under the names of OpenTelemetry's `gen_ai.request`."""
 
@@ -160,6 +162,7 @@ class Intake:
             name=name_of(body),
             stream=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             asked=asked_of(body),
         )
 

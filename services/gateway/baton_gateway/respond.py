@@ -43,7 +43,7 @@ class AnswerResponse:
         self._trace = trace
         self._stream = stream
         self._with_usage = with_usage
-        self._events = EventWriter(shape, with_logprobs=job.plan.output.logprobs)
+        self._events = EventWriter(shape, detailed=job.plan.output.is_detailed)
         self._opened: set[int] = set()
         """Choices of which a stream has sent the beginning."""
         self._write_now: Callable[[bytes], bool] = lambda _part: False
