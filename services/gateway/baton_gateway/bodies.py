@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
@@ -15,7 +15,7 @@ from baton_gateway import constraints, fields
 from baton_gateway.body_checks import LOGIT_BIAS_MAX, MESSAGES_MAX, PROMPTS_MAX, check_counts, check_messages, explain
 from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
-from baton_gateway.tool_bodies import TOOLS_MAX, CalledTools, Text, Tool, ToolChoice, Tools, check_tools
+from baton_gateway.tool_bodies import CalledTools, Text, Tool, ToolChoice, Tools, check_tools
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
@@ -38,6 +38,7 @@ _KNOWN_EXTRA: Final = fields.IGNORED.union(fields.SESSION, constraints.FIELDS)
 _TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=TOKENS_MAX)]
 TokenCount = Annotated[int, Field(ge=1, lt=TOKENS_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -57,7 +58,7 @@ class GenerationBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -101,9 +102,7 @@ class GenerationBody(BaseModel):
         if isinstance(self.stop, list) and sum(map(len, self.stop)) > STOPS_CHARS_MAX:
             raise InvalidRequest(f"`stop` has more than {STOPS_CHARS_MAX} characters together", param="stop")
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest(
-                "`truncate_prompt_tokens` leaves nothing of the prompt", param="truncate_prompt_tokens"
-            )
+            raise InvalidRequest("`truncate_prompt_tokens` keeps no token", param="truncate_prompt_tokens")
         if self.truncation_side is not None and self.truncate_prompt_tokens is None:
             raise InvalidRequest("`truncation_side` needs `truncate_prompt_tokens`", param="truncation_side")
         if self.vllm_xargs is not None and "extra_args" in (self.model_extra or {}):
@@ -267,6 +266,7 @@ class OutputOptions:
 
 
 Body = TypeVar("Body", bound=GenerationBody)
+Validated = TypeVar("Validated", bound=BaseModel)
 NAMES: Final = frozenset(
     {*ChatBody.model_fields, *CompletionBody.model_fields, *_KNOWN_EXTRA, *fields.REFUSED, *fields.ENGINE}
 )
@@ -278,8 +278,8 @@ def _elsewhere(kind: type[GenerationBody]) -> set[str]:
     return {*ChatBody.model_fields, *CompletionBody.model_fields}.difference(kind.model_fields)
 
 
-def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
-    """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
+def decode_object(payload: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object in `payload`. Raises InvalidRequest if there is none."""
     try:
         raw = msgspec.json.decode(payload)
     except RecursionError as error:
@@ -290,14 +290,24 @@ def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
-    given = cast("dict[str, Any]", raw)
+    return cast("dict[str, Any]", raw)
+
+
+def validate(kind: type[Validated], given: dict[str, Any]) -> Validated:
+    """Return a body of this kind. Raises InvalidRequest that names the field and its fault."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise explain(error) from error
+
+
+def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
+    """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
+    given = decode_object(payload)
     check_counts(given)
     fields.refuse(given, kind.model_fields.keys(), _elsewhere(kind))
     check_messages(given.get("messages"))
-    try:
-        body = kind.model_validate(given)
-    except ValidationError as error:
-        raise explain(error) from error
+    body = validate(kind, given)
     body.check()
     return body
 

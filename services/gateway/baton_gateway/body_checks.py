@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 from pydantic import ValidationError
 
 from baton.errors import InvalidRequest
-from baton_gateway import fields
+from baton_gateway.fields import hint
 from baton_gateway.tool_bodies import TOOLS_MAX
 
 FIELDS_MAX: Final = 128
@@ -90,7 +90,6 @@ def explain(error: ValidationError) -> InvalidRequest:
             param += f".{part}" if param else part
     param = param.removesuffix(".str").removesuffix(".int") or "body"
     if first["type"] == "extra_forbidden":
-        return InvalidRequest(
-            f"`{param}`: this server does not know this field{_nested_hint(first['loc'])}", param=param
-        )
+        said = f"`{param}`: this server does not know this field{hint(str(first['loc'][-1]), NESTED)}"
+        return InvalidRequest(said, param=param)
     return InvalidRequest(f"`{param}`: {first['msg'][0].lower()}{first['msg'][1:]}", param=param)

@@ -117,7 +117,7 @@ ENGINE: Final = frozenset(
         "thinking_token_budget", "watermarking",
     }
 )  # fmt: skip
-"""Engine parameters of the engines that workers have; any other name is passed on, too, to a worker that declares it."""
+"""Parameters of vLLM. Any other name is passed on, too, to a worker that declares it."""
 
 
 def refuse(fields: dict[str, Any], taken: Iterable[str], elsewhere: Iterable[str]) -> None:

@@ -20,10 +20,11 @@ from baton.errors import (
 )
 from baton.messages.attempts import Sampling
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
-from baton.messages.placement import Disaggregation
+from baton.messages.placement import Disaggregation, Placement
 from baton_gateway import attempt_events as ev
 from baton_gateway.answers import PromptHead
 from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.conversion import Conversion
 from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
 from baton_gateway.intake import Intake, Operation, Parsed, Plan, Prompt
@@ -118,14 +119,28 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
         raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
 
 
+async def answer_conversion(gateway: Gateway, conversion: Conversion, payload: bytes | bytearray) -> bytes:
+    """Return the answer to a body of /tokenize or /detokenize, as JSON, made elsewhere. Raises as `prepare`."""
+    clock, deadline_s = gateway.clock, gateway.settings.deadline_s
+    try:
+        async with (
+            clock.timeout(deadline_s),
+            gateway.models.intake.lend(payload, clock.now_s() + deadline_s) as worker,
+        ):
+            model = _accept(gateway, await worker.parse(conversion, payload))
+            return (await worker.convert(model)).answer
+    except TimeoutError as error:
+        raise DeadlineExceeded("the request's deadline passed before it was read") from error
+    except ConfigurationError as error:
+        raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
+
+
 def _accept(gateway: Gateway, parsed: Parsed) -> Model:
     """Return a body's model. Raises if no worker takes the parameters, or the gateway's limits are exceeded."""
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
     if parsed.own_template and not gateway.settings.trust_request_chat_template:
-        said = (
-            "`chat_template` is taken only by a gateway with `--trust-request-chat-template`: a template is a program"
-        )
+        said = "`chat_template` is a program, which only a gateway with `--trust-request-chat-template` takes"
         raise InvalidRequest(said, param="chat_template")
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
     if choices > most:
@@ -232,6 +247,10 @@ class Production:
             await driver.run()
         except BatonError as error:
             self._outlet.put(choice, Ending(error.with_traceback(None)))
+
+    def routes(self) -> list[Placement | None]:
+        """Return the present placement of each choice."""
+        return [driver.machine.placement for driver in self._drivers]
 
     def note_shown(self, choice: int) -> None:
         """Note that the client receives the first part of a choice."""

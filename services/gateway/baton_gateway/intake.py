@@ -25,6 +25,7 @@ from baton_gateway.bodies import (
     sampling_of,
     session_of,
 )
+from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
@@ -88,14 +89,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Intake:
-    """Takes in one body at a time: `parse`, then `plan`."""
+    """Takes in one body at a time: `parse`, then `plan` or `convert`."""
 
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
         self._constraint: Constraint | None = None
+        self._converted: TokenizeBody | DetokenizeBody | None = None
 
-    def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+    def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
+        if operation == "tokenize" or operation == "detokenize":
+            converted = self._converted = parse_conversion(operation, payload)
+            own_template = isinstance(converted, TokenizeBody) and converted.chat_template is not None
+            return Parsed(
+                model=converted.model, prompts=1, choices_per_prompt=1, parameters=(), own_template=own_template
+            )
         body = self._body = parse(_BODIES[operation], payload)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
@@ -112,6 +120,12 @@ class Intake:
             parameters=Sampling(max_tokens=1, constraint=constraint, extensions=extensions_of(body)).parameters,
             own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
+
+    def convert(self, tokenizer: ModelTokenizer, model: Model) -> Converted:
+        """Return the answer to the body of /tokenize or /detokenize parsed last. Raises InvalidRequest."""
+        body, self._converted = self._converted, None
+        assert body is not None, "no body was parsed"
+        return convert(body, tokenizer, model)
 
     def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
@@ -170,7 +184,7 @@ class Intake:
 def _tokenise(
     body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int
 ) -> list[tuple[bytes, str]]:
-    """Return the packed tokens of each prompt, and its text where the answer begins with it. `text`: a chat's prompt."""
+    """Return the packed tokens of each prompt, with its text if the answer begins with it. `text`: a chat's prompt."""
     salt = body.cache_salt or ""
     kept_tokens = _kept_tokens(body, context_tokens_max)
     if isinstance(body, ChatBody):
