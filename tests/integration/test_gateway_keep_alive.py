@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ COMMENT = ": keep-alive"
 
 
 @asynccontextmanager
-async def serving(**settings: Any) -> AsyncIterator[tuple[Stage, httpx.AsyncClient]]:
+async def serving(**settings: Any) -> AsyncGenerator[tuple[Stage, httpx.AsyncClient]]:
     async with open_stage(Settings(port=0, admission_wait_s=0.2, **settings)) as stage:
         stage.say("jumps over")
         async with httpx.AsyncClient(base_url=stage.base_url, timeout=10.0, verify=False) as client:
