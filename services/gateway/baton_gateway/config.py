@@ -134,10 +134,31 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
             "none: answers are text."
         ),
     ] = FormatName.AUTO
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="Take `chat_template` in requests: a program, which runs in an intake process until the "
+            "request's deadline at most."
+        ),
+    ] = False
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
     intake_waiting_bytes_max: Annotated[
         int, Meta(ge=0, description="Total length of bodies that wait for these processes; beyond this, 429.")
     ] = 64 << 20
+    stream_keep_alive_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Longest silence in a stream; then it gets a comment, the first with the status. 0: any.",
+        ),
+    ] = 15.0
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="Origins whose pages may call this server, such as https://chat.example; * for all."),
+    ] = ()
+    routing_headers: Annotated[
+        bool, Meta(description="Name the workers of an answer in its headers, x-baton-prefill and x-baton-decode.")
+    ] = False
     keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
     drain_delay_s: Annotated[
         float, Meta(ge=0, description="Time after SIGTERM in which only /ready turns to 503, for a proxy to see.")

@@ -21,10 +21,12 @@ from baton.errors import (
 )
 from baton.messages.attempts import Sampling
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
-from baton.messages.placement import Disaggregation
+from baton.messages.placement import Disaggregation, Placement
 from baton_gateway import attempt_events as ev
+from baton_gateway.answers import PromptHead
 from baton_gateway.attempt import AttemptMachine
 from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.conversion import Conversion
 from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
 from baton_gateway.intake import Intake, Operation, Parsed, Plan, Prompt
@@ -91,9 +93,11 @@ def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFac
     if len(payload) > HERE_BYTES_MAX:
         return None
     intake = Intake()
-    model = _accept(gateway, intake.parse(facts.operation, payload), facts.access)
+    parsed = intake.parse(facts.operation, payload)
+    model = _accept(gateway, parsed, facts.access)
     known = gateway.models.known(model.path, model.digest)
-    if known is None or known.tokenizer is None:
+    # A client's template may run for long, and other streams must not wait.
+    if known is None or known.tokenizer is None or parsed.own_template:
         return None
     with gateway.tracing.span("tokenise", parent=facts.trace):
         plan = intake.plan(
@@ -127,6 +131,24 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
         raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
 
 
+async def answer_conversion(
+    gateway: Gateway, conversion: Conversion, payload: bytes | bytearray, access: Access
+) -> bytes:
+    """Return the answer to a body of /tokenize or /detokenize, as JSON, made elsewhere. Raises as `prepare`."""
+    clock, deadline_s = gateway.clock, gateway.settings.deadline_s
+    try:
+        async with (
+            clock.timeout(deadline_s),
+            gateway.models.intake.lend(payload, clock.now_s() + deadline_s) as worker,
+        ):
+            model = _accept(gateway, await worker.parse(conversion, payload), access)
+            return (await worker.convert(model)).answer
+    except TimeoutError as error:
+        raise DeadlineExceeded("the request's deadline passed before it was read") from error
+    except ConfigurationError as error:
+        raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
+
+
 def _accept(gateway: Gateway, parsed: Parsed, access: Access) -> Model:
     """Return a body's model.
 
@@ -135,12 +157,31 @@ def _accept(gateway: Gateway, parsed: Parsed, access: Access) -> Model:
     access.check_model(parsed.model)
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
+    if parsed.own_template and not gateway.settings.trust_request_chat_template:
+        said = "`chat_template` is a program, which only a gateway with `--trust-request-chat-template` takes"
+        raise InvalidRequest(said, param="chat_template")
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
     if choices > most:
         raise InvalidRequest(f"{choices} answers are asked for; this server gives at most {most}", param="n")
     if len(gateway.routes) + choices > gateway.settings.requests_max:
         raise Overloaded("this gateway serves as many requests as it can", retry_after_s=1.0)
     return model
+
+
+def prompt_heads(job: Job) -> tuple[PromptHead, ...]:
+    """Return what the answer says of each choice's prompt; nothing for most requests."""
+    output = job.plan.output
+    if not (output.token_ids or output.counts or any(prompt.echo for prompt in job.plan.prompts)):
+        return ()
+    return tuple(
+        PromptHead(
+            tokens=len(prompt.tokens) // TOKEN_BYTES,
+            token_ids=tuple(unpack_tokens(prompt.tokens)) if output.token_ids else (),
+            echo=prompt.echo,
+        )
+        for prompt in job.plan.prompts
+        for _ in range(job.choices_per_prompt)
+    )
 
 
 def _session_name(said: str, salt: str) -> str:
@@ -269,6 +310,10 @@ class Production:
             self._running -= 1
             if not self._running:
                 self._job.charge.settle(self._usage)
+
+    def routes(self) -> list[Placement | None]:
+        """Return the present placement of each choice."""
+        return [driver.machine.placement for driver in self._drivers]
 
     def note_shown(self, choice: int) -> None:
         """Note that the client receives the first part of a choice."""

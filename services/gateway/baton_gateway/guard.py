@@ -14,13 +14,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
+from baton_gateway.bodies import REQUEST_NAME
 from baton_gateway.drain_state import DrainState
 from baton_gateway.tenants.keyring import Keyring
 from baton_gateway.tenants.quotas import Quotas
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID: Final = re.compile(REQUEST_NAME)
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """Paths that need no key, as probes carry none."""
 
