@@ -8,6 +8,7 @@ import json
 import re
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,49 @@ async def test_a_forced_call_is_valid_with_either_engine_over_both_apis(
             assert arguments["city"] in ("Paris", "Rome")
             assert 1 <= arguments["days"] <= 9
             seen |= {worker for workers in cluster.observer.workers.values() for worker in workers}
+    await wait_idle(cluster)
+
+
+async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) -> None:
+    await cluster.start_gateway("gateway-tenants", *PATIENCE, "--api-keys", "one,two")
+    await cluster.wait_ready(gateway="gateway-tenants")
+
+    async def cached(key: str, number: int, mode: str) -> tuple[int, str]:
+        """Return what the worker that computed the prompt had of it, and which worker that was."""
+        answer = await clients[key].completions.create(
+            model="tiny",
+            prompt=f"tenants {number}: " + "they share the engines " * 60,
+            max_tokens=4,
+            extra_headers={"x-baton-disaggregation": mode},
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        workers = cluster.observer.workers[f"{answer.id.removeprefix('cmpl-')}-0"]
+        role = "prefill" if mode == "always" else "decode"
+        (worker,) = [worker for worker in workers if worker.startswith(role)]
+        return answer.usage.prompt_tokens_details.cached_tokens or 0, worker
+
+    url, numbers = f"{cluster.gateway_url('gateway-tenants')}/v1", itertools.count()
+    async with AsyncExitStack() as stack:
+        clients = {
+            key: await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0))
+            for key in ("one", "two")
+        }
+        unproven = {name for _, name, _ in WORKERS}
+        async with asyncio.timeout(120):
+            # Placement is free to choose; several new prompts at once are spread over all workers.
+            while unproven:
+                for mode in ("always", "never"):
+                    asked = [next(numbers) for _ in range(4)]
+                    first, again, other = [
+                        await asyncio.gather(*(cached(key, number, mode) for number in asked))
+                        for key in ("one", "one", "two")
+                    ]
+                    assert [tokens for tokens, _ in (*first, *other)] == [0] * 8
+                    for (tokens, holder), (_, worker) in zip(again, other, strict=True):
+                        if tokens and worker == holder:
+                            unproven.discard(worker)
+    await cluster.services.pop("gateway-tenants").end()
     await wait_idle(cluster)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -25,6 +26,8 @@ SSE_HEADERS = [
     # Otherwise proxies such as nginx would buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip; proxies see that the stream lives."""
 ABORT_EXTENSION = "baton.abort"
 """ASGI extension of our server: a function that cuts the connection."""
 WRITE_EXTENSION = "baton.write"
@@ -42,6 +45,8 @@ class AnswerResponse:
         self._events = events
         self._opened: set[int] = set()
         """Choices of which a stream has sent the beginning."""
+        self._silent = False
+        """Whether nothing was written since this was last looked at."""
         self._write_now: Callable[[bytes], bool] = lambda _part: False
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Exception | None = None
@@ -63,7 +68,7 @@ class AnswerResponse:
                 if self._stream:
                     await self._send_stream(outlet, production, scope, receive, send)
                 else:
-                    await self._send_whole(outlet, scope, receive, send)
+                    await self._send_whole(outlet, production, scope, receive, send)
             finally:
                 production.abort(ClientGone("the answer was given up"))
                 watch.cancel()
@@ -81,7 +86,9 @@ class AnswerResponse:
 
     # ------------------------------------------------------------ whole
 
-    async def _send_whole(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(
+        self, outlet: Outlet, production: Production, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         choices = [WholeChoice() for _ in self._job.orders]
         # Until all choices have ended, pieces stay in the outlet, where a choice that starts over takes them back.
         for choice, item in await outlet.take_whole(len(choices)):
@@ -97,6 +104,7 @@ class AnswerResponse:
             choices[choice].add(item)
         outcomes = [self._outcomes[choice] for choice in range(len(choices))]
         answer = Response(self._events.whole(choices, outcomes, self._usage()), media_type="application/json")
+        answer.raw_headers += self._routing(production)
         await answer(scope, receive, send)
 
     # ------------------------------------------------------------ streamed
@@ -108,7 +116,7 @@ class AnswerResponse:
         while len(self._outcomes) < choices:
             events: list[bytes] = []
             try:
-                items, before = await outlet.take(), frozenset(self._opened)
+                items, before = await self._take(outlet), frozenset(self._opened)
                 for choice, item in items:
                     self._render(choice, item, events)
                 for choice in self._opened - before:
@@ -123,20 +131,47 @@ class AnswerResponse:
                 events.append(self._events.failure(error))
                 await _send_body(send, b"".join(events), more=False)
                 return
-            if not events:
+            if not items:
+                events.append(KEEP_ALIVE)
+            elif not events:
                 continue
             if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
+                headers = SSE_HEADERS + self._routing(production)
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 started = True
+            self._silent = False
             if is_last := len(self._outcomes) == choices:
                 events.append(self._events.end(self._usage()))
             # One write carries all events since the previous one.
             await _send_body(send, b"".join(events), more=not is_last)
 
+    async def _take(self, outlet: Outlet) -> list[tuple[int, Piece | Ending]]:
+        """Wait for items and return them; nothing once a stream has been silent for as long as it may be."""
+        keep_alive_s = self._gateway.settings.stream_keep_alive_s
+        while True:
+            with suppress(TimeoutError):
+                # Pieces that are passed on do not come here, so it is looked twice whether there were any.
+                async with self._gateway.clock.timeout(keep_alive_s / 2 or None):
+                    while not (items := await outlet.take()):
+                        pass
+                    return items
+            if self._silent:
+                return []
+            self._silent = True
+
+    def _routing(self, production: Production) -> list[tuple[bytes, bytes]]:
+        """Return headers that name the workers of each choice, if the operator allows it."""
+        routes = production.routes() if self._gateway.settings.routing_headers else []
+        placed = [route for route in routes if route is not None]
+        prefills = ", ".join(route.prefill.worker if route.prefill else "-" for route in placed)
+        decodes = ", ".join(route.decode.worker for route in placed)
+        return [(b"x-baton-prefill", prefills.encode()), (b"x-baton-decode", decodes.encode())] if placed else []
+
     def _pass_on(self, choice: int, piece: Piece) -> bool:
         """Write a piece to the client at once, if its choice has begun and the connection takes it."""
         if choice not in self._opened:
             return False
+        self._silent = False
         if not (piece.text or piece.is_shown):
             return True
         # Asked before: an event is made once, since it may depend on those before it.

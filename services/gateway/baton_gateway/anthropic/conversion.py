@@ -25,7 +25,7 @@ from baton_gateway.anthropic.bodies import (
     UserMessage,
     body_of,
 )
-from baton_gateway.bodies import ChatBody, decode_body, validate
+from baton_gateway.bodies import ChatBody, decode_object, parse_fields
 
 ENGINE_FIELDS: Final = frozenset(
     {
@@ -52,7 +52,7 @@ def parse_count(payload: bytes | bytearray) -> ChatBody:
 
 
 def _chat(payload: bytes | bytearray, *, counts: bool) -> ChatBody:
-    fields = decode_body(payload)
+    fields = decode_object(payload)
     body = body_of(fields)
     if body.max_tokens is None and not counts:
         raise InvalidRequest("`max_tokens` is required", param="max_tokens")
@@ -61,7 +61,7 @@ def _chat(payload: bytes | bytearray, *, counts: bool) -> ChatBody:
     if foreign := next((name for name in others if name in ChatBody.model_fields and name not in ENGINE_FIELDS), None):
         raise InvalidRequest(f"`{foreign}` is a field of chats: Messages do not have it", param=foreign)
     try:
-        return validate(ChatBody, {**others, **chat_fields(body)})
+        return parse_fields(ChatBody, {**others, **chat_fields(body)})
     except InvalidRequest as error:
         raise _renamed(error) from error
 
