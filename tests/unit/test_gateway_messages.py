@@ -23,11 +23,13 @@ from baton.errors import (
     BatonError,
     DeadlineExceeded,
     EngineFailed,
+    Forbidden,
     InvalidRequest,
     ModelNotFound,
     NoWorkers,
     Overloaded,
     PayloadTooLarge,
+    RateLimited,
     RequestStopped,
     Unauthenticated,
 )
@@ -191,7 +193,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "object",
     ),
     ({"tool_choice": {"type": "any"}}, "tool_choice", "no `tools`"),
-    ({"stop_sequences": ["a"] * 5}, "stop_sequences", "4"),
+    ({"stop_sequences": ["a"] * 65}, "stop_sequences", "64"),
     ({"thinking": {"type": "enabled"}}, "thinking", "budget_tokens"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type", "'xml'"),
     ({"n": 2}, "n", "chats"),
@@ -309,9 +311,11 @@ def test_streamed_equals_whole_however_it_was_cut(
 ERRORS: list[tuple[BatonError, int, str]] = [
     (InvalidRequest("x"), 400, "invalid_request_error"),
     (Unauthenticated("x"), 401, "authentication_error"),
+    (Forbidden("x"), 403, "permission_error"),
     (ModelNotFound("x"), 404, "not_found_error"),
     (PayloadTooLarge("x"), 413, "request_too_large"),
     (RequestStopped("x"), 422, "invalid_request_error"),
+    (RateLimited("x"), 429, "rate_limit_error"),
     (Overloaded("x"), 529, "overloaded_error"),
     (NoWorkers("x"), 529, "overloaded_error"),
     (DeadlineExceeded("x"), 504, "timeout_error"),
@@ -324,17 +328,3 @@ ERRORS: list[tuple[BatonError, int, str]] = [
 def test_errors_in_anthropics_form(error: BatonError, status: int, kind: str) -> None:
     assert status_of(error) == status
     assert error_body(error, "r") == {"type": "error", "error": {"type": kind, "message": "x"}, "request_id": "r"}
-
-
-class Forbidden(BatonError):
-    http_status = 403
-
-
-class RateLimited(BatonError):
-    code = "rate_limited"
-    http_status = 429
-
-
-def test_statuses_decide_types() -> None:
-    assert error_body(Forbidden("x"))["error"]["type"] == "permission_error"
-    assert (status_of(RateLimited("x")), error_body(RateLimited("x"))["error"]["type"]) == (429, "rate_limit_error")

@@ -10,11 +10,11 @@ import msgspec
 from msgspec import Meta, Struct
 
 from baton.errors import InvalidRequest
+from baton_gateway.bodies import STOPS_MAX
 
 MESSAGES_MAX: Final = 65_536
 BLOCKS_MAX: Final = 4096
 """Most blocks in one message."""
-STOPS_MAX: Final = 4
 DROPPED: Final = frozenset(
     {"cache_control", "diagnostics", "inference_geo", "service_tier", "speed", "user_profile_id", "workspace_id"}
 )
