@@ -1,0 +1,174 @@
+"""OpenAI's published specification, the part that is served: schemathesis makes requests of it, valid and not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import jsonschema
+import pytest
+from baton_gateway import fields
+from baton_gateway.bodies import NAMES
+from baton_gateway.config import Settings
+from hypothesis import HealthCheck, given, seed, settings
+
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.stage import open_stage
+
+ROOT: Final = Path(__file__).parents[2]
+SPECIFICATION: Final = ROOT / "tests" / "samples" / "openai" / "openapi.json"
+DOCUMENT: Final = ROOT / "docs" / "openai-specification.md"
+EXAMPLES: Final = 400
+REQUESTS: Final = {"/chat/completions": "CreateChatCompletionRequest", "/completions": "CreateCompletionRequest"}
+ANSWERS: Final = {
+    "/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
+    "/completions": ("CreateCompletionResponse", "CreateCompletionResponse"),
+}
+STATUSES: Final = frozenset({200, 400, 404, 413, 422, 429})
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning"),
+]
+
+
+def specification() -> dict[str, Any]:
+    """Return the specification without the fields that are refused: the table of fields lists these."""
+    document = json.loads(SPECIFICATION.read_text())
+    for name in REQUESTS.values():
+        for part in [
+            document["components"]["schemas"][name],
+            *document["components"]["schemas"][name].get("allOf", ()),
+        ]:
+            for refused in fields.REFUSED:
+                part.get("properties", {}).pop(refused, None)
+    return document
+
+
+def listed(heading: str) -> set[tuple[str, str]]:
+    """Return the first two cells of each row of a table in the document."""
+    section = DOCUMENT.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")][2:]
+    return {(row[0].strip().strip("`"), row[1].strip().strip("`")) for row in rows}
+
+
+def validator(document: dict[str, Any], name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator({**document, "$ref": f"#/components/schemas/{name}"})
+
+
+class Observed:
+    """What the answers said, by kind of request."""
+
+    def __init__(self, path: str, document: dict[str, Any]) -> None:
+        self.path = path
+        self.request = validator(document, REQUESTS[path])
+        self.whole, self.chunk = (validator(document, name) for name in ANSWERS[path])
+        self.statuses: Counter[tuple[bool, int]] = Counter()
+        self.stricter: dict[tuple[str, str], str] = {}
+        """Fields for which a valid request is refused, with an example."""
+        self.looser: dict[tuple[str, str], str] = {}
+        """Fields for which an invalid request is answered, with an example."""
+        self.answers: dict[tuple[str, str], str] = {}
+        """Fields of answers that are not as specified, with an example."""
+
+    def see(self, body: Any, response: httpx.Response) -> None:
+        faults = list(self.request.iter_errors(body))
+        self.statuses[not faults, response.status_code] += 1
+        assert response.status_code in STATUSES, (response.status_code, response.text, body)
+        assert response.headers["x-request-id"]
+        if response.status_code != 200:
+            error = response.json()["error"]
+            assert set(error) == {"message", "type", "param", "code"}, error
+            assert error["message"] and isinstance(error["type"], str) and isinstance(error["code"], str), error
+            if not faults and response.status_code == 400:
+                self.stricter[self.path, self.place_of(str(error["param"]))] = f"{error['message']}: {body}"
+            return
+        for fault in faults:
+            self.looser[self.path, pattern_of(".".join(map(str, fault.absolute_path)))] = (
+                f"{fault.message[:300]}: {body}"
+            )
+        if response.headers["content-type"] == "application/json":
+            wrong = [(fault, response.text) for fault in self.whole.iter_errors(response.json())]
+        else:
+            *events, done = [event.removeprefix("data: ") for event in response.text.strip().split("\n\n")]
+            assert done == "[DONE]", response.text
+            wrong = [(fault, event) for event in events for fault in self.chunk.iter_errors(json.loads(event))]
+        for fault, text in wrong:
+            place = pattern_of(".".join(map(str, fault.absolute_path)))
+            self.answers[self.path, place] = f"{fault.message[:300]}: {text[:500]}"
+
+    def place_of(self, param: str) -> str:
+        """Return the field that an error names, as the document lists it."""
+        place = pattern_of(param)
+        return place if re.split(r"[.\[]", place)[0] in NAMES else "any other name"
+
+
+def pattern_of(path: str) -> str:
+    """Return a path without its numbers; of names that clients choose, the parent."""
+    path = re.sub(r"\[\d+\]|\.\d+", "[]", path)
+    return ".".join(path.split(".")[:3]) if path.startswith("response_format") else path
+
+
+def fuzz(path: str, mode: Any, send: Callable[[Any], httpx.Response], observed: Observed) -> None:
+    import schemathesis
+
+    operation = schemathesis.openapi.from_dict(specification())[path]["POST"]
+
+    @seed(17)
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def each(case: Any) -> None:
+        body = case.body
+        if isinstance(body, dict):
+            # Otherwise each request would name a model that does not exist.
+            body = {**body, "model": MODEL}
+        observed.see(body, send(body))
+
+    each()
+
+
+@pytest.mark.parametrize("valid", [True, False])
+@pytest.mark.parametrize("path", list(REQUESTS))
+async def test_requests_of_the_specification(path: str, valid: bool) -> None:
+    from schemathesis import GenerationMode
+
+    observed = Observed(path, json.loads(SPECIFICATION.read_text()))
+    async with open_stage(Settings(port=0, admission_wait_s=0.3)) as stage:
+        stage.say("the quick brown fox")
+        with httpx.Client(base_url=stage.base_url, timeout=30, verify=False) as client:
+
+            def send(body: Any) -> httpx.Response:
+                # As schemathesis would: half surrogates and infinite numbers, too, reach the server.
+                content = json.dumps(body).encode()
+                return client.post(f"/v1{path}", content=content, headers={"content-type": "application/json"})
+
+            mode = GenerationMode.POSITIVE if valid else GenerationMode.NEGATIVE
+            await asyncio.to_thread(fuzz, path, mode, send, observed)
+            health = await asyncio.to_thread(client.get, "/health")
+            assert health.status_code == 200
+    print(observed.statuses)
+    unlisted: dict[str, dict[tuple[str, str], str]] = {}
+    for heading, found in (
+        ("Refused though valid", observed.stricter),
+        ("Answered though invalid", observed.looser),
+        ("Answers", observed.answers),
+    ):
+        unlisted[heading] = {row: example for row, example in found.items() if row not in listed(heading)}
+        for row, example in unlisted[heading].items():
+            print(heading, *row, example[:600], sep=" | ")
+    assert not any(unlisted.values()), "bring docs/openai-specification.md in line"
+    assert observed.statuses[True, 200] > EXAMPLES // 20 if valid else observed.statuses[False, 400] > EXAMPLES // 2
+
+
+async def test_models_of_the_specification() -> None:
+    document = json.loads(SPECIFICATION.read_text())
+    async with open_stage(Settings(port=0)) as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
+        validator(document, "ListModelsResponse").validate((await client.get("/v1/models")).json())
+        validator(document, "Model").validate((await client.get(f"/v1/models/{MODEL}")).json())
