@@ -144,8 +144,9 @@ def asks() -> list[Ask]:
             made.append(Ask(name, path, _body(path, number, fields)))
             made.append(Ask(name, path, _body(path, number, {**fields, "stream": True})))
         for number, (name, fields) in enumerate(STREAMED.items()):
-            for more in ({}, {"n": 2}, {"stop": ["e"]}):
-                made.append(Ask(f"{name} {more}", path, _body(path, number, {**fields, **more, "stream": True})))
+            for more in ({}, {"n": 2, "temperature": 1, "seed": 6}, {"stop": ["e"]}):
+                body = _body(path, number, {**fields, **more, "stream": True})
+                made.append(Ask(" with ".join([name, *more]), path, body))
         made += [Ask(name, path, _body(path, 0, fields)) for name, fields in REFUSED.items()]
     return [*made, *OTHERS]
 
