@@ -26,18 +26,18 @@ from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_j
 from baton_gateway.bodies import ChatBody, CompletionBody
 from baton_gateway.conversion import Conversion, DetokenizeBody, TokenizeBody
 from baton_gateway.generate import RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
-from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
+from baton_gateway.guard import Guard, error_response, unexpected_response
 from baton_gateway.intake import Operation
-from baton_gateway.objectives import Tenant, objectives_of
+from baton_gateway.objectives import objectives_of
 from baton_gateway.respond import AnswerResponse
 from baton_gateway.service import Gateway
+from baton_gateway.tenants.tenant import Access
 from baton_gateway.tracing import RequestTrace, traced_request
 from baton_gateway.workers import Model
 
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SESSION_HEADER: Final = "x-baton-session"
-NO_SETTINGS: Final = Tenant()
 Result = TypeVar("Result")
 SCHEMAS: Final = "#/components/schemas/"
 ERROR_SCHEMA: Final = {
@@ -106,12 +106,14 @@ def make_app(gateway: Gateway) -> ASGIApp:
         return _json({"status": "ready"})
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        listed = [_describe(model, started_s) for model in gateway.workers.models()]
+    async def models(request: Request) -> Response:
+        known, access = gateway.workers.models(), request.state.access
+        listed = [_describe(model, started_s) for model in known if access.may_use(model.name)]
         return _json({"object": "list", "data": listed})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(name: str, request: Request) -> Response:
+        request.state.access.check_model(name)
         return _json(_describe(gateway.workers.model(name), started_s))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_reference(ChatBody))
@@ -125,7 +127,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
     async def convert(request: Request, conversion: Conversion) -> Response:
         settings = gateway.settings
         payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
-        work = answer_conversion(gateway, conversion, payload)
+        work = answer_conversion(gateway, conversion, payload, request.state.access)
         return Response(await _while_connected(request.receive, work), media_type="application/json")
 
     @app.post("/v1/tokenize", include_in_schema=False)
@@ -152,7 +154,8 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
     guard = Guard(
         route,
-        ApiKeys(gateway.settings.api_keys),
+        gateway.keyring,
+        gateway.quotas,
         drain_state=lambda: gateway.drain_state,
         on_response=gateway.figures.responded,
         new_id=gateway.ports.new_id,
@@ -246,9 +249,8 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
             raise InvalidRequest(
                 f"`{DISAGGREGATION_HEADER}` must be one of {known}", param=DISAGGREGATION_HEADER
             ) from error
-    tenant = request.state.tenant
-    settings = gateway.settings.tenants.get(tenant, NO_SETTINGS)
-    objectives = objectives_of(headers, settings, gateway.settings.default_objectives())
+    access: Access = request.state.access
+    objectives = objectives_of(headers, access.rights, gateway.settings.default_objectives())
     now_s = gateway.clock.now_s()
     return RequestFacts(
         request=request.state.request,
@@ -258,7 +260,8 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
         session=headers.get(SESSION_HEADER, ""),
         operation=operation,
         trace=trace.trace,
-        tenant=tenant,
+        access=access,
+        limit_headers=request.state.limit_headers,
         objectives=objectives,
     )
 

@@ -26,6 +26,7 @@ from baton_gateway.bodies import (
     session_of,
 )
 from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
+from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
@@ -127,10 +128,11 @@ class Intake:
         assert body is not None, "no body was parsed"
         return convert(body, tokenizer, model)
 
-    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
+    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
 
         `model_defaults`: parameters that the body leaves out take the model's defaults, not neutral values.
+        `salt`: the tenant's cache salt, to which the body's own is added.
         """
         body, self._body = self._body, None
         assert body is not None, "no body was parsed"
@@ -152,10 +154,11 @@ class Intake:
                 f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
             )
             raise ContextLengthExceeded(said, param="max_tokens")
-        root = root_key(model.digest, salt=body.cache_salt or "")
+        salt = request_salt(salt, body.cache_salt or "")
+        root = root_key(model.digest, salt=salt)
         prompts: list[Prompt] = []
         text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
-        for tokens, echo in _tokenise(body, text, tokenizer, context_tokens_max):
+        for tokens, echo in _tokenise(body, text, tokenizer, context_tokens_max, salt):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
                 raise InvalidRequest("the prompt is empty", param=param)
@@ -171,7 +174,7 @@ class Intake:
             # A constraint holds from the first token, so nothing in the answer is a mark.
             output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
             root=root,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             session=session_of(body),
             name=name_of(body),
             stream=bool(body.stream),
@@ -182,10 +185,9 @@ class Intake:
 
 
 def _tokenise(
-    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int
+    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int, salt: str
 ) -> list[tuple[bytes, str]]:
     """Return the packed tokens of each prompt, with its text if the answer begins with it. `text`: a chat's prompt."""
-    salt = body.cache_salt or ""
     kept_tokens = _kept_tokens(body, context_tokens_max)
     if isinstance(body, ChatBody):
         if kept_tokens is None:

@@ -34,6 +34,7 @@ class ParseBody(msgspec.Struct, frozen=True, tag=True):
 class MakePlan(msgspec.Struct, frozen=True, tag=True):
     model: Model
     model_defaults: bool
+    salt: str
 
 
 class Convert(msgspec.Struct, frozen=True, tag=True):

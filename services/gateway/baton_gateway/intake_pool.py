@@ -56,7 +56,7 @@ class IntakeWorker(Protocol):
 
     async def convert(self, model: Model) -> Converted: ...
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan: ...
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan: ...
 
 
 class IntakePool(Protocol):
@@ -101,8 +101,8 @@ class LocalWorker:
     async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         return self._intake.parse(operation, payload)
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
-        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults)
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
+        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults, salt=salt)
 
     async def convert(self, model: Model) -> Converted:
         return self._intake.convert(self._load(model.path), model)
@@ -239,8 +239,8 @@ class IntakeProcess:
         self._prompts = parsed.prompts
         return parsed
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
-        return await self._ask(Plan, MakePlan(model, model_defaults))
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
+        return await self._ask(Plan, MakePlan(model, model_defaults, salt))
 
     async def convert(self, model: Model) -> Converted:
         return await self._ask(Converted, Convert(model))

@@ -64,8 +64,9 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
                 return intake.parse(operation, receive())
             case Convert(model):
                 return intake.convert(tokenizer_of(model.path, model.digest), model)
-            case MakePlan(model, model_defaults):
-                return intake.plan(tokenizer_of(model.path, model.digest), model, model_defaults=model_defaults)
+            case MakePlan(model, model_defaults, salt):
+                tokenizer = tokenizer_of(model.path, model.digest)
+                return intake.plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
 
     while True:
         request = decode_request(receive())
