@@ -1,5 +1,8 @@
 """Requests over the whole API, and answers in a form that can be compared field by field."""
 
+# pyright: basic
+# The answers are any JSON.
+
 from __future__ import annotations
 
 import json

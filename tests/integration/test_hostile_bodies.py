@@ -38,12 +38,13 @@ def held_mib() -> float:
     return sum(process.memory_info().rss for process in (own, *own.children(recursive=True))) / (1 << 20)
 
 
-async def posted(client: httpx.AsyncClient, path: str, content: bytes) -> tuple[httpx.Response, float]:
+async def posted(url: str, content: bytes) -> tuple[httpx.Response, float]:
     """Return the answer to a body, and the longest computation of the loop meanwhile, in ms."""
     answers: list[httpx.Response] = []
 
     async def post() -> None:
-        answers.append(await client.post(path, content=content))
+        # In another thread, whose work is not the loop's.
+        answers.append(await asyncio.to_thread(httpx.post, url, content=content, timeout=300.0))
 
     _, computed_ms = await stall_ms(post)
     return answers[0], computed_ms
@@ -72,7 +73,7 @@ async def test_hostile_bodies(system: System) -> None:
         alone, used = gaps_ms[100:], len(gaps_ms)
         for _ in range(ROUNDS):
             for name, (path, content, status) in hostile.items():
-                answer, computed_ms = await posted(client, path, content)
+                answer, computed_ms = await posted(system.url + path, content)
                 computations_ms[name] = max(computations_ms.get(name, 0.0), computed_ms)
                 assert answer.status_code == status, (name, answer.text[:500])
                 if status >= 400:
@@ -85,7 +86,8 @@ async def test_hostile_bodies(system: System) -> None:
     figures = {"alone": p99(alone), "beside": p99(beside), "held_mib": [round(each) for each in held]}
     print(json.dumps(figures), max(computations_ms.items(), key=lambda item: item[1]))
     assert max(computations_ms.values()) < COMPUTATION_MS_MAX, computations_ms
-    assert held[-1] - held[0] < GROWTH_MIB_MAX, held
+    # The first round starts both intake processes, and brings them to their size.
+    assert held[-1] - held[1] < GROWTH_MIB_MAX, held
 
 
 def p99(values: list[float]) -> float:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import httpx
 import jsonschema
@@ -25,6 +26,7 @@ ROOT: Final = Path(__file__).parents[2]
 SPECIFICATION: Final = ROOT / "tests" / "samples" / "openai" / "openapi.json"
 DOCUMENT: Final = ROOT / "docs" / "openai-specification.md"
 EXAMPLES: Final = 400
+HEALTH_CHECKS: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 REQUESTS: Final = {"/chat/completions": "CreateChatCompletionRequest", "/completions": "CreateCompletionRequest"}
 ANSWERS: Final = {
     "/chat/completions": ("CreateChatCompletionResponse", "CreateChatCompletionStreamResponse"),
@@ -72,7 +74,8 @@ def listed(heading: str) -> set[tuple[str, str]]:
     return {(row[0].strip().strip("`"), row[1].strip().strip("`")) for row in rows}
 
 
-def validator(document: dict[str, Any], name: str) -> jsonschema.Draft202012Validator:
+def validator(document: dict[str, Any], name: str) -> Any:
+    """Return a validator of `jsonschema`, whose types are incomplete."""
     return jsonschema.Draft202012Validator({**document, "$ref": f"#/components/schemas/{name}"})
 
 
@@ -133,19 +136,22 @@ def pattern_of(path: str) -> str:
     return chosen[0] if chosen else path
 
 
-def fuzz(path: str, mode: Any, send: Callable[[Any], httpx.Response], observed: Observed) -> None:
-    import schemathesis
+def library() -> Any:
+    """Return schemathesis, whose import takes seconds."""
+    return importlib.import_module("schemathesis")
 
-    operation = schemathesis.openapi.from_dict(specification())[path]["POST"]
+
+def fuzz(path: str, mode: Any, send: Callable[[Any], httpx.Response], observed: Observed) -> None:
+    operation = library().openapi.from_dict(specification())[path]["POST"]
 
     @seed(17)
-    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=HEALTH_CHECKS, database=None)
     @given(case=operation.as_strategy(generation_mode=mode))
     def each(case: Any) -> None:
         body = case.body
         if isinstance(body, dict):
             # Otherwise each request would name a model that does not exist.
-            body = {**body, "model": MODEL}
+            body = {**cast("dict[str, Any]", body), "model": MODEL}
         observed.see(body, send(body))
 
     each()
@@ -154,8 +160,6 @@ def fuzz(path: str, mode: Any, send: Callable[[Any], httpx.Response], observed: 
 @pytest.mark.parametrize("valid", [True, False])
 @pytest.mark.parametrize("path", list(REQUESTS))
 async def test_requests_of_the_specification(path: str, valid: bool) -> None:
-    from schemathesis import GenerationMode
-
     observed = Observed(path, json.loads(SPECIFICATION.read_text()))
     async with open_stage(Settings(port=0, admission_wait_s=0.3)) as stage:
         stage.say("the quick brown fox")
@@ -166,7 +170,8 @@ async def test_requests_of_the_specification(path: str, valid: bool) -> None:
                 content = body if isinstance(body, bytes) else json.dumps(body, default=repr).encode()
                 return client.post(f"/v1{path}", content=content, headers={"content-type": "application/json"})
 
-            mode = GenerationMode.POSITIVE if valid else GenerationMode.NEGATIVE
+            modes = library().GenerationMode
+            mode = modes.POSITIVE if valid else modes.NEGATIVE
             await asyncio.to_thread(fuzz, path, mode, send, observed)
             health = await asyncio.to_thread(client.get, "/health")
             assert health.status_code == 200

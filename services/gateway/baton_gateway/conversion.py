@@ -96,5 +96,8 @@ def parse_conversion(conversion: Conversion, payload: bytes | bytearray) -> Toke
 
 
 def convert(body: TokenizeBody | DetokenizeBody, tokenizer: ModelTokenizer, model: Model, salt: str) -> Converted:
-    """Return the answer to a body. `salt`: that of the client's prompts. Raises InvalidRequest for messages or tokens that the model does not have."""
+    """Return the answer to a body. Raises InvalidRequest for messages or tokens that the model does not have.
+
+    `salt`: what keeps the client's texts apart from others' in the tokenizer's memory.
+    """
     return Converted(msgspec.json.encode(body.convert(tokenizer, model, salt)))
