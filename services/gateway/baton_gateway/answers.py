@@ -249,7 +249,7 @@ class CompletionFormat:
         return {
             "tokens": [self._details.spell(entry.chosen) for entry in entries],
             "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
-            "top_logprobs": [self._details.by_spelling(entry.top) for entry in entries],
+            "top_logprobs": [self._details.by_spelling(_with_chosen(entry)) for entry in entries],
             "text_offset": [offset.advance(entry.chosen.bytes) for entry in entries],
         }
 
@@ -396,6 +396,13 @@ def _message(choice: WholeChoice) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _with_chosen(entry: LogprobEntry) -> tuple[Candidate, ...]:
+    """Return the likeliest candidates, and the chosen one if it is none of them."""
+    if any(candidate.id == entry.chosen.id for candidate in entry.top):
+        return entry.top
+    return (*entry.top, entry.chosen)
 
 
 def _spell(candidate: Candidate) -> str:

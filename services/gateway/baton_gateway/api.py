@@ -71,7 +71,11 @@ NOT_SERVED: Final = {
 }
 """What is not served, by the beginning of its paths."""
 CORS_METHODS: Final = ("GET", "POST", "DELETE")
-CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode")
+CORS_EXPOSED: Final = (
+    "x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode",
+    *(f"x-ratelimit-{what}-{limit}" for what in ("limit", "remaining", "reset") for limit in ("requests", "tokens")),
+)  # fmt: skip
+"""Headers of answers that pages may read."""
 
 
 class _NoRoute(InvalidRequest):

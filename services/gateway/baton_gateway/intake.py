@@ -131,11 +131,11 @@ class Intake:
             own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
 
-    def convert(self, tokenizer: ModelTokenizer, model: Model) -> Converted:
+    def convert(self, tokenizer: ModelTokenizer, model: Model, *, salt: str) -> Converted:
         """Return the answer to the body of /tokenize or /detokenize parsed last. Raises InvalidRequest."""
         body, self._converted = self._converted, None
         assert body is not None, "no body was parsed"
-        return convert(body, tokenizer, model)
+        return convert(body, tokenizer, model, salt)
 
     def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
