@@ -27,12 +27,15 @@ _OPTIONS: Final[dict[EngineName, dict[str, Any]]] = {
         "page_size": 32,
     },
 }
+_RANKS_OPTION: Final[dict[EngineName, str]] = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
 _BLOCK_OPTION: Final[dict[EngineName, str]] = {"vllm": "block_size", "sglang": "page_size"}
 
 
-def engine_options(engine: EngineName, *, block_tokens: int = 32, dtype: str = "float32") -> dict[str, Any]:
+def engine_options(
+    engine: EngineName, *, block_tokens: int = 32, dtype: str = "float32", ranks: int = 1
+) -> dict[str, Any]:
     """Return an engine's options. float32 because with bf16 random weights give near-ties that any reordering flips."""
-    return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens}
+    return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens, _RANKS_OPTION[engine]: ranks}
 
 
 def engine_environ(engine: EngineName) -> dict[str, str]:
