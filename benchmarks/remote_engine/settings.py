@@ -43,7 +43,7 @@ def engine_environ(engine: EngineName) -> dict[str, str]:
     if engine != "sglang":
         return dict(os.environ)
     models = Path(str(engine_python(engine))).parents[1].glob("lib/python3.*/site-packages/sglang/srt/models/*.py")
-    unused = (path.stem for path in models if path.stem not in ("qwen3", "llama"))
+    unused = (path.stem for path in models if path.stem not in ("qwen3", "llama", "deepseek_v2"))
     return {**os.environ, "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from deepseek_model import make_deepseek_model
 from tokenizers import Tokenizer
 
 from baton.cli.tiny_model import make_tiny_model
@@ -62,7 +63,7 @@ class Engines:
         self._running: dict[str, Running] = {}
 
     async def get(self, name: str) -> Running:
-        """Return an engine by `engine-block_tokens`; before the tokens may stand `llama-` or `bfloat16-`.
+        """Return an engine by `engine-block_tokens`; before the tokens may stand `llama-`, `deepseek-` or `bfloat16-`.
 
         With `x2` at the end it has two tensor-parallel ranks.
         """
@@ -83,12 +84,15 @@ class Engines:
             await running.stack.aclose()
 
     async def _start(self, name: str) -> Running:
-        parts = re.fullmatch(r"(\w+)(?:-(llama|bfloat16))?-(\d+)(?:x(\d))?", name)
+        parts = re.fullmatch(r"(\w+)(?:-(llama|deepseek|bfloat16))?-(\d+)(?:x(\d))?", name)
         assert parts is not None, name
         engine, kind, block_tokens, ranks = parts.groups()
         assert engine in ("vllm", "sglang")
-        model = self._folder / ("llama" if kind == "llama" else "qwen3")
+        model = self._folder / (kind if kind in ("llama", "deepseek") else "qwen3")
         make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
+        if kind == "deepseek":
+            # The tokenizer stays.
+            make_deepseek_model(model)
         python = engine_python(engine)
         if python is None:
             pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
