@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deepseek_model import make_deepseek_model
+from tiny_models import make_model
 from tokenizers import Tokenizer
 
-from baton.cli.tiny_model import make_tiny_model
 from baton.engines.engine import EngineFacts, EngineLoad
 from baton.messages.attempts import Sampling
 from baton.messages.workers import Role
@@ -33,6 +32,16 @@ AGENT = {
 }
 _pairs = itertools.count()
 RUNNING_MAX = 4
+KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
+    # On a CPU vLLM keeps latent rows in blocks of 16 tokens, whatever is asked for.
+    ("vllm", "deepseek"): {"num_gpu_blocks_override": 512},
+    ("vllm", "fp8"): {"kv_cache_dtype": "fp8"},
+    ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
+    ("vllm", "lfm2"): {"load_format": "dummy"},
+    ("sglang", "lfm2"): {"load_format": "dummy"},
+    ("sglang", "gptoss"): {"load_format": "dummy", "dtype": "bfloat16"},
+}
+"""Further options by engine and kind of model or cache."""
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
 PROMPT_TOKENS = (1, 33, 200, 1500)
 
@@ -63,7 +72,7 @@ class Engines:
         self._running: dict[str, Running] = {}
 
     async def get(self, name: str) -> Running:
-        """Return an engine by `engine-block_tokens`; before the tokens may stand `llama-`, `deepseek-` or `bfloat16-`.
+        """Return an engine by `engine-block_tokens`; before the tokens may stand a kind of `tiny_models` or `KINDS`.
 
         With `x2` at the end it has two tensor-parallel ranks.
         """
@@ -84,15 +93,12 @@ class Engines:
             await running.stack.aclose()
 
     async def _start(self, name: str) -> Running:
-        parts = re.fullmatch(r"(\w+)(?:-(llama|deepseek|bfloat16))?-(\d+)(?:x(\d))?", name)
+        parts = re.fullmatch(r"(\w+)(?:-([a-z]\w*))?-(\d+)(?:x(\d))?", name)
         assert parts is not None, name
         engine, kind, block_tokens, ranks = parts.groups()
         assert engine in ("vllm", "sglang")
-        model = self._folder / (kind if kind in ("llama", "deepseek") else "qwen3")
-        make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
-        if kind == "deepseek":
-            # The tokenizer stays.
-            make_deepseek_model(model)
+        model = self._folder / ("qwen3" if kind in (None, "bfloat16", "fp8") else kind)
+        make_model(model, kind or "")
         python = engine_python(engine)
         if python is None:
             pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
@@ -102,6 +108,7 @@ class Engines:
             "model": str(model),
             "role": Role.DECODE,
             "options": engine_options(engine, block_tokens=int(block_tokens), dtype=dtype, ranks=int(ranks or 1))
+            | dict(KINDS.get((engine, kind), {}))
             | dict(self._options.get(engine, {})),
             "agent": AGENT,
         }

@@ -23,9 +23,6 @@ PAIRS = (
     "sglang-64x2-to-vllm-32x2",
     "sglang-64x2-to-vllm-128",
     "vllm-128-to-sglang-64x2",
-    "sglang-deepseek-32-to-sglang-deepseek-1",
-    "sglang-deepseek-32x2-to-sglang-deepseek-1",
-    "sglang-deepseek-1-to-sglang-deepseek-32x2",
 )
 """Engines with their block sizes; `x2`: with two ranks. `make test` has one rank to two, in `test_cross_engine.py`."""
 pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
