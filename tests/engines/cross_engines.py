@@ -84,6 +84,9 @@ class Engines:
         self._running[name] = running
         return running
 
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text(errors="replace")
+
     def text(self, tokens: Sequence[int]) -> str:
         """Return what tokens of these engines say, without special ones."""
         return str(Tokenizer.from_file(str(self._folder / "qwen3" / "tokenizer.json")).decode(list(tokens)))

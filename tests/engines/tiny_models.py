@@ -109,6 +109,8 @@ def _make_lfm2(folder: Path) -> None:
         intermediate_size=512,
         block_dim=256,
         block_ff_dim=512,
+        conv_dim=256,
+        conv_dim_out=256,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
