@@ -56,7 +56,7 @@ CONFIG = {
 }
 
 
-def make_deepseek_model(folder: Path) -> None:
+def make_deepseek_model(folder: Path, *, scaled: bool = True) -> None:
     from safetensors.numpy import save_file  # pyright: ignore[reportUnknownVariableType]
 
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
@@ -86,7 +86,7 @@ def make_deepseek_model(folder: Path) -> None:
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG if scaled else CONFIG | {"rope_scaling": None}))
 
 
 def _mlp(name: str, intermediate: int) -> dict[str, tuple[int, ...]]:

@@ -106,6 +106,14 @@ def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
         check_handoff({"tensor_parallel_size": 2, "decode_context_parallel_size": 2})
 
 
+@pytest.mark.parametrize("option", [{"distributed_executor_backend": "ray"}, {"nnodes": 2}])
+def test_ranks_on_several_hosts_hand_nothing_over(option: dict[str, object]) -> None:
+    (name,) = option
+    with pytest.raises(ConfigurationError, match=f"{name}=.* spreads ranks over hosts"):
+        check_handoff({"tensor_parallel_size": 2, **option})
+    check_handoff({"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "nnodes": 1})
+
+
 def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:
     def chosen(environ: Mapping[str, str], **arguments: object) -> object:
         choose_executor(arguments, environ)

@@ -16,7 +16,8 @@ from baton.cli.tiny_model import make_tiny_model
 from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
 from tests.harness.launcher import Launcher, launched
 
-STREAMS = 6
+OUTPUT_TOKENS = (40, 300, 300, 300, 300, 300)
+"""Tokens of each stream; the rank is killed when the first one ends."""
 RANK_NAME = "sglang::scheduler_TP1"
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
@@ -53,20 +54,23 @@ def second_ranks(launcher: Launcher) -> list[psutil.Process]:
 
 
 async def test_a_killed_rank_takes_its_worker_down_and_no_answer_with_it(launcher: Launcher) -> None:
-    numbers = range(STREAMS)
     async with openai.AsyncOpenAI(base_url=f"{launcher.url}/v1", api_key="none", max_retries=0) as client:
-        expected = [await tell(client, number, output_tokens=150, mode="never") for number in numbers]
+
+        def answers(mode: str) -> list[asyncio.Task[str]]:
+            asked = enumerate(OUTPUT_TOKENS)
+            return [asyncio.create_task(tell(client, n, output_tokens=tokens, mode=mode)) for n, tokens in asked]
+
+        expected = await asyncio.gather(*answers("never"))
         # Both decode workers, in turn: each of them serves some of the streams.
         for struck in second_ranks(launcher):
             restarts = launcher.output.count(" is back")
-            answers = [asyncio.create_task(tell(client, number, output_tokens=150)) for number in numbers]
-            done, _ = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
-            assert len(done) < STREAMS, "all streams ended before the rank was killed"
+            running = answers("always")
+            _, streaming = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            assert len(streaming) == len(running) - 1
             struck.kill()
-            assert await asyncio.gather(*answers) == expected
+            assert await asyncio.gather(*running) == expected
             await asyncio.to_thread(
                 launcher.wait_until, lambda output, was=restarts: output.count(" is back") > was, "the worker was back"
             )
         assert len(second_ranks(launcher)) == 2
-        again = await asyncio.gather(*(tell(client, number, output_tokens=150) for number in numbers))
-        assert again == expected
+        assert await asyncio.gather(*answers("always")) == expected
