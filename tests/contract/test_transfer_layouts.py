@@ -13,6 +13,7 @@ from transfer_caches import CacheNode, scattered
 from transfer_rig import KEY, OPTIONS, MakeAgent, assert_nothing_left, wait_until
 from ucx_library import ucx_library
 
+from baton.errors import LayoutMismatch
 from baton.transfer import (
     AgentStats,
     Cause,
@@ -21,6 +22,7 @@ from baton.transfer import (
     NativeAgent,
     TransferFaults,
     lease_key,
+    pull_failure,
     rank_key,
 )
 from baton.transfer.layout import Layout, agree
@@ -243,8 +245,10 @@ def test_a_pair_with_no_other_way_is_refused_and_the_adapter_named(fake_verbs: F
     source.offer(KEY, 100)
     sink.pull(KEY, source, 0, 100)
     done = sink.wait_end(KEY)
-    print(done)
-    assert done.kind == EventKind.PULL_FAILED
+    assert (done.kind, done.cause) == (EventKind.PULL_FAILED, Cause.LAYOUT)
+    assert isinstance(pull_failure(done.cause, done.detail), LayoutMismatch), "the gateway then avoids the pair"
     assert f"{backend_only}: it reads into registered memory only, and the KV layouts differ" in done.detail
+    for side in (source, sink):
+        assert f"'{side.cache.layout}'" in done.detail
     for node in (source, sink):
         node.agent.close()
