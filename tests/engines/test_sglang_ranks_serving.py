@@ -18,9 +18,11 @@ from tests.harness.launcher import Launcher, launched
 
 OUTPUT_TOKENS = (40, 300, 300, 300, 300, 300)
 """Tokens of each stream; the rank is killed when the first one ends."""
+READY_TIMEOUT_S = 600.0
+"""Three real engines start one after another."""
 RANK_NAME = "sglang::scheduler_TP1"
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,7 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launcher]:
             *("--prefill-engine", "vllm", "--decode-engine", "sglang", "--decode", "2", "--disaggregation", "always"),
             *("--engine-options", json.dumps(options)),
             *(flag for engine, python in pythons.items() for flag in (f"--{engine}-python", str(python))),
+            ready_timeout_s=READY_TIMEOUT_S,
         ) as launcher:
             yield launcher
 
