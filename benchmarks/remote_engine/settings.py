@@ -27,7 +27,7 @@ _OPTIONS: Final[dict[EngineName, dict[str, Any]]] = {
         "page_size": 32,
     },
 }
-_MODELS: Final = ("qwen3", "llama", "deepseek_v2", "gemma3_causal", "gpt_oss", "lfm2")
+_MODELS: Final = ("qwen3", "llama", "deepseek_v2", "gemma3_causal", "mellum", "lfm2")
 _RANKS_OPTION: Final[dict[EngineName, str]] = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
 _BLOCK_OPTION: Final[dict[EngineName, str]] = {"vllm": "block_size", "sglang": "page_size"}
 

@@ -39,7 +39,7 @@ KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
     ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
     ("vllm", "lfm2"): {"load_format": "dummy"},
     ("sglang", "lfm2"): {"load_format": "dummy"},
-    ("sglang", "gptoss"): {"load_format": "dummy", "dtype": "bfloat16"},
+    ("sglang", "mellum"): {"load_format": "dummy"},
 }
 """Further options by engine and kind of model or cache."""
 GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
@@ -169,7 +169,7 @@ async def check_answers(pair: Pair, *, at_once: bool) -> None:
 
 
 @asynccontextmanager
-async def corrupting(pair: Pair, **faults: object) -> AsyncGenerator[None]:
+async def corrupting(pair: Pair, **faults: Any) -> AsyncGenerator[None]:
     assert isinstance(pair.prefill, RemoteEngine)
     await pair.prefill.set_faults(corrupt_every=1, **faults)
     try:

@@ -26,9 +26,9 @@ HANDED_OFF = (
 )
 REFUSED = {
     "vllm-llamawindowsonly-32": "vLLM keeps this model's KV by SlidingWindowSpec",
-    "vllm-lfm2-32": "this model has",
-    "sglang-gptoss-32": "in a SWAKVPool, which Baton cannot hand off",
-    "sglang-lfm2-32": "in a HybridLinearKVPool, which Baton cannot hand off",
+    "vllm-lfm2-32": "some of this model's layers keep a state in place of KV",
+    "sglang-mellum-32": "in a SWAKVPool, which Baton cannot hand off",
+    "sglang-lfm2-1": "in a HybridLinearKVPool, which Baton cannot hand off",
     "sglang-fp8-32": "KV of eight bits is handed over with its scales",
 }
 """What an engine says of a model that it is not started with, by name."""

@@ -73,28 +73,27 @@ def _make_gemma3(folder: Path) -> None:
     )
 
 
-def _make_gpt_oss(folder: Path) -> None:
+def _make_mellum(folder: Path) -> None:
     """Only its configuration: SGLang keeps its windows in a pool of their own."""
     _replace_config(
         folder,
-        architectures=["GptOssForCausalLM"],
-        model_type="gpt_oss",
+        architectures=["MellumForCausalLM"],
+        model_type="mellum",
         vocab_size=8192,
         hidden_size=256,
-        intermediate_size=256,
+        intermediate_size=512,
+        moe_intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=64,
-        num_local_experts=4,
+        num_experts=4,
         num_experts_per_tok=2,
         sliding_window=WINDOW,
         layer_types=["sliding_attention", "full_attention"],
+        mlp_layer_types=["dense", "sparse"],
         max_position_embeddings=4096,
-        rope_theta=10000.0,
-        rms_norm_eps=1e-6,
-        attention_bias=True,
-        torch_dtype="bfloat16",
+        torch_dtype="float32",
     )
 
 
@@ -129,7 +128,7 @@ _CHANGES: Final[Mapping[str, Callable[[Path], None]]] = {
     "llamawindows": lambda folder: _windows(folder, "sliding", "full", "sliding", "full"),
     "llamawindowsonly": lambda folder: _windows(folder, *["sliding"] * 4),
     "gemma3": _make_gemma3,
-    "gptoss": _make_gpt_oss,
+    "mellum": _make_mellum,
     "lfm2": _make_lfm2,
 }
 

@@ -18,6 +18,7 @@ from baton.engines.options import (
 )
 from baton.engines.vllm.options import DEFAULT_STRUCTURED_OUTPUTS, DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
+from baton.errors import ConfigurationError
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 SHUTDOWN_TIMEOUT_S: Final = 5.0
 WORKER_EXTENSION: Final = "baton.connectors.vllm_extension.BatonWorker"
+HYBRID: Final = (
+    "some of this model's layers keep a state in place of KV, and Baton runs vLLM with one pool of KV blocks"
+)
 
 
 class VllmHost(EngineHost["AsyncLLM"]):
@@ -80,6 +84,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
                     ),
                 )
                 config = engine_args.create_engine_config()
+                if config.model_config.is_hybrid:
+                    raise ConfigurationError(HYBRID, param="model")
                 self.recorder = StatLogger(config.parallel_config.tensor_parallel_size)
                 return AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger], disable_log_stats=True)
 
