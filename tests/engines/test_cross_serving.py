@@ -144,9 +144,14 @@ async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) ->
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
-        workers = cluster.observer.workers[f"{answer.id.removeprefix('cmpl-')}-0"]
+        seen, request = cluster.observer, f"{answer.id.removeprefix('cmpl-')}-0"
         role = "prefill" if mode == "always" else "decode"
-        (worker,) = [worker for worker in workers if worker.startswith(role)]
+
+        def computing() -> list[str]:
+            return [worker for worker in seen.workers.get(request, ()) if worker.startswith(role)]
+
+        await seen.until(computing)  # The answer may overtake what the worker said of its prompt.
+        (worker,) = computing()
         return answer.usage.prompt_tokens_details.cached_tokens or 0, worker
 
     url, numbers = f"{cluster.gateway_url('gateway-tenants')}/v1", itertools.count()

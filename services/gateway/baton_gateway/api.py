@@ -33,6 +33,7 @@ from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
 from baton_gateway.respond import AnswerResponse
 from baton_gateway.service import Gateway
+from baton_gateway.tenants.quotas import LIMIT_HEADERS
 from baton_gateway.tenants.tenant import Access
 from baton_gateway.tracing import RequestTrace, traced_request
 from baton_gateway.workers import Model
@@ -71,10 +72,7 @@ NOT_SERVED: Final = {
 }
 """What is not served, by the beginning of its paths."""
 CORS_METHODS: Final = ("GET", "POST", "DELETE")
-CORS_EXPOSED: Final = (
-    "x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode",
-    *(f"x-ratelimit-{what}-{limit}" for what in ("limit", "remaining", "reset") for limit in ("requests", "tokens")),
-)  # fmt: skip
+CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode", *LIMIT_HEADERS)
 """Headers of answers that pages may read."""
 
 
