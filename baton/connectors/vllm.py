@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from baton.connectors.cache_layout import FLOAT8, describe_cache
@@ -56,6 +57,9 @@ AGENT_SETTING = "agent"
 """Key in `kv_connector_extra_config` of an `AgentSetting`, or None for an engine that does not hand off."""
 
 DIGEST_SETTING = "model_digest"
+
+HANDED_OFF = (FullAttentionSpec, MLAAttentionSpec)
+"""Kinds of caches that keep all blocks of a prompt. Others free those outside of a window, or have states instead."""
 
 
 class AgentSetting:
@@ -122,6 +126,12 @@ class BatonConnector(KVConnectorBase_V1):
             raise ConfigurationError(
                 f"this model has {len(kv_cache_config.kv_cache_groups)} groups of KV caches; "
                 "Baton hands off models with one (engine option handoff=false serves it whole)"
+            )
+        kind = type(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        if kind not in HANDED_OFF:
+            raise ConfigurationError(
+                f"vLLM keeps this model's KV by {kind.__name__}, under which a prompt's blocks do not stay until a "
+                "peer has read them (engine option handoff=false serves it whole)"
             )
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = HandoffScheduler(vllm_config.cache_config.block_size)
