@@ -180,11 +180,14 @@ def whole(text: str) -> Any:
 def _join(into: dict[str, Any], part: dict[str, Any]) -> None:
     """Add a chunk's part to what came before: texts and lists are appended, others replaced."""
     for name, value in part.items():
-        before = into.get(name)
+        before: Any = into.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
             _join(before, value)
         elif (
-            isinstance(value, str | list) and isinstance(before, type(value)) and name not in ("role", "finish_reason")
+            before is not None
+            and type(before) is type(value)
+            and type(value) in (str, list)
+            and name not in ("role", "finish_reason")
         ):
             into[name] = before + value
         elif value is not None or name not in into:

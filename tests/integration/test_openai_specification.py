@@ -25,7 +25,7 @@ from tests.harness.gateway.stage import open_stage
 ROOT: Final = Path(__file__).parents[2]
 SPECIFICATION: Final = ROOT / "tests" / "samples" / "openai" / "openapi.json"
 DOCUMENT: Final = ROOT / "docs" / "openai-specification.md"
-EXAMPLES: Final = 400
+EXAMPLES: Final = 200
 HEALTH_CHECKS: Final = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much)
 REQUESTS: Final = {"/chat/completions": "CreateChatCompletionRequest", "/completions": "CreateCompletionRequest"}
 ANSWERS: Final = {

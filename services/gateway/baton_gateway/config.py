@@ -137,8 +137,8 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     trust_request_chat_template: Annotated[
         bool,
         Meta(
-            description="Take `chat_template` in requests: a program, which runs in an intake process until the "
-            "request's deadline at most."
+            description="Take `chat_template` in requests, from trusted clients: a program, which runs in an intake "
+            "process until the request's deadline, with as much memory as it takes."
         ),
     ] = False
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
