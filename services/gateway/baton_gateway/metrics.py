@@ -18,7 +18,9 @@ from baton_gateway.timeline import Change, Timeline
 from baton_gateway.tracing import PROVIDER, RequestTrace
 
 RESULTS: Final = ("attained", "missed_ttft", "missed_tpot", "refused")
-ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
+ROUTES: Final = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses", "/health", "/ready"}
+)
 
 
 class GatewayMetrics:
