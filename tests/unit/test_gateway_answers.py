@@ -78,7 +78,7 @@ ERRORS: list[type[BatonError]] = list(all_errors())
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_every_error_has_openais_shape(kind: type[BatonError]) -> None:
-    response = error_response(kind("a sentence", param="field", retry_after_s=1.2))
+    response = error_response(kind("a sentence", param="field", retry_after_s=1.2), {"path": "/v1/chat/completions"})
     assert (response.status_code, response.headers["content-type"]) == (kind.http_status, "application/json")
     assert response.headers["retry-after"] == "2"
     assert json.loads(bytes(response.body)) == {
