@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from baton.errors import ConfigurationError
@@ -34,6 +35,20 @@ def slot_bytes(tensors: int, block_bytes: int) -> int:
     return -(-tensors * block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
+def available_bytes() -> int:
+    """Return the memory that this process can still take, by the machine's account and its control group's."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].removesuffix(" kB")) << 10
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
+            available = min(available, int(limit) - int((group / "memory.current").read_text()))
+    except (OSError, ValueError):
+        pass  # No control group limits this process, or it is of the old kind.
+    return available
+
+
 class KvPool:
     """Slots in shared memory for the blocks of `cache`, the engine's own KV cache."""
 
@@ -45,6 +60,12 @@ class KvPool:
         if self.slots < 1:
             raise ConfigurationError(
                 f"a KV pool of {budget_bytes} bytes is smaller than one block of {stride_bytes}", param="kv_pool_bytes"
+            )
+        # Linux reserves shared memory page by page, and ends processes when none is left.
+        if (available := available_bytes()) < self.slots * stride_bytes:
+            raise ConfigurationError(
+                f"memory for a KV pool of {budget_bytes} bytes is not available: {available} bytes are",
+                param="kv_pool_bytes",
             )
         region = share_memory(self.slots * stride_bytes)
         _ask_for_huge_pages(region.address, region.bytes)
