@@ -13,11 +13,12 @@ DEVICE         = auto
 DISAGGREGATION =
 ENGINE_OPTIONS =
 ANSWER_FORMAT  =
+KV_POOL_BYTES  = 0
 PROMPT         =
 API_KEY       ?=
 PYTHON         = python3
 
-export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT ID PROMPT
+export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -34,7 +35,7 @@ help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
 	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
-	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= NATS_URL= REDIS_URL= (use running servers)'
+	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
@@ -81,7 +82,8 @@ up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) 
 	  --gateway-processes "$$GATEWAY_PROCESSES" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
-	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
+	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
+	  --kv-pool-bytes "$$KV_POOL_BYTES" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
 	  --sglang-python .venv-sglang/bin/python
 
 index: environment
