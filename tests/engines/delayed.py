@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.connectors.pool_rank import PoolRank
-from baton.connectors.pool_scheduler import PoolPlan
+from baton.connectors.pool_scheduler import PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.connectors.vllm import BatonConnector
 from baton.pool.copier import Copier, CopyJob, ThreadCopier
 from baton.pool.memory import KvPool
-
-if TYPE_CHECKING:
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
+from baton.transfer import Pool
 
 DELAY_S = 0.02
 
@@ -52,11 +50,23 @@ class _PromisesEarly(PoolRank):
         super().end(results)
 
 
+class _FreesEarly(PoolScheduler):
+    def computes(
+        self, request: str, tokens: Sequence[int], table: Sequence[int], computed_tokens: int
+    ) -> tuple[int, ...]:
+        super().computes(request, tokens, table, computed_tokens)
+        return ()
+
+    def progress(self, progress: PoolProgress) -> tuple[int, ...]:
+        super().progress(progress)
+        return ()
+
+
 class PromisingConnector(DelayedConnector):
     """Planted fault: a request goes on before its promotion is copied."""
 
-    def _start_pool(self, *arguments: Any) -> None:
-        super()._start_pool(*arguments)
+    def _start_pool(self, cache: Pool, budget_bytes: int) -> None:
+        super()._start_pool(cache, budget_bytes)
         assert self._pool_rank is not None
         self._pool_rank.__class__ = _PromisesEarly
 
@@ -64,19 +74,7 @@ class PromisingConnector(DelayedConnector):
 class FreeingConnector(DelayedConnector):
     """Planted fault: blocks are free although a copy still reads them."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        if (pool := self._pool_scheduler) is not None:
-
-            def plan(manager: KVCacheManager, computed: Mapping[str, int]) -> PoolPlan:
-                for name, tokens in computed.items():
-                    if (request := pool._requests.get(name)) is not None:
-                        table = manager.get_block_ids(name)[0]
-                        pool.scheduler.computes(name, request.all_token_ids, table, tokens)
-                return pool.scheduler.plan()
-
-            def progress(_manager: KVCacheManager, metadata: Any) -> None:
-                if metadata is not None:
-                    pool.scheduler.progress(metadata.progress)
-
-            pool.plan, pool.progress = plan, progress
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        if self._pool_scheduler is not None:
+            self._pool_scheduler.scheduler.__class__ = _FreesEarly

@@ -219,12 +219,12 @@ def test_late_copies_change_no_token_and_planted_faults_do(
     """Copies end late and in any order. A connector that promises or frees before they end gives wrong tokens."""
     connector = f"delayed:{fault or 'DelayedConnector'}"
     with started(tiny_model, tmp_path_factory.mktemp("gate-late"), connector=connector) as engine:
-        tokens = prompt(700, 80)
+        tokens = prompt(22 * BLOCK_TOKENS, 80)
         first = engine.ask(tokens, cache_salt="late")
         for seed in (81, 82, 83):
             engine.ask(prompt(1500, seed), 1)
         second = engine.ask(tokens, cache_salt="late")
-        assert second.promoted == 699
+        assert second.promoted == 22 * BLOCK_TOKENS - 1
         assert (second.tokens == first.tokens) is (fault is None)
 
 
