@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
-import msgspec
-
+from baton.connectors.pool_lending import LendingPlan, Loan, PoolLending
+from baton.connectors.pool_report import PoolReport
 from baton.pool.chain import BlockChain
 from baton.pool.copier import CopyJob
 from baton.pool.directory import PoolDirectory
@@ -41,6 +41,7 @@ class PoolPlan:
     promotions: tuple[PromoteStep, ...] = ()
     saves: tuple[CopyJob, ...] = ()
     """Copies of blocks that are written once this step has computed."""
+    lending: LendingPlan = field(default_factory=LendingPlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,9 @@ class PoolProgress:
     """Number of ranks on which a job has ended."""
     failed: frozenset[int] = frozenset()
     promoting_s: float = 0.0
+    loans: Counter[bytes] = field(default_factory=Counter[bytes])
+    """Number of ranks on which a loan has ended, by its key."""
+    failed_loans: frozenset[bytes] = frozenset()
 
     def joined(self, other: PoolProgress) -> PoolProgress:
         return PoolProgress(
@@ -60,24 +64,9 @@ class PoolProgress:
             jobs=self.jobs + other.jobs,
             failed=self.failed | other.failed,
             promoting_s=max(self.promoting_s, other.promoting_s),
+            loans=self.loans + other.loans,
+            failed_loans=self.failed_loans | other.failed_loans,
         )
-
-
-class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an engine's KV pool. Slots and pins as of now, the others since the start."""
-
-    slots: int = 0
-    ready: int = 0
-    pinned: int = 0
-    saved_blocks: int = 0
-    evicted_blocks: int = 0
-    dropped_blocks: int = 0
-    """Full blocks that were not saved: nothing could be evicted for them, or their predecessor is not in the pool."""
-    stranded_blocks: int = 0
-    promotions: int = 0
-    promoted_tokens: int = 0
-    promoting_s: float = 0.0
-    """Time in which promotions were copied."""
 
 
 @dataclass(slots=True)
@@ -91,6 +80,9 @@ class _Sequence:
     """First block of the prefix that was last offered."""
     end: int = 0
     offered_tokens: int = 0
+    loan: Loan | None = None
+    """None once it was used, or turned out to be of no use."""
+    borrowing: bool = False
 
 
 class PoolScheduler:
@@ -104,6 +96,7 @@ class PoolScheduler:
         self._slots: list[int] = []
         self.directory: PoolDirectory | None = None
         """None until the pools of all ranks are ready."""
+        self.lending: PoolLending | None = None
         self._sequences: dict[str, _Sequence] = {}
         self._numbers = count(1)
         self._saving: dict[int, tuple[CopyJob, tuple[bytes, ...]]] = {}
@@ -123,17 +116,35 @@ class PoolScheduler:
     @property
     def is_busy(self) -> bool:
         """Whether the engine has to go on stepping: there are orders, or its blocks are held until they are copied."""
-        return bool(self._promotions or self._saves or self._saving)
+        lends = self.lending is not None and self.lending.is_busy
+        return lends or bool(self._promotions or self._saves or self._saving)
 
-    def admit(self, request: str, root: bytes) -> None:
+    def admit(self, request: str, root: bytes, loan: Loan | None = None) -> None:
         """Note a new request; `root` is the key of its block ids (`baton.blocks.root_key`)."""
-        self._sequences[request] = _Sequence(BlockChain(root, self._block_tokens))
+        self._sequences[request] = _Sequence(BlockChain(root, self._block_tokens), loan=loan)
 
     def finished(self, request: str) -> None:
         """Note that the engine is done with a request. Copies that run end by themselves."""
-        self._sequences.pop(request, None)
+        sequence = self._sequences.pop(request, None)
+        if sequence is not None and sequence.loan is not None and self.lending is not None:
+            self.lending.cancel(sequence.loan)
 
     # Promotion.
+
+    def borrows(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
+        """Return whether a request waits for blocks that another worker's pool lends. Asked until it does not."""
+        sequence = self._sequences.get(request)
+        if sequence is None or sequence.loan is None or self.directory is None or self.lending is None:
+            return False
+        if not sequence.borrowing:
+            sequence.chain.extend(tokens)
+            keys, first = sequence.chain.keys, computed_tokens // self._block_tokens
+            first += self.directory.match(keys[first:])
+            sequence.borrowing = self.lending.borrow(sequence.loan, keys, first)
+        if sequence.borrowing and self.lending.pulls(sequence.loan):
+            return True
+        sequence.loan = None
+        return False
 
     def offer(self, request: str, tokens: Sequence[int], computed_tokens: int) -> int:
         """Return how many tokens beyond `computed_tokens` the pool holds. Asked any number of times.
@@ -216,7 +227,11 @@ class PoolScheduler:
 
     def plan(self) -> PoolPlan:
         """Return this step's orders and forget them."""
-        plan = PoolPlan(promotions=tuple(self._promotions), saves=tuple(self._saves))
+        plan = PoolPlan(
+            promotions=tuple(self._promotions),
+            saves=tuple(self._saves),
+            lending=self.lending.plan() if self.lending is not None else LendingPlan(),
+        )
         self._promotions, self._saves = [], []
         return plan
 
@@ -224,9 +239,11 @@ class PoolScheduler:
         """Note what ranks have done; return the engine's blocks that are not read any more."""
         self._promoting_s += progress.promoting_s
         self._slots.extend(progress.slots)
-        if self.directory is None and len(self._slots) == self._ranks:
-            slots = min(self._slots)
-            self.directory = PoolDirectory(slots, make_policy(self._policy, slots)) if slots else None
+        if self.directory is None and len(self._slots) == self._ranks and (slots := min(self._slots)):
+            self.directory = PoolDirectory(slots, make_policy(self._policy, slots))
+            self.lending = PoolLending(self.directory, self._block_tokens, self._ranks)
+        if self.lending is not None:
+            self.lending.progress(progress.loans, progress.failed_loans)
         self._failed |= progress.failed & self._saving.keys()
         free: list[int] = []
         for number, ranks in progress.jobs.items():
@@ -251,7 +268,7 @@ class PoolScheduler:
 
     def report(self) -> PoolReport | None:
         """Return the figures if they have changed since the last report."""
-        if self.directory is None:
+        if self.directory is None or self.lending is None:
             return None
         counts = self.directory.counts
         report = PoolReport(
@@ -265,6 +282,9 @@ class PoolScheduler:
             promotions=self._promotion_count,
             promoted_tokens=self._promoted_tokens,
             promoting_s=self._promoting_s,
+            lent_tokens=self.lending.lent_tokens,
+            borrowed_tokens=self.lending.borrowed_tokens,
+            borrows_failed=self.lending.borrows_failed,
         )
         if report == self._told:
             return None

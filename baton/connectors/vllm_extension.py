@@ -23,11 +23,12 @@ class BatonWorker:
         return connector
 
     def baton_facts(self) -> dict[str, object]:
-        """Return the agent's endpoint, empty without one, bytes of one KV block on this rank, and the KV identity."""
+        """Return the agents' endpoints, empty without one, bytes of a KV block on this rank, and the KV identity."""
         connector = self._baton()
-        rank = connector.rank
+        rank, lending = connector.rank, connector.lending_rank
         return {
             "endpoint": rank.agent.endpoint if rank is not None else "",
+            "pool_endpoint": lending.agent.endpoint if lending is not None else "",
             "kv_block_bytes": connector.kv_block_bytes,
             "kv_identity": connector.kv_identity,
         }

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from baton.blocks import root_key
+from baton.blocks import BLOCK_TOKENS_DEFAULT, root_key, split_ids
+from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 
 if TYPE_CHECKING:
@@ -29,18 +30,28 @@ class ProgressMetadata(KVConnectorWorkerMetadata):
 class VllmPool:
     """The pool's part of the connector in vLLM's scheduler process."""
 
-    def __init__(self, scheduler: PoolScheduler, model_digest: str) -> None:
+    def __init__(self, scheduler: PoolScheduler, model_digest: str, block_tokens: int) -> None:
         self.scheduler = scheduler
+        self._block_tokens = block_tokens
         self._digest = model_digest
         self._requests: dict[str, Request] = {}
 
-    def admit(self, request: Request) -> None:
+    def admit(self, request: Request, loan: Loan | None) -> None:
         # Block ids know tokens only.
         if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
             return
         lora = request.lora_request.lora_name if request.lora_request else ""
         self._requests[request.request_id] = request
-        self.scheduler.admit(request.request_id, root_key(self._digest, lora, request.cache_salt or ""))
+        self.scheduler.admit(request.request_id, root_key(self._digest, lora, request.cache_salt or ""), loan)
+
+    def borrows(self, request: Request, computed_tokens: int) -> bool:
+        return self.scheduler.borrows(request.request_id, request.all_token_ids, computed_tokens)
+
+    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        if self.scheduler.lending is None:
+            return 0
+        per_block = self._block_tokens // BLOCK_TOKENS_DEFAULT
+        return self.scheduler.lending.lend(key, split_ids(blocks)[per_block - 1 :: per_block], sink_ranks)
 
     def offer(self, request: Request, computed_tokens: int) -> int:
         return self.scheduler.offer(request.request_id, request.all_token_ids, computed_tokens)

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from baton.connectors.pool_scheduler import PoolReport
+from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_report import PoolReport
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 from baton.messages.traces import AttributeValue
@@ -45,6 +46,8 @@ class EngineRequest:
     """Time to the first delta, a DECODE leg's pull included; after it, the reader of the deltas limits the time."""
     trace: str = ""
     """W3C `traceparent` for engines that make spans of their own."""
+    loan: Loan | None = None
+    """A prefix that another worker's pool lends; engines without a pool ignore it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,8 @@ class EngineFacts:
     """See `baton.identity`; the fingerprint of the agents' pools."""
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
+    pool_agents: tuple[str, ...] = ()
+    """Endpoints of the KV pools' transfer agents, one per rank; empty: there is no pool to lend from."""
     parameters: tuple[str, ...] = ()
     """`Sampling.parameters` that this engine takes, in order."""
 
@@ -195,6 +200,13 @@ class Engine(Protocol):
         """End an attempt in any state, a held lease included; its iterator ends with CANCELLED.
 
         Returns once the engine has been told; unknown attempts are ignored.
+        """
+        ...
+
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        """Lease what the KV pool holds of a prefix to a peer, under `key`; return its tokens, 0: nothing is lent.
+
+        `blocks`: the prefix's ids (`baton.blocks`), of 32 tokens each. Repeated calls lend once.
         """
         ...
 

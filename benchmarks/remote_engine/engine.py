@@ -117,6 +117,10 @@ class RemoteEngine:
     async def abort(self, request: str, attempt: int) -> None:
         await self._result(self._send("abort", request=request, attempt=attempt))
 
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        sent = self._send("lend", key=key.hex(), blocks=blocks.hex(), sink_ranks=sink_ranks)
+        return int(await self._result(sent))
+
     def load(self) -> EngineLoad:
         return self._load
 

@@ -24,6 +24,7 @@ from baton.engines.engine import (
 from baton.engines.kv_events import KvEventListener
 from baton.engines.options import split_options
 from baton.engines.vllm.host import VllmHost
+from baton.engines.vllm.lending import LEND_METHOD
 from baton.engines.vllm.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages.attempts import FinishReason, Sampling
@@ -102,6 +103,7 @@ class VllmEngine:
             context_tokens_max=self._context_tokens_max,
             kv_identity=str(ranks[0]["kv_identity"]),
             agents=agents,
+            pool_agents=tuple(str(rank["pool_endpoint"]) for rank in ranks if rank["pool_endpoint"]),
             parameters=tuple(sorted(PARAMETERS)),
         )
 
@@ -134,6 +136,16 @@ class VllmEngine:
             await llm.abort(_engine_id(request, attempt))
         if key := self._attempts.lease(request, attempt):
             await self._ask_ranks("baton_end_lease", key)
+
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        llm = self._alive()
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                return int(await llm.engine_core.call_utility_async(LEND_METHOD, key, blocks, sink_ranks))  # pyright: ignore
+        except TimeoutError as error:
+            raise EngineFailed(f"vLLM did not answer {LEND_METHOD} within {RPC_TIMEOUT_S:g} s") from error
+        except Exception as error:
+            raise EngineFailed(f"vLLM failed in {LEND_METHOD}: {error}") from error
 
     def load(self) -> EngineLoad:
         self._alive()
@@ -209,15 +221,16 @@ class VllmEngine:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
     def _params(self, attempt: EngineAttempt) -> SamplingParams:
+        from baton.connectors.vllm import LOAN_PARAMETER
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)
-        if handoff is None:
-            return sampling_params(attempt.request.sampling)
-        transfer = msgspec.to_builtins(handoff, builtin_types=(bytes,))
+        transfer = {} if handoff is None else msgspec.to_builtins(handoff, builtin_types=(bytes,))
+        if attempt.request.loan is not None:
+            transfer[LOAN_PARAMETER] = msgspec.to_builtins(attempt.request.loan, builtin_types=(bytes,))
         if attempt.request.leg is Leg.PREFILL:
             return prefill_params(transfer)
-        return sampling_params(attempt.request.sampling, transfer)
+        return sampling_params(attempt.request.sampling, transfer or None)
 
     async def _delta(self, attempt: EngineAttempt, output: RequestOutput) -> EngineDelta:
         from baton.engines.vllm.sampling import token_logprobs
