@@ -98,10 +98,12 @@ def pool_of(engine: PoolEngine) -> dict[str, Any]:
     return engine.load()["pool"]
 
 
-def handed_over(engine: PoolEngine, source: PoolEngine, tokens: list[int], **fields: Any) -> Turn:
+def handed_over(
+    engine: PoolEngine, source: PoolEngine, tokens: list[int], *, loan: dict[str, Any] | None = None, **fields: Any
+) -> Turn:
     name = f"request-{next(NUMBERS)}"
     prefill = source.process.send(
-        "generate", request=name, leg="prefill", tokens=tokens, sampling={"max_tokens": 1}, **fields
+        "generate", request=name, leg="prefill", tokens=tokens, sampling={"max_tokens": 1}, loan=loan, **fields
     )
     turn = engine.ask(tokens, request=name, leg="decode", agents=source.process.facts["agents"], **fields)
     prefill.wait()

@@ -225,7 +225,7 @@ class VllmEngine:
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)
-        transfer = {} if handoff is None else msgspec.to_builtins(handoff, builtin_types=(bytes,))
+        transfer: dict[str, object] = {} if handoff is None else msgspec.to_builtins(handoff, builtin_types=(bytes,))
         if attempt.request.loan is not None:
             transfer[LOAN_PARAMETER] = msgspec.to_builtins(attempt.request.loan, builtin_types=(bytes,))
         if attempt.request.leg is Leg.PREFILL:
