@@ -11,6 +11,7 @@ import msgspec
 
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
+from baton.messages.index import Tier
 from baton.messages.traces import AttributeValue
 from baton.transfer import AgentStats, PullTally
 
@@ -136,6 +137,8 @@ class EngineBlocksStored:
     """Tokens of all blocks of the run, `block_tokens` each."""
     block_tokens: int
     cache_salt: str = ""
+    tier: Tier = Tier.DEVICE
+    """A block has the same hash on every tier."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +146,12 @@ class EngineBlocksRemoved:
     """The engine dropped these blocks. The same hash may be stored and removed more than once: count."""
 
     hashes: tuple[bytes, ...]
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBlocksCleared:
-    """The engine dropped its whole cache."""
+    """The engine dropped its whole cache, on every tier."""
 
 
 EngineBlockEvent = EngineBlocksStored | EngineBlocksRemoved | EngineBlocksCleared

@@ -83,6 +83,7 @@ def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
         attempts=tuple(attempt.key for attempt in ledger),
         events_sequence=worker.publisher.published_sequence,
         held=worker.publisher.held,
+        pooled=worker.publisher.pooled,
         held_sequence=worker.publisher.held_sequence,
         draining=ledger.draining,
         next_role=worker.role.next_role,

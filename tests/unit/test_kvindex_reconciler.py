@@ -195,12 +195,12 @@ def test_each_kind_of_bad_input_is_counted_and_disturbs_nothing_else() -> None:
 
 def test_a_full_index_is_counted_and_serves_what_it_has() -> None:
     class Full(TableIndex):
-        def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
             if blocks == chain("more"):
                 raise IndexFull("no room")
             return super().store(worker, parent, blocks, tier)
 
-        def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+        def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
             raise IndexFull("no room")
 
     reconciler, worker = Reconciler(Full, IndexSettings(), Journal(1000)), Cache()
