@@ -138,7 +138,7 @@ class EngineBlocksStored:
     block_tokens: int
     cache_salt: str = ""
     tier: Tier = Tier.DEVICE
-    """A block has the same hash on every tier."""
+    """The hashes of blocks in the pool are its keys, see `baton/pool/chain.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

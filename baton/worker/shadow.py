@@ -12,7 +12,8 @@ Engines store and remove the same hash several times, one for each copy, so memb
 covers may stand for the same canonical block, so these are counted as well. An engine block keeps its
 **tail**, the state of the chain of ids after it, as long as a child may come.
 
-Device and pool have contents of their own. A block of the pool may follow one that only the device holds.
+The contents of the KV pool are kept beside those of the device. The pool's hashes are its keys, the canonical ids at
+the ends of its blocks, so a block of the pool needs no engine block before it: it may follow one of either tier.
 """
 
 from __future__ import annotations
@@ -137,15 +138,10 @@ class ShadowMap:
         if event.tier is Tier.DEVICE:
             parent = self._device.blocks.get(event.parent)
             return parent.tail if parent else None
-        for contents in self._contents.values():
-            # A pool evicts parents before their children, so what is known may not be held any more.
-            parent = contents.blocks.get(event.parent)
-            if parent is not None and self._is_held(parent.tail.parent):
-                return parent.tail
-        return None
-
-    def _is_held(self, block: bytes) -> bool:
-        return not block or any(block in contents.held for contents in self._contents.values())
+        # A match ends at a gap, so what follows one is of no use.
+        if not any(event.parent in contents.held for contents in self._contents.values()):
+            return None
+        return _Tail(root_key(self._model_digest, salt=event.cache_salt), event.parent)
 
     def runs(self, run_blocks_max: int) -> Iterator[BlocksStored]:
         """Yield the blocks of all tiers as runs of at most `run_blocks_max`, on each tier parents before their
