@@ -65,7 +65,12 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Sequence[TokenLogprob] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0
-    """Prompt tokens this engine held before the request; set from the first delta on."""
+    """Prompt tokens this engine held before the request, on its device or in its pool; set from the first delta on."""
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that was promoted from the pool."""
+    promoted_bytes: int = 0
+    promotion_s: float = 0.0
+    """Time in which these bytes were copied; 0: the engine cannot tell."""
     transferred_tokens: int = 0
     """Prompt tokens whose KV was pulled."""
     transferred_bytes: int = 0
@@ -96,6 +101,8 @@ class EngineFacts:
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
     parameters: tuple[str, ...] = ()
     """`Sampling.parameters` that this engine takes, in order."""
+    pool_blocks: int = 0
+    """Slots of the KV pool, of `block_tokens` each; 0: there is no pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +119,9 @@ class EngineLoad:
     prompt_tokens_computed: int = 0
     """Prompt tokens computed here since the start: not cached, not pulled."""
     prompt_tokens_cached: int = 0
+    """Found on the device."""
+    prompt_tokens_promoted: int = 0
+    """Found in the pool."""
     prompt_tokens_pulled: int = 0
     bytes_pulled: int = 0
     preemptions: int = 0

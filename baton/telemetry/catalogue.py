@@ -413,7 +413,7 @@ ENGINE_BUSY: Final = _counter(
 ENGINE_PROMPT: Final = _counter(
     "baton_engine_prompt_tokens_total",
     PREFILL_DECODE,
-    "Prompt tokens by source: `computed` here, `cached` here, `pulled`.",
+    "Prompt tokens by source: `computed` here, `cached` on the device, `promoted` from the pool, `pulled`.",
     "source",
 )
 ENGINE_OUTPUT: Final = _counter("baton_engine_output_tokens_total", PREFILL_DECODE, "Tokens generated here.")
@@ -502,7 +502,9 @@ EVENTS_PUBLISHED: Final = _counter(
 EVENTS_WAITING: Final = _gauge(
     "baton_kv_waiting_messages", PREFILL_DECODE, "Messages of KV events that wait to be stored."
 )
-SHADOW: Final = _gauge("baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks that the engine's prefix cache holds.")
+SHADOW: Final = _gauge(
+    "baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks held on each tier: `device` or `pool`.", "tier"
+)
 FRAMES_DROPPED: Final = _counter(
     "baton_frames_dropped_total", PREFILL_DECODE, "Frames that could not be sent; gateways ask for them again."
 )

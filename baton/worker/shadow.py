@@ -90,8 +90,8 @@ class ShadowMap:
 
     @property
     def engine_blocks(self) -> int:
-        """Number of engine blocks that are held on a tier, or that share a cover with a held one."""
-        return sum(len(contents.blocks) for contents in self._contents.values())
+        """Number of engine blocks that the device holds, or that share a cover with a held one."""
+        return len(self._device.blocks)
 
     def fingerprint(self, tier: Tier = Tier.DEVICE) -> Fingerprint:
         """Return the fingerprint of all blocks held on a tier."""

@@ -23,8 +23,8 @@ from msgspec.structs import replace
 from baton.messages.base import WorkerAddress
 from baton.messages.index import BlocksRemoved, BlocksStored, KvEvents, ShadowPage
 from baton.messages.workers import Fingerprint, Goodbye
-from tests.harness.index.table import TableIndex
 from tests.contract.index_world import block
+from tests.harness.index.table import TableIndex
 from tests.harness.index.worker import MODEL, Cache, chain
 
 
