@@ -146,6 +146,7 @@ class Loads:
         self._pool(kind, now_s)
         bandwidths = [each.bytes_per_s for each in beat.transfers]
         load.bandwidth = median(bandwidths) if bandwidths else kind.bandwidth
+        load.promotion_bytes_per_s = 0.0
         if (promotion := beat.promotion) is not None:
             own = promotion.bytes_per_s
             load.promotion_bytes_per_s = own if promotion.samples else kind.promotion_bytes_per_s or own

@@ -93,7 +93,7 @@ class WorkerLoad:
         """Rates that predictions use; `Loads` pools them."""
         self.bandwidth = BANDWIDTH_GUESS
         """Bytes per second of a pull from a peer of which none was measured."""
-        self.promotion_bytes_per_s = 0.0
+        self.promotion_bytes_per_s = heartbeat.promotion.bytes_per_s if heartbeat.promotion else 0.0
         """Bandwidth of promotions, as `Loads` pools it; 0: there is no pool."""
         self._prompts_s = 0.0
         """Time of the prompts placed here lately, as predicted; older ones count less."""
