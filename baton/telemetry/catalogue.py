@@ -294,10 +294,13 @@ MATCH_DURATION: Final = _histogram(
     "Time to find in memory which workers hold how much of a prompt.",
     buckets=(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01),
 )
-INDEX_BLOCKS: Final = _gauge(
-    "baton_index_blocks", KVINDEX, "Distinct blocks that workers hold; the only tier so far is `engine`.", "tier"
+INDEX_BLOCKS: Final = _gauge("baton_index_blocks", KVINDEX, "Distinct blocks that workers hold, on any tier.")
+INDEX_HOLDINGS: Final = _gauge(
+    "baton_index_holdings_blocks",
+    KVINDEX,
+    "Blocks held on each tier, summed over workers: `device` or `pool`.",
+    "tier",
 )
-INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
 INDEX_COLD: Final = _gauge(
     "baton_index_cold_blocks",
     KVINDEX,

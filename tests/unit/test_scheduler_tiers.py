@@ -110,8 +110,7 @@ def test_a_prefix_costs_the_lesser_of_computing_and_promoting(
 
 def test_what_is_promoted_takes_room_of_its_own() -> None:
     loads = Loads(LoadsOptions())
-    shared = {"kv_shared_share": 1.0}
-    loads.take(heartbeat("w", promotion=PromotionFit(bytes_per_s=1e12, samples=1), **shared), 0.0)
+    loads.take(heartbeat("w", promotion=PromotionFit(bytes_per_s=1e12, samples=1), kv_shared_share=1.0), 0.0)
     predicted = Candidate(
         decode="w",
         cached_tokens=640,

@@ -14,7 +14,7 @@ from baton import subjects
 from baton.bus import Delivery, Subscription
 from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
 from baton.messages.base import Refused, WorkerAddress
-from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPage, ShadowQuery
+from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPage, ShadowQuery, Tier
 from baton.messages.placement import Audited, Placed
 from baton.messages.workers import Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
@@ -119,8 +119,10 @@ class IndexService:
     def _readings(self) -> Iterator[Reading]:
         reconciler, counters = self.reconciler, self.reconciler.counters
         size = reconciler.size()
-        yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
-        yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
+        yield Reading(catalogue.INDEX_BLOCKS, size.blocks)
+        for tier in Tier:
+            holdings = sum(reconciler.fingerprint(worker, tier).blocks for worker in reconciler.workers())
+            yield Reading(catalogue.INDEX_HOLDINGS, holdings, (tier.name.lower(),))
         yield Reading(catalogue.INDEX_WORKERS, size.workers)
         indexes = reconciler.cold_indexes()
         yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
