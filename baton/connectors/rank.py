@@ -123,10 +123,22 @@ class HandoffRank:
                     for reader, generation in lease.generations.items():
                         self.agent.post_ready(reader, generation, layer, step.ready_after)
 
-    def end(self) -> RankResults:
-        """Close the step and return what has finished since the last one."""
+    def watch(self, fileno: int) -> None:
+        """Let another source of news end the wait of an idle step."""
+        self._news.register(fileno, select.POLLIN)
+
+    def end(self, *, copying: bool = False) -> RankResults:
+        """Close the step and return what has finished since the last one.
+
+        `copying`: the source that is watched has news to come.
+        """
         self._computing = []
-        if self._idle and (self._pulls or self._leases) and not self._results.sent and not self._results.received:
+        if (
+            self._idle
+            and (self._pulls or self._leases or copying)
+            and not self._results.sent
+            and not self._results.received
+        ):
             self._news.poll(IDLE_WAIT_S * 1000)
         for event in self.agent.poll():
             self._take(event)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -32,11 +33,16 @@ from vllm.v1.request import RequestStatus
 from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
+from baton.connectors.vllm_pool import ProgressMetadata, VllmPool
 from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
+from baton.pool.copier import Copier, ThreadCopier
+from baton.pool.memory import KvPool
 from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent, TransferFaults
 from baton.transfer.layout import Layout, read_layout
 
@@ -56,6 +62,8 @@ AGENT_SETTING = "agent"
 """Key in `kv_connector_extra_config` of an `AgentSetting`, or None for an engine that does not hand off."""
 
 DIGEST_SETTING = "model_digest"
+POOL_SETTING = "kv_pool_bytes"
+"""Bytes of the KV pool of all ranks; 0: no pool."""
 
 
 class AgentSetting:
@@ -98,6 +106,7 @@ class BatonStats(KVConnectorStats):
             leases_ended=ours.leases_ended + theirs.leases_ended,
             leased_blocks=ours.leased_blocks | theirs.leased_blocks,
             agents=ours.agents | theirs.agents,
+            pool=theirs.pool or ours.pool,
         )
         return BatonStats.of(joined)
 
@@ -116,6 +125,9 @@ class BatonConnector(KVConnectorBase_V1):
         self.kv_block_bytes = 0
         """Size of one block of the cache, all layers of this rank."""
         self.kv_identity = ""
+        self._pool_bytes = int(settings.get(POOL_SETTING, 0))  # pyright: ignore[reportArgumentType]
+        self._pool_scheduler: VllmPool | None = None
+        self._pool_rank: PoolRank | None = None
         if self._agent_options is None:
             return
         if len(kv_cache_config.kv_cache_groups) != 1:
@@ -124,11 +136,18 @@ class BatonConnector(KVConnectorBase_V1):
                 "Baton hands off models with one (engine option handoff=false serves it whole)"
             )
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = HandoffScheduler(vllm_config.cache_config.block_size)
+            block_tokens = vllm_config.cache_config.block_size
+            self._scheduler = HandoffScheduler(block_tokens)
+            if self._pool_bytes:
+                ranks = vllm_config.parallel_config.tensor_parallel_size
+                pool = PoolScheduler(block_tokens, kv_cache_config.num_blocks, ranks)
+                self._pool_scheduler = VllmPool(pool, self._model_digest)
 
     # ------------------------------------------------------------------ scheduler
 
     def on_new_request(self, request: Request) -> None:
+        if self._pool_scheduler is not None:
+            self._pool_scheduler.admit(request)
         if self._scheduler is None or not request.kv_transfer_params:
             return
         try:
@@ -143,11 +162,19 @@ class BatonConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return 0, False
         tokens = self._scheduler.tokens_from_source(request.request_id, num_computed_tokens)
+        if self._pool_scheduler is not None:
+            tokens = max(tokens, self._pool_scheduler.offer(request, num_computed_tokens))
         return tokens, tokens > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        if self._scheduler is not None:
-            self._scheduler.allocated(request.request_id, blocks.get_block_ids()[0], num_external_tokens)
+        if self._scheduler is None:
+            return
+        name, table, promoted_tokens = request.request_id, blocks.get_block_ids()[0], 0
+        if self._pool_scheduler is not None and num_external_tokens:
+            promoted_tokens = self._pool_scheduler.scheduler.offered_tokens(name)
+        pulls = self._scheduler.allocated(name, table, num_external_tokens, promoted_tokens)
+        if self._pool_scheduler is not None and promoted_tokens:
+            self._pool_scheduler.scheduler.promote(name, table, with_pull=pulls, again=request.num_preemptions > 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         scheduler = self._scheduler
@@ -164,7 +191,12 @@ class BatonConnector(KVConnectorBase_V1):
                 assert self._kv_cache_manager is not None
                 table = self._kv_cache_manager.get_block_ids(request)[0]
                 leases.append(scheduler.computes(request, table, computed[request], computed[request] + tokens))
-        return StepMetadata(scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0))
+        plan = scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0)
+        if self._pool_scheduler is not None:
+            assert self._kv_cache_manager is not None
+            after = {name: computed[name] + new for name, new in scheduler_output.num_scheduled_tokens.items()}
+            plan = replace(plan, pool=self._pool_scheduler.plan(self._kv_cache_manager, after))
+        return StepMetadata(plan)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
@@ -172,15 +204,24 @@ class BatonConnector(KVConnectorBase_V1):
                 self._scheduler.pulled(request)
             for request in connector_output.finished_sending or ():
                 self._scheduler.freed(request)
+        if self._pool_scheduler is not None:
+            assert self._kv_cache_manager is not None
+            for request in connector_output.finished_recving or ():
+                self._pool_scheduler.scheduler.received(request)
+            self._pool_scheduler.progress(self._kv_cache_manager, connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         if self._scheduler is None:
             return False, None
+        if self._pool_scheduler is not None:
+            self._pool_scheduler.finished(request.request_id)
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         return self._scheduler.finished(request.request_id, computed=computed), None
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while orders wait for the workers."""
+        if self._pool_scheduler is not None and self._pool_scheduler.scheduler.is_busy:
+            return True
         return self._scheduler is not None and self._scheduler.has_orders
 
     # ------------------------------------------------------------------ worker
@@ -204,6 +245,25 @@ class BatonConnector(KVConnectorBase_V1):
             layout=read_layout(pool.layout) if pool.layout else None,
         )
         self._rank = HandoffRank(agent, place)
+        if self._pool_bytes:
+            self._start_pool(pool, self._pool_bytes // place.size)
+
+    def _start_pool(self, cache: Pool, budget_bytes: int) -> None:
+        """Reserve this rank's part of the KV pool. Without that memory the engine serves on without a pool."""
+        assert self._rank is not None
+        try:
+            pool = KvPool(cache, budget_bytes)
+        except ConfigurationError as refusal:
+            _log.warning("this engine runs without a KV pool: %s", refusal)
+            self._pool_rank = PoolRank(0, None)
+            return
+        copier = self.make_copier(pool)
+        self._rank.watch(copier.fileno())
+        self._pool_rank = PoolRank(pool.slots, copier)
+
+    def make_copier(self, pool: KvPool) -> Copier:
+        """Return the copier of this rank's pool; tests may bring their own."""
+        return ThreadCopier(pool)
 
     def make_agent(self, options: AgentOptions) -> TransferAgent:
         """Return this rank's agent; tests may bring their own."""
@@ -285,6 +345,8 @@ class BatonConnector(KVConnectorBase_V1):
         # one costs microseconds, and its blocks are no part of this step.
         if self._rank is not None and isinstance(connector_metadata, StepMetadata):
             self._rank.begin(connector_metadata.plan)
+            if self._pool_rank is not None:
+                self._pool_rank.begin(connector_metadata.plan.pool)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Do nothing: see `bind_connector_metadata`."""
@@ -305,12 +367,22 @@ class BatonConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._rank is None:
             return KVConnectorTransferResults()
-        results = self._rank.end()
+        results = self._rank.end(copying=self._pool_rank is not None and self._pool_rank.is_copying)
+        if self._pool_rank is not None:
+            self._pool_rank.end(results)
         return KVConnectorTransferResults(
             finished_sending=results.sent, finished_recving=results.received, failed_recving=results.failed
         )
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        progress = self._pool_rank.take_progress() if self._pool_rank is not None else None
+        return None if progress is None else ProgressMetadata(progress)
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return the figures of this rank, or in the scheduler's process those of the KV pool."""
+        if self._pool_scheduler is not None:
+            pool = self._pool_scheduler.scheduler.report()
+            return None if pool is None else BatonStats.of(TransferReport(pool=pool))
         report = self._rank.report() if self._rank is not None else None
         return None if report is None else BatonStats.of(report)
 
@@ -323,5 +395,7 @@ class BatonConnector(KVConnectorBase_V1):
             self._rank.agent.set_faults(faults)
 
     def shutdown(self) -> None:
+        if self._pool_rank is not None:
+            self._pool_rank.close()
         if self._rank is not None:
             self._rank.agent.close()

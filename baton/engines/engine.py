@@ -9,6 +9,7 @@ from typing import Protocol
 
 import msgspec
 
+from baton.connectors.pool_scheduler import PoolReport
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
@@ -126,6 +127,8 @@ class EngineLoad:
     bytes_pulled: int = 0
     preemptions: int = 0
     pulls_failed: int = 0
+    pool: PoolReport = field(default_factory=PoolReport)
+    """Figures of the KV pool; without slots there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

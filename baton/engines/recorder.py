@@ -86,6 +86,7 @@ class LoadRecorder:
             leased_blocks=max(self._leased_blocks.values(), default=0),
             bytes_pulled=self.load.bytes_pulled + sum(outcome.moved_bytes for outcome in report.pulls),
             pulls_failed=self.load.pulls_failed + sum(outcome.failed for outcome in report.pulls),
+            pool=report.pool or self.load.pool,
         )
 
     def _record_outcome(self, outcome: PullOutcome) -> None:

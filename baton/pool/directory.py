@@ -105,12 +105,13 @@ class PoolDirectory:
         return len(chain)
 
     def pin(self, chain: Sequence[bytes], first: int, end: int) -> tuple[int, ...]:
-        """Return the slots of `chain[first:end]`, which stay until `unpin`. All of `chain[:end]` must be READY.
+        """Return the slots of `chain[first:end]`, all READY, which stay until `unpin`.
 
-        The whole prefix counts as used, its last block first.
+        The whole prefix counts as used, as far as it is stored, its last block first.
         """
         for key in reversed(chain[:end]):
-            self._policy.touch(key)
+            if self.state(key) is SlotState.READY:
+                self._policy.touch(key)
         slots: list[int] = []
         for key in chain[first:end]:
             entry = self._entries[key]

@@ -90,7 +90,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
     def _transfer_config(self, *, hands_off: bool) -> KVTransferConfig:
         from vllm.config import KVTransferConfig
 
-        from baton.connectors.vllm import AGENT_SETTING, DIGEST_SETTING, AgentSetting
+        from baton.connectors.vllm import AGENT_SETTING, DIGEST_SETTING, POOL_SETTING, AgentSetting
 
         module, _, connector = self._own.connector.partition(":")
         return KVTransferConfig(
@@ -102,6 +102,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
             kv_connector_extra_config={
                 AGENT_SETTING: AgentSetting(self._agent) if hands_off else None,
                 DIGEST_SETTING: self.digest,
+                POOL_SETTING: self._own.kv_pool_bytes,
             },
         )
 
