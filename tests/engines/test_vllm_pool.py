@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from engine_pair import AGENT, NUMBERS, OPTIONS, greedy, prompt
-from engine_process import EngineProcess, until
+from engine_process import EngineProcess
 
 POOL_BYTES = 64 << 20
 BLOCK_TOKENS = 32
