@@ -140,6 +140,7 @@ COLUMNS: Final = (
     ("goodput", "{0.goodput:.1%}"),
     ("good/s", "{0.good_per_s:.2f}"),
     ("cached", "{0.cached_share:.3f}"),
+    ("promoted", "{0.promoted_share:.3f}"),
     ("TTFT p50", "{0.ttft_p50_s:.2f}"),
     ("p90", "{0.ttft_p90_s:.2f}"),
     ("p99 s", "{0.ttft_p99_s:.2f}"),

@@ -346,10 +346,10 @@ class Worker:
         leg.promoted_at_s = pool.promote(leg.blocks, leg.cached_blocks, reach, now_s)
         leg.position = leg.cached_tokens = self._tokens(leg, reach)
         leg.promoted_tokens = leg.cached_tokens - held_tokens
-        self._queue.add(leg.promoted_at_s, self._on_promoted, (leg, reach, now_s))
+        self._queue.add(leg.promoted_at_s, self._on_promoted, (leg, reach))
 
-    def _on_promoted(self, promoted: tuple[Leg, int, float]) -> None:
-        leg, reach, began_s = promoted
+    def _on_promoted(self, promoted: tuple[Leg, int]) -> None:
+        leg, reach = promoted
         pool = self._pool
         assert pool is not None
         self._listener.before_change(self)

@@ -63,8 +63,8 @@ class Event(NamedTuple):
 
     at_s: float
     kind: Literal["entered", "computed", "pulled", "promoted", "first_token", "decoded", "ended"]
-    """A prompt to compute entered the engine, was computed, or its KV pulled or promoted; a sequence has its first token, tokens
-    after it, or its last one."""
+    """A prompt to compute entered the engine, was computed, or its KV pulled or promoted; a sequence has its first
+    token, tokens after it, or its last one."""
     request: str = ""
     """Empty where it is of several."""
     tokens: int = 0
