@@ -28,7 +28,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -207,6 +207,9 @@ bench-fairness: environment
 	.venv/bin/python -m benchmarks.fairness
 
 # Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
+bench-pool: environment
+	.venv/bin/python -m benchmarks.pool_replay
+
 bench-replay: environment
 	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
 
