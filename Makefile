@@ -106,6 +106,9 @@ environment-phoenix:
 	@$(ENVIRONMENT) .venv-phoenix phoenix
 
 # UCX's library for the tests of the transfer agent's backend, which are skipped where it cannot be had.
+environment-libcachesim:
+	@$(ENVIRONMENT) .venv-libcachesim libcachesim
+
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
 

@@ -149,8 +149,13 @@ def parse_fleet(parsed: argparse.Namespace) -> Fleet:
     if bool(prefill) != bool(decode):
         raise ConfigurationError("--prefill and --decode belong together: each needs the other")
     _check("--kv-pool-bytes", parsed.kv_pool_bytes, -1, KV_POOL_BYTES_MAX)
-    counts = {"prefill": prefill, "decode": decode} if prefill else {"aggregated": workers or 8}
-    return Fleet(**counts, kv_pool_bytes=parsed.kv_pool_bytes, kv_pool_policy=PolicyName(parsed.kv_pool_policy))
+    return Fleet(
+        aggregated=0 if prefill else workers or 8,
+        prefill=prefill,
+        decode=decode,
+        kv_pool_bytes=parsed.kv_pool_bytes,
+        kv_pool_policy=PolicyName(parsed.kv_pool_policy),
+    )
 
 
 def parse_policies(text: str) -> list[str]:

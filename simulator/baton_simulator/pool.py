@@ -43,7 +43,7 @@ class WorkerPool:
         keys = _keys(blocks)
         self.directory.filled([keys[index] for index, _ in self.directory.reserve(keys, 0)])
         changes = self.directory.take_changes()
-        return [_block(key) for key in changes.stored], [_block(key) for key in changes.removed]
+        return list(map(_block, changes.stored)), list(map(_block, changes.removed))
 
 
 def _keys(blocks: Sequence[int]) -> list[bytes]:

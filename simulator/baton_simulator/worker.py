@@ -145,7 +145,7 @@ class Worker:
         self.spec = spec
         self.number = number
         self.cache = cache
-        self._pool = pool
+        self.pool = pool
         self.beat_at_s = 0.0
         """Time of the next heartbeat, which the replay sends."""
         self.idle_beats = 0
@@ -333,8 +333,8 @@ class Worker:
     def _admit(self, leg: Leg) -> None:
         leg.cached_blocks, evicted = self.cache.admit(leg.blocks, leg.private_blocks)
         leg.position = leg.cached_tokens = self._tokens(leg, leg.cached_blocks)
-        if self._pool is not None:
-            self._promote(leg, self._pool)
+        if self.pool is not None:
+            self._promote(leg, self.pool)
         self._listener.on_admitted(self, leg, evicted)
 
     def _promote(self, leg: Leg, pool: WorkerPool) -> None:
@@ -350,7 +350,7 @@ class Worker:
 
     def _on_promoted(self, promoted: tuple[Leg, int]) -> None:
         leg, reach = promoted
-        pool = self._pool
+        pool = self.pool
         assert pool is not None
         self._listener.before_change(self)
         pool.promoted(leg.blocks, leg.cached_blocks, reach)
@@ -369,8 +369,8 @@ class Worker:
 
     def _save(self, leg: Leg) -> None:
         """Save a prompt in the pool."""
-        if self._pool is not None:
-            stored, evicted = self._pool.save(leg.blocks)
+        if self.pool is not None:
+            stored, evicted = self.pool.save(leg.blocks)
             if stored or evicted:
                 self._listener.on_saved(self, stored, evicted)
 
