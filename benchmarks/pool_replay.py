@@ -49,8 +49,12 @@ def main() -> int:
     replays = [row for trace in TRACES for fleet in FLEETS for row in compare(trace, fleet)]
     prompts = [request.blocks for request in load("conversation", SEED).requests]
     rates = [
-        {"slots": slots, "scans": scans, **{str(each): hit_rate(asked, slots, each) for each in POLICIES}}
-        for scans, asked in ((False, prompts), (True, with_scans(prompts)))
+        {
+            "slots": slots,
+            "scans": scans,
+            **{str(each): hit_rate(prompts, slots, each, scans=scans) for each in POLICIES},
+        }
+        for scans in (False, True)
         for slots in SLOTS
     ]
     content = {"machine": machine(), "commit": commit(), "load": LOAD, "replays": replays, "hit_rates": rates}
@@ -86,39 +90,38 @@ def play(trace: Trace, fleet: Fleet, pool_bytes: int, policy: PolicyName) -> dic
 # ---------------------------------------------------------------- hit rates of the directory
 
 
-def with_scans(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return the prompts with long ones between them whose blocks come once."""
+def scanned(prompts: Sequence[Sequence[int]]) -> Iterator[Sequence[int]]:
+    """Yield the prompts with long ones between them whose blocks come once."""
     fresh = count(1 + max(block for prompt in prompts for block in prompt))
-    out: list[Sequence[int]] = []
     for number, prompt in enumerate(prompts, start=1):
-        out.append(prompt)
+        yield prompt
         if number % SCAN_EVERY == 0:
-            out.append([next(fresh) for _ in range(SCAN_BLOCKS)])
-    return out
+            yield [next(fresh) for _ in range(SCAN_BLOCKS)]
 
 
-def hit_rate(prompts: Sequence[Sequence[int]], slots: int, policy: PolicyName) -> float:
-    """Return the share of all blocks that are found in the pool, beyond the leading ones that the engine holds.
+def hit_rate(prompts: Sequence[Sequence[int]], slots: int, policy: PolicyName, *, scans: bool) -> float:
+    """Return the share of the prompts' blocks that are found in the pool, beyond the leading ones that the engine
+    holds. Those of the scans are not counted.
 
     The engine keeps the blocks used last, of a prompt its tail first to leave.
     """
     pool = WorkerPool(slots=slots, policy=policy, block_bytes=1, bytes_per_s=1.0)
     engine: OrderedDict[int, None] = OrderedDict()
-    asked = found = 0
-    for prompt in prompts:
+    found = 0
+    for prompt in scanned(prompts) if scans else prompts:
         held = next((at for at, block in enumerate(prompt) if block not in engine), len(prompt))
         reach = pool.match(prompt, held)
         if reach > held:
             pool.promote(prompt, held, reach, 0.0)
             pool.promoted(prompt, held, reach)
-        asked, found = asked + len(prompt), found + reach - held
+        found += reach - held
         for block in reversed(prompt):
             engine[block] = None
             engine.move_to_end(block)
         while len(engine) > ENGINE_BLOCKS:
             engine.popitem(last=False)
         pool.save(prompt)
-    return found / asked
+    return found / sum(map(len, prompts))
 
 
 # ---------------------------------------------------------------- tables

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from engine_pair import AGENT, NUMBERS, OPTIONS, greedy, prompt
-from engine_process import EngineProcess
+from engine_process import EngineError, EngineProcess
 
-POOL_BYTES = 64 << 20
 BLOCK_TOKENS = 32
+SLOT_BYTES = 4 * BLOCK_TOKENS * 2 * 2 * 64 * 4
+"""Four layers of 32 tokens, K and V, two heads of 64 numbers, four bytes each."""
+POOL_BYTES = 512 * SLOT_BYTES
 
 
 @dataclass
@@ -38,9 +43,8 @@ class PoolEngine:
 
     def ask(self, tokens: list[int], output_tokens: int = 24, **fields: Any) -> Turn:
         before = self.load()
-        name = f"request-{next(NUMBERS)}"
-        fields = {"leg": "whole", "sampling": greedy(output_tokens)} | fields
-        answer = self.process.send("generate", request=name, tokens=tokens, **fields)
+        fields = {"request": f"request-{next(NUMBERS)}", "leg": "whole", "sampling": greedy(output_tokens)} | fields
+        answer = self.process.send("generate", tokens=tokens, **fields)
         output = answer.tokens()
         self.saved()
         after = self.load()
@@ -65,14 +69,41 @@ class PoolEngine:
         self.process.ask("preempt")
 
 
-@pytest.fixture(scope="module")
-def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolEngine]:
-    engine = PoolEngine(tiny_model, tmp_path_factory.mktemp("gate"))
+@contextmanager
+def started(model: Path, gate: Path, **options: Any) -> Generator[PoolEngine]:
+    engine = PoolEngine(model, gate, **options)
     try:
         engine.process.wait_started()
         yield engine
     finally:
         engine.process.close()
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolEngine]:
+    with started(tiny_model, tmp_path_factory.mktemp("gate")) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def source(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PoolEngine]:
+    """A second engine, which prefills for the first."""
+    with started(tiny_model, tmp_path_factory.mktemp("gate-source"), num_gpu_blocks_override=200) as engine:
+        yield engine
+
+
+def pool_of(engine: PoolEngine) -> dict[str, Any]:
+    return engine.load()["pool"]
+
+
+def handed_over(engine: PoolEngine, source: PoolEngine, tokens: list[int], **fields: Any) -> Turn:
+    name = f"request-{next(NUMBERS)}"
+    prefill = source.process.send(
+        "generate", request=name, leg="prefill", tokens=tokens, sampling={"max_tokens": 1}, **fields
+    )
+    turn = engine.ask(tokens, request=name, leg="decode", agents=source.process.facts["agents"], **fields)
+    prefill.wait()
+    return turn
 
 
 def test_second_turn_after_eviction_computes_hardly_more_than_with_an_endless_cache(engine: PoolEngine) -> None:
@@ -93,3 +124,133 @@ def test_second_turn_after_eviction_computes_hardly_more_than_with_an_endless_ca
     assert evicted.tokens == endless.tokens
     assert evicted.computed <= endless.computed + BLOCK_TOKENS + 1
     assert evicted.promoted + evicted.computed == len(question) + 24 + len(more)
+
+
+def test_device_pool_and_hand_off_serve_one_request(engine: PoolEngine, source: PoolEngine) -> None:
+    tokens, salt = prompt(1000, 11), "combined"
+    expected = engine.ask(tokens, cache_salt="alone").tokens
+    engine.ask(tokens[: 20 * BLOCK_TOKENS + 1], 1, cache_salt=salt)
+    engine.forget()
+    engine.ask(tokens[: 8 * BLOCK_TOKENS + 1], 1, cache_salt=salt)
+    turn = handed_over(engine, source, tokens, cache_salt=salt)
+    assert turn.tokens == expected
+    assert (turn.cached, turn.promoted, turn.pulled, turn.computed) == (8 * 32, 12 * 32, 1000 - 20 * 32 - 1, 1)
+
+
+def test_a_prompt_that_the_pool_holds_in_full_is_not_pulled(engine: PoolEngine, source: PoolEngine) -> None:
+    tokens, salt = prompt(640, 12), "full"
+    expected = engine.ask(tokens, cache_salt=salt).tokens
+    engine.forget()
+    turn = handed_over(engine, source, tokens, cache_salt=salt)
+    assert turn.tokens == expected
+    assert (turn.promoted, turn.pulled, turn.computed) == (639, 0, 1)
+    source.process.settled()
+
+
+def test_another_salt_finds_nothing(engine: PoolEngine) -> None:
+    tokens = prompt(320, 13)
+    engine.ask(tokens, 1, cache_salt="mine")
+    engine.forget()
+    assert engine.ask(tokens, 1, cache_salt="yours").promoted == 0
+    assert engine.ask(tokens, 1, cache_salt="mine").promoted == 319
+
+
+def test_requests_under_pressure_get_the_tokens_they_get_alone(engine: PoolEngine) -> None:
+    """Eight requests need more than the engine's blocks: they are preempted while their blocks are saved."""
+    prompts = [prompt(300, 20 + number // 2) + prompt(20, 40 + number) for number in range(8)]
+    alone = [engine.ask(tokens, 200, cache_salt=f"alone {number}").tokens for number, tokens in enumerate(prompts)]
+    before = engine.load()["preemptions"]
+    for _ in range(2):
+        answers = [
+            engine.process.send(
+                "generate", request=f"request-{next(NUMBERS)}", leg="whole", tokens=tokens, sampling=greedy(200)
+            )
+            for tokens in prompts
+        ]
+        assert [answer.tokens() for answer in answers] == alone
+    engine.saved()
+    assert engine.load()["preemptions"] > before
+    assert pool_of(engine)["pinned"] == 0
+
+
+def test_an_aborted_promotion_leaves_nothing(engine: PoolEngine) -> None:
+    tokens = prompt(1500, 50)
+    engine.ask(tokens, 1)
+    engine.forget()
+    for _ in range(3):
+        name = f"request-{next(NUMBERS)}"
+        engine.process.send("generate", request=name, leg="whole", tokens=tokens, sampling=greedy(100))
+        engine.process.ask("abort", request=name)
+        engine.saved()
+    assert pool_of(engine)["pinned"] == 0
+
+
+def test_a_pool_smaller_than_a_prompt_serves_its_first_blocks(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with started(tiny_model, tmp_path_factory.mktemp("gate-small"), kv_pool_bytes=8 * SLOT_BYTES) as engine:
+        tokens = prompt(700, 60)
+        first = engine.ask(tokens)
+        assert pool_of(engine)["slots"] == 8
+        assert pool_of(engine)["dropped_blocks"] > 0
+        engine.forget()
+        second = engine.ask(tokens)
+        assert second.tokens == first.tokens
+        assert (second.promoted, second.computed) == (8 * BLOCK_TOKENS, 700 - 8 * BLOCK_TOKENS)
+
+
+@pytest.mark.nightly
+def test_without_memory_for_the_pool_the_engine_serves_without_it(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with started(tiny_model, tmp_path_factory.mktemp("gate-refused"), kv_pool_bytes=1 << 45) as engine:
+        tokens = prompt(200, 70)
+        first = engine.ask(tokens)
+        engine.forget()
+        assert engine.ask(tokens).tokens == first.tokens
+        assert pool_of(engine)["slots"] == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", [None, "PromisingConnector", "FreeingConnector"])
+def test_late_copies_change_no_token_and_planted_faults_do(
+    fault: str | None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Copies end late and in any order. A connector that promises or frees before they end gives wrong tokens."""
+    connector = f"delayed:{fault or 'DelayedConnector'}"
+    with started(tiny_model, tmp_path_factory.mktemp("gate-late"), connector=connector) as engine:
+        tokens = prompt(22 * BLOCK_TOKENS, 80)
+        first = engine.ask(tokens, cache_salt="late")
+        for seed in (81, 82, 83):
+            engine.ask(prompt(1500, seed), 1)
+        second = engine.ask(tokens, cache_salt="late")
+        assert second.promoted == 22 * BLOCK_TOKENS - 1
+        assert (second.tokens == first.tokens) is (fault is None)
+
+
+def test_prefill_killed_during_a_hand_off_leaves_a_prefix_to_continue_from(
+    engine: PoolEngine, source: PoolEngine
+) -> None:
+    """Runs last: it kills the source. What the pool holds is used again, and the rest is computed."""
+    tokens, salt = prompt(900, 90), "killed"
+    expected = engine.ask(tokens, cache_salt="undisturbed").tokens
+    engine.ask(tokens[:500], 1, cache_salt=salt)
+    engine.forget()
+    (source.process.gate / "hold").write_text('{"layer": 2, "pass": 0}')
+    name = f"request-{next(NUMBERS)}"
+    source.process.send(
+        "generate", request=name, leg="prefill", tokens=tokens, sampling={"max_tokens": 1}, cache_salt=salt
+    )
+    agents = source.process.facts["agents"]
+    decode = engine.process.send(
+        "generate", request=name, leg="decode", tokens=tokens, agents=agents, sampling=greedy(24), cache_salt=salt
+    )
+    os.kill(source.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineError) as failure:
+        decode.wait()
+    assert failure.value.code in ("peer_unreachable", "transfer_failed")
+    engine.saved()
+    engine.forget()
+    turn = engine.ask(tokens, cache_salt=salt)
+    assert turn.tokens == expected
+    assert (turn.promoted, turn.computed) == (480, 420)

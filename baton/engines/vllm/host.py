@@ -18,6 +18,7 @@ from baton.engines.options import (
 )
 from baton.engines.vllm.options import DEFAULT_STRUCTURED_OUTPUTS, DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
+from baton.errors import ConfigurationError
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions
 
@@ -61,6 +62,10 @@ class VllmHost(EngineHost["AsyncLLM"]):
             hands_off = choose_handoff(self._own.handoff, self._role, here)
             if hands_off:
                 check_handoff(arguments)
+            elif self._own.kv_pool_bytes:
+                raise ConfigurationError(
+                    "engine option kv_pool_bytes needs an engine that hands off KV", param="kv_pool_bytes"
+                )
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
                 structured = StructuredOutputsConfig(
