@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from baton.messages.index import Tier
 from baton.pool.policy import PolicyName
-from benchmarks.pool_replay import hit_rate, with_scans
+from benchmarks.pool_replay import hit_rate
 
 BLOCK_TOKENS = 512
 BLOCK_BYTES = BLOCK_TOKENS * 131_072
@@ -37,7 +37,7 @@ def play(trace: Trace, fleet: Fleet) -> tuple[list[Outcome], Replay]:
 @pytest.mark.parametrize("policy", PolicyName)
 def test_a_second_turn_that_the_device_has_evicted_is_promoted(policy: PolicyName) -> None:
     first, other = tuple(range(15)), tuple(range(100, 115))
-    trace = turns([first, other] * 4)
+    trace = turns([first, other] * 10)
     evicted, _ = play(trace, FLEET)
     # The device evicts tails first, and has kept the beginning of the first prompt.
     kept_tokens = 4 * BLOCK_TOKENS
@@ -121,5 +121,5 @@ def test_promotions_follow_each_other() -> None:
 
 def test_scans_hurt_lru_more() -> None:
     prompts = [tuple(range(n % 40 * 100, n % 40 * 100 + 60)) for n in range(400)]
-    rates = {policy: hit_rate(with_scans(prompts), 2600, policy) for policy in PolicyName}
+    rates = {policy: hit_rate(prompts, 2600, policy, scans=True) for policy in PolicyName}
     assert rates[PolicyName.S3_FIFO] > rates[PolicyName.LRU] + 0.01
