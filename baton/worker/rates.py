@@ -99,11 +99,19 @@ class Rates:
             self._close()
         self._prefilling += 1
 
-    def prefill_ended(self, computed_tokens: int, prompt_tokens: int, now_s: float) -> None:
-        """Record that a prompt is done, with 0 computed tokens if it was stopped."""
+    def prefill_ended(
+        self, computed_tokens: int, prompt_tokens: int, now_s: float, *, promotion_s: float = 0.0
+    ) -> None:
+        """Record that a prompt is done, with 0 computed tokens if it was stopped.
+
+        `promotion_s`: for how long it waited for its prefix to be promoted, before it was computed.
+        """
         self._advance(now_s)
         self._prefilling -= 1
         window = self._window
+        if not self._prefilling and not window.sequence_s:
+            # The engine had nothing else to do meanwhile.
+            window.busy_s = max(0.0, window.busy_s - promotion_s)
         window.ended_s = now_s
         window.prompt_tokens += computed_tokens
         window.prompt_pairs += prompt_pairs(prompt_tokens, computed_tokens)

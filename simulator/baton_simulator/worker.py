@@ -48,6 +48,8 @@ class Leg:
     """Part of `cached_tokens` that is promoted from the pool."""
     promoted_at_s: float = 0.0
     """Instant at which that has ended."""
+    promotion_s: float = 0.0
+    """Time that it takes, with the promotions before it."""
 
 
 class Listener(Protocol):
@@ -344,6 +346,7 @@ class Worker:
             return
         now_s, held_tokens = self._queue.now_s, leg.cached_tokens
         leg.promoted_at_s = pool.promote(leg.blocks, leg.cached_blocks, reach, now_s)
+        leg.promotion_s = leg.promoted_at_s - now_s
         leg.position = leg.cached_tokens = self._tokens(leg, reach)
         leg.promoted_tokens = leg.cached_tokens - held_tokens
         self._queue.add(leg.promoted_at_s, self._on_promoted, (leg, reach))
@@ -409,6 +412,7 @@ class Worker:
                 leg.request,
                 computed_tokens,
                 leg.prompt_tokens,
+                elapsed_s=leg.promotion_s,
                 promoted_tokens=leg.promoted_tokens,
             )
         )

@@ -208,7 +208,7 @@ def _measure(book: _Book, measured: Measured) -> None:
             case "entered":
                 rates.prefill_began(event.at_s)
             case "computed":
-                rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s)
+                rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s, promotion_s=event.elapsed_s)
                 # What was promoted took room like what was computed.
                 book.computed(event.request, event.tokens + event.promoted_tokens)
             case "pulled":

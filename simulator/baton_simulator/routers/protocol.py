@@ -75,7 +75,7 @@ class Event(NamedTuple):
     """Worker from which KV was pulled."""
     size_bytes: int = 0
     elapsed_s: float = 0.0
-    """Time in which the bytes of a pull or a promotion moved."""
+    """Time in which the bytes of a pull or a promotion moved, or for which a computed prompt waited for one."""
     promoted_tokens: int = 0
     """Tokens of the prompt that were promoted from the pool."""
 
