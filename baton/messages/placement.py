@@ -82,6 +82,9 @@ class Candidate(Part, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Cached prompt tokens on the worker that would prefill."""
     decode_cached_tokens: int = 0
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that is promoted from the worker's pool."""
+    decode_promoted_tokens: int = 0
     speculative_tokens: int = 0
     """Part of `cached_tokens` that is still being prefilled."""
     predicted_ttft_s: float

@@ -9,6 +9,8 @@ Mooncake's conversation trace (`docs/decisions/0042-the-kv-pool.md`):
               │ oldest, used once or more     │ inserted again
               ▼                               ▼
             main, FIFO: the oldest goes round once more for each use, then leaves
+
+Until something leaves for the first time, what the small queue has no place for goes to the main queue.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class S3Fifo(EvictionPolicy[Key]):
     """S3-FIFO for `capacity` keys: a scan passes through the small queue and leaves the main queue as it is."""
 
     def __init__(self, capacity: int, small_share: float = SMALL_SHARE) -> None:
-        self._main_max = capacity - int(capacity * small_share)
+        self._small_max = int(capacity * small_share)
+        self._main_max = capacity - self._small_max
+        self._is_filling = True
+        """Whether nothing was evicted yet."""
         self._small: OrderedDict[Key, int] = OrderedDict()
         """Number of uses by key, oldest key first; so in the main queue."""
         self._main: OrderedDict[Key, int] = OrderedDict()
@@ -81,6 +86,8 @@ class S3Fifo(EvictionPolicy[Key]):
         if key in self._ghosts:
             del self._ghosts[key]
             self._main[key] = 0
+        elif self._is_filling and len(self._small) >= self._small_max:
+            self._main[key] = 0
         else:
             self._small[key] = 0
 
@@ -89,6 +96,7 @@ class S3Fifo(EvictionPolicy[Key]):
         queue[key] = min(queue[key] + 1, USES_MAX)
 
     def evict(self, pinned: Callable[[Key], bool]) -> Key | None:
+        self._is_filling = False
         if len(self._main) > self._main_max:
             victim = self._evict_main(pinned)
             return self._evict_small(pinned) if victim is None else victim

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from baton.clock import Clock
 from baton.engines.engine import Engine, EngineFacts, TransferFigures
 from baton.errors import BatonError
+from baton.messages.index import Tier
 from baton.telemetry import Reading, catalogue
 from baton.worker.admission import Identity
 from baton.worker.events import EventPublisher
@@ -49,7 +50,8 @@ class WorkerReadings:
         yield Reading(catalogue.TRANSFER_RATE, rates.transfer_bytes_per_s)
         yield Reading(catalogue.EVENTS_PUBLISHED, self.publisher.published_sequence)
         yield Reading(catalogue.EVENTS_WAITING, self.publisher.waiting_messages)
-        yield Reading(catalogue.SHADOW, len(self.shadow))
+        for tier in Tier:
+            yield Reading(catalogue.SHADOW, self.shadow.fingerprint(tier).blocks, (tier.name.lower(),))
         yield Reading(catalogue.KV_CACHED, self.shadow.engine_blocks)
         yield Reading(catalogue.FRAMES_DROPPED, self.frames.dropped_frames)
 
@@ -80,6 +82,7 @@ class WorkerReadings:
         yield Reading(catalogue.ENGINE_REQUESTS, load.waiting, ("waiting",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_computed, ("computed",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_cached, ("cached",))
+        yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_promoted, ("promoted",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_pulled, ("pulled",))
         yield Reading(catalogue.PREEMPTIONS, load.preemptions)
         yield from _transfers(transfers)

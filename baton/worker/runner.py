@@ -181,8 +181,10 @@ class _Meter:
         if self._prefilling:
             self._prefilling = False
             computed_tokens = 0 if cancelled else attempt.prompt_tokens - delta.cached_tokens
-            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s)
-        elif delta.transfer_s:
+            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s, promotion_s=delta.promotion_s)
+        if delta.promotion_s:
+            rates.promotion_ended(delta.promoted_bytes, delta.promotion_s)
+        if delta.transfer_s:
             rates.transfer_ended(self._peer, _backend(delta.stages), delta.transferred_bytes, delta.transfer_s)
         if attempt.leg is not Leg.PREFILL:
             self._decoding = True

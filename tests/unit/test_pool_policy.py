@@ -18,6 +18,8 @@ class NaiveS3Fifo:
     """The algorithm of the paper, with lists of (key, uses), oldest first."""
 
     main_max: int
+    small_max: int
+    evicted: bool = False
     small: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     main: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     ghosts: list[int] = field(default_factory=list[int])
@@ -25,6 +27,8 @@ class NaiveS3Fifo:
     def insert(self, key: int) -> None:
         if key in self.ghosts:
             self.ghosts.remove(key)
+            self.main.append((key, 0))
+        elif not self.evicted and len(self.small) >= self.small_max:
             self.main.append((key, 0))
         else:
             self.small.append((key, 0))
@@ -40,6 +44,7 @@ class NaiveS3Fifo:
         self.main = [item for item in self.main if item[0] != key]
 
     def evict(self, pinned: Callable[[int], bool]) -> int | None:
+        self.evicted = True
         for queue in ("main", "small") if len(self.main) > self.main_max else ("small", "main"):
             victim = self._evict_small(pinned) if queue == "small" else self._evict_main(pinned)
             if victim is not None:
@@ -89,7 +94,8 @@ class NaiveLru:
 def pair(name: PolicyName, capacity: int) -> tuple[EvictionPolicy[int], EvictionPolicy[int]]:
     if name is PolicyName.LRU:
         return Lru(), NaiveLru()
-    return S3Fifo(capacity), NaiveS3Fifo(capacity - int(capacity * SMALL_SHARE))
+    small_max = int(capacity * SMALL_SHARE)
+    return S3Fifo(capacity), NaiveS3Fifo(capacity - small_max, small_max)
 
 
 @pytest.mark.parametrize("name", PolicyName)

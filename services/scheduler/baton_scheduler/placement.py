@@ -103,9 +103,12 @@ def soft_placements(
 
     last_token_s = first_token_s + placed.output_tokens_max * chosen.predicted_token_interval_s
     need_tokens = placed.prompt_tokens + output_tokens
-    both = {chosen.decode: taken(chosen.decode, need_tokens, chosen.decode_cached_tokens, last_token_s)}
+    # What is promoted takes room like what is computed.
+    shared_tokens = chosen.decode_cached_tokens - chosen.decode_promoted_tokens
+    both = {chosen.decode: taken(chosen.decode, need_tokens, shared_tokens, last_token_s)}
     if chosen.prefill:
-        both[chosen.prefill] = taken(chosen.prefill, placed.prompt_tokens, chosen.cached_tokens, first_token_s)
+        shared_tokens = chosen.cached_tokens - chosen.promoted_tokens
+        both[chosen.prefill] = taken(chosen.prefill, placed.prompt_tokens, shared_tokens, first_token_s)
     return both
 
 
@@ -198,7 +201,10 @@ def _explain(ranked: Sequence[Candidate], demand: Demand, misfit: str) -> str:
     where = f"everything on {chosen.decode}"
     if chosen.prefill:
         where = f"prefill on {chosen.prefill}, decode on {chosen.decode}"
-    cost = f"{uncached_tokens} of {demand.prompt_tokens} tokens to compute, {chosen.predicted_ttft_s:.3f} s predicted"
+    cost = f"{uncached_tokens} of {demand.prompt_tokens} tokens to compute, "
+    if chosen.promoted_tokens:
+        cost += f"{chosen.promoted_tokens} to promote from the pool, "
+    cost += f"{chosen.predicted_ttft_s:.3f} s predicted"
     if demand.disaggregation is not Disaggregation.AUTO:
         return f"{where}: {cost}; disaggregation is {demand.disaggregation}."
     other = next((each for each in ranked if bool(each.prefill) != bool(chosen.prefill)), None)
