@@ -106,16 +106,16 @@ class PoolLending:
 
     # Borrower.
 
-    def borrow(self, loan: Loan, chain: Sequence[bytes], first: int) -> bool:
-        """Order the pull of what a loan has beyond block `first` into free slots; return whether there is any."""
+    def borrow(self, loan: Loan, chain: Sequence[bytes], first: int) -> range:
+        """Order the pull of what a loan has from block `first` on into free slots; return these blocks."""
         end = min(loan.tokens // self._block_tokens, len(chain))
         if end <= first or loan.key in self._borrowed:
-            return False
+            return range(0)
         reserved = self._directory.reserve(chain[:end], first)
         run = sum(index == first + number for number, (index, _) in enumerate(reserved))
         self._directory.abandon([chain[index] for index, _ in reserved[run:]])
         if not run:
-            return False
+            return range(0)
         self._borrowed[loan.key] = tuple(chain[first : first + run])
         step = PullStep(
             request=loan.key.hex(),
@@ -127,7 +127,7 @@ class PoolLending:
             deadline_s=loan.deadline_s,
         )
         self._pulls.append(step)
-        return True
+        return range(first, first + run)
 
     def pulls(self, loan: Loan) -> bool:
         return loan.key in self._borrowed

@@ -27,6 +27,7 @@ class PoolRank:
     def __init__(self, slots: int, copier: Copier | None, lending: HandoffRank | None = None) -> None:
         """`copier`: None where this rank got no memory; then `slots` is 0. `lending`: the pool's agent, which lends and
         borrows slots as an engine's agent leases and pulls blocks."""
+        self.slots = slots
         self.lending = lending
         self._copier = copier
         self._saves: tuple[CopyJob, ...] = ()
@@ -106,7 +107,7 @@ class PoolRank:
             progress = PoolProgress(
                 jobs=Counter(end.job.job for end in ended),
                 failed=frozenset(end.job.job for end in ended if end.failed),
-                promoting_s=sum(end.copying_s for end in ended if end.job.promotes),
+                copying_s={end.job.job: end.copying_s for end in ended if end.job.promotes},
             )
             self._progress = self._progress.joined(progress)
 

@@ -5,6 +5,16 @@ from __future__ import annotations
 import msgspec
 
 
+class Promotion(msgspec.Struct, frozen=True, kw_only=True):
+    """A promotion that has ended, for the request's usage and the worker's rates."""
+
+    request: str
+    """The engine's id."""
+    tokens: int
+    copied_bytes: int
+    copying_s: float
+
+
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     """Figures of an engine's KV pool. Slots and pins as of now, the others since the start."""
 
@@ -23,3 +33,5 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     lent_tokens: int = 0
     borrowed_tokens: int = 0
     borrows_failed: int = 0
+    ended: tuple[Promotion, ...] = ()
+    """Promotions that have ended since the last report; of a preempted request only the first."""

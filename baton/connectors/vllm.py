@@ -12,7 +12,7 @@ Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sche
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -49,6 +49,7 @@ from baton.transfer.layout import Layout, read_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -145,7 +146,14 @@ class BatonConnector(KVConnectorBase_V1):
             self._scheduler = HandoffScheduler(block_tokens)
             if self._pool_bytes:
                 ranks = vllm_config.parallel_config.tensor_parallel_size
-                pool = PoolScheduler(block_tokens, kv_cache_config.num_blocks, ranks)
+                pool = PoolScheduler(
+                    block_tokens=block_tokens,
+                    block_bytes=ranks
+                    * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+                    // kv_cache_config.num_blocks,
+                    blocks=kv_cache_config.num_blocks,
+                    ranks=ranks,
+                )
                 self._pool_scheduler = VllmPool(pool, self._model_digest, block_tokens)
 
     # ------------------------------------------------------------------ scheduler
@@ -212,9 +220,9 @@ class BatonConnector(KVConnectorBase_V1):
                 self._scheduler.freed(request)
         if self._pool_scheduler is not None:
             assert self._kv_cache_manager is not None
+            self._pool_scheduler.progress(self._kv_cache_manager, connector_output.kv_connector_worker_meta)
             for request in connector_output.finished_recving or ():
                 self._pool_scheduler.scheduler.received(request)
-            self._pool_scheduler.progress(self._kv_cache_manager, connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         if self._scheduler is None:
@@ -229,6 +237,9 @@ class BatonConnector(KVConnectorBase_V1):
         if self._pool_scheduler is not None and self._pool_scheduler.scheduler.is_busy:
             return True
         return self._scheduler is not None and self._scheduler.has_orders
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._pool_scheduler is None else self._pool_scheduler.take_events()
 
     def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
         """See `baton.engines.engine.Engine.lend`; `baton.engines.vllm.lending` calls it between two steps."""
@@ -350,9 +361,8 @@ class BatonConnector(KVConnectorBase_V1):
         return self._rank
 
     @property
-    def lending_rank(self) -> HandoffRank | None:
-        """The KV pool's agent on this rank; None: there is no pool."""
-        return self._pool_rank.lending if self._pool_rank is not None else None
+    def pool_rank(self) -> PoolRank | None:
+        return self._pool_rank
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._rank is not None and isinstance(kv_connector_metadata, StepMetadata):
@@ -400,7 +410,7 @@ class BatonConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the figures of this rank, or in the scheduler's process those of the KV pool."""
         if self._pool_scheduler is not None:
-            pool = self._pool_scheduler.scheduler.report()
+            pool = self._pool_scheduler.report()
             return None if pool is None else BatonStats.of(TransferReport(pool=pool))
         report = self._rank.report() if self._rank is not None else None
         return None if report is None else BatonStats.of(report)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from baton.blocks import BLOCK_TOKENS_DEFAULT, root_key, split_ids
+from baton.blocks import BLOCK_TOKENS_DEFAULT, split_ids
 from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
+from baton.engines.kv_events import POOL_MEDIUM
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -37,12 +41,12 @@ class VllmPool:
         self._requests: dict[str, Request] = {}
 
     def admit(self, request: Request, loan: Loan | None) -> None:
-        # Block ids know tokens only.
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        # Keys stand for tokens and a salt, and for nothing else.
+        more = request.prompt_embeds is not None or request.mm_features or request.lora_request
+        if request.prompt_token_ids is None or more:
             return
-        lora = request.lora_request.lora_name if request.lora_request else ""
         self._requests[request.request_id] = request
-        self.scheduler.admit(request.request_id, root_key(self._digest, lora, request.cache_salt or ""), loan)
+        self.scheduler.admit(request.request_id, self._digest, request.cache_salt or "", loan)
 
     def borrows(self, request: Request, computed_tokens: int) -> bool:
         return self.scheduler.borrows(request.request_id, request.all_token_ids, computed_tokens)
@@ -79,3 +83,38 @@ class VllmPool:
             blocks = manager.block_pool
             # vLLM evicts first what is freed first: of a prompt, its last block.
             blocks.free_blocks([blocks.blocks[number] for number in reversed(read)])
+
+    def report(self) -> PoolReport | None:
+        """Return the figures if they have changed, with promotions under the ids that vLLM was given."""
+        report = self.scheduler.report()
+        if report is None:
+            return None
+        # vLLM appends a suffix of its own.
+        ended = [msgspec.structs.replace(each, request=each.request.rpartition("-")[0]) for each in report.ended]
+        return msgspec.structs.replace(report, ended=tuple(ended))
+
+    def report(self) -> PoolReport | None:
+        """Return the figures if they have changed, with promotions under the ids that vLLM was given."""
+        report = self.scheduler.report()
+        if report is None:
+            return None
+        # vLLM appends a suffix of its own.
+        ended = [msgspec.structs.replace(each, request=each.request.rpartition("-")[0]) for each in report.ended]
+        return msgspec.structs.replace(report, ended=tuple(ended))
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        """Yield what the pool has stored and dropped, in vLLM's own form."""
+        runs, removed = self.scheduler.take_changes()
+        if removed:
+            yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
+        for run in runs:
+            yield BlockStored(
+                block_hashes=list(run.keys),
+                parent_block_hash=run.parent or None,
+                token_ids=list(run.tokens),
+                block_size=self._block_tokens,
+                lora_id=None,
+                medium=POOL_MEDIUM,
+                lora_name=None,
+                extra_keys=[(run.salt,)] if run.salt else None,
+            )

@@ -15,7 +15,6 @@ from random import Random
 
 import pytest
 
-from baton.blocks import root_key
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
@@ -25,7 +24,11 @@ from baton.pool.memory import KvPool, available_bytes, slot_bytes
 from baton.transfer import Pool
 
 LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 3, 24, 32, 256
-ROOT = root_key("digest")
+
+
+def make_scheduler(ranks: int) -> PoolScheduler:
+    block_bytes = LAYERS * BLOCK_BYTES * ranks
+    return PoolScheduler(block_tokens=BLOCK_TOKENS, block_bytes=block_bytes, blocks=BLOCKS, ranks=ranks)
 
 
 class HeldCopier:
@@ -104,7 +107,7 @@ class ToyEngine:
         pool = KvPool(self.cache, self.slots * slot_bytes(LAYERS, BLOCK_BYTES))
         self.copier = HeldCopier(pool, self.random)
         self.rank = self.rank_class(pool.slots, self.copier)
-        self.scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=1)
+        self.scheduler = make_scheduler(ranks=1)
         self.users = [0] * BLOCKS
         self.names = 0
         self.step(())
@@ -128,7 +131,7 @@ class ToyEngine:
             return
         self.names += 1
         name, table = f"r{self.names}", self.random.sample(free, needed)
-        self.scheduler.admit(name, ROOT)
+        self.scheduler.admit(name, "digest")
         offered = self.scheduler.offer(name, tokens, 0)
         for block in table:
             self.users[block] += 1
@@ -226,21 +229,21 @@ def test_a_pool_smaller_than_a_prompt_promotes_its_first_blocks() -> None:
 
 
 def test_without_memory_on_one_rank_there_is_no_pool() -> None:
-    scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=2)
+    scheduler = make_scheduler(ranks=2)
     scheduler.progress(PoolProgress(slots=(8,)))
     assert scheduler.directory is None
     scheduler.progress(PoolProgress(slots=(0,)))
     assert scheduler.directory is None
-    scheduler.admit("r", ROOT)
+    scheduler.admit("r", "digest")
     assert scheduler.computes("r", [1] * 64, [0, 1], 64) == ()
     assert scheduler.offer("r", [1] * 64, 0) == 0
     assert scheduler.plan() == PoolPlan()
 
 
 def test_a_save_is_ready_when_all_ranks_have_copied_it() -> None:
-    scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=2)
+    scheduler = make_scheduler(ranks=2)
     scheduler.progress(PoolProgress(slots=(8,)).joined(PoolProgress(slots=(9,))))
-    scheduler.admit("r", ROOT)
+    scheduler.admit("r", "digest")
     tokens = [1] * 64
     assert scheduler.computes("r", tokens, [5, 7], 64) == (5, 7)
     (save,) = scheduler.plan().saves
@@ -251,9 +254,9 @@ def test_a_save_is_ready_when_all_ranks_have_copied_it() -> None:
 
 
 def test_a_failed_save_is_no_hit() -> None:
-    scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=1)
+    scheduler = make_scheduler(ranks=1)
     scheduler.progress(PoolProgress(slots=(8,)))
-    scheduler.admit("r", ROOT)
+    scheduler.admit("r", "digest")
     scheduler.computes("r", [1] * 64, [5, 7], 64)
     (save,) = scheduler.plan().saves
     assert scheduler.progress(PoolProgress(jobs=_once(save), failed=frozenset({save.job}))) == (5, 7)

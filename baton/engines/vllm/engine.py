@@ -103,6 +103,7 @@ class VllmEngine:
             context_tokens_max=self._context_tokens_max,
             kv_identity=str(ranks[0]["kv_identity"]),
             agents=agents,
+            pool_blocks=min(int(rank["pool_blocks"]) for rank in ranks),
             pool_agents=tuple(str(rank["pool_endpoint"]) for rank in ranks if rank["pool_endpoint"]),
             parameters=tuple(sorted(PARAMETERS)),
         )
@@ -249,6 +250,11 @@ class VllmEngine:
             and attempt.request.leg is not Leg.PREFILL
         )
         stages = () if attempt.begun else attempt.stages(output.metrics.scheduled_ts if output.metrics else 0)
+        promotion = (
+            None
+            if attempt.begun
+            else recorder.take_promotion(_engine_id(attempt.request.request, attempt.request.attempt))
+        )
         attempt.begun = True
         attempt.finish = finish
         if finish is FinishReason.ERROR:
@@ -263,6 +269,9 @@ class VllmEngine:
             logprobs=token_logprobs(completion.token_ids, rows, alternatives or 0) if rows else (),
             finish=finish,
             cached_tokens=max((output.num_cached_tokens or 0) - attempt.pulled_tokens, 0),
+            promoted_tokens=promotion.tokens if promotion else 0,
+            promoted_bytes=promotion.copied_bytes if promotion else 0,
+            promotion_s=promotion.copying_s if promotion else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,
