@@ -312,7 +312,7 @@ class PoolScheduler:
         return job.blocks
 
     def take_changes(self) -> tuple[list[StoredRun], tuple[bytes, ...]]:
-        """Return the blocks that the pool has stored, and the keys of those that it has dropped, since the last call."""
+        """Return the blocks that the pool has stored since the last call, and the keys of those it has dropped."""
         if self.directory is None:
             return [], ()
         changes = self.directory.take_changes()

@@ -93,15 +93,6 @@ class VllmPool:
         ended = [msgspec.structs.replace(each, request=each.request.rpartition("-")[0]) for each in report.ended]
         return msgspec.structs.replace(report, ended=tuple(ended))
 
-    def report(self) -> PoolReport | None:
-        """Return the figures if they have changed, with promotions under the ids that vLLM was given."""
-        report = self.scheduler.report()
-        if report is None:
-            return None
-        # vLLM appends a suffix of its own.
-        ended = [msgspec.structs.replace(each, request=each.request.rpartition("-")[0]) for each in report.ended]
-        return msgspec.structs.replace(report, ended=tuple(ended))
-
     def take_events(self) -> Iterator[KVCacheEvent]:
         """Yield what the pool has stored and dropped, in vLLM's own form."""
         runs, removed = self.scheduler.take_changes()

@@ -189,6 +189,33 @@ def test_an_aborted_promotion_leaves_nothing(engine: PoolEngine) -> None:
     assert pool_of(engine)["pinned"] == 0
 
 
+def test_events_tell_what_the_pool_holds(engine: PoolEngine) -> None:
+    """Runs after tests that fill and empty the pool: a shadow map of its events has its blocks, and no others."""
+    turn = engine.ask(prompt(200, 51))
+    assert turn.promoted == 0
+    shadow = ShadowMap(
+        engine.process.facts["model_digest"], engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
+    )
+
+    def agrees() -> bool:
+        events = engine.process.ask("events")
+        for batch in events[shadow.batches :]:
+            shadow.apply(read_batch(batch))
+        return shadow.fingerprint(Tier.POOL).blocks == pool_of(engine)["ready"]
+
+    until(agrees, 5, lambda: f"{shadow.fingerprint(Tier.POOL)}, {pool_of(engine)}")
+    assert shadow.ignored_blocks == 0
+
+
+def read_batch(batch: dict[str, Any]) -> EngineEventBatch:
+    kinds = {kind.__name__: kind for kind in (EngineBlocksStored, EngineBlocksRemoved, EngineBlocksCleared)}
+    events = [
+        msgspec.convert(event, kinds[kind], strict=False, builtin_types=(bytes,))
+        for kind, event in zip(batch["kinds"], batch["events"], strict=True)
+    ]
+    return EngineEventBatch(sequence=batch["sequence"], events=tuple(events))
+
+
 def test_a_pool_smaller_than_a_prompt_serves_its_first_blocks(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -15,15 +15,18 @@ from random import Random
 
 import pytest
 
+from baton.blocks import hash_blocks, root_key, split_ids
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.errors import ConfigurationError
 from baton.pool.copier import CopyEnd, CopyJob, copy
+from baton.pool.directory import SlotState
 from baton.pool.memory import KvPool, available_bytes, slot_bytes
 from baton.transfer import Pool
 
 LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 3, 24, 32, 256
+ROOT = root_key("digest")
 
 
 def make_scheduler(ranks: int) -> PoolScheduler:
@@ -110,6 +113,7 @@ class ToyEngine:
         self.scheduler = make_scheduler(ranks=1)
         self.users = [0] * BLOCKS
         self.names = 0
+        self.told: set[bytes] = set()
         self.step(())
 
     def write(self, block: int, content: bytes) -> None:
@@ -171,6 +175,19 @@ class ToyEngine:
         for block in self.scheduler.progress(self.rank.take_progress() or PoolProgress()):
             if self.holds:
                 self.users[block] -= 1
+        self.follow_changes()
+
+    def follow_changes(self) -> None:
+        """Keep a copy of the pool's content from what it tells, and compare."""
+        runs, removed = self.scheduler.take_changes()
+        self.told -= set(removed)
+        for run in runs:
+            packed = b"".join(token.to_bytes(4, "little") for token in run.tokens)
+            assert run.keys == tuple(split_ids(hash_blocks(ROOT, packed, BLOCK_TOKENS, run.parent)))
+            self.told |= set(run.keys)
+        if (directory := self.scheduler.directory) is not None:
+            assert len(self.told) == directory.ready
+            assert all(directory.state(key) is SlotState.READY for key in self.told)
 
     def finish(self, name: str) -> None:
         request = self.running.pop(name)
