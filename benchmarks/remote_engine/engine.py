@@ -182,7 +182,7 @@ class RemoteEngine:
         if "id" in message:
             self._answers[message["id"]].put_nowait(message)
         elif "event" in message:
-            self._batches.put_nowait(_batch(message["event"]))
+            self._batches.put_nowait(read_batch(message["event"]))
         else:
             self._load = msgspec.convert(message["load"], EngineLoad)
             self._transfers = msgspec.convert(message["transfers"], TransferFigures, dec_hook=_made)
@@ -193,7 +193,7 @@ def _made(kind: type[Any], value: object) -> object:
     return kind(value)
 
 
-def _batch(batch: dict[str, Any]) -> EngineEventBatch:
+def read_batch(batch: dict[str, Any]) -> EngineEventBatch:
     events = zip(batch["kinds"], batch["events"], strict=True)
     return EngineEventBatch(
         sequence=batch["sequence"], events=tuple(_EVENTS[kind](**_plain(event)) for kind, event in events)

@@ -15,6 +15,9 @@ from engine_pair import AGENT, NUMBERS, OPTIONS, greedy, prompt
 from engine_process import EngineError, EngineProcess, until
 
 from baton.blocks import hash_blocks, root_key
+from baton.messages.index import Tier
+from baton.worker.shadow import ShadowMap
+from benchmarks.remote_engine.engine import read_batch
 
 BLOCK_TOKENS = 32
 SLOT_BYTES = 4 * BLOCK_TOKENS * 2 * 2 * 64 * 4
@@ -194,7 +197,7 @@ def test_events_tell_what_the_pool_holds(engine: PoolEngine) -> None:
     turn = engine.ask(prompt(200, 51))
     assert turn.promoted == 0
     shadow = ShadowMap(
-        engine.process.facts["model_digest"], engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
+        model_digest=engine.process.facts["model_digest"], engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
     )
 
     def agrees() -> bool:
@@ -205,15 +208,6 @@ def test_events_tell_what_the_pool_holds(engine: PoolEngine) -> None:
 
     until(agrees, 5, lambda: f"{shadow.fingerprint(Tier.POOL)}, {pool_of(engine)}")
     assert shadow.ignored_blocks == 0
-
-
-def read_batch(batch: dict[str, Any]) -> EngineEventBatch:
-    kinds = {kind.__name__: kind for kind in (EngineBlocksStored, EngineBlocksRemoved, EngineBlocksCleared)}
-    events = [
-        msgspec.convert(event, kinds[kind], strict=False, builtin_types=(bytes,))
-        for kind, event in zip(batch["kinds"], batch["events"], strict=True)
-    ]
-    return EngineEventBatch(sequence=batch["sequence"], events=tuple(events))
 
 
 def test_a_pool_smaller_than_a_prompt_serves_its_first_blocks(

@@ -19,6 +19,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
 from baton.messages.workers import Role
 from baton.node.ports import Randomness
+from baton_scheduler.lenders import choose_lender
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
 from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
@@ -75,6 +76,7 @@ def choose(
         reason=_explain(ranked, demand, misfit),
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
+        lender=choose_lender(serving, match, chosen, demand),
     )
 
 
