@@ -19,29 +19,37 @@ ASK_S: Final = 0.005
 
 def choose_lender(serving: Serving, match: PrefixMatch, chosen: Candidate, demand: Demand) -> str:
     """Return the worker whose loan saves most of the predicted time; empty if none saves any."""
-    loads = {load.worker: load for load in serving}
-    borrower = loads[chosen.prefill or chosen.decode]
-    if not borrower.promotion_bytes_per_s:
+    borrower = _load(serving, chosen.prefill or chosen.decode)
+    if borrower is None or not borrower.promotion_bytes_per_s:
         return ""
-    own_tokens = chosen.cached_tokens
+    best, best_s = "", ASK_S
+    for worker in sorted(match.held.keys() | match.pooled.keys()):
+        lender = _load(serving, worker)
+        if lender is None or lender is borrower or lender.identity != borrower.identity:
+            continue
+        if not lender.promotion_bytes_per_s or not lender.ready:
+            continue
+        blocks = max(match.held.get(worker, 0), match.pooled.get(worker, 0))
+        saved_s = _saved_s(borrower, worker, blocks * lender.block_tokens, chosen.cached_tokens, demand.prompt_tokens)
+        if saved_s > best_s:
+            best, best_s = worker, saved_s
+    return best
 
-    def saved_s(lender: WorkerLoad) -> float:
-        blocks = max(match.held.get(lender.worker, 0), match.pooled.get(lender.worker, 0))
-        tokens = min(blocks * lender.block_tokens, demand.prompt_tokens - 1) - own_tokens
-        if tokens <= 0:
-            return 0.0
-        missing_tokens = demand.prompt_tokens - own_tokens
-        _, alone_s = prefill_s(borrower, missing_tokens, demand.prompt_tokens)
-        _, rest_s = prefill_s(borrower, missing_tokens - tokens, demand.prompt_tokens)
-        bandwidth = borrower.bandwidths.get(lender.worker, borrower.bandwidth)
-        borrowing_s = tokens * (borrower.kv_bytes_per_token / bandwidth + borrower.promoted_token_s)
-        return alone_s - rest_s - borrowing_s - ASK_S
 
-    # The worker's own identity is not empty: it has a pool's agent.
-    lenders = [
-        load
-        for load in serving
-        if load.promotion_bytes_per_s and load.ready and load is not borrower and load.identity == borrower.identity
-    ]
-    best = max(lenders, key=lambda load: (saved_s(load), load.worker), default=None)
-    return best.worker if best is not None and saved_s(best) > 0 else ""
+def _saved_s(borrower: WorkerLoad, lender: str, lent_tokens: int, own_tokens: int, prompt_tokens: int) -> float:
+    # The last token is always computed.
+    tokens = min(lent_tokens, prompt_tokens - 1) - own_tokens
+    if tokens <= 0:
+        return 0.0
+    missing_tokens = prompt_tokens - own_tokens
+    _, alone_s = prefill_s(borrower, missing_tokens, prompt_tokens)
+    _, rest_s = prefill_s(borrower, missing_tokens - tokens, prompt_tokens)
+    bandwidth = borrower.bandwidths.get(lender, borrower.bandwidth)
+    return alone_s - rest_s - tokens * (borrower.kv_bytes_per_token / bandwidth + borrower.promoted_token_s)
+
+
+def _load(serving: Serving, worker: str) -> WorkerLoad | None:
+    for team in serving.teams.values():
+        if (row := team.rows.get(worker)) is not None:
+            return team.loads[row]
+    return None
