@@ -16,6 +16,7 @@ from random import Random
 import pytest
 
 from baton.blocks import hash_blocks, root_key, split_ids
+from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
@@ -292,3 +293,93 @@ def test_a_pool_beyond_the_machines_memory_is_refused() -> None:
 
 def _once(save: CopyJob) -> Counter[int]:
     return Counter({save.job: 1})
+
+
+@dataclass
+class Lending:
+    """A pool of twelve slots that holds four blocks of a prompt, and lends and borrows on one rank."""
+
+    scheduler: PoolScheduler = field(default_factory=lambda: make_scheduler(ranks=1))
+    tokens: list[int] = field(default_factory=lambda: [1] * 128)
+
+    def __post_init__(self) -> None:
+        self.scheduler.progress(PoolProgress(slots=(12,)))
+        assert self.scheduler.directory is not None
+        assert self.scheduler.lending is not None
+        self.directory, self.lending = self.scheduler.directory, self.scheduler.lending
+        self.scheduler.admit("first", "digest")
+        self.scheduler.computes("first", self.tokens, [0, 1, 2, 3], 128)
+        (save,) = self.scheduler.plan().saves
+        self.scheduler.progress(PoolProgress(jobs=_once(save)))
+        self.keys = split_ids(hash_blocks(ROOT, b"".join(token.to_bytes(4, "little") for token in self.tokens), 32))
+
+    def end(self, key: bytes, *, failed: bool = False) -> None:
+        progress = PoolProgress(loans=Counter({key: 1}), failed_loans=frozenset({key} if failed else ()))
+        assert self.scheduler.progress(progress) == ()
+
+
+def test_a_loan_pins_slots_until_it_ends_and_is_granted_once() -> None:
+    pool = Lending()
+    for _ in range(2):
+        assert pool.lending.lend(b"k", pool.keys, 1) == 128
+    assert pool.directory.pinned == 4
+    plan = pool.scheduler.plan().lending
+    assert [(step.key, step.tokens, len(step.blocks)) for step in plan.leases] == [(b"k", 128, 4)]
+    assert pool.scheduler.plan().lending.held == (b"k",)
+    assert pool.scheduler.is_busy
+    pool.end(b"k")
+    assert (pool.directory.pinned, pool.scheduler.is_busy) == (0, False)
+
+
+def test_more_than_half_of_the_pool_is_not_lent() -> None:
+    pool = Lending()
+    assert pool.lending.lend(b"unknown", [b"other"], 1) == 0
+    assert [pool.lending.lend(bytes([number]), pool.keys, 1) for number in range(3)] == [128, 0, 0]
+
+
+def loan(tokens: int) -> Loan:
+    return Loan(key=b"k", endpoints=("a",), tokens=tokens, deadline_s=1.0)
+
+
+def test_a_borrowed_prefix_is_promoted_once_it_is_here() -> None:
+    pool = Lending()
+    tokens = [*pool.tokens, *[2] * 100]
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    assert pool.scheduler.borrows("r", tokens, 0)
+    (pull,) = pool.scheduler.plan().lending.pulls
+    assert (pull.first_token, pull.tokens, len(pull.blocks)) == (128, 224, 3)
+    assert pool.scheduler.borrows("r", tokens, 0), "it waits"
+    pool.end(b"k")
+    assert not pool.scheduler.borrows("r", tokens, 0)
+    assert pool.scheduler.offer("r", tokens, 0) == 224
+    runs, _ = pool.scheduler.take_changes()
+    assert sum(len(run.keys) for run in runs) == 7
+
+
+def test_a_loan_that_fails_leaves_what_was_here() -> None:
+    pool = Lending()
+    tokens = [*pool.tokens, *[2] * 100]
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    assert pool.scheduler.borrows("r", tokens, 0)
+    pool.end(b"k", failed=True)
+    assert not pool.scheduler.borrows("r", tokens, 0)
+    assert pool.scheduler.offer("r", tokens, 0) == 128
+    assert pool.directory.filling == 0
+
+
+def test_a_loan_of_nothing_new_is_not_pulled() -> None:
+    pool = Lending()
+    pool.scheduler.admit("r", "digest", loan=loan(96))
+    assert not pool.scheduler.borrows("r", [*pool.tokens, 2], 0)
+    assert pool.scheduler.plan().lending.pulls == ()
+
+
+def test_a_request_that_ends_while_it_borrows_cancels_the_pull() -> None:
+    pool = Lending()
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    assert pool.scheduler.borrows("r", [*pool.tokens, *[2] * 100], 0)
+    pool.scheduler.plan()
+    pool.scheduler.finished("r")
+    assert pool.scheduler.plan().lending.cancel == (b"k",)
+    pool.end(b"k", failed=True)
+    assert (pool.directory.filling, pool.scheduler.is_busy) == (0, False)
