@@ -238,6 +238,10 @@ class BatonConnector(KVConnectorBase_V1):
             return True
         return self._scheduler is not None and self._scheduler.has_orders
 
+    def reset_cache(self) -> bool | None:
+        """Refuse what vLLM asks after a change of weights: Baton starts such an engine anew."""
+        return None if self._pool_scheduler is None else False
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         return () if self._pool_scheduler is None else self._pool_scheduler.take_events()
 

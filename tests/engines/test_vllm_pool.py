@@ -232,6 +232,19 @@ def test_events_tell_what_the_pool_stores_and_evicts(
 
 
 @pytest.mark.nightly
+def test_two_ranks_save_and_promote_together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with started(tiny_model, tmp_path_factory.mktemp("gate-ranks"), tensor_parallel_size=2) as engine:
+        tokens = prompt(640, 140)
+        first = engine.ask(tokens)
+        engine.forget()
+        second = engine.ask(tokens)
+        assert second.tokens == first.tokens
+        assert (second.promoted, second.computed) == (639, 1)
+        # A slot of either rank has half of the heads.
+        assert pool_of(engine)["slots"] == 512
+
+
+@pytest.mark.nightly
 def test_without_memory_for_the_pool_the_engine_serves_without_it(
     tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
