@@ -31,6 +31,7 @@ from baton.engines.engine import (
 )
 from baton.errors import BatonError, EngineFailed
 from baton.messages.attempts import Sampling
+from baton.messages.index import Tier
 
 DRIVER = Path(__file__).with_name("driver.py")
 START_TIMEOUT_S = 300.0
@@ -209,4 +210,6 @@ def _plain(event: dict[str, Any]) -> dict[str, Any]:
         fields["parent"] = bytes.fromhex(fields["parent"])
     if "tokens" in fields:
         fields["tokens"] = tuple(fields["tokens"])
+    if "tier" in fields:
+        fields["tier"] = Tier(fields["tier"])
     return fields
