@@ -30,7 +30,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -115,6 +115,10 @@ environment-libcachesim:
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
 
+# Frameworks for agents, for one nightly test, which is skipped where they cannot be had.
+environment-agents:
+	@$(ENVIRONMENT) .venv-agents agents
+
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
@@ -172,6 +176,7 @@ test-nightly: test-native environment-vllm environment-sglang environment-libcac
 	$(call build-native,tsan,thread,baton_tests)
 	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
 	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
+	@$(ENVIRONMENT) .venv-agents agents || echo 'baton: going on without frameworks for agents: their tests are skipped'
 	$(call timed,integration tests of the night,.venv/bin/$(PYTEST) -n 2 -m nightly tests/integration)
 	@cp -r native/fuzz/corpus native/build/asan
 	$(call timed,fuzzers,$(call fuzz,native/build/asan/corpus,--seconds $(FUZZ_S)))
@@ -321,6 +326,7 @@ lock: environment
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 	$(LOCK) --group ucx -o requirements/ucx.txt
 	$(LOCK) --group libcachesim -o requirements/libcachesim.txt
+	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) --group peer-routers -o requirements/peer-routers.txt
 	$(LOCK) --group peer-litellm -o requirements/peer-litellm.txt
 	printf 'aisimulate\n' >.cache/excludes-dynamo.txt
@@ -329,6 +335,6 @@ lock: environment
 	  -o requirements/peer-dynamo.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-phoenix .venv-ucx $(PEERS:%=.venv-peer-%) .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-agents .venv-phoenix .venv-ucx $(PEERS:%=.venv-peer-%) .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
 	  native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

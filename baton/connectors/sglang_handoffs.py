@@ -20,6 +20,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
+from baton.connectors.agreement import RankAgreement
 from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep
 from baton.connectors.link import HANDOFF_PARAMETER
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
@@ -27,7 +28,7 @@ from baton.connectors.sglang_cache import Arrival, HandoffCache
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 @dataclass(slots=True)
@@ -42,12 +43,18 @@ class Handoffs:
     """One engine's hand-offs. Requests are named by SGLang's ids, which are our keys."""
 
     def __init__(
-        self, cache: HandoffCache, pool: MHATokenToKVPool, rank: HandoffRank, enqueue: Callable[[Req], None]
+        self,
+        cache: HandoffCache,
+        pool: KVCache,
+        rank: HandoffRank,
+        agreement: RankAgreement,
+        enqueue: Callable[[Req], None],
     ) -> None:
         self.rank = rank
         self.pulled_tokens = 0
         """Tokens pulled for all requests so far."""
         self._cache = cache
+        self._agreement = agreement
         self._enqueue = enqueue
         self._decisions = HandoffScheduler(cache.page_size)
         self._parked: deque[Req] = deque()
@@ -102,11 +109,14 @@ class Handoffs:
     # Steps.
 
     def settle(self) -> list[Req]:
-        """Take the finished transfers from the agent, and start pulls that have room. Called between two steps.
+        """Take the transfers that have ended on all ranks, and start pulls that have room. Called between two steps.
 
         Returns the requests whose KV did not come.
         """
-        results, failed = self.rank.end(), []
+        results, failed = self._agreement.settle(self.rank.end(), self._pulling, self._leased_pages), []
+        for rid in results.failed.difference(results.received):
+            # Failed on some rank: the others need not go on.
+            self._decisions.finished(rid, computed=False)
         for rid in results.received:
             self._decisions.pulled(rid)
             pulling = self._pulling.pop(rid)

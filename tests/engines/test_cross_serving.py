@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -78,6 +81,52 @@ async def test_every_pair_of_engines_gives_the_same_answers_and_stops_at_the_sam
             whole = await asyncio.gather(*(tell(client, number, mode="never") for number in asked))
             assert cut == [text.partition(STOP)[0] for text in whole]
             stopped += sum(STOP in text for text in whole)
+    await wait_idle(cluster)
+
+
+TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+}
+
+
+async def test_a_forced_call_is_valid_with_either_engine_over_both_apis(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    seen: set[str] = set()
+    numbers = itertools.count(3000)
+    async with asyncio.timeout(120), httpx.AsyncClient(base_url=cluster.url, timeout=60) as plain:
+        while not {"decode-vllm", "decode-sglang"} <= seen:
+            cluster.observer.workers.clear()
+            messages = [{"role": "user", "content": f"story {next(numbers)}: " + "weather in Rome? " * 100}]
+            tool = {"name": "get_weather", "parameters": TOOL}
+            asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": messages, "temperature": 0}
+            create: Any = client.chat.completions.create
+            chat = await create(
+                **asked,
+                tools=[{"type": "function", "function": tool}],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                extra_headers={"x-baton-disaggregation": "always"},
+            )
+            (call,) = chat.choices[0].message.tool_calls
+            message = await plain.post(
+                "/v1/messages",
+                json={
+                    **asked,
+                    "tools": [{"name": "get_weather", "input_schema": TOOL}],
+                    "tool_choice": {"type": "tool", "name": "get_weather"},
+                },
+            )
+            (block,) = message.json()["content"]
+            assert (chat.choices[0].finish_reason, message.json()["stop_reason"]) == ("tool_calls", "tool_use")
+            assert (call.function.name, block["name"]) == ("get_weather", "get_weather")
+            arguments = json.loads(call.function.arguments)
+            assert arguments == block["input"], "greedy answers to one prompt"
+            assert arguments["city"] in ("Paris", "Rome")
+            assert 1 <= arguments["days"] <= 9
+            seen |= {worker for workers in cluster.observer.workers.values() for worker in workers}
     await wait_idle(cluster)
 
 

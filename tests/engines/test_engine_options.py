@@ -24,6 +24,7 @@ from baton.engines.options import (
     split_options,
 )
 from baton.engines.sglang.options import DIALECT as SGLANG
+from baton.engines.sglang.options import shared_cores, tensor_parallel_ranks
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
 from baton.messages.workers import Role
@@ -57,8 +58,9 @@ def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) 
     ("options", "dialect", "named"),
     [
         ({"data_parallel_size": 2}, DIALECT, "vLLM's option data_parallel_size is 1"),
-        ({"tp_size": 2}, SGLANG, "SGLang's option tp_size is 1 in Baton: its scheduler hands off for one rank"),
-        ({"pp_size": 2}, SGLANG, "SGLang's option pp_size is 1"),
+        ({"pp_size": 2}, SGLANG, "SGLang's option pp_size is 1 in Baton: it hands off between ranks that divide heads"),
+        ({"dcp_size": 2}, SGLANG, "SGLang's option dcp_size is 1"),
+        ({"nnodes": 2}, SGLANG, "SGLang's option nnodes is 1 in Baton: its ranks share a host"),
     ],
 )
 def test_option_that_has_to_be_1_is_named_before_anything_is_loaded(
@@ -70,9 +72,18 @@ def test_option_that_has_to_be_1_is_named_before_anything_is_loaded(
 
 
 def test_ranks_of_a_worker_are_refused_where_its_engine_has_one() -> None:
-    settings = WorkerSettings(model="m", engine="sglang", tensor_parallel=2)
-    with pytest.raises(ConfigurationError, match="tp_size is 1 in Baton"):
+    settings = WorkerSettings(model="m", engine="simulated", tensor_parallel=2)
+    with pytest.raises(ConfigurationError, match="the simulated engine has one rank"):
         create_engine(Role.DECODE, settings)
+
+
+def test_sglangs_ranks_are_counted_and_share_the_cores() -> None:
+    assert tensor_parallel_ranks({}) == 1
+    assert tensor_parallel_ranks({"tp_size": 4}) == 4
+    for malformed in (0, -1, "2", None):
+        with pytest.raises(ConfigurationError, match="tp_size"):
+            tensor_parallel_ranks({"tp_size": malformed})
+    assert shared_cores(2, {3, 0, 1}) == "0,1,3|0,1,3"
 
 
 def test_on_a_gpu_nothing_is_handed_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,6 +104,14 @@ def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
     check_handoff({"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
     with pytest.raises(ConfigurationError, match="decode_context_parallel_size"):
         check_handoff({"tensor_parallel_size": 2, "decode_context_parallel_size": 2})
+
+
+@pytest.mark.parametrize("option", [{"distributed_executor_backend": "ray"}, {"nnodes": 2}])
+def test_ranks_on_several_hosts_hand_nothing_over(option: dict[str, object]) -> None:
+    (name,) = option
+    with pytest.raises(ConfigurationError, match=f"{name}=.* spreads ranks over hosts"):
+        check_handoff({"tensor_parallel_size": 2, **option})
+    check_handoff({"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "nnodes": 1})
 
 
 def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:

@@ -10,7 +10,7 @@ from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from msgspec.json import schema_components
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,10 +22,12 @@ from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
 from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
-from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
+from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, Events, EventWriter, to_json
+from baton_gateway.anthropic.bodies import MessagesBody
+from baton_gateway.anthropic.events import MessageEvents
 from baton_gateway.bodies import ChatBody, CompletionBody
 from baton_gateway.conversion import Conversion, DetokenizeBody, TokenizeBody
-from baton_gateway.generate import RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
+from baton_gateway.generate import Job, RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
 from baton_gateway.guard import Guard, error_response, unexpected_response
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
@@ -56,7 +58,9 @@ ERROR_SCHEMA: Final = {
         }
     },
 }
-SERVED: Final = "this server has /v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize"
+SERVED: Final = (
+    "this server has /v1/chat/completions, /v1/completions, /v1/messages, /v1/models, /tokenize and /detokenize"
+)
 NOT_SERVED: Final = {
     "/v1/embeddings": "embeddings; embedding models come with several models later",
     "/v1/images": "images",
@@ -67,7 +71,11 @@ NOT_SERVED: Final = {
 }
 """What is not served, by the beginning of its paths."""
 CORS_METHODS: Final = ("GET", "POST", "DELETE")
-CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode")
+CORS_EXPOSED: Final = (
+    "x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode",
+    *(f"x-ratelimit-{what}-{limit}" for what in ("limit", "remaining", "reset") for limit in ("requests", "tokens")),
+)  # fmt: skip
+"""Headers of answers that pages may read."""
 
 
 class _NoRoute(InvalidRequest):
@@ -124,6 +132,14 @@ def make_app(gateway: Gateway) -> ASGIApp:
     async def complete() -> Response:
         return GenerationResponse(gateway, "text_completion", int(gateway.clock.wall_s()))
 
+    @app.post("/v1/messages", openapi_extra=_body_reference(MessagesBody))
+    async def create_message() -> Response:
+        return GenerationResponse(gateway, "messages", int(gateway.clock.wall_s()))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_body_reference(MessagesBody))
+    async def count_tokens() -> Response:
+        return GenerationResponse(gateway, "count_tokens", int(gateway.clock.wall_s()))
+
     async def convert(request: Request, conversion: Conversion) -> Response:
         settings = gateway.settings
         payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
@@ -142,7 +158,11 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
     _add_error_handlers(app)
     _describe_bodies(app)
-    generation: dict[str, Operation] = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+    generation: dict[str, Operation] = {
+        "/v1/chat/completions": "chat",
+        "/v1/completions": "text_completion",
+        "/v1/messages": "messages",
+    }
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         """Skip FastAPI's layers, a sixth of a short request's cost, for requests that they would only pass on."""
@@ -189,24 +209,35 @@ class GenerationResponse(Response):
             job = prepare_here(gateway, payload, facts)
             if job is None:
                 job = await _while_connected(receive, prepare(gateway, payload, facts))
+            if self._operation == "count_tokens":
+                await _json({"input_tokens": job.prompt_tokens})(scope, receive, send)
+                return
             plan = job.plan
-            head = AnswerHead(
-                request=job.request,
-                model=job.model,
-                created_s=self._created_s,
-                with_usage=plan.with_usage,
-                with_logprobs=plan.output.logprobs,
-                with_token_ids=plan.output.token_ids,
-                tokens_as_ids=plan.tokens_as_ids,
-                with_counts=plan.output.counts,
-                prompts=prompt_heads(job),
-            )
-            shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
+            events = _events_of(self._operation, job, self._created_s)
             for name in {str(request.state.request_id), plan.name}.difference((job.request, "")):
                 gateway.publisher.post(subjects.request_name(name), NamedRequest(request=job.request))
-            trace.accept(job.model, plan, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
-            answer = AnswerResponse(gateway, job, shape, trace, stream=plan.stream, with_usage=plan.with_usage)
+            trace.accept(job.model, plan, request=job.request, response=events.id, prompt_tokens=job.prompt_tokens)
+            answer = AnswerResponse(gateway, job, events, trace, stream=plan.stream)
             await answer(scope, receive, send)
+
+
+def _events_of(operation: Operation, job: Job, created_s: int) -> Events:
+    plan = job.plan
+    head = AnswerHead(
+        request=job.request,
+        model=job.model,
+        created_s=created_s,
+        with_usage=plan.with_usage,
+        with_logprobs=plan.output.logprobs,
+        with_token_ids=plan.output.token_ids,
+        tokens_as_ids=plan.tokens_as_ids,
+        with_counts=plan.output.counts,
+        prompts=prompt_heads(job),
+    )
+    if operation == "messages":
+        return MessageEvents(head, job.prompt_tokens)
+    shape = ChatFormat(head) if operation == "chat" else CompletionFormat(head)
+    return EventWriter(shape, detailed=plan.output.is_detailed, with_usage=plan.with_usage)
 
 
 async def _while_connected(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
@@ -308,7 +339,7 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-def _body_reference(kind: type[BaseModel]) -> dict[str, Any]:
+def _body_reference(kind: type) -> dict[str, Any]:
     schema = {"$ref": f"{SCHEMAS}{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -320,33 +351,34 @@ def _describe_bodies(app: FastAPI) -> None:
         [(kind, "validation") for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)],
         ref_template=SCHEMAS + "{model}",
     )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
+    _, messages = schema_components([MessagesBody], ref_template=SCHEMAS + "{name}")
+    document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"] | messages)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BatonError)
-    async def expected(_request: Request, error: Exception) -> Response:
+    async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
-        return error_response(error)
+        return error_response(error, request.scope)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if lacking := next((said for path, said in NOT_SERVED.items() if request.url.path.startswith(path)), ""):
-            return error_response(_NotServed(f"this server has no {lacking}"))
+            return error_response(_NotServed(f"this server has no {lacking}"), request.scope)
         if error.status_code == HTTPStatus.NOT_FOUND:
-            return error_response(_NoRoute(f"there is no {where} here; {SERVED}"))
+            return error_response(_NoRoute(f"there is no {where} here; {SERVED}"), request.scope)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            response = error_response(_WrongMethod(f"{where} is not allowed"))
+            response = error_response(_WrongMethod(f"{where} is not allowed"), request.scope)
             response.headers.update(error.headers or {})
             return response
-        return error_response(InvalidRequest(str(error.detail)))
+        return error_response(InvalidRequest(str(error.detail)), request.scope)
 
     @app.exception_handler(Exception)
-    async def unexpected(_request: Request, _error: Exception) -> Response:
-        return unexpected_response()  # Starlette raises the error again after this, for the guard to log.
+    async def unexpected(request: Request, _error: Exception) -> Response:
+        return unexpected_response(request.scope)  # Starlette raises the error again after this, for the guard to log.
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_request: Request, error: Exception) -> Response:
-        return error_response(InvalidRequest(str(error)[:1000]))
+    async def malformed(request: Request, error: Exception) -> Response:
+        return error_response(InvalidRequest(str(error)[:1000]), request.scope)

@@ -142,7 +142,7 @@ async def answer_conversion(
             gateway.models.intake.lend(payload, clock.now_s() + deadline_s) as worker,
         ):
             model = _accept(gateway, await worker.parse(conversion, payload), access)
-            return (await worker.convert(model)).answer
+            return (await worker.convert(model, salt=access.salt)).answer
     except TimeoutError as error:
         raise DeadlineExceeded("the request's deadline passed before it was read") from error
     except ConfigurationError as error:

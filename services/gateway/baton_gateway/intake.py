@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal, cast
 
 import msgspec
 
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.messages.attempts import Constraint, Sampling
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton.messages.base import TOKEN_BYTES, pack_tokens, unpack_tokens
+from baton_gateway.anthropic.conversion import parse_count, parse_messages
 from baton_gateway.bodies import (
     NEUTRAL,
     ChatBody,
@@ -30,15 +33,17 @@ from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
-Operation = Literal["chat", "text_completion"]
-"""One of the two endpoints, named as in OpenTelemetry's conventions."""
+Operation = Literal["chat", "text_completion", "messages", "count_tokens"]
+"""An endpoint; OpenTelemetry's conventions name the first two."""
 
 CARRIED_BYTES_MAX: Final = 2 << 20
 """Bound on a request's engine parameters, counted once per answer: each answer has messages of its own."""
 
-_BODIES: Final[dict[Operation, type[ChatBody] | type[CompletionBody]]] = {
-    "chat": ChatBody,
-    "text_completion": CompletionBody,
+_PARSERS: Final[dict[Operation, Callable[[bytes | bytearray], ChatBody | CompletionBody]]] = {
+    "chat": partial(parse, ChatBody),
+    "text_completion": partial(parse, CompletionBody),
+    "messages": parse_messages,
+    "count_tokens": parse_count,
 }
 
 
@@ -95,6 +100,9 @@ class Intake:
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
         self._constraint: Constraint | None = None
+        self._refuses_long = True
+        """Whether a bound on the output above the context is an error. Messages always have a bound, so clients that
+        want none send a large one."""
         self._converted: TokenizeBody | DetokenizeBody | None = None
 
     def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
@@ -105,15 +113,16 @@ class Intake:
             return Parsed(
                 model=converted.model, prompts=1, choices_per_prompt=1, parameters=(), own_template=own_template
             )
-        body = self._body = parse(_BODIES[operation], payload)
+        body = self._body = _PARSERS[operation](payload)
+        self._refuses_long = operation != "messages"
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
-        if constraint and isinstance(body, ChatBody) and body.active_tools():
-            said = (
-                "no tool can be called in a constrained answer: leave out one of both, or set `tool_choice` to `none`"
-            )
-            raise InvalidRequest(said, param="tools")
+        if isinstance(body, ChatBody):
+            body.check_constrained_tools(constraint)
+            # The text depends on the model's format of calls.
+            if body.required_tools() or (constraint and body.active_tools()):
+                constraint = Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text="")
         return Parsed(
             model=body.model,
             prompts=body.prompt_count(),
@@ -122,11 +131,11 @@ class Intake:
             own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
 
-    def convert(self, tokenizer: ModelTokenizer, model: Model) -> Converted:
+    def convert(self, tokenizer: ModelTokenizer, model: Model, *, salt: str) -> Converted:
         """Return the answer to the body of /tokenize or /detokenize parsed last. Raises InvalidRequest."""
         body, self._converted = self._converted, None
         assert body is not None, "no body was parsed"
-        return convert(body, tokenizer, model)
+        return convert(body, tokenizer, model, salt)
 
     def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
@@ -140,7 +149,8 @@ class Intake:
         sampling = sampling_of(body, tokenizer.defaults if model_defaults else NEUTRAL)
         extensions = cast("dict[str, msgspec.Raw]", sampling.extensions)
         choices_per_prompt = body.n or 1
-        constraint = self._constraint
+        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
+        constraint = tokenizer.constraint_of(body, text, self._constraint)
         carried_bytes = sum(len(bytes(packed)) for packed in extensions.values())
         carried_bytes += len(constraint.text.encode()) if constraint else 0
         if carried_bytes * body.prompt_count() * choices_per_prompt > CARRIED_BYTES_MAX:
@@ -149,7 +159,8 @@ class Intake:
         tokenizer.check_tokens(sampling.stop_token_ids, "stop_token_ids")
         tokenizer.check_tokens(list(sampling.logit_bias or ()), "logit_bias")
         context_tokens_max = model.context_tokens_max
-        if (explicit := body.explicit_tokens_max()) is not None and explicit > context_tokens_max:
+        explicit = body.explicit_tokens_max()
+        if self._refuses_long and explicit is not None and explicit > context_tokens_max:
             said = (
                 f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
             )
@@ -157,7 +168,6 @@ class Intake:
         salt = request_salt(salt, body.cache_salt or "")
         root = root_key(model.digest, salt=salt)
         prompts: list[Prompt] = []
-        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
         for tokens, echo in _tokenise(body, text, tokenizer, context_tokens_max, salt):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
@@ -171,8 +181,7 @@ class Intake:
             choices_per_prompt=choices_per_prompt,
             sampling=msgspec.structs.replace(sampling, constraint=constraint, extensions={}),
             extensions=extensions,
-            # A constraint holds from the first token, so nothing in the answer is a mark.
-            output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
+            output=output_of(body, tokenizer.parsing_of(body, text, self._constraint)),
             root=root,
             cache_salt=salt,
             session=session_of(body),

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, ClientGone
-from baton_gateway.answers import SSE_DONE, EventWriter, Format, WholeChoice, error_body, sse_event, to_json, usage_of
+from baton_gateway.answers import Events, WholeChoice, usage_of
 from baton_gateway.choice import Piece
 from baton_gateway.generate import Job, Production
 from baton_gateway.guard import error_response
@@ -37,16 +37,12 @@ WRITE_EXTENSION = "baton.write"
 class AnswerResponse:
     """Runs a job and sends its answer. An error before the first token is a plain HTTP error."""
 
-    def __init__(
-        self, gateway: Gateway, job: Job, shape: Format, trace: RequestTrace, *, stream: bool, with_usage: bool
-    ) -> None:
+    def __init__(self, gateway: Gateway, job: Job, events: Events, trace: RequestTrace, *, stream: bool) -> None:
         self._gateway = gateway
         self._job = job
-        self._format = shape
         self._trace = trace
         self._stream = stream
-        self._with_usage = with_usage
-        self._events = EventWriter(shape, detailed=job.plan.output.is_detailed)
+        self._events = events
         self._opened: set[int] = set()
         """Choices of which a stream has sent the beginning."""
         self._silent = False
@@ -98,15 +94,16 @@ class AnswerResponse:
         for choice, item in await outlet.take_whole(len(choices)):
             if isinstance(item, Ending):
                 try:
-                    choices[choice].finish_reason = self._note_ending(choice, item)
+                    self._note_ending(choice, item)
                 except ClientGone:
                     return  # The client is gone.
                 except BatonError as error:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope)(scope, receive, send)
                     return
                 continue
             choices[choice].add(item)
-        answer = Response(to_json(self._format.whole(choices, self._usage())), media_type="application/json")
+        outcomes = [self._outcomes[choice] for choice in range(len(choices))]
+        answer = Response(self._events.whole(choices, outcomes, self._usage()), media_type="application/json")
         answer.raw_headers += self._routing(production)
         await answer(scope, receive, send)
 
@@ -128,10 +125,10 @@ class AnswerResponse:
                 return
             except BatonError as error:
                 if not started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope)(scope, receive, send)
                     return
-                # The status line is already sent; OpenAI's clients raise on an event with an `error`.
-                events.append(sse_event(error_body(error)))
+                # The status line is already sent.
+                events.append(self._events.failure(error))
                 await _send_body(send, b"".join(events), more=False)
                 return
             if not items:
@@ -144,8 +141,7 @@ class AnswerResponse:
                 started = True
             self._silent = False
             if is_last := len(self._outcomes) == choices:
-                events += [sse_event(self._format.usage_chunk(self._usage()))] if self._with_usage else []
-                events.append(SSE_DONE)
+                events.append(self._events.end(self._usage()))
             # One write carries all events since the previous one.
             await _send_body(send, b"".join(events), more=not is_last)
 
@@ -176,14 +172,17 @@ class AnswerResponse:
         if choice not in self._opened:
             return False
         self._silent = False
-        return not (piece.text or piece.is_shown) or self._write_now(self._events.piece(choice, piece))
+        if not (piece.text or piece.is_shown):
+            return True
+        # Asked before: an event is made once, since it may depend on those before it.
+        return self._write_now(b"") and self._write_now(self._events.piece(choice, piece))
 
     def _render(self, choice: int, item: Piece | Ending, events: list[bytes]) -> None:
         """Append the events of one item. Raises the error of a choice that failed."""
         if isinstance(item, Ending):
-            reason = self._note_ending(choice, item)
+            outcome = self._note_ending(choice, item)
             self._open(choice, events)
-            events.append(sse_event(self._format.closing(choice, reason)))
+            events.append(self._events.closing(choice, outcome))
             return
         if not item.is_shown:
             return
@@ -193,18 +192,16 @@ class AnswerResponse:
     def _open(self, choice: int, events: list[bytes]) -> None:
         if choice not in self._opened:
             self._opened.add(choice)
-            opening = self._format.opening(choice)
-            if opening is not None:
-                events.append(sse_event(opening))
+            events.append(self._events.opening(choice))
 
-    def _note_ending(self, choice: int, ending: Ending) -> str:
-        """Return the finish reason. Raises the error that ended the choice, if it failed."""
+    def _note_ending(self, choice: int, ending: Ending) -> Outcome:
+        """Return the outcome. Raises the error that ended the choice, if it failed."""
         if isinstance(ending.result, Exception):
             self._trace.fail(ending.result)
             self._failure = ending.result
             raise ending.result
         self._outcomes[choice] = ending.result
-        return ending.result.finish_reason
+        return ending.result
 
     def _usage(self) -> dict[str, Any]:
         outcomes = [self._outcomes[choice] for choice in range(len(self._job.orders))]
