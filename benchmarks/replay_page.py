@@ -32,18 +32,18 @@ def write_results(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None
 
 def write_page(rows: Sequence[dict[str, Any]], policies: Sequence[str]) -> None:
     found = {row["policy"] for row in rows}
-    _replace(BEGIN, END, tables(rows, [each for each in policies if each in found]))
+    replace_lines(PAGE, BEGIN, END, tables(rows, [each for each in policies if each in found]))
 
 
 def write_ablation(rows: Sequence[dict[str, Any]]) -> None:
-    _replace(ABLATION_BEGIN, ABLATION_END, _ablation(rows))
+    replace_lines(PAGE, ABLATION_BEGIN, ABLATION_END, _ablation(rows))
 
 
-def _replace(begin: str, end: str, lines: Iterable[str]) -> None:
-    """Write lines between two marks of the page."""
-    before, rest = PAGE.read_text().split(begin)
+def replace_lines(page: Path, begin: str, end: str, lines: Iterable[str]) -> None:
+    """Write lines between two marks of a page."""
+    before, rest = page.read_text().split(begin)
     _, after = rest.split(end)
-    PAGE.write_text(before + begin + "".join(f"{line}\n" for line in lines) + end + after)
+    page.write_text(before + begin + "".join(f"{line}\n" for line in lines) + end + after)
 
 
 def _ablation(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -24,6 +24,7 @@ from baton.engines.options import WHOLE_ON_CUDA, local_model
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
+from baton.pool.memory import available_bytes
 from baton.processes.child import Program
 from baton.processes.probes import Probe, http_probe
 
@@ -38,6 +39,8 @@ ENGINE_START_TIMEOUT_S: Final = 600.0
 """Time for an engine to start: real models load for minutes from slow disks."""
 WORKERS_MAX: Final = 128
 GATEWAY_PROCESSES_MAX: Final = 64
+KV_POOL_SHARE: Final = 0.25
+"""Share of this machine's free memory that all KV pools take, where the user leaves their size to us."""
 DRAIN_S: Final = 2
 """Time that running streams get to end after Ctrl-C."""
 
@@ -63,6 +66,8 @@ class Deployment:
     """None: `auto` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
     """Options for every engine; those under an engine's name are for that engine only."""
+    kv_pool_bytes: int | None = 0
+    """Host memory for each worker's KV pool; None: `KV_POOL_SHARE` of what is free, divided by the workers."""
     answer_format: str = ""
     """Format of reasoning and tool calls, one of the gateway's; empty: found by the model's chat template."""
     stored_keys: bool = False
@@ -263,6 +268,11 @@ def engine_settings(deployment: Deployment, model_path: Path, engine: EngineName
     options = engine_defaults(engine, device=deployment.device, tiny=deployment.tiny, workers_per_device=workers)
     if engine != "simulated" and not deployment.tiny:
         options |= context_limit(engine, _model_config(model_path), device=deployment.device)
+    pool_bytes = deployment.kv_pool_bytes
+    if pool_bytes is None:
+        pool_bytes = int(available_bytes() * KV_POOL_SHARE) // workers
+    if pool_bytes:
+        options |= {"kv_pool_bytes": pool_bytes}
     return EngineSettings(
         model=str(model_path),
         model_name=deployment.model_name,

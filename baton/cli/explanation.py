@@ -212,6 +212,8 @@ def _outcome(report: AttemptReport, predicted: Candidate) -> Iterator[Row]:
     interval_s = predicted.predicted_token_interval_s
     yield "time per output token", format_time(_ns(interval_s)), _time(report.token_interval_s)
     yield "cached tokens", str(predicted.cached_tokens), str(report.cached_tokens)
+    if predicted.promoted_tokens or report.promoted_tokens:
+        yield "of them promoted", str(predicted.promoted_tokens), str(report.promoted_tokens)
     yield "output tokens", "", str(report.output_tokens)
 
 

@@ -108,7 +108,7 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
             ("shared by workers", "blocks", "last block"),
             [(str(each.workers), str(each.blocks), each.last.hex()) for each in model.prefixes],
         )
-    header = ("worker", "generation", "blocks", "event", "state", "predicted hits", "found")
+    header = ("worker", "generation", "blocks", "pooled", "event", "state", "predicted hits", "found")
     yield from table(header, [_row(worker) for worker in report.workers])
     if report.left_out:
         yield f"    and {report.left_out} workers more"
@@ -118,8 +118,12 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
         yield f"  of the prompt's {asked_blocks} blocks"
         holds = report.held
         will_hold = holds | report.speculative
-        rows = [(worker, str(holds.get(worker, 0)), str(will_hold[worker])) for worker in sorted(will_hold)]
-        yield from table(("worker", "holds", "will hold"), rows)
+        with_pool = holds | report.pooled
+        rows = [
+            (worker, str(holds.get(worker, 0)), str(with_pool.get(worker, 0)), str(will_hold.get(worker, 0)))
+            for worker in sorted(with_pool | will_hold)
+        ]
+        yield from table(("worker", "holds", "with its pool", "will hold"), rows)
 
 
 def _row(worker: WorkerReport) -> tuple[str, ...]:
@@ -135,6 +139,7 @@ def _row(worker: WorkerReport) -> tuple[str, ...]:
         worker.worker,
         str(worker.generation),
         str(worker.held.blocks),
+        str(worker.pooled.blocks),
         str(worker.sequence),
         state,
         str(worker.predicted_tokens),

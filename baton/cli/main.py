@@ -84,6 +84,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         device=parsed.device,
         disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
         engine_options=parse_engine_options(parsed.engine_options),
+        kv_pool_bytes=parse_pool_bytes(parsed.kv_pool_bytes),
         answer_format=parsed.answer_format,
         stored_keys=parsed.stored_keys,
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
@@ -156,6 +157,13 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         default="",
         metavar="JSON",
         help='the engine\'s own flags: {"max_model_len": 4096}; for one of two engines: {"vllm": {"block_size": 64}}',
+    )
+    add(
+        "--kv-pool-bytes",
+        default="0",
+        metavar="N",
+        help="host memory in which each worker keeps KV that its engine forgets; auto: a quarter of what is free, "
+        "divided by the workers; default: %(default)s, no pool",
     )
     add(
         "--answer-format",
@@ -253,6 +261,15 @@ def _nats_url(parsed: argparse.Namespace, environ: Mapping[str, str]) -> str:
     # The bus would log its attempts to connect; the error says how they ended.
     logging.basicConfig(level=logging.CRITICAL)
     return find_nats_url(parsed.nats_url, environ, parsed.folder.absolute() / ".run" / str(parsed.port))
+
+
+def parse_pool_bytes(text: str) -> int | None:
+    """Return a pool's size; None: `auto`. Raises ConfigurationError."""
+    if text == "auto":
+        return None
+    if not text.isdecimal():
+        raise ConfigurationError(f"the KV pool's size is a number of bytes or auto, not {text!r}")
+    return int(text)
 
 
 def parse_engine_options(text: str) -> Mapping[str, object]:

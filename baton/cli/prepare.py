@@ -56,6 +56,9 @@ def main() -> int:
         help="what the scheduler is set to; refused where the device cannot do it",
     )
     parser.add_argument("--engine-options", default="", metavar="JSON", help="engine flags that win over the defaults")
+    parser.add_argument(
+        "--kv-pool-bytes", type=int, default=0, metavar="N", help="host memory for each worker's KV pool; 0: no pool"
+    )
     parsed = parser.parse_args()
     try:
         deployment = Deployment(
@@ -65,6 +68,7 @@ def main() -> int:
             device=parsed.device,
             disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
             engine_options=parse_engine_options(parsed.engine_options),
+            kv_pool_bytes=parsed.kv_pool_bytes,
             pythons={},
             prefill=0,
         )

@@ -133,6 +133,8 @@ def _notes(node: Node) -> Iterator[str]:
     ):
         if actual in attributes and predicted in attributes:
             parts.append(f"{what} {_number(attributes[actual])} {unit} ({_number(attributes[predicted])} predicted).")
+    if promoted := attributes.get("baton.promoted_tokens"):
+        parts.append(f"{promoted} of them promoted from the pool.")
     if failure:
         parts.append(f"Ended by {failure}.")
     yield f"attempt {attributes.get('baton.attempt', '')}: {' '.join(parts)}"

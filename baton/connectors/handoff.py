@@ -19,6 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
+from baton.connectors.pool_report import PoolReport
 from baton.transfer import AgentStats, Cause, LayerGroup
 
 
@@ -76,6 +77,8 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
     """Leased blocks by rank, when the number has changed."""
     agents: dict[int, AgentStats] = {}
     """Figures of the agents by rank, as of this report."""
+    pool: PoolReport | None = None
+    """Figures of the KV pool, when they have changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,15 +205,19 @@ class HandoffScheduler:
             return 0
         return max(sink.tokens - 1 - computed_tokens, 0)
 
-    def allocated(self, request: str, blocks: Sequence[int], external_tokens: int) -> None:
-        """Note that the engine allocated `blocks`, the request's whole table, whose last tokens are to be pulled."""
+    def allocated(self, request: str, blocks: Sequence[int], external_tokens: int, promoted_tokens: int = 0) -> bool:
+        """Note that the engine allocated `blocks`, the request's whole table, whose last tokens are to be pulled.
+
+        The first `promoted_tokens` of them come from this engine's KV pool. Returns whether a pull begins.
+        """
         sink = self._sinks.get(request)
         if sink is None or sink.consumed:
-            return
+            return False
         sink.consumed = True
+        external_tokens -= promoted_tokens
         if external_tokens == 0:
             self._orders.release.append((sink.handoff.key, sink.handoff.endpoints))
-            return
+            return False
         sink.pulling = True
         tokens = sink.tokens - 1
         first_token = tokens - external_tokens
@@ -226,6 +233,7 @@ class HandoffScheduler:
                 deadline_s=sink.handoff.deadline_s,
             )
         )
+        return True
 
     def pulled(self, request: str) -> None:
         """Note that all ranks have ended their pull, successful or not."""

@@ -9,8 +9,11 @@ from typing import Protocol
 
 import msgspec
 
+from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_report import PoolReport
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
+from baton.messages.index import Tier
 from baton.messages.traces import AttributeValue
 from baton.transfer import AgentStats, PullTally
 
@@ -44,6 +47,8 @@ class EngineRequest:
     """Time to the first delta, a DECODE leg's pull included; after it, the reader of the deltas limits the time."""
     trace: str = ""
     """W3C `traceparent` for engines that make spans of their own."""
+    loan: Loan | None = None
+    """A prefix that another worker's pool lends; engines without a pool ignore it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +69,12 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Sequence[TokenLogprob] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0
-    """Prompt tokens this engine held before the request; set from the first delta on."""
+    """Prompt tokens this engine held before the request, on its device or in its pool; set from the first delta on."""
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that was promoted from the pool."""
+    promoted_bytes: int = 0
+    promotion_s: float = 0.0
+    """Time in which these bytes were copied; 0: the engine cannot tell."""
     transferred_tokens: int = 0
     """Prompt tokens whose KV was pulled."""
     transferred_bytes: int = 0
@@ -93,8 +103,12 @@ class EngineFacts:
     """See `baton.identity`; the fingerprint of the agents' pools."""
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
+    pool_agents: tuple[str, ...] = ()
+    """Endpoints of the KV pools' transfer agents, one per rank; empty: there is no pool to lend from."""
     parameters: tuple[str, ...] = ()
     """`Sampling.parameters` that this engine takes, in order."""
+    pool_blocks: int = 0
+    """Slots of the KV pool, of `block_tokens` each; 0: there is no pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +125,15 @@ class EngineLoad:
     prompt_tokens_computed: int = 0
     """Prompt tokens computed here since the start: not cached, not pulled."""
     prompt_tokens_cached: int = 0
+    """Found on the device."""
+    prompt_tokens_promoted: int = 0
+    """Found in the pool."""
     prompt_tokens_pulled: int = 0
     bytes_pulled: int = 0
     preemptions: int = 0
     pulls_failed: int = 0
+    pool: PoolReport = field(default_factory=PoolReport)
+    """Figures of the KV pool; without slots there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +155,8 @@ class EngineBlocksStored:
     """Tokens of all blocks of the run, `block_tokens` each."""
     block_tokens: int
     cache_salt: str = ""
+    tier: Tier = Tier.DEVICE
+    """The hashes of blocks in the pool are its keys, see `baton/pool/chain.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,11 +164,12 @@ class EngineBlocksRemoved:
     """The engine dropped these blocks. The same hash may be stored and removed more than once: count."""
 
     hashes: tuple[bytes, ...]
+    tier: Tier = Tier.DEVICE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBlocksCleared:
-    """The engine dropped its whole cache."""
+    """The engine dropped its whole cache, on every tier."""
 
 
 EngineBlockEvent = EngineBlocksStored | EngineBlocksRemoved | EngineBlocksCleared
@@ -192,6 +214,13 @@ class Engine(Protocol):
         """End an attempt in any state, a held lease included; its iterator ends with CANCELLED.
 
         Returns once the engine has been told; unknown attempts are ignored.
+        """
+        ...
+
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        """Lease what the KV pool holds of a prefix to a peer, under `key`; return its tokens, 0: nothing is lent.
+
+        `blocks`: the prefix's ids (`baton.blocks`), of 32 tokens each. Repeated calls lend once.
         """
         ...
 

@@ -28,14 +28,17 @@ from baton.engines.engine import (
     EngineEventBatch,
 )
 from baton.errors import ConfigurationError, EngineFailed
+from baton.messages.index import Tier
 
 _log = logging.getLogger(__name__)
 
+POOL_MEDIUM: Final = "BATON_POOL"
+"""Medium of the events about Baton's KV pool: no engine's own offloading has this name."""
 BATCHES_MAX: Final = 10_000
 """Bound of the batches that wait for the consumer. Beyond it the newest are dropped, a gap in the sequence."""
 
-_DEVICE_MEDIUM: Final = "GPU"
-"""Name of the engine's own cache in both engines, on a CPU too. Blocks of other tiers are not the engine's."""
+_TIERS: Final = {None: Tier.DEVICE, "GPU": Tier.DEVICE, POOL_MEDIUM: Tier.POOL}
+"""Tier of each medium; `GPU` is the engine's own cache in both engines, on a CPU too. Others are ignored."""
 
 _HASH_BITS: Final = 64
 
@@ -80,10 +83,10 @@ def _event(published: _Stored | _Removed | _Cleared) -> EngineBlockEvent | None:
     match published:
         case _Cleared():
             return EngineBlocksCleared()
-        case _Stored(medium=medium) | _Removed(medium=medium) if medium not in (None, _DEVICE_MEDIUM):
+        case _Stored(medium=medium) | _Removed(medium=medium) if medium not in _TIERS:
             return None
-        case _Removed(block_hashes=hashes):
-            return EngineBlocksRemoved(hashes=tuple(map(_opaque, hashes)))
+        case _Removed(block_hashes=hashes, medium=medium):
+            return EngineBlocksRemoved(hashes=tuple(map(_opaque, hashes)), tier=_TIERS[medium])
         case _Stored():
             parent = published.parent_block_hash
             return EngineBlocksStored(
@@ -92,6 +95,7 @@ def _event(published: _Stored | _Removed | _Cleared) -> EngineBlockEvent | None:
                 tokens=tuple(published.token_ids),
                 block_tokens=published.block_size,
                 cache_salt=published.cache_salt or _salt(published.extra_keys),
+                tier=_TIERS[published.medium],
             )
 
 

@@ -41,9 +41,11 @@ class OwnOptions:
     """False: no transfer agent; the engine serves whole requests only. None: true if the device supports it."""
     connector: str
     """`module:Class` of the connector, which runs beside the engine's KV memory; tests derive their own."""
+    kv_pool_bytes: int = 0
+    """Host memory for the KV pool, over all ranks (`docs/kv-pool.md`). 0: no pool."""
 
 
-OWN_OPTIONS: Final = ("device", "handoff", "connector")
+OWN_OPTIONS: Final = ("device", "handoff", "connector", "kv_pool_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +92,13 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
     connector = options.get("connector", dialect.connector)
     if not isinstance(connector, str) or connector.count(":") != 1:
         raise ConfigurationError(f"engine option connector is 'module:Class', not {connector!r}", param="connector")
-    return OwnOptions(device=Device(str(device)), handoff=handoff, connector=connector), engine_options
+    pool_bytes = options.get("kv_pool_bytes", 0)
+    if not isinstance(pool_bytes, int) or isinstance(pool_bytes, bool) or pool_bytes < 0:
+        raise ConfigurationError(
+            f"engine option kv_pool_bytes is a number of bytes, not {pool_bytes!r}", param="kv_pool_bytes"
+        )
+    own = OwnOptions(device=Device(str(device)), handoff=handoff, connector=connector, kv_pool_bytes=pool_bytes)
+    return own, engine_options
 
 
 def choose_handoff(wanted: bool | None, role: Role, here: Device) -> bool:

@@ -92,6 +92,8 @@ class AttemptReport(Message, tag="attempt_report", frozen=True, kw_only=True):
     """Time from the placement to the first token; None: there was none."""
     token_interval_s: float | None = None
     cached_tokens: int = 0
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that was promoted from a worker's pool."""
     output_tokens: int = 0
     spent: tuple[tuple[str, float], ...] = ()
     """(phase, seconds), in the order in which the phases began."""

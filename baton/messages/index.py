@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import msgspec
 
 from baton.messages.base import Context, Message, Part
 from baton.messages.workers import Fingerprint
+
+
+class Tier(IntEnum):
+    """Where a worker keeps a block, the nearest first."""
+
+    DEVICE = 0
+    """The engine's own KV memory."""
+    POOL = 1
+    """The KV pool in host memory: blocks are promoted into the engine before they serve."""
 
 
 class Match(Message, tag="match", frozen=True, kw_only=True):
@@ -18,7 +29,10 @@ class Match(Message, tag="match", frozen=True, kw_only=True):
 
 class Matched(Message, tag="matched", frozen=True, kw_only=True):
     held: dict[str, int]
-    """Worker → number of leading blocks it holds. Workers that hold none are left out."""
+    """Worker → number of leading blocks it holds on its device. Workers that hold none are left out."""
+    pooled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Worker → number of leading blocks it holds on its device or in its pool. Workers whose pool adds none are left
+    out."""
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Worker → number of leading blocks it will hold once recently placed prompts are computed: held and speculative
     blocks. Workers without speculative blocks are left out."""
@@ -31,14 +45,16 @@ class BlocksStored(Part, tag="stored", tag_field="t", frozen=True, kw_only=True)
     """Id of the block before the first; empty at the root of the tree."""
     blocks: bytes
     """16 bytes each."""
+    tier: Tier = Tier.DEVICE
 
 
 class BlocksRemoved(Part, tag="removed", tag_field="t", frozen=True, kw_only=True):
     blocks: bytes
+    tier: Tier = Tier.DEVICE
 
 
 class BlocksCleared(Part, tag="cleared", tag_field="t", frozen=True, kw_only=True):
-    """The worker dropped all its blocks."""
+    """The worker dropped all its blocks, on every tier."""
 
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
@@ -116,6 +132,9 @@ class WorkerReport(Part, frozen=True, kw_only=True):
     sequence: int
     """Sequence of the newest event that was applied."""
     held: Fingerprint
+    """Blocks on its device."""
+    pooled: Fingerprint = Fingerprint()
+    """Blocks in its pool."""
     agreed_sequence: int
     """Sequence of the newest event after which worker and index agreed; -1: none yet, or none since they differed."""
     state: str
@@ -140,5 +159,6 @@ class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
     left_out: int = 0
     """Number of workers for which the message had no room."""
     held: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    pooled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """`held` and `speculative` are those of `Matched`, for the prompt in the query."""
+    """`held`, `pooled` and `speculative` are those of `Matched`, for the prompt in the query."""

@@ -82,6 +82,9 @@ class Candidate(Part, frozen=True, kw_only=True):
     cached_tokens: int = 0
     """Cached prompt tokens on the worker that would prefill."""
     decode_cached_tokens: int = 0
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that is promoted from the worker's pool."""
+    decode_promoted_tokens: int = 0
     speculative_tokens: int = 0
     """Part of `cached_tokens` that is still being prefilled."""
     predicted_ttft_s: float
@@ -104,6 +107,8 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     wait_s: float = 0.0
     """Time for which the attempt may wait at its workers for room; 0: they have room now."""
+    lender: str = ""
+    """Worker whose KV pool lends a prefix of the prompt to the worker that computes it; empty: none."""
     scheduler: str = ""
 
     @property

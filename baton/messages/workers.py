@@ -70,6 +70,15 @@ class TransferFit(Part, frozen=True, kw_only=True):
     samples: int = 0
 
 
+class PromotionFit(Part, frozen=True, kw_only=True):
+    """Measured bandwidth of promotions from the worker's KV pool to its device."""
+
+    bytes_per_s: float
+    spread: float = 0.0
+    samples: int = 0
+    """Number of samples; 0: the bandwidth is a guess."""
+
+
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """A worker's description and load, on `subjects.HEARTBEAT`, several times a second."""
 
@@ -121,6 +130,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     steps: StepFit
     transfers: Annotated[tuple[TransferFit, ...], Meta(max_length=PEERS_MAX)] = ()
     """Bandwidths of the peers that were pulled from last."""
+    promotion: PromotionFit | None = None
+    """None: the worker has no KV pool."""
     kv_bytes_per_token: int
     computing: int = 0
     """Attempts that the engine has to advance: none that wait for room or for KV."""
@@ -133,7 +144,9 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     events_sequence: int = 0
     """Sequence of the newest `KvEvents` sent, so that the index detects a lost tail."""
     held: Fingerprint | None = None
-    """Fingerprint of all blocks held after event `held_sequence`, which may not have been sent yet."""
+    """Fingerprint of all blocks held on the device after event `held_sequence`, which may not have been sent yet."""
+    pooled: Fingerprint = Fingerprint()
+    """The same of the blocks in the worker's pool."""
     held_sequence: int = 0
     draining: bool = False
     next_role: Role | None = None

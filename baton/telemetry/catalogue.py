@@ -317,10 +317,13 @@ MATCH_DURATION: Final = _histogram(
     "Time to find in memory which workers hold how much of a prompt.",
     buckets=(0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.01),
 )
-INDEX_BLOCKS: Final = _gauge(
-    "baton_index_blocks", KVINDEX, "Distinct blocks that workers hold; the only tier so far is `engine`.", "tier"
+INDEX_BLOCKS: Final = _gauge("baton_index_blocks", KVINDEX, "Distinct blocks that workers hold, on any tier.")
+INDEX_HOLDINGS: Final = _gauge(
+    "baton_index_holdings_blocks",
+    KVINDEX,
+    "Blocks held on each tier, summed over workers: `device` or `pool`.",
+    "tier",
 )
-INDEX_HOLDINGS: Final = _gauge("baton_index_holdings_blocks", KVINDEX, "Blocks held, summed over workers.", "tier")
 INDEX_COLD: Final = _gauge(
     "baton_index_cold_blocks",
     KVINDEX,
@@ -436,7 +439,7 @@ ENGINE_BUSY: Final = _counter(
 ENGINE_PROMPT: Final = _counter(
     "baton_engine_prompt_tokens_total",
     PREFILL_DECODE,
-    "Prompt tokens by source: `computed` here, `cached` here, `pulled`.",
+    "Prompt tokens by source: `computed` here, `cached` on the device, `promoted` from the pool, `pulled`.",
     "source",
 )
 ENGINE_OUTPUT: Final = _counter("baton_engine_output_tokens_total", PREFILL_DECODE, "Tokens generated here.")
@@ -444,6 +447,30 @@ ENGINE_STEPS: Final = _counter(
     "baton_engine_output_steps_total",
     PREFILL_DECODE,
     "Engine steps that generated tokens here; output tokens by these are the tokens per step.",
+)
+POOL_SLOTS: Final = _gauge(
+    "baton_kv_pool_blocks",
+    PREFILL_DECODE,
+    "Slots of the KV pool: `pinned` by readers, `ready` for them, `free` or being written.",
+    "state",
+)
+POOL_BLOCKS: Final = _counter(
+    "baton_kv_pool_blocks_total",
+    PREFILL_DECODE,
+    "Blocks that the KV pool has `saved`, `evicted` or `dropped`: not saved for lack of room. "
+    "`stranded` ones were evicted before their successors.",
+    "event",
+)
+POOL_LOANS: Final = _counter(
+    "baton_kv_pool_loan_tokens_total",
+    PREFILL_DECODE,
+    "Tokens whose KV the pool has `lent` to other workers and `borrowed` from them.",
+    "side",
+)
+POOL_LOANS_FAILED: Final = _counter(
+    "baton_kv_pool_loans_failed_total",
+    PREFILL_DECODE,
+    "Loans that did not arrive, or not in time; their tokens were computed.",
 )
 PRICE: Final = _gauge(
     "baton_worker_price_per_hour",
@@ -525,7 +552,9 @@ EVENTS_PUBLISHED: Final = _counter(
 EVENTS_WAITING: Final = _gauge(
     "baton_kv_waiting_messages", PREFILL_DECODE, "Messages of KV events that wait to be stored."
 )
-SHADOW: Final = _gauge("baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks that the engine's prefix cache holds.")
+SHADOW: Final = _gauge(
+    "baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks held on each tier: `device` or `pool`.", "tier"
+)
 FRAMES_DROPPED: Final = _counter(
     "baton_frames_dropped_total", PREFILL_DECODE, "Frames that could not be sent; gateways ask for them again."
 )

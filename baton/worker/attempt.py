@@ -108,6 +108,7 @@ class Attempt:
     tokens: array[int] = field(default_factory=lambda: array("I"))
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     cached_tokens: int = 0
+    promoted_tokens: int = 0
     transferred_tokens: int = 0
     transferred_bytes: int = 0
     finish: Finish | None = None
@@ -118,6 +119,7 @@ class Attempt:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=len(self.tokens),
             cached_tokens=self.cached_tokens,
+            promoted_tokens=self.promoted_tokens,
             transferred_tokens=self.transferred_tokens,
             transferred_bytes=self.transferred_bytes,
             computed_tokens=max(0, self.prompt_tokens - here_before),

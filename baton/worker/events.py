@@ -22,7 +22,16 @@ from baton.bus import Delivery
 from baton.engines.engine import EngineBlocksStored, EngineEventBatch
 from baton.errors import BatonError, MalformedMessage
 from baton.messages.base import ErrorReport, Refused, WorkerAddress
-from baton.messages.index import BlockEvent, BlocksCleared, BlocksStored, KvEvents, ShadowPage, ShadowQuery
+from baton.messages.index import (
+    BlockEvent,
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    KvEvents,
+    ShadowPage,
+    ShadowQuery,
+    Tier,
+)
 from baton.messages.workers import Fingerprint
 from baton.node.ports import Ports
 from baton.worker.shadow import ShadowMap, count_ids
@@ -66,6 +75,8 @@ class EventPublisher:
         """Sequence of the newest message that the stream has stored."""
         self.held = Fingerprint()
         """Fingerprint of the shadow map after message `held_sequence`, stored or not."""
+        self.pooled = Fingerprint()
+        """The same of the blocks in the pool."""
         self.held_sequence = 0
 
     @property
@@ -82,7 +93,8 @@ class EventPublisher:
                 else:
                     changes = self._shadow.apply(batch)
                 messages = [self._number(part) for part in split_events(changes, MESSAGE_IDS_MAX)]
-                self.held, self.held_sequence = self._shadow.fingerprint(), self._sequence
+                self.held, self.pooled = self._shadow.fingerprint(), self._shadow.fingerprint(Tier.POOL)
+                self.held_sequence = self._sequence
             for message in messages:
                 await self._queue.put(message)
 
@@ -190,6 +202,6 @@ def _split_event(event: BlockEvent, ids_max: int) -> Iterator[BlockEvent]:
         blocks = event.blocks[start : start + step]
         if isinstance(event, BlocksStored):
             parent = event.blocks[start - ID_BYTES : start] if start else event.parent
-            yield BlocksStored(parent=parent, blocks=blocks)
+            yield BlocksStored(parent=parent, blocks=blocks, tier=event.tier)
         else:
-            yield type(event)(blocks=blocks)
+            yield BlocksRemoved(blocks=blocks, tier=event.tier)

@@ -21,7 +21,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Final
 
-from baton.messages.workers import PEERS_MAX, StepFit, TransferFit
+from baton.messages.workers import PEERS_MAX, PromotionFit, StepFit, TransferFit
 from baton.worker.fit import LinearFit
 
 STEP_GUESS: Final = StepFit(
@@ -29,6 +29,8 @@ STEP_GUESS: Final = StepFit(
 )
 """Rates of a mid-sized model on one large GPU, until something is measured."""
 BYTE_GUESS_S: Final = 2.5e-10
+PROMOTED_BYTE_GUESS_S: Final = 1e-10
+"""Time per byte of a copy from host memory to the device."""
 _SAME_STEP_S: Final = 0.001
 """Outputs of one step reach the worker within this time of each other."""
 _DECODE_STEPS_MIN: Final = 3
@@ -75,6 +77,7 @@ class Rates:
         """Peer → what heartbeats tell and the seconds per byte, both of the backend that was used last; the newest
         peer last."""
         self._told: tuple[TransferFit, ...] = ()
+        self._promotions = LinearFit((PROMOTED_BYTE_GUESS_S,))
         self._window = _Window()
         self._window_since_s = 0.0
         self._now_s = 0.0
@@ -96,11 +99,19 @@ class Rates:
             self._close()
         self._prefilling += 1
 
-    def prefill_ended(self, computed_tokens: int, prompt_tokens: int, now_s: float) -> None:
-        """Record that a prompt is done, with 0 computed tokens if it was stopped."""
+    def prefill_ended(
+        self, computed_tokens: int, prompt_tokens: int, now_s: float, *, promotion_s: float = 0.0
+    ) -> None:
+        """Record that a prompt is done, with 0 computed tokens if it was stopped.
+
+        `promotion_s`: for how long it waited for its prefix to be promoted, before it was computed.
+        """
         self._advance(now_s)
         self._prefilling -= 1
         window = self._window
+        if not self._prefilling and not window.sequence_s:
+            # The engine had nothing else to do meanwhile.
+            window.busy_s = max(0.0, window.busy_s - promotion_s)
         window.ended_s = now_s
         window.prompt_tokens += computed_tokens
         window.prompt_pairs += prompt_pairs(prompt_tokens, computed_tokens)
@@ -138,6 +149,11 @@ class Rates:
             self._transfers.popitem(last=False)
         self._told = tuple(told for told, _ in self._transfers.values())
 
+    def promotion_ended(self, size_bytes: int, moving_s: float) -> None:
+        """Record a promotion from the KV pool and how long its bytes were copied."""
+        if size_bytes >= _TRANSFER_SAMPLE_BYTES_MIN:
+            self._promotions.add((float(size_bytes),), moving_s)
+
     def tick(self, kv_share: float, now_s: float) -> None:
         """End the window unless a prompt is being computed. `kv_share`: share of the KV cache in use."""
         self._advance(now_s)
@@ -162,6 +178,10 @@ class Rates:
 
     def transfers(self) -> tuple[TransferFit, ...]:
         return self._told
+
+    def promotion(self) -> PromotionFit:
+        fit = self._promotions
+        return PromotionFit(bytes_per_s=1 / fit.coefficients[0], spread=fit.spread, samples=fit.samples)
 
     def prefill_s(self, computed_tokens: int, prompt_tokens: int) -> float:
         """Return the predicted time of a prompt beside the sequences that run now."""

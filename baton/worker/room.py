@@ -73,7 +73,8 @@ class Room:
 
     def settle(self, attempt: Attempt) -> None:
         """Record that the prompt's KV exists: others may share it now."""
-        cached = attempt.cached_tokens // SHARED_TOKENS
+        # What was promoted took room of its own.
+        cached = (attempt.cached_tokens - attempt.promoted_tokens) // SHARED_TOKENS
         self._kv.settle(attempt.kv, cached)
         if attempt.leg is Leg.PREFILL:
             self._leases.settle(attempt.lease, cached)

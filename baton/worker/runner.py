@@ -20,6 +20,7 @@ from baton.telemetry import Metrics, Tracing, catalogue
 from baton.worker.attempt import Attempt
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Ledger
+from baton.worker.loans import Loans
 from baton.worker.rates import Rates
 from baton.worker.tracing import LegTrace, traced_leg
 
@@ -41,6 +42,7 @@ class Runner:
         engine: Engine,
         ledger: Ledger,
         rates: Rates,
+        loans: Loans,
         frames: FrameSender,
         address: WorkerAddress,
         on_engine_failed: Callable[[], None],
@@ -52,17 +54,26 @@ class Runner:
         self._engine = engine
         self._ledger = ledger
         self._rates = rates
+        self._loans = loans
         self._frames = frames
         self._address = address
         self._on_engine_failed = on_engine_failed
 
-    async def run(self, attempt: Attempt, request: EngineRequest, trace: str) -> None:
-        """Take an accepted attempt from RESERVED to its end. Never raises for a failure of one attempt."""
+    async def run(self, attempt: Attempt, request: EngineRequest, trace: str, lender: str) -> None:
+        """Take an accepted attempt from RESERVED to its end. Never raises for a failure of one attempt.
+
+        `lender`: the worker to ask for a loan of the prompt's prefix; empty: none.
+        """
         if not self._ledger.enter(attempt.key):
             return
         try:
             with traced_leg(self._tracing, self._address.worker, request, trace) as leg:
-                reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
+                expected_tokens = attempt.prompt_tokens - attempt.uncached_tokens
+                request = await self._loans.borrow(lender, request, expected_tokens)
+                # An abort that came meanwhile found nothing in the engine.
+                reason = FinishReason.CANCELLED
+                if not attempt.stopping:
+                    reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
                 leg.finish(attempt, reason)
         except BatonError as error:
             await self._fail(attempt, error)
@@ -181,8 +192,10 @@ class _Meter:
         if self._prefilling:
             self._prefilling = False
             computed_tokens = 0 if cancelled else attempt.prompt_tokens - delta.cached_tokens
-            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s)
-        elif delta.transfer_s:
+            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s, promotion_s=delta.promotion_s)
+        if delta.promotion_s:
+            rates.promotion_ended(delta.promoted_bytes, delta.promotion_s)
+        if delta.transfer_s:
             rates.transfer_ended(self._peer, _backend(delta.stages), delta.transferred_bytes, delta.transfer_s)
         if attempt.leg is not Leg.PREFILL:
             self._decoding = True

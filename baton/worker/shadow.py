@@ -11,6 +11,9 @@ stands for, held while all of its members are.
 Engines store and remove the same hash several times, one for each copy, so members are counted; two
 covers may stand for the same canonical block, so these are counted as well. An engine block keeps its
 **tail**, the state of the chain of ids after it, as long as a child may come.
+
+The contents of the KV pool are kept beside those of the device. The pool's hashes are its keys, the canonical ids at
+the ends of its blocks, so a block of the pool needs no engine block before it: it may follow one of either tier.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from baton.blocks import ID_BYTES, hash_blocks, root_key, split_ids
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored, EngineEventBatch
 from baton.errors import ConfigurationError
 from baton.messages.base import TOKEN_BYTES, pack_tokens
-from baton.messages.index import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from baton.messages.index import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
 from baton.messages.workers import Fingerprint
 
 
@@ -77,25 +80,26 @@ class ShadowMap:
         """Engine blocks without canonical ids: their parent is unknown or their size differs."""
         self.batches = 0
         self._model_digest = model_digest
-        self._blocks: dict[bytes, _EngineBlock] = {}
-        self._held: dict[bytes, _Held] = {}
-        self._ids_sum = 0
+        self._contents = {tier: _Contents(tier, engine_block_tokens, block_tokens) for tier in Tier}
+        self._device = self._contents[Tier.DEVICE]
         self._sequence = 0
 
     def __len__(self) -> int:
-        return len(self._held)
+        """Return the number of blocks on the device."""
+        return len(self._device.held)
 
     @property
     def engine_blocks(self) -> int:
-        """Number of engine blocks that are held, or that share a cover with a held one."""
-        return len(self._blocks)
+        """Number of engine blocks that the device holds, or that share a cover with a held one."""
+        return len(self._device.blocks)
 
-    def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint of all held blocks."""
-        return Fingerprint.of(self._ids_sum, len(self._held))
+    def fingerprint(self, tier: Tier = Tier.DEVICE) -> Fingerprint:
+        """Return the fingerprint of all blocks held on a tier."""
+        return self._contents[tier].fingerprint()
 
     def __contains__(self, block: bytes) -> bool:
-        return block in self._held
+        """Return whether the device holds a block."""
+        return block in self._device.held
 
     def apply(self, batch: EngineEventBatch) -> list[BlockEvent]:
         """Apply a batch of engine events; return the changes in order. A lost batch clears the map first."""
@@ -109,19 +113,16 @@ class ShadowMap:
                 case EngineBlocksStored():
                     self._store(event, out)
                 case EngineBlocksRemoved():
-                    self._remove(event.hashes, out)
+                    self._contents[event.tier].remove(event.hashes, out)
                 case EngineBlocksCleared():
                     self._clear(out)
         return out
 
     def _clear(self, out: list[BlockEvent]) -> None:
-        if self._held or self._blocks:
+        if any(contents.held or contents.blocks for contents in self._contents.values()):
             out.append(BlocksCleared())
-        self._blocks.clear()
-        self._held.clear()
-        self._ids_sum = 0
-
-    # ------------------------------------------------------------ stored
+        for contents in self._contents.values():
+            contents.clear()
 
     def _store(self, event: EngineBlocksStored, out: list[BlockEvent]) -> None:
         tail = self._tail_of(event)
@@ -129,15 +130,58 @@ class ShadowMap:
         if tail is None or event.block_tokens != self.engine_block_tokens or not sizes_agree:
             self.ignored_blocks += len(event.hashes)
             return
+        self._contents[event.tier].store(event, tail, out)
+
+    def _tail_of(self, event: EngineBlocksStored) -> _Tail | None:
+        if event.parent is None:
+            return _Tail(root_key(self._model_digest, salt=event.cache_salt), b"")
+        if event.tier is Tier.DEVICE:
+            parent = self._device.blocks.get(event.parent)
+            return parent.tail if parent else None
+        # A match ends at a gap, so what follows one is of no use.
+        if not any(event.parent in contents.held for contents in self._contents.values()):
+            return None
+        return _Tail(root_key(self._model_digest, salt=event.cache_salt), event.parent)
+
+    def runs(self, run_blocks_max: int) -> Iterator[BlocksStored]:
+        """Yield the blocks of all tiers as runs of at most `run_blocks_max`, on each tier parents before their
+        children."""
+        for contents in self._contents.values():
+            yield from contents.runs(run_blocks_max)
+
+
+class _Contents:
+    """Contents of one tier."""
+
+    def __init__(self, tier: Tier, engine_block_tokens: int, block_tokens: int) -> None:
+        self.blocks: dict[bytes, _EngineBlock] = {}
+        self.held: dict[bytes, _Held] = {}
+        self._tier = tier
+        self._engine_block_tokens = engine_block_tokens
+        self._block_tokens = block_tokens
+        self._ids_sum = 0
+
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint.of(self._ids_sum, len(self.held))
+
+    def clear(self) -> None:
+        self.blocks.clear()
+        self.held.clear()
+        self._ids_sum = 0
+
+    # ------------------------------------------------------------ stored
+
+    def store(self, event: EngineBlocksStored, tail: _Tail, out: list[BlockEvent]) -> None:
+        """Add a run of engine blocks, which follows `tail`."""
         # One call hashes the whole run; each engine block then takes its share of the ids.
         packed = tail.rest + pack_tokens(event.tokens)
-        ids = split_ids(hash_blocks(tail.root, packed, self.block_tokens, tail.parent))
-        stored = _Runs()
-        canonical_bytes = self.block_tokens * TOKEN_BYTES
+        ids = split_ids(hash_blocks(tail.root, packed, self._block_tokens, tail.parent))
+        stored = _Runs(self._tier)
+        canonical_bytes = self._block_tokens * TOKEN_BYTES
         start_bytes = len(tail.rest)
         done = 0
         for number, engine_hash in enumerate(event.hashes, start=1):
-            end_bytes = start_bytes + number * self.engine_block_tokens * TOKEN_BYTES
+            end_bytes = start_bytes + number * self._engine_block_tokens * TOKEN_BYTES
             own = tuple(ids[done : end_bytes // canonical_bytes])
             done += len(own)
             members = (*tail.members, engine_hash)
@@ -146,21 +190,15 @@ class ShadowMap:
                 tail = _Tail(tail.root, own[-1])
             else:
                 tail = _Tail(tail.root, parent, packed[done * canonical_bytes : end_bytes], members)
-            block = self._blocks.get(engine_hash)
+            block = self.blocks.get(engine_hash)
             if block is None:
-                block = self._blocks[engine_hash] = _EngineBlock(tail)
+                block = self.blocks[engine_hash] = _EngineBlock(tail)
                 if own:
                     self._cover(_Cover(parent, own, members), before)
             block.copies += 1
             if block.copies == 1:
                 self._member_came(block, stored)
         out.extend(stored.events())
-
-    def _tail_of(self, event: EngineBlocksStored) -> _Tail | None:
-        if event.parent is None:
-            return _Tail(root_key(self._model_digest, salt=event.cache_salt), b"")
-        parent = self._blocks.get(event.parent)
-        return parent.tail if parent else None
 
     def _cover(self, cover: _Cover, before: _Tail) -> None:
         """Tie a new cover to its members; `before` is the tail that its last member follows.
@@ -169,11 +207,11 @@ class ShadowMap:
         forgotten; they are entered again, as missing.
         """
         for number, member in enumerate(cover.members, start=1):
-            block = self._blocks.get(member)
+            block = self.blocks.get(member)
             if block is None:
-                rest = before.rest[: number * self.engine_block_tokens * TOKEN_BYTES]
+                rest = before.rest[: number * self._engine_block_tokens * TOKEN_BYTES]
                 block = _EngineBlock(_Tail(before.root, before.parent, rest, cover.members[:number]))
-                self._blocks[member] = block
+                self.blocks[member] = block
             block.covers.append(cover)
             cover.missing += 1 if block.copies == 0 else 0
 
@@ -184,9 +222,9 @@ class ShadowMap:
                 continue
             parent = cover.parent
             for canonical in cover.ids:
-                held = self._held.get(canonical)
+                held = self.held.get(canonical)
                 if held is None:
-                    held = self._held[canonical] = _Held(parent)
+                    held = self.held[canonical] = _Held(parent)
                     self._ids_sum += int.from_bytes(canonical, "little")
                     stored.add(parent, canonical)
                 held.covers += 1
@@ -194,10 +232,10 @@ class ShadowMap:
 
     # ------------------------------------------------------------ removed
 
-    def _remove(self, hashes: Iterable[bytes], out: list[BlockEvent]) -> None:
+    def remove(self, hashes: Iterable[bytes], out: list[BlockEvent]) -> None:
         gone: list[bytes] = []
         for engine_hash in hashes:
-            block = self._blocks.get(engine_hash)
+            block = self.blocks.get(engine_hash)
             # Engines also remove blocks that were ignored when stored: nothing to do.
             if block is None or block.copies == 0:
                 continue
@@ -206,7 +244,7 @@ class ShadowMap:
                 self._member_went(block, gone)
                 self._prune(engine_hash, block)
         if gone:
-            out.append(BlocksRemoved(blocks=b"".join(gone)))
+            out.append(BlocksRemoved(blocks=b"".join(gone), tier=self._tier))
 
     def _member_went(self, block: _EngineBlock, gone: list[bytes]) -> None:
         for cover in block.covers:
@@ -214,10 +252,10 @@ class ShadowMap:
             if cover.missing > 1:
                 continue
             for canonical in cover.ids:
-                held = self._held[canonical]
+                held = self.held[canonical]
                 held.covers -= 1
                 if held.covers == 0:
-                    del self._held[canonical]
+                    del self.held[canonical]
                     self._ids_sum -= int.from_bytes(canonical, "little")
                     gone.append(canonical)
 
@@ -230,22 +268,22 @@ class ShadowMap:
         dead = [cover for cover in block.covers if cover.missing == len(cover.members)]
         for cover in dead:
             for member in cover.members:
-                other = self._blocks[member]
+                other = self.blocks[member]
                 other.covers.remove(cover)
                 if other is not block and other.copies == 0 and not other.covers:
-                    del self._blocks[member]
+                    del self.blocks[member]
         if not block.covers:
-            del self._blocks[engine_hash]
+            del self.blocks[engine_hash]
 
     # ------------------------------------------------------------ reading
 
     def runs(self, run_blocks_max: int) -> Iterator[BlocksStored]:
-        """Yield all held blocks as runs of at most `run_blocks_max`, parents before their children."""
+        """Yield all blocks as runs of at most `run_blocks_max`, parents before their children."""
         children: dict[bytes, list[bytes]] = {}
-        for canonical, held in self._held.items():
+        for canonical, held in self.held.items():
             children.setdefault(held.parent, []).append(canonical)
         # A block whose parent was evicted starts a run, like a block at the root.
-        starts = [canonical for canonical, held in self._held.items() if held.parent not in self._held]
+        starts = [canonical for canonical, held in self.held.items() if held.parent not in self.held]
         while starts:
             run = [starts.pop()]
             while len(run) < run_blocks_max and (following := children.get(run[-1])):
@@ -253,13 +291,14 @@ class ShadowMap:
                 starts.extend(following[1:])
             if len(run) == run_blocks_max:
                 starts.extend(children.get(run[-1], ()))
-            yield BlocksStored(parent=self._held[run[0]].parent, blocks=b"".join(run))
+            yield BlocksStored(parent=self.held[run[0]].parent, blocks=b"".join(run), tier=self._tier)
 
 
 class _Runs:
     """Newly held blocks, grouped into runs in which each block is the child of the one before."""
 
-    def __init__(self) -> None:
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
         self._links: list[tuple[bytes, bytes]] = []
 
     def add(self, parent: bytes, block: bytes) -> None:
@@ -270,7 +309,11 @@ class _Runs:
             return []
         starts = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(self._links)) if b[0] != a[1]), len(self._links)]
         return [
-            BlocksStored(parent=self._links[start][0], blocks=b"".join(block for _, block in self._links[start:end]))
+            BlocksStored(
+                parent=self._links[start][0],
+                blocks=b"".join(block for _, block in self._links[start:end]),
+                tier=self._tier,
+            )
             for start, end in pairwise(starts)
         ]
 

@@ -31,6 +31,7 @@ from baton.engines.engine import (
 )
 from baton.errors import BatonError, EngineFailed
 from baton.messages.attempts import Sampling
+from baton.messages.index import Tier
 
 DRIVER = Path(__file__).with_name("driver.py")
 START_TIMEOUT_S = 300.0
@@ -118,6 +119,10 @@ class RemoteEngine:
     async def abort(self, request: str, attempt: int) -> None:
         await self._result(self._send("abort", request=request, attempt=attempt))
 
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        sent = self._send("lend", key=key.hex(), blocks=blocks.hex(), sink_ranks=sink_ranks)
+        return int(await self._result(sent))
+
     def load(self) -> EngineLoad:
         return self._load
 
@@ -180,7 +185,7 @@ class RemoteEngine:
         if "id" in message:
             self._answers[message["id"]].put_nowait(message)
         elif "event" in message:
-            self._batches.put_nowait(_batch(message["event"]))
+            self._batches.put_nowait(read_batch(message["event"]))
         else:
             self._load = msgspec.convert(message["load"], EngineLoad)
             self._transfers = msgspec.convert(message["transfers"], TransferFigures, dec_hook=_made)
@@ -191,7 +196,7 @@ def _made(kind: type[Any], value: object) -> object:
     return kind(value)
 
 
-def _batch(batch: dict[str, Any]) -> EngineEventBatch:
+def read_batch(batch: dict[str, Any]) -> EngineEventBatch:
     events = zip(batch["kinds"], batch["events"], strict=True)
     return EngineEventBatch(
         sequence=batch["sequence"], events=tuple(_EVENTS[kind](**_plain(event)) for kind, event in events)
@@ -207,4 +212,6 @@ def _plain(event: dict[str, Any]) -> dict[str, Any]:
         fields["parent"] = bytes.fromhex(fields["parent"])
     if "tokens" in fields:
         fields["tokens"] = tuple(fields["tokens"])
+    if "tier" in fields:
+        fields["tier"] = Tier(fields["tier"])
     return fields

@@ -13,6 +13,7 @@ from random import Random
 from typing import Final
 
 from baton.errors import ConfigurationError, InvalidRequest
+from baton.pool.policy import PolicyName
 from baton_simulator.capacity import at_load
 from baton_simulator.policies import NAMES as POLICIES
 from baton_simulator.policies import on_fleet
@@ -27,6 +28,7 @@ SUMMARY: Final = "replay a recorded trace over simulated workers and compare pol
 WORKERS_MAX: Final = 10_000
 COPIES_MAX: Final = 1_000
 LOAD_MAX: Final = 100.0
+KV_POOL_BYTES_MAX: Final = 1 << 50
 PROGRESS_S: Final = 0.5
 PARTS: Final[Mapping[str, Callable[[Trace], Trace]]] = {
     "all": lambda trace: trace,
@@ -54,6 +56,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="baton",
         metavar="NAME[,NAME]",
         help=f"policies to compare: {', '.join(POLICIES)}, or all; default: %(default)s",
+    )
+    add(
+        "--kv-pool-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="host memory of each worker's KV pool; default: 0, no pool",
+    )
+    add(
+        "--kv-pool-policy",
+        choices=[name.value for name in PolicyName],
+        default=PolicyName.S3_FIFO.value,
+        help="which block leaves a full pool first; default: %(default)s",
     )
     add(
         "--load",
@@ -133,9 +148,14 @@ def parse_fleet(parsed: argparse.Namespace) -> Fleet:
         raise ConfigurationError("--workers serve aggregated; without them, give --prefill and --decode")
     if bool(prefill) != bool(decode):
         raise ConfigurationError("--prefill and --decode belong together: each needs the other")
-    if prefill:
-        return Fleet(prefill=prefill, decode=decode)
-    return Fleet(aggregated=workers or 8)
+    _check("--kv-pool-bytes", parsed.kv_pool_bytes, -1, KV_POOL_BYTES_MAX)
+    return Fleet(
+        aggregated=0 if prefill else workers or 8,
+        prefill=prefill,
+        decode=decode,
+        kv_pool_bytes=parsed.kv_pool_bytes,
+        kv_pool_policy=PolicyName(parsed.kv_pool_policy),
+    )
 
 
 def parse_policies(text: str) -> list[str]:

@@ -11,11 +11,13 @@ from random import Random
 from typing import Final
 
 from baton.errors import BatonError, ContextLengthExceeded
+from baton.pool.policy import PolicyName
 from baton_simulator.bound import SharedCache
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
 from baton_simulator.links import Links, Pull
-from baton_simulator.routers.protocol import Arrival, HoldingRouter, Role, Route, Router, WorkerSpec
+from baton_simulator.pool import WorkerPool
+from baton_simulator.routers.protocol import Arrival, HoldingRouter, Role, Route, Router, TieredRouter, WorkerSpec
 from baton_simulator.steps import StepModel, mocker_steps
 from baton_simulator.traffic.trace import Request, Trace
 from baton_simulator.worker import Leg, Worker
@@ -40,6 +42,11 @@ class Fleet:
     layers: int = 32
     """Layers of the model: a pull goes layer by layer, so one layer of the last chunk is left when that is computed."""
     beat_s: float = 0.25
+    kv_pool_bytes: int = 0
+    """Host memory of each worker's KV pool; 0: there is none."""
+    kv_pool_policy: PolicyName = PolicyName.S3_FIFO
+    promotion_bytes_per_s: float = 25e9
+    """Bandwidth from host memory to the device: of PCIe 4, 16 lanes."""
     shared_cache: bool = False
     """An infinite cache, shared by all workers: for the bound."""
 
@@ -64,6 +71,7 @@ class Fleet:
                 block_tokens=block_tokens,
                 kv_bytes_per_token=self.kv_bytes_per_token,
                 step_tokens_max=self.prefill_chunk_tokens if role == "prefill" else self.chunk_tokens,
+                pool_blocks=self.kv_pool_bytes // (block_tokens * self.kv_bytes_per_token),
             )
             for role, count in counts
             for n in range(count)
@@ -93,7 +101,9 @@ class Outcome:
     predicted_ttft_s: float | None = None
     predicted_at_s: float = 0.0
     cached_tokens: int = 0
-    """Prompt tokens that the worker which computed the prompt had in its cache."""
+    """Prompt tokens that the worker which computed the prompt had in its cache or its pool."""
+    promoted_tokens: int = 0
+    """Part of them that it promoted from its pool."""
     first_s: float | None = None
     last_s: float | None = None
     refused: str = ""
@@ -158,11 +168,13 @@ class Replay:
                 number=number,
                 queue=self._queue,
                 listener=self,
+                pool=self._new_pool(spec),
             )
             self._phases_s[spec.name] = phases.uniform(0, fleet.beat_s)
             self._beat_next(worker, self._phases_s[spec.name])
         self._numbered = list(self.workers.values())
         self._router = new_router(specs, routing)
+        self._tiered = self._router if isinstance(self._router, TieredRouter) else None
         self._holding = self._router if isinstance(self._router, HoldingRouter) else None
         self._output_tokens_max = output_tokens_max
         self._progress = progress
@@ -175,6 +187,17 @@ class Replay:
         if self._fleet.shared_cache:
             return SharedCache(in_use_max=spec.kv_blocks_total, seen=self._seen)
         return PrefixCache(in_use_max=spec.kv_blocks_total, blocks_max=self._fleet.kv_tokens // spec.block_tokens)
+
+    def _new_pool(self, spec: WorkerSpec) -> WorkerPool | None:
+        fleet = self._fleet
+        if not spec.pool_blocks or fleet.shared_cache:
+            return None
+        return WorkerPool(
+            slots=spec.pool_blocks,
+            policy=fleet.kv_pool_policy,
+            block_bytes=spec.block_tokens * spec.kv_bytes_per_token,
+            bytes_per_s=fleet.promotion_bytes_per_s,
+        )
 
     def run(self) -> list[Outcome]:
         thresholds = gc.get_threshold()
@@ -291,7 +314,7 @@ class Replay:
             self._router.cached(worker.spec.name, (), evicted, self._queue.now_s)
         flight = self._flights[leg.request]
         if not leg.is_pull:
-            flight.outcome.cached_tokens = leg.cached_tokens
+            flight.outcome.cached_tokens, flight.outcome.promoted_tokens = leg.cached_tokens, leg.promoted_tokens
             if leg is flight.source and flight.sink is not None:
                 # Only now, so that no memory of decode waits for a queue of prompts.
                 self.workers[flight.outcome.decode].submit(flight.sink)
@@ -326,6 +349,10 @@ class Replay:
             flight.is_computed = True
             if flight.pull is not None:
                 self._links.release_tail(flight.pull)
+
+    def on_saved(self, worker: Worker, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        if self._tiered is not None:
+            self._tiered.pooled(worker.spec.name, stored, evicted, self._queue.now_s)
 
     def on_first_token(self, worker: Worker, leg: Leg) -> None:
         flight = self._flights[leg.request]

@@ -30,7 +30,9 @@ class Summary:
     duration_s: float
     """From the first arrival to the last."""
     cached_share: float
-    """Prompt tokens that were cached where the prompt was computed, as a share of all prompt tokens."""
+    """Prompt tokens that were cached or pooled where the prompt was computed, as a share of all prompt tokens."""
+    promoted_share: float
+    """Part of `cached_share` that was promoted from pools."""
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -69,6 +71,7 @@ def summarise(outcomes: Sequence[Outcome], fleet: Fleet) -> Summary:
         refused_share_by_length=_refused_by_length(counted),
         duration_s=duration_s,
         cached_share=sum(outcome.cached_tokens for outcome in served) / prompt_tokens if prompt_tokens else 0.0,
+        promoted_share=sum(outcome.promoted_tokens for outcome in served) / prompt_tokens if prompt_tokens else 0.0,
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p90_s=percentile(ttfts, 0.9),
         ttft_p99_s=percentile(ttfts, 0.99),
@@ -137,6 +140,7 @@ COLUMNS: Final = (
     ("goodput", "{0.goodput:.1%}"),
     ("good/s", "{0.good_per_s:.2f}"),
     ("cached", "{0.cached_share:.3f}"),
+    ("promoted", "{0.promoted_share:.3f}"),
     ("TTFT p50", "{0.ttft_p50_s:.2f}"),
     ("p90", "{0.ttft_p90_s:.2f}"),
     ("p99 s", "{0.ttft_p99_s:.2f}"),

@@ -1,4 +1,5 @@
-"""A simulated worker: an engine that computes prompts in chunks, decodes in steps and keeps KV in an LRU cache.
+"""A simulated worker: an engine that computes prompts in chunks, decodes in steps and keeps KV in an LRU cache, and in
+a pool beneath it where there is one.
 
 Its state changes only where a *run* of steps ends. The steps of a run have the same sequences and at most one prompt in
 full chunks, so the time after any number of them has a closed form, and a run is one event, however long it is:
@@ -19,6 +20,7 @@ from typing import Protocol
 
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
+from baton_simulator.pool import WorkerPool
 from baton_simulator.routers.protocol import Event, Measured, WorkerSpec, WorkerState
 from baton_simulator.steps import StepModel
 
@@ -39,8 +41,15 @@ class Leg:
     position: int = 0
     """Prompt tokens whose KV is here."""
     cached_tokens: int = 0
-    """Prompt tokens that the cache held at admission; before it, those held on arrival."""
+    """Prompt tokens that cache and pool held at admission; before it, those that the cache held on arrival."""
     cached_blocks: int = 0
+    """Leading blocks that the device held at admission."""
+    promoted_tokens: int = 0
+    """Part of `cached_tokens` that is promoted from the pool."""
+    promoted_at_s: float = 0.0
+    """Instant at which that has ended."""
+    promotion_s: float = 0.0
+    """Time that it takes, with the promotions before it."""
 
 
 class Listener(Protocol):
@@ -58,6 +67,10 @@ class Listener(Protocol):
 
     def on_ended(self, worker: Worker, leg: Leg) -> None:
         """The last token exists, and the leg's memory is free."""
+        ...
+
+    def on_saved(self, worker: Worker, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        """The worker's pool has changed."""
         ...
 
     def before_change(self, worker: Worker) -> None:
@@ -129,10 +142,12 @@ class Worker:
         queue: EventQueue,
         listener: Listener,
         number: int = 0,
+        pool: WorkerPool | None = None,
     ) -> None:
         self.spec = spec
         self.number = number
         self.cache = cache
+        self.pool = pool
         self.beat_at_s = 0.0
         """Time of the next heartbeat, which the replay sends."""
         self.idle_beats = 0
@@ -149,6 +164,8 @@ class Worker:
         self._pulling = 0
         self._prompts: deque[Leg] = deque()
         """Prompts under computation, in order."""
+        self._promoting: dict[str, Leg] = {}
+        """Prompts whose prefix is being promoted, by request."""
         self._joiners: list[Leg] = []
         self._sequences: list[tuple[int, int, Leg]] = []
         """Heap of (last step, serial number, leg)."""
@@ -174,12 +191,13 @@ class Worker:
             done = run.steps_at(now_s)
             self._count(run, done)
             computing = sum(tokens * done for _, tokens in run.chunks)
-        queued = self._waiting_tokens + sum(leg.prompt_tokens - leg.position for leg in self._prompts) - computing
+        prompts = [*self._prompts, *self._promoting.values()]
+        queued = self._waiting_tokens + sum(leg.prompt_tokens - leg.position for leg in prompts) - computing
         measured, self._meter = self._meter.read(), _Meter()
         return WorkerState(
             name=self.spec.name,
             role=self.spec.role,
-            running=len(self._prompts) + len(self._sequences) + len(self._joiners) + self._run_joiners() + self._held,
+            running=len(prompts) + len(self._sequences) + len(self._joiners) + self._run_joiners() + self._held,
             waiting=len(self._waiting) + len(self._waiting_pulls) + self._pulling,
             prefill_tokens_queued=queued,
             kv_blocks_used=self.cache.in_use,
@@ -217,13 +235,28 @@ class Worker:
         """The KV of an admitted pull is here: the sequence joins the next step."""
         self._listener.before_change(self)
         self._pulling -= 1
-        self._joiners.append(leg)
         leg.position = leg.prompt_tokens
         now_s = self._queue.now_s
         self._meter.events.append(
-            Event(now_s, "pulled", leg.request, peer=peer, size_bytes=size_bytes, elapsed_s=moving_s)
+            Event(
+                now_s,
+                "pulled",
+                leg.request,
+                peer=peer,
+                size_bytes=size_bytes,
+                elapsed_s=moving_s,
+                promoted_tokens=leg.promoted_tokens,
+            )
         )
         self._listener.on_computed(self, leg)
+        self._save(leg)
+        if leg.promoted_at_s > now_s:
+            self._queue.add(leg.promoted_at_s, self._join, leg)
+        else:
+            self._join(leg)
+
+    def _join(self, leg: Leg) -> None:
+        self._joiners.append(leg)
         self._proceed(cut=True)
 
     def release(self, leg: Leg) -> None:
@@ -280,9 +313,12 @@ class Worker:
             budget -= tokens
         while budget and self._waiting and self._fits(self._waiting[0]):
             leg = self._waiting.popleft()
-            self._prompts.append(leg)
             self._waiting_tokens -= leg.prompt_tokens - leg.cached_tokens
             self._admit(leg)
+            if leg.promoted_tokens:
+                self._promoting[leg.request] = leg
+                continue
+            self._prompts.append(leg)
             tokens = min(leg.prompt_tokens - leg.position, budget)
             chunks.append((leg, tokens))
             budget -= tokens
@@ -299,7 +335,47 @@ class Worker:
     def _admit(self, leg: Leg) -> None:
         leg.cached_blocks, evicted = self.cache.admit(leg.blocks, leg.private_blocks)
         leg.position = leg.cached_tokens = self._tokens(leg, leg.cached_blocks)
+        if self.pool is not None:
+            self._promote(leg, self.pool)
         self._listener.on_admitted(self, leg, evicted)
+
+    def _promote(self, leg: Leg, pool: WorkerPool) -> None:
+        """Begin to promote what the pool holds beyond the cache."""
+        reach = pool.match(leg.blocks, leg.cached_blocks)
+        if reach == leg.cached_blocks:
+            return
+        now_s, held_tokens = self._queue.now_s, leg.cached_tokens
+        leg.promoted_at_s = pool.promote(leg.blocks, leg.cached_blocks, reach, now_s)
+        leg.promotion_s = leg.promoted_at_s - now_s
+        leg.position = leg.cached_tokens = self._tokens(leg, reach)
+        leg.promoted_tokens = leg.cached_tokens - held_tokens
+        self._queue.add(leg.promoted_at_s, self._on_promoted, (leg, reach))
+
+    def _on_promoted(self, promoted: tuple[Leg, int]) -> None:
+        leg, reach = promoted
+        pool = self.pool
+        assert pool is not None
+        self._listener.before_change(self)
+        pool.promoted(leg.blocks, leg.cached_blocks, reach)
+        blocks = reach - leg.cached_blocks
+        event = Event(
+            self._queue.now_s,
+            "promoted",
+            leg.request,
+            size_bytes=blocks * pool.block_bytes,
+            elapsed_s=pool.copy_s(blocks),
+        )
+        self._meter.events.append(event)
+        if self._promoting.pop(leg.request, None) is not None:
+            self._prompts.append(leg)
+            self._proceed(cut=self._run is not None and not self._run.chunks)
+
+    def _save(self, leg: Leg) -> None:
+        """Save a prompt in the pool."""
+        if self.pool is not None:
+            stored, evicted = self.pool.save(leg.blocks)
+            if stored or evicted:
+                self._listener.on_saved(self, stored, evicted)
 
     def _tokens(self, leg: Leg, blocks: int) -> int:
         """Return the prompt tokens that cached blocks save; the last token is always computed, to sample from it."""
@@ -329,10 +405,21 @@ class Worker:
 
     def _on_computed(self, leg: Leg) -> None:
         computed_tokens = leg.prompt_tokens - leg.cached_tokens
-        self._meter.events.append(Event(self._queue.now_s, "computed", leg.request, computed_tokens, leg.prompt_tokens))
+        self._meter.events.append(
+            Event(
+                self._queue.now_s,
+                "computed",
+                leg.request,
+                computed_tokens,
+                leg.prompt_tokens,
+                elapsed_s=leg.promotion_s,
+                promoted_tokens=leg.promoted_tokens,
+            )
+        )
         if not leg.output_tokens:
             self._held += 1
         self._listener.on_computed(self, leg)
+        self._save(leg)
         if leg.output_tokens:
             self._on_first_token(leg)
 

@@ -29,26 +29,26 @@ class SpilledIndex(ColdIndex):
         super().__init__(stub_bytes=0)
         self._store: ColdStore = self.stores.cold(uuid4().hex)
 
-    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         return self._call(lambda: super(SpilledIndex, self).store(worker, parent, blocks, tier))
 
-    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         return self._call(lambda: super(SpilledIndex, self).remove(worker, blocks, tier))
 
     def clear(self, worker: str) -> int:
         return self._call(lambda: super(SpilledIndex, self).clear(worker))
 
-    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+    def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
         return self._call(lambda: super(SpilledIndex, self).dump(worker, tier))
 
-    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
         self._call(lambda: super(SpilledIndex, self).load(worker, runs, tier))
 
-    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
+    def match(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> dict[str, int]:
         return self._call(lambda: self._match(blocks, tier))
 
     def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
-        active, either = self.match(blocks), self.match(blocks, Tier.HISTORY)
+        active, either = self.match(blocks), self.match(blocks, Tier.POOL)
         return {worker: (active.get(worker, 0), reach) for worker, reach in either.items()}
 
     def _match(self, blocks: bytes, tier: Tier) -> dict[str, int]:

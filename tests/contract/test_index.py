@@ -154,8 +154,8 @@ def test_a_fingerprint_is_of_the_set_and_not_of_the_way_to_it(index: Index) -> N
     assert index.fingerprint("a").blocks == 2
     expected = (int.from_bytes(block("a"), "little") + int.from_bytes(block("abc"), "little")) % (1 << 128)
     assert index.fingerprint("a").ids == expected.to_bytes(16, "little")
-    index.store("a", block("a"), block("ab"), Tier.HISTORY)
-    assert index.fingerprint("a", Tier.HISTORY) == Fingerprint(blocks=1, ids=block("ab"))
+    index.store("a", block("a"), block("ab"), Tier.POOL)
+    assert index.fingerprint("a", Tier.POOL) == Fingerprint(blocks=1, ids=block("ab"))
     index.clear("b")
     index.load("a", [])
     assert index.fingerprint("a") == index.fingerprint("b") == nothing
@@ -166,39 +166,39 @@ def test_a_fingerprint_is_of_the_set_and_not_of_the_way_to_it(index: Index) -> N
 
 def test_history_counts_behind_what_is_active(index: Index) -> None:
     index.store("a", b"", chain("abcd"))
-    assert index.store("a", block("ab"), chain("abcd")[32:], Tier.HISTORY) == 2
-    index.store("b", b"", chain("ab"), Tier.HISTORY)
+    assert index.store("a", block("ab"), chain("abcd")[32:], Tier.POOL) == 2
+    index.store("b", b"", chain("ab"), Tier.POOL)
     index.remove("a", chain("abcd")[32:])
     assert index.match(chain("abcd")) == {"a": 2}
-    assert index.match(chain("abcd"), Tier.HISTORY) == {"a": 4, "b": 2}
+    assert index.match(chain("abcd"), Tier.POOL) == {"a": 4, "b": 2}
     assert index.match_tiers(chain("abcd")) == {"a": (2, 4), "b": (0, 2)}
     assert index.size() == IndexSize(workers=2, blocks=4, holdings=6)
 
 
 def test_a_hole_in_the_active_cache_is_bridged_by_history(index: Index) -> None:
     index.store("a", b"", chain("abc"))
-    index.store("a", block("a"), block("ab"), Tier.HISTORY)
+    index.store("a", block("a"), block("ab"), Tier.POOL)
     index.remove("a", block("ab"))
     assert index.match_tiers(chain("abc")) == {"a": (1, 3)}
 
 
 def test_tiers_are_removed_dumped_and_loaded_apart(index: Index) -> None:
     index.store("a", b"", chain("ab"))
-    index.store("a", b"", chain("ab"), Tier.HISTORY)
-    assert index.remove("a", chain("ab"), Tier.HISTORY) == 2
+    index.store("a", b"", chain("ab"), Tier.POOL)
+    assert index.remove("a", chain("ab"), Tier.POOL) == 2
     assert index.match_tiers(chain("ab")) == {"a": (2, 2)}
-    index.load("a", [Run(parent=b"", blocks=chain("xyz"))], Tier.HISTORY)
+    index.load("a", [Run(parent=b"", blocks=chain("xyz"))], Tier.POOL)
     assert links(index.dump("a")).keys() == {block("a"), block("ab")}
-    assert links(index.dump("a", Tier.HISTORY)).keys() == {block("x"), block("xy"), block("xyz")}
+    assert links(index.dump("a", Tier.POOL)).keys() == {block("x"), block("xy"), block("xyz")}
     assert index.clear("a") == 5
     assert index.size() == IndexSize(workers=0, blocks=0, holdings=0)
 
 
 def test_a_parent_may_be_on_the_other_tier(index: Index) -> None:
     index.store("a", b"", chain("ab"))
-    assert index.store("a", block("ab"), block("abc"), Tier.HISTORY) == 1
+    assert index.store("a", block("ab"), block("abc"), Tier.POOL) == 1
     with pytest.raises(UnknownParent):
-        index.store("b", block("ab"), block("abc"), Tier.HISTORY)
+        index.store("b", block("ab"), block("abc"), Tier.POOL)
 
 
 # ---------------------------------------------------------------- copies
@@ -217,7 +217,7 @@ def test_what_was_stored_twice_is_held_until_it_is_removed_twice(counting: Index
 
 def test_copies_are_counted_on_each_tier(counting: Index) -> None:
     counting.store("a", b"", chain("a"))
-    counting.store("a", b"", chain("a"), Tier.HISTORY)
+    counting.store("a", b"", chain("a"), Tier.POOL)
     counting.remove("a", chain("a"))
     assert counting.match_tiers(chain("a")) == {"a": (0, 1)}
 

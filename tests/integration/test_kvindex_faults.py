@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from baton import subjects
 from baton.cli.asking import ask_all
 from baton.errors import BatonError
-from baton.messages.index import BlocksStored, IndexQuery, IndexReport, KvEvents
+from baton.messages.index import BlocksStored, IndexQuery, IndexReport, KvEvents, Tier
 from tests.harness.index.services import PREFIX, WRITES, Pair, running_pair, said, until
 from tests.harness.index.worker import Worker, chain, working, written
 
@@ -41,14 +41,15 @@ class Chaos:
 
     async def _step(self) -> None:
         random, worker = self._random, self.worker
+        tier = random.choice(list(Tier))
         path = random.choice(PATHS)
         path = path[: random.randint(1, len(path))]
         match random.choices(["store", "remove", "clear", "restart"], [60, 35, 2, 1])[0]:
             case "store":
-                event = worker.stored(path)
+                event = worker.stored(path, tier)
             case "remove":
-                held = list(worker.held)
-                event = worker.removed(b"".join(random.sample(held, min(len(held), 2))))
+                held = list(worker.on(tier))
+                event = worker.removed(b"".join(random.sample(held, min(len(held), 2))), tier)
             case "clear":
                 event = worker.cleared()
             case _:
@@ -69,7 +70,8 @@ class Chaos:
                 self._late.append(event)
             case "wrong":
                 # No number is missing, so nothing but the fingerprint can tell.
-                phantom = BlocksStored(parent=b"", blocks=chain("phantom"))
+                tier = self._random.choice(list(Tier))
+                phantom = BlocksStored(parent=b"", blocks=chain("phantom"), tier=tier)
                 await self._send(replace(event, events=(phantom,)))
             case _:
                 pass
@@ -135,9 +137,9 @@ async def differences(pair: Pair, workers: list[Worker]) -> list[str]:
     except BatonError as error:
         return [f"the bus: {error}"]
     found = [f"{len(reports)} indexes answered"] if len(reports) != len(pair.services) else []
-    truth = {worker.name: (worker.generation, worker.fingerprint()) for worker in workers}
+    truth = {worker.name: (worker.generation, *map(worker.fingerprint, Tier)) for worker in workers}
     for report in reports:
-        known = {each.worker: (each.generation, each.held) for each in report.workers}
+        known = {each.worker: (each.generation, each.held, each.pooled) for each in report.workers}
         found += [
             f"{report.instance}: {known.get(name)} of {name} is {its}"
             for name, its in truth.items()
@@ -145,7 +147,7 @@ async def differences(pair: Pair, workers: list[Worker]) -> list[str]:
         ]
     for worker in workers:
         with suppress(KeyError):
-            if await written(pair.redis.url, PREFIX, worker) == worker.held:
+            if all([await written(pair.redis.url, PREFIX, worker, tier) == worker.on(tier) for tier in Tier]):
                 continue
         found.append(f"Redis has not what {worker.name} holds")
     return found
@@ -189,5 +191,5 @@ async def test_the_index_equals_the_truth_soon_after_the_last_fault(
         assert all(isinstance(end, asyncio.CancelledError) for end in ends), ends
         await until_equal(pair, workers)
         for each, how in zip(chaos, ("lost", "wrong", "twice"), strict=True):
-            await each.tell(each.worker.stored("the end"), how)
+            await each.tell(each.worker.stored("the end", Tier.POOL), how)
         await until_equal(pair, workers)

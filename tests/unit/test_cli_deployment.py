@@ -14,10 +14,11 @@ import pytest
 from baton.cli import servers
 from baton.cli.deployment import Deployment, check_deployment, find_model, resolve, service_programs, worker_programs
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
-from baton.cli.main import main, run
+from baton.cli.main import main, parse_pool_bytes, run
 from baton.cli.servers import free_port
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
+from baton.pool.memory import available_bytes
 from baton.processes.child import Program, describe_exit
 from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 
@@ -346,3 +347,24 @@ def test_a_folder_that_cannot_be_made_is_named(
     said = capsys.readouterr().err
     assert place in said
     assert "--folder" in said
+
+
+def test_the_kv_pool_is_off_unless_its_size_is_given(tmp_path: Path) -> None:
+    def pool_bytes(**changes: object) -> object:
+        deployment = make_deployment(tmp_path, device="cpu", **changes)
+        program = next(program for program in all_programs(deployment) if program.name == "decode-0")
+        return json.loads(flags(program)["--engine-options"]).get("kv_pool_bytes")
+
+    assert pool_bytes() is None
+    assert pool_bytes(kv_pool_bytes=1 << 30) == 1 << 30
+    assert pool_bytes(kv_pool_bytes=1 << 30, engine_options={"kv_pool_bytes": 5}) == 5
+    # A quarter of what is free, which changes meanwhile, divided by two workers.
+    shared = pool_bytes(kv_pool_bytes=None)
+    assert isinstance(shared, int)
+    assert 0 < shared < available_bytes() / 4
+
+
+@pytest.mark.parametrize("text", ["much", "-1", "1e9", ""])
+def test_malformed_pool_sizes_are_named(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="number of bytes or auto"):
+        parse_pool_bytes(text)

@@ -34,8 +34,8 @@ def test_a_survey_shows_the_depth_and_what_most_workers_hold(index: RadixIndex) 
     for worker in "abc":
         index.store(worker, b"", chain("system" + worker * 3))
     index.store("d", b"", chain("sys"))
-    index.store("d", b"", chain("s"), Tier.HISTORY)
-    index.store("e", b"", chain("alone" * 3), Tier.HISTORY)
+    index.store("d", b"", chain("s"), Tier.POOL)
+    index.store("e", b"", chain("alone" * 3), Tier.POOL)
     survey = index.survey(3)
     assert survey.depth == 15
     shared = [(block("sys"), 3, 4), (block("system"), 6, 3), (block("alone" * 3), 15, 1)]
@@ -57,7 +57,7 @@ def test_a_survey_looks_behind_unheld_blocks(index: RadixIndex) -> None:
 def test_a_branch_moves_with_all_its_holders(index: RadixIndex) -> None:
     index.store("a", b"", chain("abcdef"))
     index.store("b", b"", chain("abcx"))
-    index.store("b", block("abc"), block("abcd"), Tier.HISTORY)
+    index.store("b", block("abc"), block("abcd"), Tier.POOL)
     branches = index.dump_behind(block("abc"))
     assert branches[0] == Branch(block("ab"), block("abc"), ["a", "b"], [])
     copy = RadixIndex()

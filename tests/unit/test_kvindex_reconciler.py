@@ -9,11 +9,11 @@ import pytest
 from baton_kvindex.apply import EVENTS_BYTES_MAX
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.counters import ResyncReason
-from baton_kvindex.durable import Journal
+from baton_kvindex.durable import Journal, SavedWorker, runs_of, slots
 from baton_kvindex.index import IndexFull, Run, Tier, link, split_ids
 from baton_kvindex.indexed_worker import WAITING_BYTES_MAX
 from baton_kvindex.radix import RadixIndex
-from baton_kvindex.reconciler import Reconciler
+from baton_kvindex.reconciler import LocalMatch, Reconciler
 from baton_kvindex.trees import Trees
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,6 +23,7 @@ from msgspec.structs import replace
 from baton.messages.base import WorkerAddress
 from baton.messages.index import BlocksRemoved, BlocksStored, KvEvents, ShadowPage
 from baton.messages.workers import Fingerprint, Goodbye
+from tests.contract.index_world import block
 from tests.harness.index.table import TableIndex
 from tests.harness.index.worker import MODEL, Cache, chain
 
@@ -31,8 +32,13 @@ def make_reconciler(**options: Any) -> Reconciler:
     return Reconciler(RadixIndex, IndexSettings(**options), Journal(blocks_max=1000))
 
 
-def holdings(reconciler: Reconciler, worker: str = "w") -> dict[bytes, bytes]:
-    return {block: parent for run in reconciler.dump(worker) for block, parent in link(run.parent, run.blocks)}
+def holdings(reconciler: Reconciler, worker: str = "w", tier: Tier = Tier.DEVICE) -> dict[bytes, bytes]:
+    runs = [run for run in reconciler.dump(worker) if run.tier is tier]
+    return {block: parent for run in runs for block, parent in link(run.parent, run.blocks)}
+
+
+def equal(reconciler: Reconciler, worker: Cache) -> bool:
+    return all(holdings(reconciler, tier=tier) == worker.on(tier) for tier in Tier)
 
 
 def resync_due(reconciler: Reconciler, worker: Cache, now_s: float) -> int:
@@ -52,6 +58,58 @@ def test_events_in_order_are_applied() -> None:
     assert reconciler.match("another model", chain("abc")).held == {}
     assert reconciler.due_resyncs(0.0) == []
     assert reconciler.stream_sequence == 2
+
+
+def test_a_match_says_how_far_each_tier_reaches() -> None:
+    reconciler, worker, other = make_reconciler(), Cache(), Cache("v")
+    reconciler.on_events(other.stored("a"), 1, 0.0)
+    reconciler.on_events(worker.stored("ab"), 2, 0.0)
+    assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"w": 2, "v": 1})
+    reconciler.on_events(worker.stored("abc", Tier.POOL), 3, 0.0)
+    reconciler.on_events(other.stored("ab", Tier.POOL), 4, 0.0)
+    assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"w": 2, "v": 1}, {"w": 3, "v": 2})
+    reconciler.on_events(worker.removed(chain("ab")), 5, 0.0)
+    assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"v": 1}, {"w": 3, "v": 2})
+    reconciler.on_events(worker.cleared(), 6, 0.0)
+    assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"v": 1}, {"v": 2})
+
+
+def test_a_pool_that_differs_is_resynced() -> None:
+    reconciler, worker = make_reconciler(), Cache()
+    reconciler.on_events(worker.stored("ab"), 1, 0.0)
+    reconciler.on_events(worker.stored("abc", Tier.POOL), 2, 0.0)
+    worker.pooled |= dict(link(b"", chain("x")))
+    reconciler.on_heartbeat(worker.heartbeat(), 0.0)
+    assert reconciler.counters.resyncs[ResyncReason.DRIFT] == 1
+    assert resync_due(reconciler, worker, 0.0) == 1
+    assert equal(reconciler, worker)
+    assert reconciler.settled()
+
+
+def test_the_durable_form_has_both_tiers() -> None:
+    reconciler, worker = make_reconciler(), Cache()
+    reconciler.on_events(worker.stored("ab"), 1, 0.0)
+    reconciler.on_events(worker.stored("abc", Tier.POOL), 2, 0.0)
+    reconciler.on_events(worker.removed(block("ab"), Tier.POOL), 3, 0.0)
+    change = reconciler.take_batch().workers["w"]
+    assert change is not None
+    assert change.runs is not None, "a worker is written whole at first"
+    again = make_reconciler()
+    again.restore_worker("w", SavedWorker(change.state, change.runs), 0.0)
+    assert equal(again, worker)
+    reconciler.on_events(worker.stored("xy", Tier.POOL), 4, 0.0)
+    reconciler.on_events(worker.removed(block("a")), 5, 0.0)
+    change = reconciler.take_batch().workers["w"]
+    assert change is not None
+    assert change.runs is None
+    slots_now = {slot: parent for run in again.dump("w") for slot, parent in slots(run.parent, run.blocks, run.tier)}
+    slots_now |= change.stored
+    for slot in change.removed:
+        del slots_now[slot]
+    again = make_reconciler()
+    again.restore_worker("w", SavedWorker(change.state, runs_of(slots_now)), 0.0)
+    assert equal(again, worker)
+    assert again.match(MODEL, chain("xyz")) == LocalMatch({}, {"w": 2})
 
 
 def test_duplicates_and_older_generations_are_dropped() -> None:
@@ -195,12 +253,12 @@ def test_each_kind_of_bad_input_is_counted_and_disturbs_nothing_else() -> None:
 
 def test_a_full_index_is_counted_and_serves_what_it_has() -> None:
     class Full(TableIndex):
-        def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+        def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
             if blocks == chain("more"):
                 raise IndexFull("no room")
             return super().store(worker, parent, blocks, tier)
 
-        def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+        def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
             raise IndexFull("no room")
 
     reconciler, worker = Reconciler(Full, IndexSettings(), Journal(1000)), Cache()
@@ -367,13 +425,13 @@ class LossyStream(RuleBasedStateMachine):
     def emit(self, message: KvEvents) -> None:
         self.in_flight.append(message)
 
-    @rule(path=st.text(alphabet="ab", min_size=1, max_size=5))
-    def store(self, path: str) -> None:
-        self.emit(self.worker.stored(path))
+    @rule(path=st.text(alphabet="ab", min_size=1, max_size=5), tier=st.sampled_from(Tier))
+    def store(self, path: str, tier: Tier) -> None:
+        self.emit(self.worker.stored(path, tier))
 
-    @rule(path=st.text(alphabet="ab", min_size=1, max_size=5))
-    def remove(self, path: str) -> None:
-        self.emit(self.worker.removed(chain(path)))
+    @rule(path=st.text(alphabet="ab", min_size=1, max_size=5), tier=st.sampled_from(Tier))
+    def remove(self, path: str, tier: Tier) -> None:
+        self.emit(self.worker.removed(chain(path), tier))
 
     @rule()
     def clear(self) -> None:
@@ -428,9 +486,9 @@ class LossyStream(RuleBasedStateMachine):
             self.reconciler.on_heartbeat(self.worker.heartbeat(), self.now_s)
             self.reconciler.on_tick(self.now_s)
             resync_due(self.reconciler, self.worker, self.now_s)
-            if self.reconciler.settled() and holdings(self.reconciler) == self.worker.held:
+            if self.reconciler.settled() and equal(self.reconciler, self.worker):
                 break
-        assert holdings(self.reconciler) == self.worker.held
+        assert equal(self.reconciler, self.worker)
         assert self.reconciler.settled()
 
 

@@ -18,7 +18,7 @@ from baton.engines.engine import (
 )
 from baton.errors import ConfigurationError
 from baton.messages.base import pack_tokens
-from baton.messages.index import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored
+from baton.messages.index import BlockEvent, BlocksCleared, BlocksRemoved, BlocksStored, Tier
 from baton.messages.workers import Fingerprint
 from baton.worker.shadow import ShadowMap
 
@@ -57,22 +57,29 @@ class Feed:
         self.shadow = shadow
         self.sequence = 0
         self.index: dict[bytes, bytes] = {}
+        """Blocks on the device."""
+        self.pooled: dict[bytes, bytes] = {}
+
+    def on(self, tier: Tier) -> dict[bytes, bytes]:
+        return self.index if tier is Tier.DEVICE else self.pooled
 
     def __call__(self, *events: EngineBlockEvent) -> list[BlockEvent]:
         self.sequence += 1
         changes = self.shadow.apply(EngineEventBatch(sequence=self.sequence, events=events))
         for change in changes:
             match change:
-                case BlocksStored(parent=parent, blocks=blocks):
+                case BlocksStored(parent=parent, blocks=blocks, tier=tier):
+                    assert not parent or parent in self.index or parent in self.pooled, "an index would refuse it"
                     for block in split_ids(blocks):
-                        assert block not in self.index, "stored twice"
-                        self.index[block] = parent
+                        assert block not in self.on(tier), "stored twice"
+                        self.on(tier)[block] = parent
                         parent = block
-                case BlocksRemoved(blocks=blocks):
+                case BlocksRemoved(blocks=blocks, tier=tier):
                     for block in split_ids(blocks):
-                        del self.index[block]
+                        del self.on(tier)[block]
                 case BlocksCleared():
                     self.index.clear()
+                    self.pooled.clear()
         return changes
 
 
@@ -198,6 +205,69 @@ def test_runs_give_everything_back_parents_first() -> None:
                 assert block not in seen
                 seen[block], parent = parent, block
         assert seen == feed.index
+
+
+def pool_stored(ids: list[bytes], tokens: list[int], size: int, first: int, end: int) -> EngineBlocksStored:
+    """Return the event of pool blocks [first, end) of a prompt, keyed by the canonical ids at their ends."""
+    keys = ids[size // CANONICAL - 1 :: size // CANONICAL]
+    return EngineBlocksStored(
+        parent=keys[first - 1] if first else None,
+        hashes=tuple(keys[first:end]),
+        tokens=tuple(tokens[first * size : end * size]),
+        block_tokens=size,
+        tier=Tier.POOL,
+    )
+
+
+def test_the_pool_continues_what_only_the_device_holds_and_not_what_nothing_holds() -> None:
+    tokens = list(range(256))
+    ids, feed = ids_of(tokens), Feed(shadow_map(64))
+    feed(stored(tokens[:64], ["e1"], 64))
+    assert feed(pool_stored(ids, tokens, 64, 1, 2)) == [
+        BlocksStored(parent=ids[1], blocks=ids[2] + ids[3], tier=Tier.POOL)
+    ]
+    feed(removed("e1"))
+    assert (list(feed.index), list(feed.pooled)) == ([], ids[2:4])
+    assert feed(pool_stored(ids, tokens, 64, 3, 4)) == [], "its parent is on no tier"
+    assert feed.shadow.ignored_blocks == 1
+    feed(pool_stored(ids, tokens, 64, 0, 1), EngineBlocksRemoved(hashes=(ids[3],), tier=Tier.POOL))
+    assert set(feed.pooled) == set(ids[:2])
+    assert {run.tier for run in feed.shadow.runs(100)} == {Tier.POOL}
+    feed(EngineBlocksCleared())
+    assert feed.shadow.fingerprint(Tier.POOL) == Fingerprint()
+    assert feed.shadow.engine_blocks == 0
+
+
+@given(
+    size=st.sampled_from([32, 64]),
+    choices=st.lists(st.tuples(st.sampled_from(["device", "pool", "evict", "drop"]), st.integers(0, 7)), max_size=60),
+)
+def test_both_tiers_equal_a_recount(size: int, choices: list[tuple[str, int]]) -> None:
+    """The blocks of one prompt are computed on the device, saved to the pool, and evicted from either, in any order."""
+    tokens = list(range(size * 8))
+    ids, feed = ids_of(tokens), Feed(shadow_map(size))
+    device, pool = set[int](), set[int]()
+    for what, number in choices:
+        if what == "device" and number not in device and (not number or number - 1 in device):
+            parent = str(number - 1) if number else None
+            feed(stored(tokens[number * size :][:size], [str(number)], size, parent=parent))
+            device.add(number)
+        elif what == "pool" and number not in pool and (not number or number - 1 in device | pool):
+            feed(pool_stored(ids, tokens, size, number, number + 1))
+            pool.add(number)
+        elif what == "evict" and number in device:
+            feed(removed(str(number)))
+            device.remove(number)
+        elif what == "drop" and number in pool:
+            feed(EngineBlocksRemoved(hashes=(ids[(number + 1) * size // CANONICAL - 1],), tier=Tier.POOL))
+            pool.remove(number)
+        for tier, expected in ((Tier.DEVICE, device), (Tier.POOL, pool)):
+            held = {each for n in expected for each in ids[n * size // CANONICAL : (n + 1) * size // CANONICAL]}
+            assert set(feed.on(tier)) == held
+            assert feed.shadow.fingerprint(tier).blocks == len(held)
+    runs = {tier: [run for run in feed.shadow.runs(3) if run.tier is tier] for tier in Tier}
+    for tier in Tier:
+        assert {each for run in runs[tier] for each in split_ids(run.blocks)} == set(feed.on(tier))
 
 
 @pytest.mark.parametrize("size", [48, 20, 0])

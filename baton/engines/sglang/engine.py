@@ -137,6 +137,9 @@ class SglangEngine:
         if key := self._attempts.lease(request, attempt):
             host.tell(EndLease(key=key))
 
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        return 0
+
     def load(self) -> EngineLoad:
         self._alive()
         return replace(self._recorder.load, leased=self._attempts.leased)

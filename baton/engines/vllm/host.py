@@ -65,6 +65,10 @@ class VllmHost(EngineHost["AsyncLLM"]):
             hands_off = choose_handoff(self._own.handoff, self._role, here)
             if hands_off:
                 check_handoff(arguments)
+            elif self._own.kv_pool_bytes:
+                raise ConfigurationError(
+                    "engine option kv_pool_bytes needs an engine that hands off KV", param="kv_pool_bytes"
+                )
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
                 structured = StructuredOutputsConfig(
@@ -96,7 +100,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
     def _transfer_config(self, *, hands_off: bool) -> KVTransferConfig:
         from vllm.config import KVTransferConfig
 
-        from baton.connectors.vllm import AGENT_SETTING, DIGEST_SETTING, AgentSetting
+        from baton.connectors.vllm import AGENT_SETTING, DIGEST_SETTING, POOL_SETTING, AgentSetting
 
         module, _, connector = self._own.connector.partition(":")
         return KVTransferConfig(
@@ -108,6 +112,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
             kv_connector_extra_config={
                 AGENT_SETTING: AgentSetting(self._agent) if hands_off else None,
                 DIGEST_SETTING: self.digest,
+                POOL_SETTING: self._own.kv_pool_bytes,
             },
         )
 

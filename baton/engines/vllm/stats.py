@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class StatLogger(LoadRecorder):
     """A recorder with vLLM's interface (`StatLoggerBase`)."""
 
+    _external_tokens = 0
+    """Prompt tokens whose KV was pulled or promoted."""
+
     def record(
         self,
         scheduler_stats: SchedulerStats | None,
@@ -41,11 +44,15 @@ class StatLogger(LoadRecorder):
         if iteration_stats is not None:
             prompt = iteration_stats.prompt_token_stats
             load = self.load
+            self._external_tokens += prompt.external_kv_transfer
             self.load = replace(
                 load,
                 prompt_tokens_computed=load.prompt_tokens_computed + prompt.computed,
                 prompt_tokens_cached=load.prompt_tokens_cached + prompt.local_cache_hit,
-                prompt_tokens_pulled=load.prompt_tokens_pulled + prompt.external_kv_transfer,
+                # vLLM counts a promotion when its request is scheduled, later than the pool does.
+                prompt_tokens_pulled=max(
+                    load.prompt_tokens_pulled, self._external_tokens - self.load.pool.promoted_tokens
+                ),
                 preemptions=load.preemptions + iteration_stats.num_preempted_reqs,
             )
 

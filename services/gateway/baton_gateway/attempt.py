@@ -88,6 +88,8 @@ class AttemptMachine:
         """Error that ended the previous attempt."""
         self.cached_tokens = 0
         """Prompt tokens that the present attempt's workers had cached, as far as reported."""
+        self.promoted_tokens = 0
+        """Part of them that was promoted from a pool."""
         self.accept_s = timers.accept_s
         """Time for this attempt's workers to accept it; grows with each failure, and in a burst."""
         self._timers = timers
@@ -159,9 +161,9 @@ class AttemptMachine:
                 self._on_time(now_s)
             case ev.DigestArrived():
                 self._on_digest(now_s, event)
-            case ev.PromptComputed(attempt, cached_tokens):
+            case ev.PromptComputed(attempt, cached_tokens, promoted_tokens):
                 if attempt == self.attempt:
-                    self.cached_tokens = max(self.cached_tokens, cached_tokens)
+                    self._note_cached(cached_tokens, promoted_tokens)
             case ev.WorkerGone():
                 self._on_worker_gone(now_s, event)
             case ev.WorkerLeaving():
@@ -248,7 +250,7 @@ class AttemptMachine:
         self.placement = placement
         self.output.begin_attempt()
         self._absences = 0
-        self.cached_tokens = 0
+        self.cached_tokens = self.promoted_tokens = 0
         self._awaited = {address.worker for address in placement.addresses}
         self.accept_s = self._timers.accept_s * ACCEPT_GROWTH**self._search.failures * (1 + unanswered / ACCEPT_BURST)
         self._phase_until_s = now_s + self.accept_s
@@ -306,7 +308,7 @@ class AttemptMachine:
         if known > len(tokens):
             return
         if frame.usage is not None:
-            self.cached_tokens = max(self.cached_tokens, frame.usage.cached_tokens)
+            self._note_cached(frame.usage.cached_tokens, frame.usage.promoted_tokens)
         if fresh := tokens[known:]:
             if self.phase is not Phase.STREAMING:
                 self._search.note_accepted()
@@ -327,9 +329,13 @@ class AttemptMachine:
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
         return ev.Deliver(tokens, frame.logprobs[known:], ends or output.is_ended)
 
+    def _note_cached(self, cached_tokens: int, promoted_tokens: int) -> None:
+        self.cached_tokens = max(self.cached_tokens, cached_tokens)
+        self.promoted_tokens = max(self.promoted_tokens, promoted_tokens)
+
     def _on_finish(self, now_s: float, finish: Finish) -> None:
         assert self.placement is not None
-        self.cached_tokens = max(self.cached_tokens, finish.usage.cached_tokens)
+        self._note_cached(finish.usage.cached_tokens, finish.usage.promoted_tokens)
         if finish.reason in (FinishReason.STOP, FinishReason.LENGTH):
             acknowledged = [address.worker for address in self.placement.addresses]
             self._actions += [ev.SendAcknowledge(worker, self.attempt) for worker in acknowledged]

@@ -95,10 +95,11 @@ class FrameArrived:
 
 @dataclass(frozen=True, slots=True)
 class PromptComputed:
-    """Prefill is done; its worker had `cached_tokens` of the prompt in its cache."""
+    """Prefill is done; its worker had `cached_tokens` of the prompt, and promoted some of them from its pool."""
 
     attempt: int
     cached_tokens: int
+    promoted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ class AnswerReport:
         self._first = (0.0, 0)
         """Instant of the attempt's first tokens, and tokens of the answer by then."""
         self._starts_at = 0
-        self._cached_tokens = 0
+        self._cached_tokens = self._promoted_tokens = 0
 
     def note_position(self, position: int) -> None:
         """Note the number of requests before this one in a scheduler's queue."""
@@ -71,14 +71,18 @@ class AnswerReport:
             self._begin(machine.attempt, machine.phase)
         if machine.placement is not None:
             self._placement, self._starts_at = machine.placement, machine.output.starts_at
-            self._cached_tokens = max(self._cached_tokens, machine.cached_tokens)
+            self._note_cached()
         if change.ttft_s is not None:
             self._ttft_s, self._first = change.ttft_s, (now_s, len(machine.output.tokens))
 
     def end(self, outcome: Outcome | None, error: Exception | None) -> None:
         """Report the last attempt."""
-        self._cached_tokens = max(self._cached_tokens, self._machine.cached_tokens)
+        self._note_cached()
         self._send(error, outcome)
+
+    def _note_cached(self) -> None:
+        self._cached_tokens = max(self._cached_tokens, self._machine.cached_tokens)
+        self._promoted_tokens = max(self._promoted_tokens, self._machine.promoted_tokens)
 
     def _send(self, error: Exception | None, outcome: Outcome | None) -> None:
         end, detail = outcome.reason if outcome else "", ""
@@ -104,6 +108,7 @@ class AnswerReport:
             ttft_s=self._ttft_s,
             token_interval_s=(self._since_s - first_at_s) / (tokens - first_tokens) if has_interval else None,
             cached_tokens=min(self._cached_tokens, self._order.prompt_tokens),
+            promoted_tokens=self._promoted_tokens,
             # An answer that starts over has dropped what the attempt delivered.
             output_tokens=max(0, tokens - self._starts_at) if placement else 0,
             spent=tuple(self._spent.items()),

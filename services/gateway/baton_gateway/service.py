@@ -221,7 +221,7 @@ class Gateway:
             case Prefilled(context=context, usage=usage):
                 driver = self.routes.get(context.request)
                 if driver is not None:
-                    driver.post(ev.PromptComputed(context.attempt, usage.cached_tokens))
+                    driver.post(ev.PromptComputed(context.attempt, usage.cached_tokens, usage.promoted_tokens))
                     driver.audit(context.attempt, message.worker, usage.cached_tokens)
             case PrefillFailed(context=context, worker=worker, error=error):
                 log.info("prefill %s on %s failed: %s", context.request, worker, error.detail)

@@ -181,6 +181,8 @@ class AnswerTrace:
         if self._attempt is None:
             return False
         self._attempt.set({"baton.cached_tokens": self._machine.cached_tokens})
+        if self._machine.promoted_tokens:
+            self._attempt.set({"baton.promoted_tokens": self._machine.promoted_tokens})
         failed = error is not None and _note(self._attempt, error)
         self._attempt.end()
         return failed

@@ -7,7 +7,7 @@ from typing import Final
 from msgspec import structs
 
 from baton.errors import MalformedMessage
-from baton.messages.index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents
+from baton.messages.index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents, Tier
 from baton_kvindex.cold import Cold
 from baton_kvindex.counters import Counters, ResyncReason
 from baton_kvindex.durable import Journal
@@ -42,14 +42,16 @@ def apply_events(
     for at, event in enumerate(events):
         try:
             match event:
-                case BlocksStored(parent=parent, blocks=blocks):
-                    index.store(worker, parent, blocks)
-                    journal.store(worker, parent, blocks)
-                    speculation.on_stored(worker, blocks)
-                case BlocksRemoved(blocks=blocks):
-                    counters.unknown_blocks += len(blocks) // ID_BYTES - index.remove(worker, blocks)
-                    journal.remove(worker, blocks)
-                    speculation.on_removed(worker, blocks)
+                case BlocksStored(parent=parent, blocks=blocks, tier=tier):
+                    index.store(worker, parent, blocks, tier)
+                    journal.store(worker, parent, blocks, tier)
+                    if tier is Tier.DEVICE:
+                        speculation.on_stored(worker, blocks)
+                case BlocksRemoved(blocks=blocks, tier=tier):
+                    counters.unknown_blocks += len(blocks) // ID_BYTES - index.remove(worker, blocks, tier)
+                    journal.remove(worker, blocks, tier)
+                    if tier is Tier.DEVICE:
+                        speculation.on_removed(worker, blocks)
                 case BlocksCleared():
                     index.clear(worker)
                     speculation.drop(worker)

@@ -114,7 +114,7 @@ class ColdIndex(RadixIndex):
 
     # ------------------------------------------------------------ the protocol of an index
 
-    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         if self._stubs:
             check_run(parent, blocks)
             # The first block that is not hot decides: an id covers its whole prefix, so no other block leads into a
@@ -130,7 +130,7 @@ class ColdIndex(RadixIndex):
             names = [[worker] if each is tier else list[str]() for each in Tier]
             return self.add([Branch(parent, blocks, *names)])
 
-    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         if self._stubs and (worker, tier) in self._sums:
             self._need(blocks)
         if (worker, tier) not in self._forgotten:
@@ -145,18 +145,18 @@ class ColdIndex(RadixIndex):
         cold = self._clear_cold({(worker, tier) for tier in Tier})
         return cold + super().clear(worker)
 
-    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+    def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
         if (holder := (worker, tier)) in self._sums:
             stubs = self._stubs.items()
             if mine := [first for first, stub in stubs if any(holder in holders for _, holders in stub.parts)]:
                 raise Cold(self, b"".join(mine))
         return super().dump(worker, tier)
 
-    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+    def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
         hot, (ids, blocks) = super().fingerprint(worker, tier), self._sums.get((worker, tier), (0, 0))
         return Fingerprint.of(int.from_bytes(hot.ids, "little") + ids, hot.blocks + blocks) if blocks else hot
 
-    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
         if self._stubs:
             for run in runs:
                 check_run(run.parent, run.blocks)

@@ -1,22 +1,22 @@
 """Durable form of the index, and the journal of changes that wait to be written. Pure: the database is in `store.py`.
 
-A worker's durable form is a map from block to the block before it, with the generation, the model and the newest event
-that the map contains. A later change of a block replaces an earlier one in the journal, so the journal is bounded by
-the index; above `blocks_max` changes of one worker, and after a failed write, its changes are dropped and the whole
-worker is written again. While another index writes, `rotate` drops old changes, and the rest makes it cheap to `go_on`
-in its place.
+A worker's durable form is a map from **slot** to the block before it, with the generation, the model and the newest
+event that the map contains. A slot is a block on a tier: the block's id, followed by a byte for a tier beyond the
+device. A later change of a block replaces an earlier one in the journal, so the journal is bounded by the index; above
+`blocks_max` changes of one worker, and after a failed write, its changes are dropped and the whole worker is written
+again. While another index writes, `rotate` drops old changes, and the rest makes it cheap to `go_on` in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Final
 
 import msgspec
 
-from baton_kvindex.index import Run, link, split_ids
+from baton_kvindex.index import ID_BYTES, Run, Tier, link, split_ids
 
 WORKERS_MAX: Final = 1 << 14
 """Most workers in the journal. Beyond it, the journal is incomplete: the database is read before the next write."""
@@ -38,7 +38,7 @@ class SavedWorker:
 
 @dataclass(slots=True)
 class _Waiting:
-    """Unwritten changes of one worker: all that it holds if `whole`, else block → parent, None if removed."""
+    """Unwritten changes of one worker: all that it holds if `whole`, else slot → parent, None if removed."""
 
     after: float = inf
     """Sequence of an event; the journal has every change after it."""
@@ -48,7 +48,7 @@ class _Waiting:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChange:
-    """Change of one worker: `runs` replace everything, or single blocks are stored and removed."""
+    """Change of one worker: `runs` replace everything, or single slots are stored and removed."""
 
     state: WorkerState
     runs: Sequence[Run] | None
@@ -86,11 +86,12 @@ class Journal:
         """Have the worker's state written: events after this one are applied, perhaps without a change of blocks."""
         self._entry(worker, after)
 
-    def store(self, worker: str, parent: bytes, blocks: bytes) -> None:
-        self._note(worker, dict(link(parent, blocks)))
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> None:
+        self._note(worker, dict(slots(parent, blocks, tier)))
 
-    def remove(self, worker: str, blocks: bytes) -> None:
-        self._note(worker, dict.fromkeys(split_ids(blocks)))
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> None:
+        mark = _MARKS[tier]
+        self._note(worker, dict.fromkeys([block + mark for block in split_ids(blocks)] if mark else split_ids(blocks)))
 
     def rewrite(self, worker: str) -> None:
         """Have the whole worker written, in place of its single changes."""
@@ -167,8 +168,29 @@ def _changes_after(sequence: int, older: _Waiting | None, newer: _Waiting | None
     return _Waiting(older.after, blocks=older.blocks | newer.blocks) if newer else older
 
 
+_MARKS: Final = {tier: bytes([tier]) if tier else b"" for tier in Tier}
+"""Last byte of a slot."""
+
+
+def slots(parent: bytes, blocks: bytes, tier: Tier) -> Iterable[tuple[bytes, bytes]]:
+    """Return (slot, parent id) for each block of a run."""
+    mark = _MARKS[tier]
+    return ((block + mark, before) for block, before in link(parent, blocks)) if mark else link(parent, blocks)
+
+
+def is_slot(key: bytes) -> bool:
+    return len(key) >= ID_BYTES and key[ID_BYTES:] in _MARKS.values()
+
+
 def runs_of(parents: Mapping[bytes, bytes]) -> list[Run]:
-    """Return a map from block to parent as the longest runs that its branches allow."""
+    """Return a map from slot to parent as the longest runs that its branches allow."""
+    by_tier = {tier: dict[bytes, bytes]() for tier in Tier}
+    for slot, parent in parents.items():
+        by_tier[Tier(slot[ID_BYTES] if len(slot) > ID_BYTES else Tier.DEVICE)][slot[:ID_BYTES]] = parent
+    return [run for tier, held in by_tier.items() for run in _runs_on(tier, held)]
+
+
+def _runs_on(tier: Tier, parents: Mapping[bytes, bytes]) -> list[Run]:
     children: dict[bytes, list[bytes]] = {}
     for block, parent in parents.items():
         children.setdefault(parent, []).append(block)
@@ -178,5 +200,5 @@ def runs_of(parents: Mapping[bytes, bytes]) -> list[Run]:
         run = [head]
         while below := children.get(run[-1]):
             run.append(below[0])
-        runs.append(Run(parent=parents[head], blocks=b"".join(run)))
+        runs.append(Run(parent=parents[head], blocks=b"".join(run), tier=tier))
     return runs

@@ -13,13 +13,12 @@ copies in their shadow maps, so kvindex does not.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
 from baton.errors import BatonError, MalformedMessage
-from baton.messages.index import BlocksStored
+from baton.messages.index import BlocksStored, Tier
 from baton.messages.workers import Fingerprint
 
 ID_BYTES: Final = 16
@@ -42,15 +41,6 @@ class IndexFull(BatonError):
     code = "index_full"
 
 
-class Tier(enum.IntEnum):
-    """A worker's two caches, the nearer first."""
-
-    ACTIVE = 0
-    """The engine's own KV memory."""
-    HISTORY = 1
-    """Host memory: blocks are promoted into the engine before they serve."""
-
-
 @dataclass(frozen=True, slots=True)
 class IndexSize:
     workers: int
@@ -66,7 +56,7 @@ class Index(Protocol):
     All calls raise MalformedMessage, and change nothing, if a run is no whole number of ids or too long.
     """
 
-    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         """Note that `worker` holds `blocks`, each the child of the one before; return how many are new to the tier.
 
         `parent` is the id of the block before the first, empty at the root. Raises UnknownParent, and
@@ -74,7 +64,7 @@ class Index(Protocol):
         """
         ...
 
-    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         """Note that `worker` dropped `blocks`, in any order; return how many it held. Others are skipped."""
         ...
 
@@ -82,23 +72,23 @@ class Index(Protocol):
         """Remove all blocks of `worker`, on all tiers; return their number."""
         ...
 
-    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
+    def match(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> dict[str, int]:
         """Return the leading blocks that each worker holds on `tier` or a nearer one; those with none are left out."""
         ...
 
     def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
-        """Return both answers of `match` at once: leading blocks in the active cache, and in either."""
+        """Return both answers of `match` at once: leading blocks on the device, and on device or in the pool."""
         ...
 
-    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+    def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
         """Return the blocks of `worker` on a tier as runs, in any order; counted copies as runs of their own."""
         ...
 
-    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+    def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
         """Return the fingerprint of all blocks that `worker` holds on a tier, copies not counted."""
         ...
 
-    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
         """Replace the blocks of `worker` on a tier by `runs`, in any order; parents need not be among them."""
         ...
 

@@ -56,7 +56,7 @@ class EvictedBranch:
 
 def holders_of(row: Branch) -> frozenset[Holder]:
     return frozenset(
-        [*((worker, Tier.ACTIVE) for worker in row.active), *((worker, Tier.HISTORY) for worker in row.history)]
+        [*((worker, Tier.DEVICE) for worker in row.active), *((worker, Tier.POOL) for worker in row.history)]
     )
 
 
@@ -79,8 +79,8 @@ def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
             Branch(
                 parent,
                 packed[at : at + length * ID_BYTES],
-                [worker for worker in active if (worker, Tier.ACTIVE) in alive],
-                [worker for worker in history if (worker, Tier.HISTORY) in alive],
+                [worker for worker in active if (worker, Tier.DEVICE) in alive],
+                [worker for worker in history if (worker, Tier.POOL) in alive],
             )
         )
         at += length * ID_BYTES

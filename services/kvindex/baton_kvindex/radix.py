@@ -42,9 +42,9 @@ class NativeIndex:
     def __init__(self, native: baton_native.RadixTree) -> None:
         self._native = native
 
-    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         try:
-            return self._native.store(worker, tier is Tier.HISTORY, parent, blocks)
+            return self._native.store(worker, tier is Tier.POOL, parent, blocks)
         except baton_native.UnknownBlock:
             raise UnknownParent(
                 f"worker {worker} stored blocks behind {parent.hex()}, which it does not hold here"
@@ -54,18 +54,18 @@ class NativeIndex:
         except baton_native.IndexFull as error:
             raise index.IndexFull(str(error)) from None
 
-    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         try:
-            return self._native.remove(worker, tier is Tier.HISTORY, blocks)
+            return self._native.remove(worker, tier is Tier.POOL, blocks)
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
     def clear(self, worker: str) -> int:
         return self._native.clear(worker)
 
-    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
+    def match(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> dict[str, int]:
         try:
-            return self._native.match(blocks, tier is Tier.HISTORY)
+            return self._native.match(blocks, tier is Tier.POOL)
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
@@ -75,17 +75,17 @@ class NativeIndex:
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
-    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
-        runs = self._native.dump(worker, tier is Tier.HISTORY)
-        return [Run(parent=parent, blocks=blocks) for parent, blocks in runs]
+    def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
+        runs = self._native.dump(worker, tier is Tier.POOL)
+        return [Run(parent=parent, blocks=blocks, tier=tier) for parent, blocks in runs]
 
-    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
-        ids, blocks = self._native.sum(worker, tier is Tier.HISTORY)
+    def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
+        ids, blocks = self._native.sum(worker, tier is Tier.POOL)
         return Fingerprint(blocks=blocks, ids=ids)
 
-    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
         try:
-            self._native.load(worker, tier is Tier.HISTORY, [(run.parent, run.blocks) for run in runs])
+            self._native.load(worker, tier is Tier.POOL, [(run.parent, run.blocks) for run in runs])
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
         except baton_native.IndexFull as error:

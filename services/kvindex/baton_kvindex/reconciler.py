@@ -29,7 +29,7 @@ from baton_kvindex.cold import Cold, ColdIndex
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.counters import Counters
 from baton_kvindex.durable import Batch, Journal, SavedWorker, WorkerState
-from baton_kvindex.index import Index, IndexFull, IndexSize, NewIndex, Run, check_ids
+from baton_kvindex.index import Index, IndexFull, IndexSize, NewIndex, Run, Tier, check_ids
 from baton_kvindex.indexed_worker import IndexedWorker, SyncState
 from baton_kvindex.speculation import Speculation, SpeculativePrompt
 from baton_kvindex.trees import Trees
@@ -45,6 +45,8 @@ class LocalMatch(msgspec.Struct, frozen=True, gc=False):
     """Answer of memory for a prompt: leading blocks by worker, and the cold blocks that may add to them."""
 
     held: dict[str, int]
+    pooled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """`held` and `pooled` are those of `Matched`."""
     cold: Cold | None = None
 
 
@@ -65,11 +67,12 @@ class Reconciler:
 
     def match(self, model_digest: str, blocks: bytes) -> LocalMatch:
         """Return the leading blocks of a prompt by worker. Raises MalformedMessage for an invalid run."""
-        held = self._trees.match(model_digest, blocks)
+        held, pooled = self._trees.match_tiers(model_digest, blocks)
         index = self._trees.models().get(model_digest)
-        if isinstance(index, ColdIndex) and (wanted := index.behind(blocks, max(held.values(), default=0))):
-            return LocalMatch(held, Cold(index, wanted))
-        return LocalMatch(held)
+        reach = max((*held.values(), *pooled.values()), default=0)
+        if isinstance(index, ColdIndex) and (wanted := index.behind(blocks, reach)):
+            return LocalMatch(held, pooled, Cold(index, wanted))
+        return LocalMatch(held, pooled)
 
     def speculative(self, model_digest: str, blocks: bytes, held: Mapping[str, int]) -> dict[str, int]:
         """Return the speculative leading blocks of the workers for which they are more than `held`."""
@@ -79,8 +82,8 @@ class Reconciler:
     def workers(self) -> Mapping[str, IndexedWorker]:
         return self._workers
 
-    def fingerprint(self, worker: str) -> Fingerprint:
-        return self._trees.fingerprint(worker)
+    def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
+        return self._trees.fingerprint(worker, tier)
 
     def models(self) -> Mapping[str, Index]:
         """Return the index of each model."""
@@ -133,7 +136,7 @@ class Reconciler:
     def restore_worker(self, name: str, saved: SavedWorker, now_s: float) -> None:
         """Restore a worker from its durable form. Raises Cold."""
         state = saved.state
-        self._trees.assign(name, state.model_digest).load(name, saved.runs)
+        self._trees.load(name, state.model_digest, saved.runs)
         if self._membership.meet(name, state.generation, now_s):
             self._workers[name] = IndexedWorker(name, state, self._settings, self.counters)
         else:
@@ -236,9 +239,7 @@ class Reconciler:
             self.on_resync_failed(address)
             return
         try:
-            self._trees.assign(address.worker, worker.model_digest).load(
-                address.worker, [run for page in pages for run in page.runs]
-            )
+            self._trees.load(address.worker, worker.model_digest, [run for page in pages for run in page.runs])
         except (MalformedMessage, IndexFull) as error:
             logger.warning("the shadow map of %s cannot be loaded: %s", address.worker, error)
             self.counters.full += isinstance(error, IndexFull)
@@ -324,6 +325,7 @@ class Reconciler:
         while (message := worker.next_events()) is not None:
             self.journal.touch(message.worker, message.sequence - 1)
             index = self._trees.assign(message.worker, message.model_digest)
+            self._trees.note_tiers(message.model_digest, message.events)
             try:
                 reason = apply_events(message, index, self.journal, self._speculation, self.counters)
             except PartlyCold as partly:
@@ -336,9 +338,10 @@ class Reconciler:
     def _compare(self, worker: IndexedWorker) -> None:
         """Compare the fingerprints of index and worker, once both are for the same event."""
         if worker.fingerprint_is_due:
-            held = self._trees.fingerprint(worker.name)
-            if not worker.on_fingerprint(held):
+            held, pooled = (self._trees.fingerprint(worker.name, tier) for tier in Tier)
+            if not worker.on_fingerprint(held, pooled):
                 logger.warning(
-                    "resyncing %s: the fingerprint of its %d blocks here differs from its own after event %d",
-                    *(worker.name, held.blocks, worker.sequence),
+                    "resyncing %s: the fingerprints of its %d blocks here, and of %d in its pool, differ from its own "
+                    "after event %d",
+                    *(worker.name, held.blocks, pooled.blocks, worker.sequence),
                 )

@@ -13,7 +13,8 @@ from baton.messages.index import IndexedModel, IndexedPrefix, IndexQuery, IndexR
 from baton.node.ports import Threads
 from baton_kvindex.cold import ColdIndex
 from baton_kvindex.counters import Counters
-from baton_kvindex.reconciler import Reconciler
+from baton_kvindex.index import Tier
+from baton_kvindex.reconciler import LocalMatch, Reconciler
 
 WORKERS_MAX: Final = 2000
 """Most workers in a report: about 400 kB, which fits into one message on any bus."""
@@ -21,9 +22,9 @@ PREFIXES_MAX: Final = 100
 
 
 async def make_report(
-    reconciler: Reconciler, threads: Threads, query: IndexQuery, held: dict[str, int], *, instance: str, writes: bool
+    reconciler: Reconciler, threads: Threads, query: IndexQuery, found: LocalMatch, *, instance: str, writes: bool
 ) -> IndexReport:
-    """Answer a query, for whose blocks `held` is the match; the trees are surveyed on a thread."""
+    """Answer a query, for whose blocks `found` is the match; the trees are surveyed on a thread."""
     known_workers = reconciler.workers()
     workers = tuple(
         WorkerReport(
@@ -32,6 +33,7 @@ async def make_report(
             model_digest=known.model_digest,
             sequence=known.sequence,
             held=reconciler.fingerprint(worker),
+            pooled=reconciler.fingerprint(worker, Tier.POOL),
             agreed_sequence=known.agreed_sequence,
             state=known.state,
             resync_reason=known.reason or "",
@@ -49,8 +51,9 @@ async def make_report(
         counters=_flat(reconciler.counters),
         workers=workers,
         left_out=max(0, len(known_workers) - WORKERS_MAX),
-        held=held,
-        speculative=reconciler.speculative(query.model_digest, query.blocks, held),
+        held=found.held,
+        pooled=found.pooled,
+        speculative=reconciler.speculative(query.model_digest, query.blocks, found.held),
     )
     trees = {digest: tree for digest, tree in reconciler.models().items() if isinstance(tree, ColdIndex)}
     top = max(0, min(query.prefixes_max, PREFIXES_MAX))

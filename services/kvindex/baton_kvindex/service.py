@@ -21,7 +21,7 @@ from baton.errors import (
     Unavailable,
 )
 from baton.messages.base import Refused, WorkerAddress
-from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPage, ShadowQuery
+from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPage, ShadowQuery, Tier
 from baton.messages.placement import Audited, Placed
 from baton.messages.workers import Goodbye, Heartbeat
 from baton.node.failure_detector import PauseDetector
@@ -126,8 +126,10 @@ class IndexService:
     def _readings(self) -> Iterator[Reading]:
         reconciler, counters = self.reconciler, self.reconciler.counters
         size = reconciler.size()
-        yield Reading(catalogue.INDEX_BLOCKS, size.blocks, ("engine",))
-        yield Reading(catalogue.INDEX_HOLDINGS, size.holdings, ("engine",))
+        yield Reading(catalogue.INDEX_BLOCKS, size.blocks)
+        for tier in Tier:
+            holdings = sum(reconciler.fingerprint(worker, tier).blocks for worker in reconciler.workers())
+            yield Reading(catalogue.INDEX_HOLDINGS, holdings, (tier.name.lower(),))
         yield Reading(catalogue.INDEX_WORKERS, size.workers)
         indexes = reconciler.cold_indexes()
         yield Reading(catalogue.INDEX_COLD, sum(index.cold_blocks for index in indexes))
@@ -168,7 +170,7 @@ class IndexService:
             local = self.reconciler.match(message.model_digest, message.blocks)
             span.set({"baton.blocks": len(message.blocks) // ID_BYTES, "baton.workers": len(local.held)})
             if local.cold is None or not self._may_fetch():
-                matched = self._matched(message, local.held)
+                matched = self._matched(message, local)
                 self._metrics.observe(catalogue.MATCH_DURATION, self._clock.now_s() - started_s)
                 await delivery.respond(matched)
                 return
@@ -182,17 +184,17 @@ class IndexService:
     async def _match_cold(self, delivery: Delivery, message: Match, local: LocalMatch) -> None:
         try:
             with self._tracing.span("match cold", parent=message.context.trace, kind=SpanKind.SERVER) as span:
-                held = await self._spill.complete(local, message.model_digest, message.blocks)
-                span.set({"baton.workers": len(held)})
-                await delivery.respond(self._matched(message, held))
+                local = await self._spill.complete(local, message.model_digest, message.blocks)
+                span.set({"baton.workers": len(local.held)})
+                await delivery.respond(self._matched(message, local))
         except BatonError as error:
             logger.warning("an answer was lost: %s", error)
         finally:
             self._fetching -= 1
 
-    def _matched(self, message: Match, held: dict[str, int]) -> Matched:
-        speculative = self.reconciler.speculative(message.model_digest, message.blocks, held)
-        return Matched(held=held, speculative=speculative)
+    def _matched(self, message: Match, found: LocalMatch) -> Matched:
+        speculative = self.reconciler.speculative(message.model_digest, message.blocks, found.held)
+        return Matched(held=found.held, pooled=found.pooled, speculative=speculative)
 
     async def _on_notice(self, delivery: Delivery) -> None:
         match delivery.message:
@@ -209,9 +211,9 @@ class IndexService:
             raise MalformedMessage(f"{type(query).__name__} on {delivery.subject} is not for the index")
         writes = self._writer is not None and self._writer.is_writing
         local = self.reconciler.match(query.model_digest, query.blocks)
-        held = await self._spill.complete(local, query.model_digest, query.blocks)
+        found = await self._spill.complete(local, query.model_digest, query.blocks)
         answer = await make_report(
-            self.reconciler, self._ports.threads, query, held, instance=self._instance, writes=writes
+            self.reconciler, self._ports.threads, query, found, instance=self._instance, writes=writes
         )
         await self._bus.publish(subjects.index_answers(query.asker), answer)
 

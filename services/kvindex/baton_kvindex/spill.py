@@ -107,14 +107,14 @@ class Spill:
             self._failing_since_s = None
         await self._forget()
 
-    async def complete(self, local: LocalMatch, model_digest: str, blocks: bytes) -> dict[str, int]:
-        """Return the leading blocks that each worker holds, cold ones included if they are reloaded in time."""
+    async def complete(self, local: LocalMatch, model_digest: str, blocks: bytes) -> LocalMatch:
+        """Return the leading blocks of each worker, cold ones included if they are reloaded in time."""
         if local.cold is None or not self.is_reachable:
-            return local.held
+            return local
         with suppress(TimeoutError):
             async with self._clock.timeout(self._settings.cold_timeout_s):
                 await self.fetch(local.cold)
-        return self._reconciler.match(model_digest, blocks).held
+        return self._reconciler.match(model_digest, blocks)
 
     async def until_here(self, call: Callable[[], Result]) -> Result:
         """Repeat a call, with a reload after each `Cold` that it raises, until it returns; return its result.

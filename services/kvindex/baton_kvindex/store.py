@@ -2,7 +2,7 @@
 
     PREFIX:1:state            hash    stream_sequence, fence
     PREFIX:1:workers          hash    worker → WorkerState
-    PREFIX:1:blocks:WORKER    hash    block → the block before it
+    PREFIX:1:blocks:WORKER    hash    slot (see `durable.py`) → the block before it
     PREFIX:1:aside:FENCE:WORKER   the same, while a whole worker is being written; it expires
     PREFIX:1:cold:INSTANCE    hash    name → a cold branch of one index; block → the name of its branch
 
@@ -29,8 +29,8 @@ from redis.typing import EncodableT, FieldT
 from baton.clock import Clock
 from baton.errors import StoreUnavailable
 from baton.redis import RedisConnection
-from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState, runs_of
-from baton_kvindex.index import ID_BYTES, Run, link, split_ids
+from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState, is_slot, runs_of, slots
+from baton_kvindex.index import ID_BYTES, Run, split_ids
 from baton_kvindex.packing import EvictedBranch
 
 VERSION: Final = 1
@@ -227,7 +227,7 @@ class RedisStore:
     async def _write_aside(self, aside: str, runs: Iterable[Run]) -> None:
         """Write a whole worker beside its present form, in pages; the batch then moves it into place."""
         await self._answer(self._redis.delete(aside))
-        for page in _pages(pair for run in runs for pair in link(run.parent, run.blocks)):
+        for page in _pages(pair for run in runs for pair in slots(run.parent, run.blocks, run.tier)):
             await self._answer(self._redis.hset(aside, mapping=page))
             await self._answer(self._redis.expire(aside, ASIDE_S))
 
@@ -276,9 +276,7 @@ class _RedisColdStore:
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:
     """Return a worker as it was written, or None if that is damaged: a resync then restores it."""
     state = _read_state(packed)
-    if state is None or any(
-        len(block) != ID_BYTES or len(parent) not in (0, ID_BYTES) for block, parent in parents.items()
-    ):
+    if state is None or any(not is_slot(slot) or len(parent) not in (0, ID_BYTES) for slot, parent in parents.items()):
         return None
     return SavedWorker(state, runs_of(parents))
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from baton.messages.workers import Fingerprint
-from baton_kvindex.index import Index, IndexSize, Run, check_ids
+from baton_kvindex.index import Index, IndexSize, Run, Tier, check_ids
 
 
 class Trees:
@@ -13,6 +13,8 @@ class Trees:
         self._new_index = new_index
         self._indexes: dict[str, Index] = {}
         self._model_of: dict[str, str] = {}
+        self._pooled: set[str] = set()
+        """Models of which a worker has stored blocks in its pool."""
 
     def assign(self, worker: str, model_digest: str) -> Index:
         """Return the index of the worker's model; its blocks of another model are dropped."""
@@ -32,20 +34,49 @@ class Trees:
         self._indexes[model_digest].clear(worker)
         if model_digest not in self._model_of.values():
             del self._indexes[model_digest]
+            self._pooled.discard(model_digest)
+
+    def load(self, worker: str, model_digest: str, runs: Sequence[Run]) -> None:
+        """Replace all that a worker holds. Raises what `Index.load` does; it must then be called again."""
+        index = self.assign(worker, model_digest)
+        for tier in Tier:
+            index.load(worker, [run for run in runs if run.tier is tier], tier)
+        self.note_tiers(model_digest, runs)
+
+    def note_tiers(self, model_digest: str, stored: Sequence[object]) -> None:
+        """Note which tiers the runs among some events are on."""
+        if any(isinstance(each, Run) and each.tier is not Tier.DEVICE for each in stored):
+            self._pooled.add(model_digest)
 
     def dump(self, worker: str) -> list[Run]:
+        """Return all that a worker holds, on every tier."""
         model_digest = self._model_of.get(worker)
-        return [] if model_digest is None else self._indexes[model_digest].dump(worker)
+        if model_digest is None:
+            return []
+        return [run for tier in Tier for run in self._indexes[model_digest].dump(worker, tier)]
 
-    def fingerprint(self, worker: str) -> Fingerprint:
+    def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
         model_digest = self._model_of.get(worker)
-        return Fingerprint() if model_digest is None else self._indexes[model_digest].fingerprint(worker)
+        return Fingerprint() if model_digest is None else self._indexes[model_digest].fingerprint(worker, tier)
 
     def match(self, model_digest: str, blocks: bytes) -> dict[str, int]:
         """Return the leading blocks that each worker holds. Raises MalformedMessage for an invalid run."""
         check_ids(blocks)
         index = self._indexes.get(model_digest)
         return {} if index is None else index.match(blocks)
+
+    def match_tiers(self, model_digest: str, blocks: bytes) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the leading blocks of each worker on its device, and on device or in its pool where that is more.
+
+        Raises MalformedMessage for an invalid run.
+        """
+        # Without pools, the second answer costs nothing.
+        if model_digest not in self._pooled:
+            return self.match(model_digest, blocks), {}
+        check_ids(blocks)
+        reaches = self._indexes[model_digest].match_tiers(blocks)
+        held = {worker: device for worker, (device, _) in reaches.items() if device}
+        return held, {worker: either for worker, (device, either) in reaches.items() if either > device}
 
     def models(self) -> Mapping[str, Index]:
         """Return the indexes by model."""

@@ -51,6 +51,8 @@ class _Kind:
     due_s: float = -math.inf
     steps: StepFit | None = None
     bandwidth: float = BANDWIDTH_GUESS
+    promotion_bytes_per_s: float = 0.0
+    """0: no worker has measured it."""
 
 
 class Loads:
@@ -144,6 +146,10 @@ class Loads:
         self._pool(kind, now_s)
         bandwidths = [each.bytes_per_s for each in beat.transfers]
         load.bandwidth = median(bandwidths) if bandwidths else kind.bandwidth
+        load.promotion_bytes_per_s = 0.0
+        if (promotion := beat.promotion) is not None:
+            own = promotion.bytes_per_s
+            load.promotion_bytes_per_s = own if promotion.samples else kind.promotion_bytes_per_s or own
         load.steps = pooled(beat.steps, kind.steps)
         load.hear(beat, now_s, self._options.leased_share_max)
         self._team(load).update(load)
@@ -156,6 +162,9 @@ class Loads:
         kind.steps = typical([load.heartbeat.steps for load in kind.loads.values()])
         bandwidths = [each for load in kind.loads.values() for each in load.bandwidths.values()]
         kind.bandwidth = median(bandwidths) if bandwidths else BANDWIDTH_GUESS
+        promotions = [load.heartbeat.promotion for load in kind.loads.values()]
+        measured = [each.bytes_per_s for each in promotions if each is not None and each.samples]
+        kind.promotion_bytes_per_s = median(measured) if measured else 0.0
 
     def _drop_ended(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -267,6 +276,7 @@ def _check(heartbeat: Heartbeat) -> None:
         steps.sequence_s,
         steps.kv_s,
         *(each.bytes_per_s for each in heartbeat.transfers),
+        heartbeat.promotion.bytes_per_s if heartbeat.promotion else 1.0,
     )
     # Whatever is no number must be found first: it is neither the least nor the most.
     possible = all(map(math.isfinite, (*counts, *rates))) and min(sizes) > 0 and min(counts) >= 0

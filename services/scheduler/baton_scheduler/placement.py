@@ -19,6 +19,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
 from baton.messages.workers import Role
 from baton.node.ports import Randomness
+from baton_scheduler.lenders import choose_lender
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
 from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
@@ -69,12 +70,15 @@ def choose(
         why = misfit or "their agents cannot reach each other"
         raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker: {why}")
     chosen = ranked[0]
+    lender = choose_lender(serving, match, chosen, demand)
+    loan = f" {lender} lends of its pool." if lender else ""
     return Placement(
         decode=_address(serving, Role.DECODE, chosen.decode),
         prefill=_address(serving, Role.PREFILL, chosen.prefill) if chosen.prefill else None,
-        reason=_explain(ranked, demand, misfit),
+        reason=_explain(ranked, demand, misfit) + loan,
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
+        lender=lender,
     )
 
 
@@ -103,9 +107,12 @@ def soft_placements(
 
     last_token_s = first_token_s + placed.output_tokens_max * chosen.predicted_token_interval_s
     need_tokens = placed.prompt_tokens + output_tokens
-    both = {chosen.decode: taken(chosen.decode, need_tokens, chosen.decode_cached_tokens, last_token_s)}
+    # What is promoted takes room like what is computed.
+    shared_tokens = chosen.decode_cached_tokens - chosen.decode_promoted_tokens
+    both = {chosen.decode: taken(chosen.decode, need_tokens, shared_tokens, last_token_s)}
     if chosen.prefill:
-        both[chosen.prefill] = taken(chosen.prefill, placed.prompt_tokens, chosen.cached_tokens, first_token_s)
+        shared_tokens = chosen.cached_tokens - chosen.promoted_tokens
+        both[chosen.prefill] = taken(chosen.prefill, placed.prompt_tokens, shared_tokens, first_token_s)
     return both
 
 
@@ -198,7 +205,10 @@ def _explain(ranked: Sequence[Candidate], demand: Demand, misfit: str) -> str:
     where = f"everything on {chosen.decode}"
     if chosen.prefill:
         where = f"prefill on {chosen.prefill}, decode on {chosen.decode}"
-    cost = f"{uncached_tokens} of {demand.prompt_tokens} tokens to compute, {chosen.predicted_ttft_s:.3f} s predicted"
+    cost = f"{uncached_tokens} of {demand.prompt_tokens} tokens to compute, "
+    if chosen.promoted_tokens:
+        cost += f"{chosen.promoted_tokens} to promote from the pool, "
+    cost += f"{chosen.predicted_ttft_s:.3f} s predicted"
     if demand.disaggregation is not Disaggregation.AUTO:
         return f"{where}: {cost}; disaggregation is {demand.disaggregation}."
     other = next((each for each in ranked if bool(each.prefill) != bool(chosen.prefill)), None)

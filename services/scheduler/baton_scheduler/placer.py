@@ -85,6 +85,7 @@ class Placer:
         timeout_s = min(self._settings.index_timeout_s, place.context.budget_s)
         context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
         held: dict[str, int] = {}
+        pooled: dict[str, int] = {}
         speculative: dict[str, int] = {}
         until_s = self._clock.now_s() + timeout_s
         try:
@@ -96,11 +97,12 @@ class Placer:
                 if not isinstance(answer, Matched):
                     raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
                 held |= answer.held
+                pooled |= answer.pooled
                 speculative |= answer.speculative
         except BatonError as error:
             logger.warning("placing %s without the index: %s", place.context.request, error)
             return None
-        return PrefixMatch(held, speculative)
+        return PrefixMatch(held, speculative, pooled)
 
     async def _match(self, match: Match, until_s: float) -> AnyMessage:
         """Ask one index, and all of them if that one is late. Raises DeadlineExceeded at `until_s`.

@@ -8,6 +8,8 @@ The prediction is plain time, which is reported and compared with what happens:
 
 The tail of a pull is what is left of it when the prompt is computed: KV moves while prefill computes.
 
+What a worker has in its pool only is promoted where that takes less time than to compute it, or to pull it.
+
 The cost adds what the placement does to other requests, in seconds as well; its weights are in `worker_load.py`. It
 leaves out the half step, with which placements were no better (`docs/replay.md`).
 """
@@ -19,9 +21,10 @@ from typing import Final
 
 import msgspec
 import numpy as np
-from msgspec.structs import astuple
+from msgspec.structs import astuple, replace
 
 from baton.blocks import ID_BYTES
+from baton.messages.index import Tier
 from baton.messages.placement import Candidate, Disaggregation, Place
 from baton.messages.workers import Role
 from baton_scheduler.team import Figures, Rows, Team, Vector, prefill_s
@@ -68,6 +71,8 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     held: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
     speculative: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
     """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
+    pooled: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Leading blocks on the device or in the pool, where the pool adds some."""
 
 
 class Room(msgspec.Struct, frozen=True, eq=False):
@@ -83,11 +88,16 @@ class Room(msgspec.Struct, frozen=True, eq=False):
     waiting_s: Vector
     pressure_s: Vector
     cached_tokens: Vector
+    """Prompt tokens on the device, now or once speculative blocks are computed."""
+    pooled_tokens: Vector | None
+    """Further ones in the pool; None: no worker has any."""
 
 
 class Leg(Room, frozen=True, eq=False):
-    """Part of each worker of a team in a placement: one element per worker."""
+    """Part of each worker of a team in a placement: one element per worker. `cached_tokens` has what is promoted."""
 
+    promoted_tokens: Vector | None
+    """Part of `cached_tokens` that is promoted from the pool; None: no worker has any."""
     cost_s: Vector
     """Cost of this part; without the pull where KV is pulled."""
 
@@ -97,6 +107,10 @@ class Leg(Room, frozen=True, eq=False):
     def load(self, index: int) -> WorkerLoad:
         return self.team.loads[self.rows.item(index)]
 
+    def promoted(self, index: int) -> int:
+        """Return the tokens that a worker promotes from its pool."""
+        return 0 if self.promoted_tokens is None else int(self.promoted_tokens.item(index))
+
 
 class Computing(Leg, frozen=True, eq=False):
     """Workers that compute the prompt, and decode unless they are prefill workers."""
@@ -104,10 +118,14 @@ class Computing(Leg, frozen=True, eq=False):
     queue_s: Vector
     """Time until the prompt's turn: of the prompts that are placed there already, or of the present step."""
     own_s: Vector
+    """Time of the prompt itself: of the promotion, and of computing the rest."""
 
     def terms(self) -> dict[str, Vector]:
         """Return the parts of the cost by name."""
         own = {"waiting_s": self.waiting_s, "queue_s": self.queue_s, "own_s": self.own_s}
+        if self.promoted_tokens is not None:
+            promotion_s = self.promoted_tokens * self.figures.promoted_token_s
+            own |= {"own_s": self.own_s - promotion_s, "promotion_s": promotion_s}
         others_s = self.cost_s - sum(own.values()) - self.pressure_s
         return {**own, "others_s": others_s, "pressure_s": self.pressure_s}
 
@@ -136,8 +154,9 @@ class Prediction:
         if match.speculative:
             longer = {worker: max(blocks, match.held.get(worker, 0)) for worker, blocks in match.speculative.items()}
             self._blocks = {**match.held, **longer}
-        self._blocks_of: dict[Role, Vector] = {}
-        """Blocks that each worker of a role holds."""
+        self._pooled = match.pooled
+        self._blocks_of: dict[tuple[Role, Tier], Vector] = {}
+        """Blocks that each worker of a role holds, down to a tier."""
         self._output_tokens = min(demand.output_tokens_max, output_headroom_tokens)
         self._now_s = now_s
 
@@ -148,19 +167,32 @@ class Prediction:
 
     def room(self, team: Team, rows: Rows, role: Role) -> Room:
         figures = team.figures(rows)
-        cached_tokens = self._cached_tokens(team, rows, figures, role)
+        cached_tokens = self._cached_tokens(team, rows, figures, role, Tier.DEVICE)
+        pooled_tokens = None
+        if self._pooled:
+            reach = self._cached_tokens(team, rows, figures, role, Tier.POOL)
+            pooled_tokens = np.maximum(reach - cached_tokens, 0.0)
         shared_tokens = cached_tokens * figures.shared_share
         waiting_s = self._waiting_s(figures, role, shared_tokens)
         pressure_s = _pressure_s(figures, shared_tokens) if role is Role.DECODE else np.zeros(len(rows))
-        return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens)
+        return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens, pooled_tokens)
 
     def compute(self, room: Room) -> Computing:
         figures, prompt_tokens = room.figures, self.demand.prompt_tokens
         # A prompt enters with the next step: on average, half of the present one is left.
         queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.half_interval_s)
         prompt_s, own_s = prefill_s(figures, prompt_tokens - room.cached_tokens, prompt_tokens)
+        promoted_tokens = None
+        if room.pooled_tokens is not None:
+            uncached_tokens = prompt_tokens - room.cached_tokens - room.pooled_tokens
+            rest_prompt_s, rest_s = prefill_s(figures, uncached_tokens, prompt_tokens)
+            promoting_s = room.pooled_tokens * figures.promoted_token_s + rest_s
+            is_faster = promoting_s < own_s
+            promoted_tokens = np.where(is_faster, room.pooled_tokens, 0.0)
+            prompt_s, own_s = np.where(is_faster, rest_prompt_s, prompt_s), np.where(is_faster, promoting_s, own_s)
         cost_s = room.waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + room.pressure_s
-        return Computing(*astuple(room), cost_s=cost_s, queue_s=queue_s, own_s=own_s)
+        found = astuple(_promoting(room, promoted_tokens))
+        return Computing(*found, promoted_tokens=promoted_tokens, cost_s=cost_s, queue_s=queue_s, own_s=own_s)
 
     def free(self, leg: Computing) -> int:
         """Return the number of workers that have room for the attempt, and no prompt ahead."""
@@ -168,21 +200,32 @@ class Prediction:
 
     def receive(self, room: Room) -> Receiving:
         figures = room.figures
-        missing_bytes = (self.demand.prompt_tokens - room.cached_tokens) * figures.kv_bytes_per_token
+        promoted_tokens = None
+        if room.pooled_tokens is not None:
+            is_faster = figures.promoted_token_s * figures.bandwidth < figures.kv_bytes_per_token
+            promoted_tokens = np.where(is_faster, room.pooled_tokens, 0.0)
+        found = _promoting(room, promoted_tokens)
+        missing_bytes = (self.demand.prompt_tokens - found.cached_tokens) * figures.kv_bytes_per_token
         cost_s = room.waiting_s + figures.next_interval_s + room.pressure_s
         return Receiving(
-            *astuple(room), cost_s=cost_s, missing_bytes=missing_bytes, pull_s=missing_bytes / figures.bandwidth
+            *astuple(found),
+            promoted_tokens=promoted_tokens,
+            cost_s=cost_s,
+            missing_bytes=missing_bytes,
+            pull_s=missing_bytes / figures.bandwidth,
         )
 
     def whole(self, leg: Computing, index: int) -> Candidate:
         """Return the candidate that computes the prompt where it decodes."""
         load, waiting_s, queue_s = leg.load(index), leg.waiting_s.item(index), leg.queue_s.item(index)
-        cached_tokens = int(leg.cached_tokens.item(index))
+        cached_tokens, promoted_tokens = int(leg.cached_tokens.item(index)), leg.promoted(index)
         return Candidate(
             decode=load.worker,
             cached_tokens=cached_tokens,
             decode_cached_tokens=cached_tokens,
-            speculative_tokens=self._speculative_tokens(load, cached_tokens),
+            promoted_tokens=promoted_tokens,
+            decode_promoted_tokens=promoted_tokens,
+            speculative_tokens=self._speculative_tokens(load, cached_tokens - promoted_tokens),
             predicted_ttft_s=waiting_s + (queue_s + leg.own_s.item(index)),
             predicted_token_interval_s=load.answer_interval_s,
             waiting_s=waiting_s,
@@ -196,13 +239,15 @@ class Prediction:
         queue_s, own_s = source.queue_s.item(source_index), source.own_s.item(source_index)
         left_s = tail_s(prefill, decode, sink.missing_bytes.item(sink_index), own_s)
         waiting_s = max(source.waiting_s.item(source_index), sink.waiting_s.item(sink_index))
-        cached_tokens = int(source.cached_tokens.item(source_index))
+        cached_tokens, promoted_tokens = int(source.cached_tokens.item(source_index)), source.promoted(source_index)
         return Candidate(
             decode=decode.worker,
             prefill=prefill.worker,
             cached_tokens=cached_tokens,
             decode_cached_tokens=int(sink.cached_tokens.item(sink_index)),
-            speculative_tokens=self._speculative_tokens(prefill, cached_tokens),
+            promoted_tokens=promoted_tokens,
+            decode_promoted_tokens=sink.promoted(sink_index),
+            speculative_tokens=self._speculative_tokens(prefill, cached_tokens - promoted_tokens),
             predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + decode.half_interval_s + decode.next_interval_s,
             predicted_token_interval_s=decode.answer_interval_s,
             waiting_s=waiting_s,
@@ -211,14 +256,14 @@ class Prediction:
             cost_s=source.cost_s.item(source_index) + sink.cost_s.item(sink_index) + left_s,
         )
 
-    def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, role: Role) -> Vector:
-        """Return the prompt tokens that workers hold or, speculatively, will hold."""
-        if role not in self._blocks_of:
-            places = team.rows
-            counts = {places[worker]: count for worker, count in self._blocks.items() if worker in places}
-            held = self._blocks_of[role] = np.zeros(len(team.loads))
+    def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, role: Role, tier: Tier) -> Vector:
+        """Return the prompt tokens that workers hold down to a tier, on the device speculative ones included."""
+        if (role, tier) not in self._blocks_of:
+            places, known = team.rows, self._blocks if tier is Tier.DEVICE else self._pooled
+            counts = {places[worker]: count for worker, count in known.items() if worker in places}
+            held = self._blocks_of[role, tier] = np.zeros(len(team.loads))
             held[list(counts)] = list(counts.values())
-        blocks = self._blocks_of[role]
+        blocks = self._blocks_of[role, tier]
         if rows is not team.every:
             blocks = blocks[rows]
         # The last token is always computed, to sample from it.
@@ -234,6 +279,11 @@ class Prediction:
 
     def _speculative_tokens(self, load: WorkerLoad, cached_tokens: int) -> int:
         return max(0, cached_tokens - self._held.get(load.worker, 0) * load.block_tokens)
+
+
+def _promoting(room: Room, promoted_tokens: Vector | None) -> Room:
+    """Return a room with promoted tokens among its cached ones."""
+    return room if promoted_tokens is None else replace(room, cached_tokens=room.cached_tokens + promoted_tokens)
 
 
 def _pressure_s(figures: Figures, shared_tokens: Vector) -> Vector:

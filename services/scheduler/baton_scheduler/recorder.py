@@ -201,6 +201,8 @@ def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
     """Return the workers of a leg with their terms: all of them, or the cheapest and in any case the chosen one."""
     leg, names = noted.leg, tuple(noted.rows)
     columns = {"cost_s": leg.cost_s, **leg.terms(), "cached_tokens": leg.cached_tokens}
+    if leg.promoted_tokens is not None:
+        columns["promoted_tokens"] = leg.promoted_tokens
     rows, values, left_out = leg.rows, list(columns.values()), max(0, len(leg) - ROWS_MAX)
     if left_out:
         ranks = leg.cost_s.copy()

@@ -19,6 +19,8 @@ PROMPTS_SHARE_MAX: Final = 0.95
 """Sequences get some tokens, however many prompts were placed at once."""
 BANDWIDTH_GUESS: Final = 4e9
 """Bytes per second of a pull where no worker has measured one."""
+NEVER_S: Final = 1e30
+"""Time per token of a promotion where there is no pool."""
 
 
 class SoftPlacement(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +63,8 @@ class WorkerLoad:
         "limits",
         "next_interval_s",
         "pair_s",
+        "promoted_token_s",
+        "promotion_bytes_per_s",
         "ready",
         "role",
         "running_max",
@@ -89,6 +93,8 @@ class WorkerLoad:
         """Rates that predictions use; `Loads` pools them."""
         self.bandwidth = BANDWIDTH_GUESS
         """Bytes per second of a pull from a peer of which none was measured."""
+        self.promotion_bytes_per_s = heartbeat.promotion.bytes_per_s if heartbeat.promotion else 0.0
+        """Bandwidth of promotions, as `Loads` pools it; 0: there is no pool."""
         self._prompts_s = 0.0
         """Time of the prompts placed here lately, as predicted; older ones count less."""
         self._prompts_at_s = heard_s
@@ -121,6 +127,8 @@ class WorkerLoad:
         self.bandwidths = {each.peer: each.bytes_per_s for each in heartbeat.transfers}
         steps = self.steps
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
+        rate = self.promotion_bytes_per_s
+        self.promoted_token_s = heartbeat.kv_bytes_per_token / rate if rate else NEVER_S
         self._decoding = heartbeat.running if self.role is Role.DECODE else 0
         self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * self._decoding
         # Free by the heartbeat.

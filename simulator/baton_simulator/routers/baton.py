@@ -23,6 +23,7 @@ from baton_scheduler.recorder import ObservedPolicy
 
 from baton.errors import BatonError, Overloaded
 from baton.messages.base import Context
+from baton.messages.index import Tier
 from baton.messages.placement import PRIORITY_NEW, Candidate, Disaggregation, Placed, Placement
 from baton_simulator.goals import GOAL_TTFT_S
 from baton_simulator.routers.ledgers import LEASED_SHARE_MAX, MODEL, Attempt, Ledgers
@@ -224,6 +225,9 @@ class BatonRouter:
 
     def cached(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
         self._index.change(worker, stored, evicted, now_s)
+
+    def pooled(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
+        self._index.change(worker, stored, evicted, now_s, Tier.POOL)
 
     def beat(self, state: WorkerState, now_s: float) -> None:
         self._loads.take(self._ledgers.beat(state, now_s), now_s)

@@ -208,11 +208,15 @@ def _measure(book: _Book, measured: Measured) -> None:
             case "entered":
                 rates.prefill_began(event.at_s)
             case "computed":
-                rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s)
-                book.computed(event.request, event.tokens)
+                rates.prefill_ended(event.tokens, event.prompt_tokens, event.at_s, promotion_s=event.elapsed_s)
+                # What was promoted took room like what was computed.
+                book.computed(event.request, event.tokens + event.promoted_tokens)
             case "pulled":
                 rates.transfer_ended(event.peer, BACKEND, event.size_bytes, event.elapsed_s)
-                book.computed(event.request, event.size_bytes // book.spec.kv_bytes_per_token)
+                pulled_tokens = event.size_bytes // book.spec.kv_bytes_per_token
+                book.computed(event.request, pulled_tokens + event.promoted_tokens)
+            case "promoted":
+                rates.promotion_ended(event.size_bytes, event.elapsed_s)
             case "first_token":
                 rates.decode_began(event.at_s)
             case "decoded":
@@ -253,6 +257,7 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         step_tokens_max=spec.step_tokens_max,
         steps=rates.steps(),
         transfers=rates.transfers(),
+        promotion=rates.promotion() if spec.pool_blocks else None,
         kv_bytes_per_token=spec.kv_bytes_per_token,
         attempts=tuple(book.attempts),
     )

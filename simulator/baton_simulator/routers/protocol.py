@@ -54,15 +54,17 @@ class WorkerSpec:
     kv_bytes_per_token: int = 131_072
     step_tokens_max: int = 2048
     """Most prompt tokens that a step computes."""
+    pool_blocks: int = 0
+    """Blocks in the worker's KV pool."""
 
 
 class Event(NamedTuple):
     """Something that a worker can measure."""
 
     at_s: float
-    kind: Literal["entered", "computed", "pulled", "first_token", "decoded", "ended"]
-    """A prompt to compute entered the engine, was computed, or its KV pulled; a sequence has its first token, tokens
-    after it, or its last one."""
+    kind: Literal["entered", "computed", "pulled", "promoted", "first_token", "decoded", "ended"]
+    """A prompt to compute entered the engine, was computed, or its KV pulled or promoted; a sequence has its first
+    token, tokens after it, or its last one."""
     request: str = ""
     """Empty where it is of several."""
     tokens: int = 0
@@ -73,7 +75,9 @@ class Event(NamedTuple):
     """Worker from which KV was pulled."""
     size_bytes: int = 0
     elapsed_s: float = 0.0
-    """Time in which the bytes of a pull moved."""
+    """Time in which the bytes of a pull or a promotion moved, or for which a computed prompt waited for one."""
+    promoted_tokens: int = 0
+    """Tokens of the prompt that were promoted from the pool."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,4 +155,13 @@ class HoldingRouter(Router, Protocol):
 
     def wake(self, now_s: float) -> Sequence[tuple[Arrival, Route | BatonError]]:
         """Return the held requests that can run now, in order, and those that are refused after all."""
+        ...
+
+
+@runtime_checkable
+class TieredRouter(Router, Protocol):
+    """A router that knows of pools."""
+
+    def pooled(self, worker: str, stored: Sequence[int], evicted: Sequence[int], now_s: float) -> None:
+        """The worker's KV pool changed."""
         ...

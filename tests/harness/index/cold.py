@@ -96,7 +96,7 @@ class World:
 
     async def match(self, blocks: bytes) -> dict[str, int]:
         """Return each worker's leading blocks of a prompt, cold branches included."""
-        return await self.spill.complete(self.reconciler.match(MODEL, blocks), MODEL, blocks)
+        return (await self.spill.complete(self.reconciler.match(MODEL, blocks), MODEL, blocks)).held
 
     def state(self, cache: Cache) -> SyncState:
         return self.reconciler.workers()[cache.name].state

@@ -22,13 +22,13 @@ class TableIndex:
         self._held: dict[tuple[str, Tier], dict[bytes, _Block]] = {}
         """Holder → block → the block before it."""
 
-    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         check_run(parent, blocks)
         if parent and not any(parent in self._held.get((worker, each), {}) for each in Tier):
             raise UnknownParent(f"worker {worker} stored blocks behind {parent.hex()}, which it does not hold here")
         return self._insert((worker, tier), parent, blocks)
 
-    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.ACTIVE) -> int:
+    def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         check_ids(blocks)
         held = self._held.get((worker, tier), {})
         found = 0
@@ -46,7 +46,7 @@ class TableIndex:
     def clear(self, worker: str) -> int:
         return sum(len(self._held.pop((worker, tier), {})) for tier in Tier)
 
-    def match(self, blocks: bytes, tier: Tier = Tier.ACTIVE) -> dict[str, int]:
+    def match(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> dict[str, int]:
         check_ids(blocks)
         ids = split_ids(blocks)
         leading: dict[str, int] = {}
@@ -59,17 +59,17 @@ class TableIndex:
 
     def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
         active = self.match(blocks)
-        return {worker: (active.get(worker, 0), reach) for worker, reach in self.match(blocks, Tier.HISTORY).items()}
+        return {worker: (active.get(worker, 0), reach) for worker, reach in self.match(blocks, Tier.POOL).items()}
 
-    def dump(self, worker: str, tier: Tier = Tier.ACTIVE) -> list[Run]:
+    def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
         held = self._held.get((worker, tier), {})
         return [Run(parent=mine.parent, blocks=block) for block, mine in held.items() for _ in range(mine.copies)]
 
-    def fingerprint(self, worker: str, tier: Tier = Tier.ACTIVE) -> Fingerprint:
+    def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
         held = self._held.get((worker, tier), {})
         return Fingerprint.of(sum(int.from_bytes(block, "little") for block in held), len(held))
 
-    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.ACTIVE) -> None:
+    def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
         for run in runs:
             check_run(run.parent, run.blocks)
         self._held.pop((worker, tier), None)

@@ -28,6 +28,7 @@ from baton.messages.index import (
     Matched,
     ShadowPage,
     ShadowQuery,
+    Tier,
 )
 from baton.messages.workers import Fingerprint, Heartbeat, Role
 from tests.harness.heartbeats import MODEL_DIGEST, heartbeat
@@ -47,7 +48,9 @@ class Cache:
     generation: int = 1
     sequence: int = 0
     held: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
-    """Block → the block before it."""
+    """Block on the device → the block before it."""
+    pooled: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    """The same of the blocks in the pool."""
 
     @property
     def address(self) -> WorkerAddress:
@@ -56,19 +59,22 @@ class Cache:
     def restart(self) -> None:
         self.generation += 1
         self.sequence = 0
-        self.held = {}
+        self.held, self.pooled = {}, {}
 
-    def stored(self, path: str) -> KvEvents:
-        self.held |= dict(link(b"", chain(path)))
-        return self.changed(BlocksStored(parent=b"", blocks=chain(path)))
+    def on(self, tier: Tier) -> dict[bytes, bytes]:
+        return self.held if tier is Tier.DEVICE else self.pooled
 
-    def removed(self, blocks: bytes) -> KvEvents:
+    def stored(self, path: str, tier: Tier = Tier.DEVICE) -> KvEvents:
+        self.on(tier).update(link(b"", chain(path)))
+        return self.changed(BlocksStored(parent=b"", blocks=chain(path), tier=tier))
+
+    def removed(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> KvEvents:
         for block in split_ids(blocks):
-            self.held.pop(block, None)
-        return self.changed(BlocksRemoved(blocks=blocks))
+            self.on(tier).pop(block, None)
+        return self.changed(BlocksRemoved(blocks=blocks, tier=tier))
 
     def cleared(self) -> KvEvents:
-        self.held = {}
+        self.held, self.pooled = {}, {}
         return self.changed(BlocksCleared())
 
     def changed(self, *events: BlockEvent) -> KvEvents:
@@ -77,8 +83,9 @@ class Cache:
             worker=self.name, generation=self.generation, model_digest=MODEL, sequence=self.sequence, events=events
         )
 
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint.of(sum(int.from_bytes(block, "little") for block in self.held), len(self.held))
+    def fingerprint(self, tier: Tier = Tier.DEVICE) -> Fingerprint:
+        blocks = self.on(tier)
+        return Fingerprint.of(sum(int.from_bytes(block, "little") for block in blocks), len(blocks))
 
     def heartbeat(self) -> Heartbeat:
         return heartbeat(
@@ -87,12 +94,17 @@ class Cache:
             generation=self.generation,
             events_sequence=self.sequence,
             held=self.fingerprint(),
+            pooled=self.fingerprint(Tier.POOL),
             held_sequence=self.sequence,
         )
 
     def pages(self, blocks_max: int = 2) -> list[ShadowPage]:
         """Return the shadow map, `blocks_max` to a page."""
-        runs = [BlocksStored(parent=parent, blocks=block) for block, parent in self.held.items()]
+        runs = [
+            BlocksStored(parent=parent, blocks=block, tier=tier)
+            for tier in Tier
+            for block, parent in self.on(tier).items()
+        ]
         starts = range(0, max(1, len(runs)), blocks_max)
         return [
             ShadowPage(
@@ -198,11 +210,12 @@ async def load_all(store: Store) -> Saved:
     return Saved(await store.load(take), workers)
 
 
-async def written(redis_url: str, prefix: str, worker: Worker) -> dict[bytes, bytes]:
-    """Return a worker's entries in Redis."""
+async def written(redis_url: str, prefix: str, worker: Worker, tier: Tier = Tier.DEVICE) -> dict[bytes, bytes]:
+    """Return a worker's entries of one tier in Redis."""
     store = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=1.0)
     try:
         saved = await load_all(store)
     finally:
         await store.close()
-    return {block: parent for run in saved.workers[worker.name].runs for block, parent in link(run.parent, run.blocks)}
+    runs = [run for run in saved.workers[worker.name].runs if run.tier is tier]
+    return {block: parent for run in runs for block, parent in link(run.parent, run.blocks)}
