@@ -32,7 +32,11 @@ def launcher(tmp_path_factory: pytest.TempPathFactory) -> Generator[Launcher]:
         pytest.skip("both engines are needed: make environment-vllm environment-sglang")
     folder = tmp_path_factory.mktemp("up")
     make_tiny_model(folder / ".cache" / "models" / "tiny-qwen3")
-    options = {"vllm": engine_options("vllm"), "sglang": engine_options("sglang", ranks=2)}
+    # One decode worker must have room for all streams.
+    options = {
+        "vllm": engine_options("vllm"),
+        "sglang": engine_options("sglang", ranks=2) | {"max_total_tokens": 32768},
+    }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in engine_environ("sglang").items():
             patch.setenv(name, value)
