@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 from baton_gateway.bodies import ChatBody, parse
+from baton_gateway.intake import Intake
 from baton_gateway.parsing.forced_calls import Reasoning, calls_format, opening_of, reasoning_of
 from baton_gateway.parsing.formats import CallSyntax, FormatName, ParsingOptions, read_family
 from baton_gateway.parsing.parser import AnswerFormat
+from baton_gateway.tool_bodies import ENFORCED_MAX
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -125,7 +127,7 @@ def test_where_reasoning_may_be(prefix: str, reasons: bool, expected: Reasoning)
 def chat(parameters: dict[str, Any], **fields: Any) -> bytes:
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     messages = [{"role": "user", "content": "x"}]
-    return json.dumps({"model": "m", "messages": messages, "tools": tools, **fields}).encode()
+    return json.dumps({"model": "m", "messages": messages, "tools": tools} | fields).encode()
 
 
 WHERE = "tools[0].function.parameters"
@@ -147,6 +149,18 @@ def test_schemas_that_cannot_be_enforced_are_refused_where_they_would_be(
     with pytest.raises(InvalidRequest) as refused:
         parse(ChatBody, chat(parameters, tool_choice=choice))
     assert refused.value.param == param
+
+
+def test_only_so_many_tools_are_enforced() -> None:
+    tools = [{"type": "function", "function": {"name": f"f{number}"}} for number in range(ENFORCED_MAX + 1)]
+    form = {"type": "json_object"}
+    assert parse(ChatBody, chat({}, tools=tools))
+    assert parse(ChatBody, chat({}, tools=tools[1:], tool_choice="required"))
+    with pytest.raises(InvalidRequest, match="at most") as refused:
+        parse(ChatBody, chat({}, tools=tools, tool_choice="required"))
+    assert refused.value.param == "tools"
+    with pytest.raises(InvalidRequest, match="at most"):
+        Intake().parse("chat", chat({}, tools=tools, response_format=form))
 
 
 @pytest.mark.parametrize(

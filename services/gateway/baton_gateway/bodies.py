@@ -199,8 +199,7 @@ class ChatBody(GenerationBody):
         if constraint.kind is not ConstraintKind.JSON:
             said = "beside `tools`, an answer can be constrained to JSON only: leave out one of both"
             raise InvalidRequest(said, param="tools")
-        for index, tool in enumerate(tools):
-            check_enforceable(tool, f"tools[{index}].function.parameters")
+        check_enforceable(tools, {tool.function.name for tool in tools})
 
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
@@ -12,6 +12,8 @@ from baton.errors import InvalidRequest
 from baton_gateway import json_schema
 
 TOOLS_MAX: Final = 1024
+ENFORCED_MAX: Final = 256
+"""Most tools of which calls are enforced: xgrammar's time to compile grows faster than their number."""
 SCHEMA_DEPTH_MAX: Final = 64
 SCHEMA_BYTES_MAX: Final = 256 << 10
 """Longest schema of a tool's parameters, as JSON."""
@@ -90,8 +92,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             raise InvalidRequest(f"`{where}.name`: another tool has this name, too", param=f"{where}.name")
         names.add(tool.function.name)
         check_schema(tool.function.parameters, f"{where}.parameters")
-    for tool in required_tools(tools, choice):
-        check_enforceable(tool, f"tools[{tools.index(tool)}].function.parameters")
+    check_enforceable(tools, {tool.function.name for tool in required_tools(tools, choice)})
 
 
 def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence[Tool]:
@@ -112,13 +113,22 @@ def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence
             raise InvalidRequest(f"`tool_choice` is {known}", param="tool_choice")
 
 
-def check_enforceable(tool: Tool, where: str) -> None:
-    """Raise InvalidRequest if the schema of a tool's arguments has parts that engines do not enforce."""
+def check_enforceable(tools: Sequence[Tool], names: Container[str]) -> None:
+    """Raise InvalidRequest if the tools of these names are too many, or have schemas that engines do not enforce."""
+    named = [(index, tool) for index, tool in enumerate(tools) if tool.function.name in names]
+    if len(named) > ENFORCED_MAX:
+        said = f"calls of {len(named)} `tools` would have to be enforced; this server enforces at most {ENFORCED_MAX}"
+        raise InvalidRequest(said, param="tools")
+    for index, tool in named:
+        _check_arguments(tool, f"tools[{index}].function.parameters")
+
+
+def _check_arguments(tool: Tool, where: str) -> None:
     schema = tool.arguments_schema()
     json_schema.check_schema(schema, where)
     if schema.get("type", "object") != "object":
         raise InvalidRequest(f"`{where}.type`: arguments are of type `object`", param=f"{where}.type")
-    for keyword in _NOT_OBJECTS & schema.keys():
+    for keyword in sorted(_NOT_OBJECTS & schema.keys()):
         said = f"`{where}.{keyword}` is not enforced: state the `properties` of the arguments"
         raise InvalidRequest(said, param=f"{where}.{keyword}")
 
