@@ -91,5 +91,6 @@ class PoolRank:
                 jobs=Counter(end.job.job for end in ended),
                 failed=frozenset(end.job.job for end in ended if end.failed),
                 promoting_s=sum(end.copying_s for end in ended if end.job.promotes),
+                promoted_s={end.job.job: end.copying_s for end in ended if end.job.promotes},
             )
             self._progress = self._progress.joined(progress)

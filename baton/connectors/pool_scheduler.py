@@ -20,6 +20,7 @@ import msgspec
 from baton.pool.chain import BlockChain
 from baton.pool.copier import CopyJob
 from baton.pool.directory import PoolDirectory
+from baton.pool.events import PoolEvent, PoolEvents
 from baton.pool.policy import PolicyName, make_policy
 
 SAVING_SHARE_MAX: Final = 0.5
@@ -53,6 +54,8 @@ class PoolProgress:
     """Number of ranks on which a job has ended."""
     failed: frozenset[int] = frozenset()
     promoting_s: float = 0.0
+    promoted_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Times of the promotions that have ended, by job."""
 
     def joined(self, other: PoolProgress) -> PoolProgress:
         return PoolProgress(
@@ -60,7 +63,19 @@ class PoolProgress:
             jobs=self.jobs + other.jobs,
             failed=self.failed | other.failed,
             promoting_s=max(self.promoting_s, other.promoting_s),
+            promoted_s={
+                job: max(self.promoted_s.get(job, 0.0), other.promoted_s.get(job, 0.0))
+                for job in self.promoted_s | other.promoted_s
+            },
         )
+
+
+class PromotionOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One promotion that has ended."""
+
+    request: str
+    tokens: int
+    copying_s: float = 0.0
 
 
 class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,6 +93,8 @@ class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
     promoted_tokens: int = 0
     promoting_s: float = 0.0
     """Time in which promotions were copied."""
+    promoted: tuple[PromotionOutcome, ...] = ()
+    """Those that ended since the report before."""
 
 
 @dataclass(slots=True)
@@ -85,6 +102,8 @@ class _Sequence:
     """A request whose blocks may be saved and promoted."""
 
     chain: BlockChain
+    salt: str
+    name: str
     saved: int = 0
     """Leading blocks for which saving was decided."""
     first: int = 0
@@ -119,15 +138,22 @@ class PoolScheduler:
         self._promoted_tokens = 0
         self._promoting_s = 0.0
         self._told = PoolReport()
+        self._events = PoolEvents()
+        self._outcomes: dict[int, PromotionOutcome] = {}
+        """Promotions that run on some ranks, by job."""
+        self._promoted: list[PromotionOutcome] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether the engine has to go on stepping: there are orders, or its blocks are held until they are copied."""
         return bool(self._promotions or self._saves or self._saving)
 
-    def admit(self, request: str, root: bytes) -> None:
-        """Note a new request; `root` is the key of its block ids (`baton.blocks.root_key`)."""
-        self._sequences[request] = _Sequence(BlockChain(root, self._block_tokens))
+    def admit(self, request: str, root: bytes, salt: str = "", name: str = "") -> None:
+        """Note a new request; `root` is the key of its block ids (`baton.blocks.root_key`).
+
+        `name`: by which its promotion is reported, if not by the engine's id.
+        """
+        self._sequences[request] = _Sequence(BlockChain(root, self._block_tokens), salt, name or request)
 
     def finished(self, request: str) -> None:
         """Note that the engine is done with a request. Copies that run end by themselves."""
@@ -170,6 +196,7 @@ class PoolScheduler:
         self._promotion_count += 1
         self._promoted_tokens += 0 if again else offered
         job = CopyJob(job=next(self._numbers), promotes=True, blocks=tuple(table[first:end]), slots=slots)
+        self._outcomes[job.job] = PromotionOutcome(request=sequence.name, tokens=offered)
         self._promotions.append(PromoteStep(request=request, copy=job, with_pull=with_pull))
 
     def received(self, request: str) -> None:
@@ -201,6 +228,8 @@ class PoolScheduler:
         sequence.saved = full
         if not reserved:
             return ()
+        indexes = [index for index, _ in reserved]
+        self._events.reserve(keys, indexes, tokens, self._block_tokens, sequence.salt)
         job = CopyJob(
             job=next(self._numbers),
             promotes=False,
@@ -228,6 +257,9 @@ class PoolScheduler:
             slots = min(self._slots)
             self.directory = PoolDirectory(slots, make_policy(self._policy, slots)) if slots else None
         self._failed |= progress.failed & self._saving.keys()
+        for number, copying_s in progress.promoted_s.items():
+            if (outcome := self._outcomes.pop(number, None)) is not None:
+                self._promoted.append(msgspec.structs.replace(outcome, copying_s=copying_s))
         free: list[int] = []
         for number, ranks in progress.jobs.items():
             if number not in self._saving:
@@ -249,6 +281,10 @@ class PoolScheduler:
             self.directory.filled(keys)
         return job.blocks
 
+    def take_events(self) -> list[PoolEvent]:
+        """Return the changes of the pool's contents since the last call."""
+        return [] if self.directory is None else self._events.take(self.directory)
+
     def report(self) -> PoolReport | None:
         """Return the figures if they have changed since the last report."""
         if self.directory is None:
@@ -266,7 +302,8 @@ class PoolScheduler:
             promoted_tokens=self._promoted_tokens,
             promoting_s=self._promoting_s,
         )
-        if report == self._told:
+        promoted, self._promoted = tuple(self._promoted), []
+        if report == self._told and not promoted:
             return None
         self._told = report
-        return report
+        return msgspec.structs.replace(report, promoted=promoted)

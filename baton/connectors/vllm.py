@@ -12,7 +12,7 @@ Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sche
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,7 @@ from baton.transfer.layout import Layout, read_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -217,6 +218,10 @@ class BatonConnector(KVConnectorBase_V1):
             self._pool_scheduler.finished(request.request_id)
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         return self._scheduler.finished(request.request_id, computed=computed), None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return events about the KV pool, which vLLM publishes with its own."""
+        return () if self._pool_scheduler is None else self._pool_scheduler.take_events()
 
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while orders wait for the workers."""

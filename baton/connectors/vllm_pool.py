@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from baton.blocks import root_key
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
+from baton.engines.kv_events import POOL_MEDIUM
+from baton.pool.events import PoolEvent, PoolRemoved
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -40,7 +43,14 @@ class VllmPool:
             return
         lora = request.lora_request.lora_name if request.lora_request else ""
         self._requests[request.request_id] = request
-        self.scheduler.admit(request.request_id, root_key(self._digest, lora, request.cache_salt or ""))
+        salt = request.cache_salt or ""
+        # vLLM appends eight characters to the ids that it is given.
+        name = request.request_id.rpartition("-")[0]
+        self.scheduler.admit(request.request_id, root_key(self._digest, lora, salt), salt, name)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the changes of the pool's contents as vLLM publishes them."""
+        return [_event(event) for event in self.scheduler.take_events()]
 
     def offer(self, request: Request, computed_tokens: int) -> int:
         return self.scheduler.offer(request.request_id, request.all_token_ids, computed_tokens)
@@ -68,3 +78,18 @@ class VllmPool:
             blocks = manager.block_pool
             # vLLM evicts first what is freed first: of a prompt, its last block.
             blocks.free_blocks([blocks.blocks[number] for number in reversed(read)])
+
+
+def _event(event: PoolEvent) -> KVCacheEvent:
+    if isinstance(event, PoolRemoved):
+        return BlockRemoved(block_hashes=list(event.keys), medium=POOL_MEDIUM)
+    return BlockStored(
+        block_hashes=[event.key],
+        parent_block_hash=event.parent,
+        token_ids=list(event.tokens),
+        block_size=len(event.tokens),
+        lora_id=None,
+        medium=POOL_MEDIUM,
+        lora_name=None,
+        extra_keys=[(event.salt,)] if event.salt else None,
+    )

@@ -102,8 +102,6 @@ class EngineFacts:
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
     parameters: tuple[str, ...] = ()
     """`Sampling.parameters` that this engine takes, in order."""
-    pool_blocks: int = 0
-    """Slots of the KV pool, of `block_tokens` each; 0: there is no pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +118,7 @@ class EngineLoad:
     prompt_tokens_computed: int = 0
     """Prompt tokens computed here since the start: not cached, not pulled."""
     prompt_tokens_cached: int = 0
-    """Found on the device."""
-    prompt_tokens_promoted: int = 0
-    """Found in the pool."""
+    """Found on the device; `pool` has those that were promoted."""
     prompt_tokens_pulled: int = 0
     bytes_pulled: int = 0
     preemptions: int = 0
@@ -164,7 +160,10 @@ class EngineBlocksRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBlocksCleared:
-    """The engine dropped its whole cache, on every tier."""
+    """The engine dropped all blocks of a tier."""
+
+    tier: Tier | None = None
+    """None: of every tier."""
 
 
 EngineBlockEvent = EngineBlocksStored | EngineBlocksRemoved | EngineBlocksCleared

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from baton.connectors.handoff import PullOutcome, TransferReport
+from baton.connectors.pool_scheduler import PromotionOutcome
 from baton.engines.engine import EngineLoad, TransferFigures
 from baton.transfer import AgentStats, PullTally
 
@@ -37,6 +38,8 @@ class LoadRecorder:
         """Number of ranks on which a lease has ended, for leases that other ranks still hold."""
         self._tally = PullTally()
         self._outcomes: OrderedDict[bytes, _RankOutcomes] = OrderedDict()
+        self._promotions: OrderedDict[str, PromotionOutcome] = OrderedDict()
+        """Outcome of each promotion by the engine's id of its request."""
         self._changed = asyncio.Event()
 
     def take_outcome(self, key: bytes) -> PullOutcome | None:
@@ -57,6 +60,10 @@ class LoadRecorder:
                 return outcome
         except TimeoutError:
             return None
+
+    def take_promotion(self, request: str) -> PromotionOutcome | None:
+        """Return the outcome of a request's promotion, once; None where nothing was promoted for it."""
+        return self._promotions.pop(request, None)
 
     def transfers(self) -> TransferFigures:
         ranks = self._agents.values()
@@ -88,6 +95,10 @@ class LoadRecorder:
             pulls_failed=self.load.pulls_failed + sum(outcome.failed for outcome in report.pulls),
             pool=report.pool or self.load.pool,
         )
+        for promotion in report.pool.promoted if report.pool else ():
+            self._promotions[promotion.request] = promotion
+            if len(self._promotions) > OUTCOMES_MAX:
+                self._promotions.popitem(last=False)
 
     def _record_outcome(self, outcome: PullOutcome) -> None:
         known = self._outcomes.pop(outcome.key, None)

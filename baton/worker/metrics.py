@@ -82,7 +82,7 @@ class WorkerReadings:
         yield Reading(catalogue.ENGINE_REQUESTS, load.waiting, ("waiting",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_computed, ("computed",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_cached, ("cached",))
-        yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_promoted, ("promoted",))
+        yield Reading(catalogue.ENGINE_PROMPT, load.pool.promoted_tokens, ("promoted",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_pulled, ("pulled",))
         yield Reading(catalogue.PREEMPTIONS, load.preemptions)
         yield from _transfers(transfers)

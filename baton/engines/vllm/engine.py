@@ -60,7 +60,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._listener: KvEventListener | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._context_tokens_max = 0
+        self._context_tokens_max = self._kv_bytes_per_token = 0
         self._hands_off = False
         self._failure = "the engine has not been started"
         self._attempts = Attempts()
@@ -91,12 +91,13 @@ class VllmEngine:
         agents = tuple(str(rank["endpoint"]) for rank in ranks if rank["endpoint"])
         self._context_tokens_max = config.model_config.max_model_len
         self._hands_off = bool(agents)
+        self._kv_bytes_per_token = sum(int(rank["kv_block_bytes"]) for rank in ranks) // cache.block_size
         return EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model_digest=digest,
             block_tokens=cache.block_size,
             kv_blocks=cache.num_gpu_blocks or 0,
-            kv_bytes_per_token=sum(int(rank["kv_block_bytes"]) for rank in ranks) // cache.block_size,
+            kv_bytes_per_token=self._kv_bytes_per_token,
             running_max=config.scheduler_config.max_num_seqs,
             step_tokens_max=config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=self._context_tokens_max,
@@ -235,6 +236,8 @@ class VllmEngine:
             and attempt.request.sampling.constraint is not None
             and attempt.request.leg is not Leg.PREFILL
         )
+        if not attempt.begun:
+            attempt.promotion = recorder.take_promotion(output.request_id)
         stages = () if attempt.begun else attempt.stages(output.metrics.scheduled_ts if output.metrics else 0)
         attempt.begun = True
         attempt.finish = finish
@@ -243,13 +246,16 @@ class VllmEngine:
             raise pull_error(DIALECT.engine, outcome, constraint_new=constraint_new)
         alternatives = attempt.request.sampling.logprobs
         rows: Any = completion.logprobs if alternatives is not None and attempt.request.leg is not Leg.PREFILL else None
-        pulled = attempt.outcome
+        pulled, promoted = attempt.outcome, attempt.promotion
         return EngineDelta(
             # What prefill samples is no part of the answer: decode samples the first token itself.
             tokens=() if attempt.request.leg is Leg.PREFILL else completion.token_ids,
             logprobs=token_logprobs(completion.token_ids, rows, alternatives or 0) if rows else (),
             finish=finish,
             cached_tokens=max((output.num_cached_tokens or 0) - attempt.pulled_tokens, 0),
+            promoted_tokens=promoted.tokens if promoted else 0,
+            promoted_bytes=promoted.tokens * self._kv_bytes_per_token if promoted else 0,
+            promotion_s=promoted.copying_s if promoted else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,
