@@ -36,6 +36,8 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     agent: AgentOptions | None
     """None: the engine does not hand off."""
     model_digest: str
+    kv_pool_bytes: int = 0
+    """0: no KV pool."""
 
 
 class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):

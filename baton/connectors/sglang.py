@@ -40,11 +40,17 @@ from baton.connectors.link import (
     StepReport,
 )
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
 from baton.connectors.sglang_handoffs import Handoffs
+from baton.connectors.sglang_pool import SglangPool
 from baton.errors import ConfigurationError
 from baton.identity import KvIdentity, describe_rope
+from baton.pool.chain import check_block_tokens
+from baton.pool.copier import ThreadCopier
+from baton.pool.memory import KvPool
 from baton.transfer import NativeAgent, Pool
 from baton.transfer.layout import Layout
 
@@ -78,6 +84,8 @@ class BatonScheduler(Scheduler):
                 super().run_event_loop()
         finally:
             if self.handoffs is not None:
+                if self.handoffs.kv_pool is not None:
+                    self.handoffs.kv_pool.close()
                 self.handoffs.rank.agent.close()
 
     def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
@@ -88,9 +96,11 @@ class BatonScheduler(Scheduler):
         if setup.agent is not None:
             agent, layout = self.make_agent(setup), self._layout(pool)
             identity = self._identity(layout, setup.model_digest)
-            agent.set_pool(self._pool(pool, layout, identity))
+            described = self._pool(pool, layout, identity)
+            agent.set_pool(described)
             rank = HandoffRank(agent, RankPlace(layout=layout))
-            self.handoffs = Handoffs(self.tree_cache, pool, rank, self._enqueue)
+            kv_pool = self._kv_pool(described, rank, setup)
+            self.handoffs = Handoffs(self.tree_cache, pool, rank, self._enqueue, kv_pool)
         self.output_streamer.report = self._report
         if self.load_snapshot_writer is not None:
             # Shared memory with figures for SGLang's own server, which SGLang leaves behind.
@@ -111,6 +121,23 @@ class BatonScheduler(Scheduler):
             grammars=self.grammar_manager.grammar_backend is not None,
         )
         self._link.tell(opened)
+
+    def _kv_pool(self, cache: Pool, rank: HandoffRank, setup: Setup) -> SglangPool | None:
+        """Return the KV pool; None if there is to be none, or no memory for it."""
+        if not setup.kv_pool_bytes:
+            return None
+        scheduler = PoolScheduler(self.page_size, cache.blocks, ranks=1)
+        try:
+            check_block_tokens(self.page_size)
+            pool = KvPool(cache, setup.kv_pool_bytes)
+        except ConfigurationError as refusal:
+            _log.warning("this engine runs without a KV pool: %s", refusal)
+            return None
+        copier = ThreadCopier(pool)
+        rank.watch(copier.fileno())
+        if self.idle_sleeper is not None:
+            self.idle_sleeper.poller.register(copier.fileno(), zmq.POLLIN)
+        return SglangPool(self.tree_cache, scheduler, PoolRank(pool.slots, copier), setup.model_digest)
 
     def make_agent(self, setup: Setup) -> NativeAgent:
         """Return this process's agent; tests may bring their own."""
@@ -254,17 +281,18 @@ class BatonScheduler(Scheduler):
         handoffs, total = self.handoffs, self.max_total_num_tokens
         free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
         pulled = handoffs.pulled_tokens if handoffs is not None else 0
+        promoted = handoffs.promoted_tokens if handoffs is not None else 0
         running = self.collect_inflight_reqs().union(self._batch.reqs if self._batch is not None else ())
         report = StepReport(
             running=sum(not req.finished() for req in running),
             waiting=len(self.waiting_queue) + (handoffs.waiting if handoffs is not None else 0),
             kv_usage=(total - free) / total,
             prompt_tokens_computed=self._computed_tokens,
-            prompt_tokens_cached=max(self._cached_tokens - pulled, 0),
+            prompt_tokens_cached=max(self._cached_tokens - pulled - promoted, 0),
             prompt_tokens_pulled=pulled,
             preemptions=self._preemptions,
             begun=tuple(self._begun),
-            transfers=handoffs.rank.report() if handoffs is not None else None,
+            transfers=handoffs.report() if handoffs is not None else None,
         )
         self._begun.clear()
         if report != self._told:

@@ -31,6 +31,7 @@ from baton.engines.engine import (
 )
 from baton.errors import BatonError, EngineFailed
 from baton.messages.attempts import Sampling
+from baton.messages.index import Tier
 
 DRIVER = Path(__file__).with_name("driver.py")
 START_TIMEOUT_S = 300.0
@@ -178,7 +179,7 @@ class RemoteEngine:
         if "id" in message:
             self._answers[message["id"]].put_nowait(message)
         elif "event" in message:
-            self._batches.put_nowait(_batch(message["event"]))
+            self._batches.put_nowait(event_batch(message["event"]))
         else:
             self._load = msgspec.convert(message["load"], EngineLoad)
             self._transfers = msgspec.convert(message["transfers"], TransferFigures, dec_hook=_made)
@@ -189,7 +190,8 @@ def _made(kind: type[Any], value: object) -> object:
     return kind(value)
 
 
-def _batch(batch: dict[str, Any]) -> EngineEventBatch:
+def event_batch(batch: dict[str, Any]) -> EngineEventBatch:
+    """Return a batch of events from its form in JSON."""
     events = zip(batch["kinds"], batch["events"], strict=True)
     return EngineEventBatch(
         sequence=batch["sequence"], events=tuple(_EVENTS[kind](**_plain(event)) for kind, event in events)
@@ -205,4 +207,6 @@ def _plain(event: dict[str, Any]) -> dict[str, Any]:
         fields["parent"] = bytes.fromhex(fields["parent"])
     if "tokens" in fields:
         fields["tokens"] = tuple(fields["tokens"])
+    if fields.get("tier") is not None:
+        fields["tier"] = Tier(fields["tier"])
     return fields

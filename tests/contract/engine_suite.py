@@ -40,6 +40,7 @@ from baton.errors import (
 )
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
+from baton.messages.index import Tier
 
 POLL_S = 0.005
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -63,6 +64,8 @@ class Shadow:
         self.sequence = batch.sequence
         for event in batch.events:
             match event:
+                case EngineBlocksStored(tier=Tier.POOL) | EngineBlocksRemoved(tier=Tier.POOL):
+                    pass
                 case EngineBlocksStored():
                     assert len(event.tokens) == len(event.hashes) * event.block_tokens
                     assert event.parent is None or event.parent in self.stored, "a parent comes before its children"

@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 from engine_pair import AGENT, NUMBERS, OPTIONS, greedy, prompt
-from engine_process import EngineError, EngineProcess
+from engine_process import EngineError, EngineProcess, until
+
+from baton.blocks import hash_blocks, root_key, split_ids
+from baton.messages.base import pack_tokens
+from baton.messages.index import Tier
+from baton.worker.shadow import ShadowMap
+from benchmarks.remote_engine.engine import event_batch
 
 BLOCK_TOKENS = 32
 SLOT_BYTES = 4 * BLOCK_TOKENS * 2 * 2 * 64 * 4
@@ -145,6 +151,35 @@ def test_a_prompt_that_the_pool_holds_in_full_is_not_pulled(engine: PoolEngine, 
     assert turn.tokens == expected
     assert (turn.promoted, turn.pulled, turn.computed) == (639, 0, 1)
     source.process.settled()
+
+
+def test_events_tell_what_the_pool_holds_and_the_answer_what_was_promoted(engine: PoolEngine) -> None:
+    tokens, salt = prompt(320, 14), "told"
+    engine.ask(tokens, 1, cache_salt=salt)
+    engine.forget()
+    answer = engine.process.send(
+        "generate", request=f"request-{next(NUMBERS)}", leg="whole", tokens=tokens, sampling=greedy(1), cache_salt=salt
+    )
+    answer.wait()
+    first = answer.deltas[0]
+    assert (first["cached_tokens"], first["promoted_tokens"]) == (319, 319)
+    assert first["promoted_bytes"] == 319 * SLOT_BYTES // BLOCK_TOKENS
+    assert first["promotion_s"] > 0
+    engine.saved()
+    digest = engine.process.facts["model_digest"]
+    shadow = ShadowMap(model_digest=digest, engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
+
+    def follow() -> bool:
+        for batch in engine.process.ask("events")[shadow.batches :]:
+            shadow.apply(event_batch(batch))
+        return shadow.fingerprint(Tier.POOL).blocks == pool_of(engine)["ready"]
+
+    # Events come on a way of their own.
+    until(follow, 10)
+    assert shadow.ignored_blocks == 0
+    ids = split_ids(hash_blocks(root_key(digest, salt=salt), pack_tokens(tokens), BLOCK_TOKENS))
+    pooled = {each for run in shadow.runs(1) if run.tier is Tier.POOL for each in split_ids(run.blocks)}
+    assert pooled.issuperset(ids)
 
 
 def test_another_salt_finds_nothing(engine: PoolEngine) -> None:

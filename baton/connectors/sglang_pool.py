@@ -1,0 +1,116 @@
+"""The KV pool in SGLang's scheduler process: what is promoted before a request is queued, and what is saved.
+
+Both parts of the pool are here, the decisions and the copies, since SGLang's scheduler holds the KV itself. The pages
+of a save are locked in the tree until they are copied.
+"""
+
+# pyright: basic, reportMissingImports=false
+# Types are checked where SGLang is not installed: engines pin their own torch, each in an environment of its own.
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+
+from baton.blocks import root_key
+from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_scheduler import PoolReport, PoolScheduler
+from baton.connectors.rank import RankResults
+from baton.engines.kv_events import POOL_MEDIUM
+from baton.pool.events import PoolEvent, PoolRemoved
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
+
+    from baton.connectors.sglang_cache import HandoffCache
+
+
+class SglangPool:
+    def __init__(self, cache: HandoffCache, scheduler: PoolScheduler, rank: PoolRank, model_digest: str) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._rank = rank
+        self._digest = model_digest
+        self._locks: dict[int, TreeLock | None] = {}
+        """Locks of the pages that are being saved, by the first of them."""
+        self._ended: list[str] = []
+        """Requests that have ended; SGLang puts their last KV into the tree after that."""
+        cache.pool_events = self.take_events
+
+    @property
+    def is_copying(self) -> bool:
+        return self._rank.is_copying
+
+    @property
+    def is_busy(self) -> bool:
+        return self._scheduler.is_busy or self._rank.is_copying
+
+    def admit(self, req: Req) -> None:
+        """Note a new request."""
+        # Block ids know tokens and salts only.
+        if req.multimodal_inputs is None and req.lora_id is None:
+            salt = req.cache_salt or ""
+            self._scheduler.admit(req.rid, root_key(self._digest, salt=salt), salt)
+
+    def offer(self, req: Req, cached_tokens: int) -> int:
+        """Return how many tokens of the prompt the pool holds beyond `cached_tokens`, but for the last one."""
+        return self._scheduler.offer(req.rid, req.origin_input_ids, cached_tokens)
+
+    def promote(self, req: Req, pages: Sequence[int], *, with_pull: bool) -> None:
+        """Order the promotion that was offered into a request's pages; `pages` is the whole of them."""
+        self._scheduler.promote(req.rid, pages, with_pull=with_pull, again=False)
+
+    def checkpointed(self, req: Req, tokens: int, pages: torch.Tensor) -> None:
+        """Order saves of the full pages among a request's first `tokens`, which the tree has taken."""
+        read = self._scheduler.computes(req.rid, req.full_untruncated_fill_ids[:tokens], pages.tolist(), tokens)
+        if read:
+            self._locks[read[0]] = self._cache.lock(req.lock.node) if req.lock is not None else None
+
+    def finished(self, rid: str) -> None:
+        self._ended.append(rid)
+
+    def begin(self) -> None:
+        """Start the promotions that were ordered. Saves start with the next `end`."""
+        self._rank.begin(self._scheduler.plan())
+
+    def end(self, results: RankResults) -> None:
+        """Take the copies that have ended, and put into `results` the requests whose KV is here in full."""
+        for rid in self._ended:
+            self._scheduler.finished(rid)
+        self._ended.clear()
+        self._rank.end(results)
+        if (progress := self._rank.take_progress()) is not None:
+            for page in self._scheduler.progress(progress):
+                if page in self._locks:
+                    self._cache.unlock(self._locks.pop(page))
+        for rid in results.received:
+            self._scheduler.received(rid)
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return the changes of the pool's contents as SGLang publishes them."""
+        return [_event(event) for event in self._scheduler.take_events()]
+
+    def report(self) -> PoolReport | None:
+        return self._scheduler.report()
+
+    def close(self) -> None:
+        self._rank.close()
+
+
+def _event(event: PoolEvent) -> KVCacheEvent:
+    # SGLang's hashes are numbers; on their way they may be bytes as well.
+    if isinstance(event, PoolRemoved):
+        return BlockRemoved(block_hashes=list(event.keys), medium=POOL_MEDIUM)
+    return BlockStored(
+        block_hashes=[event.key],
+        parent_block_hash=event.parent,
+        token_ids=list(event.tokens),
+        block_size=len(event.tokens),
+        lora_id=None,
+        medium=POOL_MEDIUM,
+        cache_salt=event.salt or None,
+    )
