@@ -52,6 +52,7 @@ class Shadow:
 
     held: Counter[bytes] = field(default_factory=Counter[bytes])
     sequence: int = 0
+    batches: list[EngineEventBatch] = field(default_factory=list[EngineEventBatch])
     stored: dict[bytes, EngineBlocksStored] = field(default_factory=dict[bytes, EngineBlocksStored])
     """Every block ever stored, with the run it came in."""
 
@@ -62,6 +63,7 @@ class Shadow:
     def apply(self, batch: EngineEventBatch) -> None:
         assert batch.sequence == self.sequence + 1, "events were lost"
         self.sequence = batch.sequence
+        self.batches.append(batch)
         for event in batch.events:
             match event:
                 case EngineBlocksStored(tier=Tier.POOL) | EngineBlocksRemoved(tier=Tier.POOL):
