@@ -78,7 +78,7 @@ async def ask(
 async def settled(running: Running) -> None:
     """Wait until no KV is in use any more: copies hold theirs."""
     async with asyncio.timeout(10):
-        while running.engine.load().kv_usage or running.engine.load().running:
+        while running.engine.load().kv_usage or running.engine.load().running:  # noqa: ASYNC110 - another process.
             await asyncio.sleep(0.02)
 
 
@@ -210,7 +210,7 @@ async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
 
         # Events come on a way of their own.
         async with asyncio.timeout(10):
-            while not agrees():
+            while not agrees():  # noqa: ASYNC110 - another process.
                 await asyncio.sleep(0.05)
         assert shadow.ignored_blocks == 0
     finally:
