@@ -19,7 +19,7 @@ from enum import StrEnum
 
 import msgspec
 
-from baton.connectors.pool_scheduler import PoolPlan, PoolReport
+from baton.connectors.pool_report import PoolReport
 from baton.transfer import AgentStats, Cause, LayerGroup
 
 
@@ -126,7 +126,6 @@ class StepPlan:
     cancel: tuple[bytes, ...] = ()
     release: tuple[tuple[bytes, tuple[str, ...]], ...] = ()
     pulls: tuple[PullStep, ...] = ()
-    pool: PoolPlan = field(default_factory=PoolPlan)
 
 
 @dataclass(slots=True)

@@ -65,6 +65,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     """Address of the rank's agent; empty: it has none."""
     block_tokens: int
     blocks: int
+    pool_blocks: int
+    """Slots of the KV pool; 0: there is none."""
     block_bytes: int
     running_max: int
     step_tokens_max: int

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass
 
+from baton.connectors.handoff import StepPlan
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress
-from baton.connectors.rank import RankResults
+from baton.connectors.rank import HandoffRank, RankResults
 from baton.pool.copier import Copier, CopyJob
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -20,8 +24,11 @@ class _Arrival:
 
 
 class PoolRank:
-    def __init__(self, slots: int, copier: Copier | None) -> None:
-        """`copier`: None where this rank got no memory; then `slots` is 0."""
+    def __init__(self, slots: int, copier: Copier | None, lending: HandoffRank | None = None) -> None:
+        """`copier`: None where this rank got no memory; then `slots` is 0. `lending`: the pool's agent, which lends and
+        borrows slots as an engine's agent leases and pulls blocks."""
+        self.slots = slots
+        self.lending = lending
         self._copier = copier
         self._saves: tuple[CopyJob, ...] = ()
         self._arrivals: dict[str, _Arrival] = {}
@@ -37,10 +44,16 @@ class PoolRank:
             self._arrivals[step.request] = _Arrival(copying=True, pulling=step.with_pull)
             self._requests[step.copy.job] = step.request
             self._submit(step.copy)
+        if self.lending is not None:
+            orders = plan.lending
+            self.lending.begin(
+                StepPlan(held=orders.held, leases=orders.leases, cancel=orders.cancel, pulls=orders.pulls)
+            )
 
     @property
-    def is_copying(self) -> bool:
-        return self._running > 0
+    def is_active(self) -> bool:
+        """Whether there is news to come: of copies, or of loans."""
+        return self._running > 0 or (self.lending is not None and self.lending.is_active)
 
     def end(self, results: RankResults) -> None:
         """Start the step's saves, and put into `results` the requests whose KV has now arrived in full."""
@@ -50,6 +63,8 @@ class PoolRank:
             self._submit(job)
         self._saves = ()
         self._take_ended()
+        if self.lending is not None:
+            self._take_loans(self.lending)
         for request in results.received & self._arrivals.keys():
             arrival = self._arrivals[request]
             arrival.pulling = False
@@ -66,11 +81,13 @@ class PoolRank:
     def take_progress(self) -> PoolProgress | None:
         """Return what has ended since the last call."""
         progress, self._progress = self._progress, PoolProgress()
-        return progress if progress.jobs or progress.slots else None
+        return progress if progress.jobs or progress.loans or progress.slots else None
 
     def close(self) -> None:
         if self._copier is not None:
             self._copier.close()
+        if self.lending is not None:
+            self.lending.agent.close()
 
     def _submit(self, job: CopyJob) -> None:
         assert self._copier is not None
@@ -90,7 +107,19 @@ class PoolRank:
             progress = PoolProgress(
                 jobs=Counter(end.job.job for end in ended),
                 failed=frozenset(end.job.job for end in ended if end.failed),
-                promoting_s=sum(end.copying_s for end in ended if end.job.promotes),
-                promoted_s={end.job.job: end.copying_s for end in ended if end.job.promotes},
+                copying_s={end.job.job: end.copying_s for end in ended if end.job.promotes},
             )
             self._progress = self._progress.joined(progress)
+
+    def _take_loans(self, lending: HandoffRank) -> None:
+        ended = lending.end()
+        if ended.sent or ended.received:
+            progress = PoolProgress(
+                loans=Counter(bytes.fromhex(name) for name in (*ended.sent, *ended.received)),
+                failed_loans=frozenset(map(bytes.fromhex, ended.failed)),
+            )
+            self._progress = self._progress.joined(progress)
+        if (report := lending.report()) is not None:
+            for outcome in report.pulls:
+                if outcome.failed:
+                    _log.info("a loan did not arrive (%s): %s", outcome.cause, outcome.detail)

@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Final
 
 import msgspec
 
+from baton.blocks import root_key
+from baton.connectors.pool_lending import LendingPlan, Loan, PoolLending
+from baton.connectors.pool_report import PoolReport, Promotion
 from baton.pool.chain import BlockChain
 from baton.pool.copier import CopyJob
-from baton.pool.directory import PoolDirectory
-from baton.pool.events import PoolEvent, PoolEvents
+from baton.pool.directory import PoolDirectory, SlotState
 from baton.pool.policy import PolicyName, make_policy
 
 SAVING_SHARE_MAX: Final = 0.5
@@ -42,6 +44,7 @@ class PoolPlan:
     promotions: tuple[PromoteStep, ...] = ()
     saves: tuple[CopyJob, ...] = ()
     """Copies of blocks that are written once this step has computed."""
+    lending: LendingPlan = field(default_factory=LendingPlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,48 +56,35 @@ class PoolProgress:
     jobs: Counter[int] = field(default_factory=Counter[int])
     """Number of ranks on which a job has ended."""
     failed: frozenset[int] = frozenset()
-    promoting_s: float = 0.0
-    promoted_s: dict[int, float] = field(default_factory=dict[int, float])
-    """Times of the promotions that have ended, by job."""
+    copying_s: dict[int, float] = field(default_factory=dict[int, float])
+    """Time that each promotion took, by job."""
+    loans: Counter[bytes] = field(default_factory=Counter[bytes])
+    """Number of ranks on which a loan has ended, by its key."""
+    failed_loans: frozenset[bytes] = frozenset()
 
     def joined(self, other: PoolProgress) -> PoolProgress:
         return PoolProgress(
             slots=self.slots + other.slots,
             jobs=self.jobs + other.jobs,
             failed=self.failed | other.failed,
-            promoting_s=max(self.promoting_s, other.promoting_s),
-            promoted_s={
-                job: max(self.promoted_s.get(job, 0.0), other.promoted_s.get(job, 0.0))
-                for job in self.promoted_s | other.promoted_s
+            copying_s={
+                job: max(self.copying_s.get(job, 0.0), other.copying_s.get(job, 0.0))
+                for job in self.copying_s | other.copying_s
             },
+            loans=self.loans + other.loans,
+            failed_loans=self.failed_loans | other.failed_loans,
         )
 
 
-class PromotionOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """One promotion that has ended."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredRun:
+    """Blocks that the pool holds now, each the successor of the one before."""
 
-    request: str
-    tokens: int
-    copying_s: float = 0.0
-
-
-class PoolReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of an engine's KV pool. Slots and pins as of now, the others since the start."""
-
-    slots: int = 0
-    ready: int = 0
-    pinned: int = 0
-    saved_blocks: int = 0
-    evicted_blocks: int = 0
-    dropped_blocks: int = 0
-    """Full blocks that were not saved: nothing could be evicted for them, or their predecessor is not in the pool."""
-    stranded_blocks: int = 0
-    promotions: int = 0
-    promoted_tokens: int = 0
-    promoting_s: float = 0.0
-    """Time in which promotions were copied."""
-    promoted: tuple[PromotionOutcome, ...] = ()
-    """Those that ended since the report before."""
+    parent: bytes
+    """Key of the block before the first; empty at the start of a prompt."""
+    keys: tuple[bytes, ...]
+    tokens: tuple[int, ...]
+    salt: str
 
 
 @dataclass(slots=True)
@@ -103,32 +93,49 @@ class _Sequence:
 
     chain: BlockChain
     salt: str
-    name: str
     saved: int = 0
     """Leading blocks for which saving was decided."""
     first: int = 0
     """First block of the prefix that was last offered."""
     end: int = 0
     offered_tokens: int = 0
+    loan: Loan | None = None
+    """None once it was used, or turned out to be of no use."""
+    borrowing: bool = False
 
 
 class PoolScheduler:
     """Decides the orders for each step. Requests go by the engine's ids."""
 
-    def __init__(self, block_tokens: int, blocks: int, ranks: int, policy: PolicyName = PolicyName.S3_FIFO) -> None:
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        block_bytes: int,
+        blocks: int,
+        ranks: int,
+        policy: PolicyName = PolicyName.S3_FIFO,
+    ) -> None:
+        """`block_bytes`: one block, all layers and ranks. `blocks`: those of the engine's own cache."""
         self._block_tokens = block_tokens
+        self._block_bytes = block_bytes
         self._saving_max = int(blocks * SAVING_SHARE_MAX)
         self._ranks = ranks
         self._policy = policy
         self._slots: list[int] = []
         self.directory: PoolDirectory | None = None
         """None until the pools of all ranks are ready."""
+        self.lending: PoolLending | None = None
         self._sequences: dict[str, _Sequence] = {}
         self._numbers = count(1)
         self._saving: dict[int, tuple[CopyJob, tuple[bytes, ...]]] = {}
         self._saving_blocks = 0
-        self._promoting: dict[str, tuple[bytes, ...]] = {}
-        """Pinned keys by request."""
+        self._promoting: dict[str, tuple[CopyJob, tuple[bytes, ...], int]] = {}
+        """Job, pinned keys, and tokens that count, by request."""
+        self._copying_s: dict[int, float] = {}
+        self._promotions_ended: list[Promotion] = []
+        self._described: dict[bytes, StoredRun] = {}
+        """Runs of one block, for keys that are FILLING or have just become READY."""
         self._ended = Counter[int]()
         """Ranks on which a save has ended that runs on others."""
         self._failed: set[int] = set()
@@ -138,28 +145,41 @@ class PoolScheduler:
         self._promoted_tokens = 0
         self._promoting_s = 0.0
         self._told = PoolReport()
-        self._events = PoolEvents()
-        self._outcomes: dict[int, PromotionOutcome] = {}
-        """Promotions that run on some ranks, by job."""
-        self._promoted: list[PromotionOutcome] = []
 
     @property
     def is_busy(self) -> bool:
         """Whether the engine has to go on stepping: there are orders, or its blocks are held until they are copied."""
-        return bool(self._promotions or self._saves or self._saving)
+        lends = self.lending is not None and self.lending.is_busy
+        return lends or bool(self._promotions or self._saves or self._saving)
 
-    def admit(self, request: str, root: bytes, salt: str = "", name: str = "") -> None:
-        """Note a new request; `root` is the key of its block ids (`baton.blocks.root_key`).
-
-        `name`: by which its promotion is reported, if not by the engine's id.
-        """
-        self._sequences[request] = _Sequence(BlockChain(root, self._block_tokens), salt, name or request)
+    def admit(self, request: str, model_digest: str, salt: str = "", loan: Loan | None = None) -> None:
+        chain = BlockChain(root_key(model_digest, salt=salt), self._block_tokens)
+        self._sequences[request] = _Sequence(chain, salt, loan=loan)
 
     def finished(self, request: str) -> None:
         """Note that the engine is done with a request. Copies that run end by themselves."""
-        self._sequences.pop(request, None)
+        sequence = self._sequences.pop(request, None)
+        if sequence is not None and sequence.loan is not None and self.lending is not None:
+            self.lending.cancel(sequence.loan)
 
     # Promotion.
+
+    def borrows(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
+        """Return whether a request waits for blocks that another worker's pool lends. Asked until it does not."""
+        sequence = self._sequences.get(request)
+        if sequence is None or sequence.loan is None or self.directory is None or self.lending is None:
+            return False
+        if not sequence.borrowing:
+            sequence.chain.extend(tokens)
+            keys, first = sequence.chain.keys, computed_tokens // self._block_tokens
+            first += self.directory.match(keys[first:])
+            borrowed = self.lending.borrow(sequence.loan, keys, first)
+            sequence.borrowing = bool(borrowed)
+            self._describe(sequence, tokens, borrowed)
+        if sequence.borrowing and self.lending.pulls(sequence.loan):
+            return True
+        sequence.loan = None
+        return False
 
     def offer(self, request: str, tokens: Sequence[int], computed_tokens: int) -> int:
         """Return how many tokens beyond `computed_tokens` the pool holds. Asked any number of times.
@@ -192,18 +212,26 @@ class PoolScheduler:
         sequence.offered_tokens = 0
         keys = tuple(sequence.chain.keys[first:end])
         slots = self.directory.pin(sequence.chain.keys, first, end)
-        self._promoting[request] = keys
+        counted_tokens = 0 if again else offered
         self._promotion_count += 1
-        self._promoted_tokens += 0 if again else offered
+        self._promoted_tokens += counted_tokens
         job = CopyJob(job=next(self._numbers), promotes=True, blocks=tuple(table[first:end]), slots=slots)
-        self._outcomes[job.job] = PromotionOutcome(request=sequence.name, tokens=offered)
+        self._promoting[request] = job, keys, counted_tokens
         self._promotions.append(PromoteStep(request=request, copy=job, with_pull=with_pull))
 
     def received(self, request: str) -> None:
         """Note that all that a request waited for has ended on all ranks, promotions included."""
-        if (keys := self._promoting.pop(request, None)) is not None:
-            assert self.directory is not None
-            self.directory.unpin(keys)
+        if (promotion := self._promoting.pop(request, None)) is None:
+            return
+        assert self.directory is not None
+        job, keys, tokens = promotion
+        self.directory.unpin(keys)
+        copying_s = self._copying_s.pop(job.job, 0.0)
+        self._promoting_s += copying_s
+        if tokens:
+            copied_bytes = len(keys) * self._block_bytes
+            ended = Promotion(request=request, tokens=tokens, copied_bytes=copied_bytes, copying_s=copying_s)
+            self._promotions_ended.append(ended)
 
     # Saving.
 
@@ -228,8 +256,7 @@ class PoolScheduler:
         sequence.saved = full
         if not reserved:
             return ()
-        indexes = [index for index, _ in reserved]
-        self._events.reserve(keys, indexes, tokens, self._block_tokens, sequence.salt)
+        self._describe(sequence, tokens, [index for index, _ in reserved])
         job = CopyJob(
             job=next(self._numbers),
             promotes=False,
@@ -245,21 +272,24 @@ class PoolScheduler:
 
     def plan(self) -> PoolPlan:
         """Return this step's orders and forget them."""
-        plan = PoolPlan(promotions=tuple(self._promotions), saves=tuple(self._saves))
+        plan = PoolPlan(
+            promotions=tuple(self._promotions),
+            saves=tuple(self._saves),
+            lending=self.lending.plan() if self.lending is not None else LendingPlan(),
+        )
         self._promotions, self._saves = [], []
         return plan
 
     def progress(self, progress: PoolProgress) -> tuple[int, ...]:
         """Note what ranks have done; return the engine's blocks that are not read any more."""
-        self._promoting_s += progress.promoting_s
+        self._copying_s |= progress.copying_s
         self._slots.extend(progress.slots)
-        if self.directory is None and len(self._slots) == self._ranks:
-            slots = min(self._slots)
-            self.directory = PoolDirectory(slots, make_policy(self._policy, slots)) if slots else None
+        if self.directory is None and len(self._slots) == self._ranks and (slots := min(self._slots)):
+            self.directory = PoolDirectory(slots, make_policy(self._policy, slots))
+            self.lending = PoolLending(self.directory, self._block_tokens, self._ranks)
+        if self.lending is not None:
+            self.lending.progress(progress.loans, progress.failed_loans)
         self._failed |= progress.failed & self._saving.keys()
-        for number, copying_s in progress.promoted_s.items():
-            if (outcome := self._outcomes.pop(number, None)) is not None:
-                self._promoted.append(msgspec.structs.replace(outcome, copying_s=copying_s))
         free: list[int] = []
         for number, ranks in progress.jobs.items():
             if number not in self._saving:
@@ -281,13 +311,36 @@ class PoolScheduler:
             self.directory.filled(keys)
         return job.blocks
 
-    def take_events(self) -> list[PoolEvent]:
-        """Return the changes of the pool's contents since the last call."""
-        return [] if self.directory is None else self._events.take(self.directory)
+    def take_changes(self) -> tuple[list[StoredRun], tuple[bytes, ...]]:
+        """Return the blocks that the pool has stored since the last call, and the keys of those it has dropped."""
+        if self.directory is None:
+            return [], ()
+        changes = self.directory.take_changes()
+        runs: list[StoredRun] = []
+        for key in changes.stored:
+            block = self._described[key]
+            if runs and runs[-1].keys[-1] == block.parent and runs[-1].salt == block.salt:
+                last = runs.pop()
+                block = replace(last, keys=last.keys + block.keys, tokens=last.tokens + block.tokens)
+            runs.append(block)
+        filling = SlotState.FILLING
+        self._described = {key: run for key, run in self._described.items() if self.directory.state(key) is filling}
+        return runs, changes.removed
+
+    def _describe(self, sequence: _Sequence, tokens: Sequence[int], indexes: Sequence[int]) -> None:
+        """Remember what blocks hold until they are READY and told."""
+        keys, size = sequence.chain.keys, self._block_tokens
+        for index in indexes:
+            self._described[keys[index]] = StoredRun(
+                parent=keys[index - 1] if index else b"",
+                keys=(keys[index],),
+                tokens=tuple(tokens[index * size : (index + 1) * size]),
+                salt=sequence.salt,
+            )
 
     def report(self) -> PoolReport | None:
         """Return the figures if they have changed since the last report."""
-        if self.directory is None:
+        if self.directory is None or self.lending is None:
             return None
         counts = self.directory.counts
         report = PoolReport(
@@ -301,9 +354,12 @@ class PoolScheduler:
             promotions=self._promotion_count,
             promoted_tokens=self._promoted_tokens,
             promoting_s=self._promoting_s,
+            lent_tokens=self.lending.lent_tokens,
+            borrowed_tokens=self.lending.borrowed_tokens,
+            borrows_failed=self.lending.borrows_failed,
         )
-        promoted, self._promoted = tuple(self._promoted), []
-        if report == self._told and not promoted:
+        ended, self._promotions_ended = tuple(self._promotions_ended), []
+        if report == self._told and not ended:
             return None
         self._told = report
-        return msgspec.structs.replace(report, promoted=promoted)
+        return msgspec.structs.replace(report, ended=ended)

@@ -123,22 +123,22 @@ class HandoffRank:
                     for reader, generation in lease.generations.items():
                         self.agent.post_ready(reader, generation, layer, step.ready_after)
 
+    @property
+    def is_active(self) -> bool:
+        """Whether a pull runs or a lease is held."""
+        return bool(self._pulls or self._leases)
+
     def watch(self, fileno: int) -> None:
         """Let another source of news end the wait of an idle step."""
         self._news.register(fileno, select.POLLIN)
 
-    def end(self, *, copying: bool = False) -> RankResults:
+    def end(self, *, expecting: bool = False) -> RankResults:
         """Close the step and return what has finished since the last one.
 
         `copying`: the source that is watched has news to come.
         """
         self._computing = []
-        if (
-            self._idle
-            and (self._pulls or self._leases or copying)
-            and not self._results.sent
-            and not self._results.received
-        ):
+        if self._idle and (self.is_active or expecting) and not self._results.sent and not self._results.received:
             self._news.poll(IDLE_WAIT_S * 1000)
         for event in self.agent.poll():
             self._take(event)

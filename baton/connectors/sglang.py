@@ -113,6 +113,7 @@ class BatonScheduler(Scheduler):
             endpoint=self.handoffs.rank.agent.endpoint if self.handoffs else "",
             block_tokens=self.page_size,
             blocks=self.max_total_num_tokens // self.page_size,
+            pool_blocks=self.handoffs.kv_pool.slots if self.handoffs and self.handoffs.kv_pool else 0,
             block_bytes=sum(tensor[: self.page_size].nbytes for tensor in (*pool.k_buffer, *pool.v_buffer)),
             running_max=self.max_running_requests,
             step_tokens_max=self.chunked_prefill_size or self.max_prefill_tokens,
@@ -126,7 +127,6 @@ class BatonScheduler(Scheduler):
         """Return the KV pool; None if there is to be none, or no memory for it."""
         if not setup.kv_pool_bytes:
             return None
-        scheduler = PoolScheduler(self.page_size, cache.blocks, ranks=1)
         try:
             check_block_tokens(self.page_size)
             pool = KvPool(cache, setup.kv_pool_bytes)
@@ -137,6 +137,8 @@ class BatonScheduler(Scheduler):
         rank.watch(copier.fileno())
         if self.idle_sleeper is not None:
             self.idle_sleeper.poller.register(copier.fileno(), zmq.POLLIN)
+        block_bytes = cache.block_bytes * len(cache.layer_addresses)
+        scheduler = PoolScheduler(block_tokens=self.page_size, block_bytes=block_bytes, blocks=cache.blocks, ranks=1)
         return SglangPool(self.tree_cache, scheduler, PoolRank(pool.slots, copier), setup.model_digest)
 
     def make_agent(self, setup: Setup) -> NativeAgent:

@@ -15,7 +15,7 @@ additions, each at a place that the tree has for it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -72,7 +72,7 @@ class HandoffCache(UnifiedRadixCache):
         self.retention: KvRetention | None = None
         self._arrivals: dict[str, Arrival] = {}
         self._held: dict[str, _Held] = {}
-        self.pool_events: Callable[[], Sequence[KVCacheEvent]] = tuple
+        self.pool_events: Callable[[], Iterable[KVCacheEvent]] = tuple
         """Returns events about the KV pool, which SGLang publishes with its own."""
         super().__init__(params)
 

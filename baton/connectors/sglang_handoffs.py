@@ -81,8 +81,9 @@ class Handoffs:
 
     @property
     def is_idle(self) -> bool:
-        is_copying = self.kv_pool is not None and self.kv_pool.is_busy
-        return self._decisions.is_idle and not self.waiting and not self._cache.has_handoffs and not is_copying
+        if self.kv_pool is not None and self.kv_pool.is_busy:
+            return False
+        return self._decisions.is_idle and not self.waiting and not self._cache.has_handoffs
 
     # Requests.
 
@@ -138,7 +139,7 @@ class Handoffs:
         Returns the requests whose KV did not come.
         """
         kv_pool, failed = self.kv_pool, []
-        results = self.rank.end(copying=kv_pool is not None and kv_pool.is_copying)
+        results = self.rank.end(expecting=kv_pool is not None and kv_pool.is_active)
         if kv_pool is not None:
             kv_pool.end(results)
         for rid in results.received:

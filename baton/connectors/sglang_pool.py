@@ -9,18 +9,17 @@ of a save are locked in the tree until they are copied.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
-from baton.blocks import root_key
 from baton.connectors.pool_rank import PoolRank
-from baton.connectors.pool_scheduler import PoolReport, PoolScheduler
+from baton.connectors.pool_report import PoolReport
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.engines.kv_events import POOL_MEDIUM
-from baton.pool.events import PoolEvent, PoolRemoved
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -42,19 +41,18 @@ class SglangPool:
         cache.pool_events = self.take_events
 
     @property
-    def is_copying(self) -> bool:
-        return self._rank.is_copying
+    def is_active(self) -> bool:
+        return self._rank.is_active
 
     @property
     def is_busy(self) -> bool:
-        return self._scheduler.is_busy or self._rank.is_copying
+        return self._scheduler.is_busy or self._rank.is_active
 
     def admit(self, req: Req) -> None:
         """Note a new request."""
         # Block ids know tokens and salts only.
         if req.multimodal_inputs is None and req.lora_id is None:
-            salt = req.cache_salt or ""
-            self._scheduler.admit(req.rid, root_key(self._digest, salt=salt), salt)
+            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "")
 
     def offer(self, req: Req, cached_tokens: int) -> int:
         """Return how many tokens of the prompt the pool holds beyond `cached_tokens`, but for the last one."""
@@ -90,27 +88,29 @@ class SglangPool:
         for rid in results.received:
             self._scheduler.received(rid)
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return the changes of the pool's contents as SGLang publishes them."""
-        return [_event(event) for event in self._scheduler.take_events()]
+    @property
+    def slots(self) -> int:
+        return self._rank.slots
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        """Yield what the pool has stored and dropped, in SGLang's own form."""
+        # SGLang's hashes are numbers; on their way they may be bytes as well.
+        runs, removed = self._scheduler.take_changes()
+        if removed:
+            yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
+        for run in runs:
+            yield BlockStored(
+                block_hashes=list(run.keys),
+                parent_block_hash=run.parent or None,
+                token_ids=list(run.tokens),
+                block_size=self._cache.page_size,
+                lora_id=None,
+                medium=POOL_MEDIUM,
+                cache_salt=run.salt or None,
+            )
 
     def report(self) -> PoolReport | None:
         return self._scheduler.report()
 
     def close(self) -> None:
         self._rank.close()
-
-
-def _event(event: PoolEvent) -> KVCacheEvent:
-    # SGLang's hashes are numbers; on their way they may be bytes as well.
-    if isinstance(event, PoolRemoved):
-        return BlockRemoved(block_hashes=list(event.keys), medium=POOL_MEDIUM)
-    return BlockStored(
-        block_hashes=[event.key],
-        parent_block_hash=event.parent,
-        token_ids=list(event.tokens),
-        block_size=len(event.tokens),
-        lora_id=None,
-        medium=POOL_MEDIUM,
-        cache_salt=event.salt or None,
-    )

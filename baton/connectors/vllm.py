@@ -33,8 +33,9 @@ from vllm.v1.request import RequestStatus
 from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
-from baton.connectors.pool_scheduler import PoolScheduler
+from baton.connectors.pool_scheduler import PoolPlan, PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.connectors.vllm_pool import ProgressMetadata, VllmPool
 from baton.engines.processes import bind_to_parent
@@ -65,6 +66,9 @@ AGENT_SETTING = "agent"
 DIGEST_SETTING = "model_digest"
 POOL_SETTING = "kv_pool_bytes"
 """Bytes of the KV pool of all ranks; 0: no pool."""
+LOAN_PARAMETER = "loan"
+"""Key of a request's `Loan` beside its `Handoff`, which may be absent."""
+UNCLAIMED_LOAN_TTL_S = 2.0
 
 
 class AgentSetting:
@@ -80,6 +84,7 @@ class AgentSetting:
 @dataclass
 class StepMetadata(KVConnectorMetadata):
     plan: StepPlan = field(default_factory=StepPlan)
+    pool: PoolPlan = field(default_factory=PoolPlan)
 
 
 class BatonStats(KVConnectorStats):
@@ -141,27 +146,35 @@ class BatonConnector(KVConnectorBase_V1):
             self._scheduler = HandoffScheduler(block_tokens)
             if self._pool_bytes:
                 ranks = vllm_config.parallel_config.tensor_parallel_size
-                pool = PoolScheduler(block_tokens, kv_cache_config.num_blocks, ranks)
-                self._pool_scheduler = VllmPool(pool, self._model_digest)
+                pool = PoolScheduler(
+                    block_tokens=block_tokens,
+                    block_bytes=ranks
+                    * sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors)
+                    // kv_cache_config.num_blocks,
+                    blocks=kv_cache_config.num_blocks,
+                    ranks=ranks,
+                )
+                self._pool_scheduler = VllmPool(pool, self._model_digest, block_tokens)
 
     # ------------------------------------------------------------------ scheduler
 
     def on_new_request(self, request: Request) -> None:
-        if self._pool_scheduler is not None:
-            self._pool_scheduler.admit(request)
-        if self._scheduler is None or not request.kv_transfer_params:
-            return
+        parameters = dict(request.kv_transfer_params or {})
+        loan, handoff = parameters.pop(LOAN_PARAMETER, None), parameters or None
         try:
-            handoff = msgspec.convert(request.kv_transfer_params, Handoff)
+            if self._pool_scheduler is not None:
+                self._pool_scheduler.admit(request, msgspec.convert(loan, Loan | None))
+            if self._scheduler is not None and handoff is not None:
+                self._scheduler.admit(request.request_id, msgspec.convert(handoff, Handoff), request.num_prompt_tokens)
         except msgspec.ValidationError:
             # The request then runs here as a whole, which is slower but correct.
-            _log.exception("a request's hand-off is malformed")
-            return
-        self._scheduler.admit(request.request_id, handoff, request.num_prompt_tokens)
+            _log.exception("a request's hand-off or loan is malformed")
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
+        if self._pool_scheduler is not None and self._pool_scheduler.borrows(request, num_computed_tokens):
+            return None, False
         tokens = self._scheduler.tokens_from_source(request.request_id, num_computed_tokens)
         if self._pool_scheduler is not None:
             tokens = max(tokens, self._pool_scheduler.offer(request, num_computed_tokens))
@@ -192,12 +205,12 @@ class BatonConnector(KVConnectorBase_V1):
                 assert self._kv_cache_manager is not None
                 table = self._kv_cache_manager.get_block_ids(request)[0]
                 leases.append(scheduler.computes(request, table, computed[request], computed[request] + tokens))
-        plan = scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0)
+        metadata = StepMetadata(scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0))
         if self._pool_scheduler is not None:
             assert self._kv_cache_manager is not None
             after = {name: computed[name] + new for name, new in scheduler_output.num_scheduled_tokens.items()}
-            plan = replace(plan, pool=self._pool_scheduler.plan(self._kv_cache_manager, after))
-        return StepMetadata(plan)
+            metadata.pool = self._pool_scheduler.plan(self._kv_cache_manager, after)
+        return metadata
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:
@@ -207,9 +220,9 @@ class BatonConnector(KVConnectorBase_V1):
                 self._scheduler.freed(request)
         if self._pool_scheduler is not None:
             assert self._kv_cache_manager is not None
+            self._pool_scheduler.progress(self._kv_cache_manager, connector_output.kv_connector_worker_meta)
             for request in connector_output.finished_recving or ():
                 self._pool_scheduler.scheduler.received(request)
-            self._pool_scheduler.progress(self._kv_cache_manager, connector_output.kv_connector_worker_meta)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, object] | None]:
         if self._scheduler is None:
@@ -219,15 +232,18 @@ class BatonConnector(KVConnectorBase_V1):
         computed = request.status in (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
         return self._scheduler.finished(request.request_id, computed=computed), None
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return events about the KV pool, which vLLM publishes with its own."""
-        return () if self._pool_scheduler is None else self._pool_scheduler.take_events()
-
     def has_pending_push_work(self) -> bool:
         """Keep the engine stepping while orders wait for the workers."""
         if self._pool_scheduler is not None and self._pool_scheduler.scheduler.is_busy:
             return True
         return self._scheduler is not None and self._scheduler.has_orders
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._pool_scheduler is None else self._pool_scheduler.take_events()
+
+    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        """See `baton.engines.engine.Engine.lend`; `baton.engines.vllm.lending` calls it between two steps."""
+        return 0 if self._pool_scheduler is None else self._pool_scheduler.lend(key, blocks, sink_ranks)
 
     # ------------------------------------------------------------------ worker
 
@@ -251,20 +267,24 @@ class BatonConnector(KVConnectorBase_V1):
         )
         self._rank = HandoffRank(agent, place)
         if self._pool_bytes:
-            self._start_pool(pool, self._pool_bytes // place.size)
+            self._start_pool(pool, place)
 
-    def _start_pool(self, cache: Pool, budget_bytes: int) -> None:
+    def _start_pool(self, cache: Pool, place: RankPlace) -> None:
         """Reserve this rank's part of the KV pool. Without that memory the engine serves on without a pool."""
         assert self._rank is not None
+        assert self._agent_options is not None
         try:
-            pool = KvPool(cache, budget_bytes)
+            pool = KvPool(cache, self._pool_bytes // place.size)
         except ConfigurationError as refusal:
             _log.warning("this engine runs without a KV pool: %s", refusal)
             self._pool_rank = PoolRank(0, None)
             return
         copier = self.make_copier(pool)
-        self._rank.watch(copier.fileno())
-        self._pool_rank = PoolRank(pool.slots, copier)
+        agent = self.make_agent(replace(self._agent_options, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
+        agent.set_pool(pool.pool)
+        for source in (copier, agent):
+            self._rank.watch(source.fileno())
+        self._pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place))
 
     def make_copier(self, pool: KvPool) -> Copier:
         """Return the copier of this rank's pool; tests may bring their own."""
@@ -340,6 +360,10 @@ class BatonConnector(KVConnectorBase_V1):
     def rank(self) -> HandoffRank | None:
         return self._rank
 
+    @property
+    def pool_rank(self) -> PoolRank | None:
+        return self._pool_rank
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._rank is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._rank.revoke(kv_connector_metadata.plan)
@@ -351,7 +375,7 @@ class BatonConnector(KVConnectorBase_V1):
         if self._rank is not None and isinstance(connector_metadata, StepMetadata):
             self._rank.begin(connector_metadata.plan)
             if self._pool_rank is not None:
-                self._pool_rank.begin(connector_metadata.plan.pool)
+                self._pool_rank.begin(connector_metadata.pool)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: object) -> None:
         """Do nothing: see `bind_connector_metadata`."""
@@ -372,7 +396,7 @@ class BatonConnector(KVConnectorBase_V1):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         if self._rank is None:
             return KVConnectorTransferResults()
-        results = self._rank.end(copying=self._pool_rank is not None and self._pool_rank.is_copying)
+        results = self._rank.end(expecting=self._pool_rank is not None and self._pool_rank.is_active)
         if self._pool_rank is not None:
             self._pool_rank.end(results)
         return KVConnectorTransferResults(
@@ -386,7 +410,7 @@ class BatonConnector(KVConnectorBase_V1):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the figures of this rank, or in the scheduler's process those of the KV pool."""
         if self._pool_scheduler is not None:
-            pool = self._pool_scheduler.scheduler.report()
+            pool = self._pool_scheduler.report()
             return None if pool is None else BatonStats.of(TransferReport(pool=pool))
         report = self._rank.report() if self._rank is not None else None
         return None if report is None else BatonStats.of(report)

@@ -23,11 +23,14 @@ class BatonWorker:
         return connector
 
     def baton_facts(self) -> dict[str, object]:
-        """Return the agent's endpoint, empty without one, bytes of one KV block on this rank, and the KV identity."""
+        """Return the agents' endpoints, empty without one, sizes of this rank's part of the KV, and the KV identity."""
         connector = self._baton()
-        rank = connector.rank
+        rank, pool = connector.rank, connector.pool_rank
+        lending = pool.lending if pool is not None else None
         return {
             "endpoint": rank.agent.endpoint if rank is not None else "",
+            "pool_endpoint": lending.agent.endpoint if lending is not None else "",
+            "pool_blocks": pool.slots if pool is not None else 0,
             "kv_block_bytes": connector.kv_block_bytes,
             "kv_identity": connector.kv_identity,
         }

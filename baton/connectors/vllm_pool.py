@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from baton.blocks import root_key
+from baton.blocks import BLOCK_TOKENS_DEFAULT, split_ids
+from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.engines.kv_events import POOL_MEDIUM
-from baton.pool.events import PoolEvent, PoolRemoved
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -32,25 +34,28 @@ class ProgressMetadata(KVConnectorWorkerMetadata):
 class VllmPool:
     """The pool's part of the connector in vLLM's scheduler process."""
 
-    def __init__(self, scheduler: PoolScheduler, model_digest: str) -> None:
+    def __init__(self, scheduler: PoolScheduler, model_digest: str, block_tokens: int) -> None:
         self.scheduler = scheduler
+        self._block_tokens = block_tokens
         self._digest = model_digest
         self._requests: dict[str, Request] = {}
 
-    def admit(self, request: Request) -> None:
-        # Block ids know tokens only.
-        if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+    def admit(self, request: Request, loan: Loan | None) -> None:
+        # Keys stand for tokens and a salt, and for nothing else.
+        more = request.prompt_embeds is not None or request.mm_features or request.lora_request
+        if request.prompt_token_ids is None or more:
             return
-        lora = request.lora_request.lora_name if request.lora_request else ""
         self._requests[request.request_id] = request
-        salt = request.cache_salt or ""
-        # vLLM appends eight characters to the ids that it is given.
-        name = request.request_id.rpartition("-")[0]
-        self.scheduler.admit(request.request_id, root_key(self._digest, lora, salt), salt, name)
+        self.scheduler.admit(request.request_id, self._digest, request.cache_salt or "", loan)
 
-    def take_events(self) -> list[KVCacheEvent]:
-        """Return the changes of the pool's contents as vLLM publishes them."""
-        return [_event(event) for event in self.scheduler.take_events()]
+    def borrows(self, request: Request, computed_tokens: int) -> bool:
+        return self.scheduler.borrows(request.request_id, request.all_token_ids, computed_tokens)
+
+    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        if self.scheduler.lending is None:
+            return 0
+        per_block = self._block_tokens // BLOCK_TOKENS_DEFAULT
+        return self.scheduler.lending.lend(key, split_ids(blocks)[per_block - 1 :: per_block], sink_ranks)
 
     def offer(self, request: Request, computed_tokens: int) -> int:
         return self.scheduler.offer(request.request_id, request.all_token_ids, computed_tokens)
@@ -79,17 +84,28 @@ class VllmPool:
             # vLLM evicts first what is freed first: of a prompt, its last block.
             blocks.free_blocks([blocks.blocks[number] for number in reversed(read)])
 
+    def report(self) -> PoolReport | None:
+        """Return the figures if they have changed, with promotions under the ids that vLLM was given."""
+        report = self.scheduler.report()
+        if report is None:
+            return None
+        # vLLM appends a suffix of its own.
+        ended = [msgspec.structs.replace(each, request=each.request.rpartition("-")[0]) for each in report.ended]
+        return msgspec.structs.replace(report, ended=tuple(ended))
 
-def _event(event: PoolEvent) -> KVCacheEvent:
-    if isinstance(event, PoolRemoved):
-        return BlockRemoved(block_hashes=list(event.keys), medium=POOL_MEDIUM)
-    return BlockStored(
-        block_hashes=[event.key],
-        parent_block_hash=event.parent,
-        token_ids=list(event.tokens),
-        block_size=len(event.tokens),
-        lora_id=None,
-        medium=POOL_MEDIUM,
-        lora_name=None,
-        extra_keys=[(event.salt,)] if event.salt else None,
-    )
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        """Yield what the pool has stored and dropped, in vLLM's own form."""
+        runs, removed = self.scheduler.take_changes()
+        if removed:
+            yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
+        for run in runs:
+            yield BlockStored(
+                block_hashes=list(run.keys),
+                parent_block_hash=run.parent or None,
+                token_ids=list(run.tokens),
+                block_size=self._block_tokens,
+                lora_id=None,
+                medium=POOL_MEDIUM,
+                lora_name=None,
+                extra_keys=[(run.salt,)] if run.salt else None,
+            )

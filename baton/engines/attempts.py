@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from baton.connectors.handoff import Handoff, HandoffLeg, PullOutcome
-from baton.connectors.pool_scheduler import PromotionOutcome
 from baton.engines.engine import EngineRequest, Leg, Stage
 from baton.engines.stages import prompt_stages
 from baton.errors import (
@@ -35,7 +34,6 @@ class EngineAttempt:
     entered_s: float
     deadline_s: float
     outcome: PullOutcome | None = None
-    promotion: PromotionOutcome | None = None
     begun: bool = False
     finish: FinishReason | None = None
 

@@ -9,7 +9,8 @@ from typing import Protocol
 
 import msgspec
 
-from baton.connectors.pool_scheduler import PoolReport
+from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_report import PoolReport
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
@@ -46,6 +47,8 @@ class EngineRequest:
     """Time to the first delta, a DECODE leg's pull included; after it, the reader of the deltas limits the time."""
     trace: str = ""
     """W3C `traceparent` for engines that make spans of their own."""
+    loan: Loan | None = None
+    """A prefix that another worker's pool lends; engines without a pool ignore it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +103,12 @@ class EngineFacts:
     """See `baton.identity`; the fingerprint of the agents' pools."""
     agents: tuple[str, ...] = ()
     """Endpoints of the transfer agents, one per tensor-parallel rank; empty: cannot hand off."""
+    pool_agents: tuple[str, ...] = ()
+    """Endpoints of the KV pools' transfer agents, one per rank; empty: there is no pool to lend from."""
     parameters: tuple[str, ...] = ()
     """`Sampling.parameters` that this engine takes, in order."""
+    pool_blocks: int = 0
+    """Slots of the KV pool, of `block_tokens` each; 0: there is no pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +125,9 @@ class EngineLoad:
     prompt_tokens_computed: int = 0
     """Prompt tokens computed here since the start: not cached, not pulled."""
     prompt_tokens_cached: int = 0
-    """Found on the device; `pool` has those that were promoted."""
+    """Found on the device."""
+    prompt_tokens_promoted: int = 0
+    """Found in the pool."""
     prompt_tokens_pulled: int = 0
     bytes_pulled: int = 0
     preemptions: int = 0
@@ -208,6 +217,13 @@ class Engine(Protocol):
         """End an attempt in any state, a held lease included; its iterator ends with CANCELLED.
 
         Returns once the engine has been told; unknown attempts are ignored.
+        """
+        ...
+
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        """Lease what the KV pool holds of a prefix to a peer, under `key`; return its tokens, 0: nothing is lent.
+
+        `blocks`: the prefix's ids (`baton.blocks`), of 32 tokens each. Repeated calls lend once.
         """
         ...
 

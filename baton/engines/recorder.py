@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from baton.connectors.handoff import PullOutcome, TransferReport
-from baton.connectors.pool_scheduler import PromotionOutcome
+from baton.connectors.pool_report import Promotion
 from baton.engines.engine import EngineLoad, TransferFigures
 from baton.transfer import AgentStats, PullTally
 
@@ -38,8 +38,7 @@ class LoadRecorder:
         """Number of ranks on which a lease has ended, for leases that other ranks still hold."""
         self._tally = PullTally()
         self._outcomes: OrderedDict[bytes, _RankOutcomes] = OrderedDict()
-        self._promotions: OrderedDict[str, PromotionOutcome] = OrderedDict()
-        """Outcome of each promotion by the engine's id of its request."""
+        self._promotions: OrderedDict[str, Promotion] = OrderedDict()
         self._changed = asyncio.Event()
 
     def take_outcome(self, key: bytes) -> PullOutcome | None:
@@ -49,6 +48,10 @@ class LoadRecorder:
             return None
         del self._outcomes[key]
         return known.outcome
+
+    def take_promotion(self, request: str) -> Promotion | None:
+        """Return what was promoted for a request, once."""
+        return self._promotions.pop(request, None)
 
     async def wait_outcome(self, key: bytes, timeout_s: float) -> PullOutcome | None:
         """Return a pull's outcome, or None when it is still unknown after `timeout_s`."""
@@ -60,10 +63,6 @@ class LoadRecorder:
                 return outcome
         except TimeoutError:
             return None
-
-    def take_promotion(self, request: str) -> PromotionOutcome | None:
-        """Return the outcome of a request's promotion, once; None where nothing was promoted for it."""
-        return self._promotions.pop(request, None)
 
     def transfers(self) -> TransferFigures:
         ranks = self._agents.values()
@@ -87,18 +86,20 @@ class LoadRecorder:
             if self._leases_ended[key] == self._ranks:
                 del self._leases_ended[key]
                 self.on_lease_ended(key)
+        pool = report.pool or self.load.pool
+        for promotion in report.pool.ended if report.pool else ():
+            self._promotions[promotion.request] = promotion
+            while len(self._promotions) > OUTCOMES_MAX:
+                self._promotions.popitem(last=False)
         self.load = replace(
             self.load,
             # All ranks lease the same blocks of their parts of the model.
             leased_blocks=max(self._leased_blocks.values(), default=0),
             bytes_pulled=self.load.bytes_pulled + sum(outcome.moved_bytes for outcome in report.pulls),
             pulls_failed=self.load.pulls_failed + sum(outcome.failed for outcome in report.pulls),
-            pool=report.pool or self.load.pool,
+            pool=pool,
+            prompt_tokens_promoted=pool.promoted_tokens,
         )
-        for promotion in report.pool.promoted if report.pool else ():
-            self._promotions[promotion.request] = promotion
-            if len(self._promotions) > OUTCOMES_MAX:
-                self._promotions.popitem(last=False)
 
     def _record_outcome(self, outcome: PullOutcome) -> None:
         known = self._outcomes.pop(outcome.key, None)

@@ -132,6 +132,9 @@ class ScriptedEngine:
         if key in self.running and self.takes_aborts:
             self.step(key, EngineDelta(finish=FinishReason.CANCELLED))
 
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        return 0
+
     def load(self) -> EngineLoad:
         self._check()
         return self.load_now

@@ -94,6 +94,8 @@ class Task(Message, frozen=True, kw_only=True):
     its queue."""
     wait_s: float = 0.0
     """Time for which the attempt may wait for room, holding nothing; 0: a worker without room answers `Busy`."""
+    lender: str = ""
+    """Worker to ask for a loan of the prompt's prefix; empty: none. For the worker that computes the prompt."""
 
 
 class PrefillTask(Task, tag="prefill", frozen=True, kw_only=True):
@@ -124,7 +126,8 @@ class Busy(Message, tag="busy", frozen=True, kw_only=True):
 
     worker: str
     reason: str
-    """One of: `full`, `leases`, `draining`, `generation`, `role`, `tombstone`, `expired`, `incomplete`, `malformed`."""
+    """One of: `full`, `leases`, `draining`, `generation`, `role`, `tombstone`, `expired`, `incomplete`, `malformed`,
+    `loan`."""
     detail: str = ""
 
 
@@ -135,6 +138,27 @@ class Join(Message, tag="join", frozen=True, kw_only=True):
     """
 
     context: Context
+
+
+class Lend(Message, tag="lend", frozen=True, kw_only=True):
+    """Worker to worker: open a lease on what your KV pool holds of this prefix. Answered by `Lent`, `Busy` or
+    `Refused`, none of which ends an attempt. Repeated, it lends once."""
+
+    context: Context
+    key: bytes
+    """Key of the lease; one for each reader."""
+    blocks: bytes
+    """Ids of the prefix's blocks of 32 tokens, see `baton.blocks`."""
+    sink_ranks: int
+    """Tensor-parallel ranks that will pull."""
+
+
+class Lent(Message, tag="lent", frozen=True, kw_only=True):
+    worker: str
+    tokens: int
+    """Leading tokens of the prefix that are lent."""
+    agents: tuple[str, ...]
+    """Endpoints of the agents of the lender's pools, by rank."""
 
 
 class Cancel(Message, tag="cancel", frozen=True, kw_only=True):

@@ -15,6 +15,8 @@ from baton.messages.attempts import (
     Fault,
     Frames,
     Join,
+    Lend,
+    Lent,
     Prefilled,
     PrefillFailed,
     PrefillTask,
@@ -48,6 +50,8 @@ AnyMessage = (
     | Accepted
     | Busy
     | Join
+    | Lend
+    | Lent
     | Cancel
     | Acknowledge
     | Resend

@@ -107,6 +107,8 @@ class Placement(Message, tag="placement", frozen=True, kw_only=True):
     candidates: tuple[Candidate, ...] = ()
     wait_s: float = 0.0
     """Time for which the attempt may wait at its workers for room; 0: they have room now."""
+    lender: str = ""
+    """Worker whose KV pool lends a prefix of the prompt to the worker that computes it; empty: none."""
     scheduler: str = ""
 
     @property

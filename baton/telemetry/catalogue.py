@@ -425,6 +425,30 @@ ENGINE_STEPS: Final = _counter(
     PREFILL_DECODE,
     "Engine steps that generated tokens here; output tokens by these are the tokens per step.",
 )
+POOL_SLOTS: Final = _gauge(
+    "baton_kv_pool_blocks",
+    PREFILL_DECODE,
+    "Slots of the KV pool: `pinned` by readers, `ready` for them, `free` or being written.",
+    "state",
+)
+POOL_BLOCKS: Final = _counter(
+    "baton_kv_pool_blocks_total",
+    PREFILL_DECODE,
+    "Blocks that the KV pool has `saved`, `evicted` or `dropped`: not saved for lack of room. "
+    "`stranded` ones were evicted before their successors.",
+    "event",
+)
+POOL_LOANS: Final = _counter(
+    "baton_kv_pool_loan_tokens_total",
+    PREFILL_DECODE,
+    "Tokens whose KV the pool has `lent` to other workers and `borrowed` from them.",
+    "side",
+)
+POOL_LOANS_FAILED: Final = _counter(
+    "baton_kv_pool_loans_failed_total",
+    PREFILL_DECODE,
+    "Loans that did not arrive, or not in time; their tokens were computed.",
+)
 PRICE: Final = _gauge(
     "baton_worker_price_per_hour",
     PREFILL_DECODE,

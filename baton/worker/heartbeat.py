@@ -76,7 +76,7 @@ def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
         step_tokens_max=facts.step_tokens_max,
         steps=rates.steps(),
         transfers=rates.transfers(),
-        promotion=rates.promotion() if load.pool.slots else None,
+        promotion=rates.promotion() if facts.pool_blocks else None,
         kv_bytes_per_token=facts.kv_bytes_per_token,
         computing=sum(state in COMPUTING for state in states),
         progress_tokens=load.prompt_tokens_computed + ledger.output_tokens,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.clock import Clock
+from baton.connectors.pool_report import PoolReport
 from baton.engines.engine import Engine, EngineFacts, TransferFigures
 from baton.errors import BatonError
 from baton.messages.index import Tier
@@ -82,10 +83,25 @@ class WorkerReadings:
         yield Reading(catalogue.ENGINE_REQUESTS, load.waiting, ("waiting",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_computed, ("computed",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_cached, ("cached",))
-        yield Reading(catalogue.ENGINE_PROMPT, load.pool.promoted_tokens, ("promoted",))
+        yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_promoted, ("promoted",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_pulled, ("pulled",))
         yield Reading(catalogue.PREEMPTIONS, load.preemptions)
+        if load.pool.slots:
+            yield from _pool(load.pool)
         yield from _transfers(transfers)
+
+
+def _pool(pool: PoolReport) -> Iterator[Reading]:
+    yield Reading(catalogue.POOL_SLOTS, pool.pinned, ("pinned",))
+    yield Reading(catalogue.POOL_SLOTS, pool.ready - pool.pinned, ("ready",))
+    yield Reading(catalogue.POOL_SLOTS, pool.slots - pool.ready, ("free",))
+    yield Reading(catalogue.POOL_BLOCKS, pool.saved_blocks, ("saved",))
+    yield Reading(catalogue.POOL_BLOCKS, pool.evicted_blocks, ("evicted",))
+    yield Reading(catalogue.POOL_BLOCKS, pool.dropped_blocks, ("dropped",))
+    yield Reading(catalogue.POOL_BLOCKS, pool.stranded_blocks, ("stranded",))
+    yield Reading(catalogue.POOL_LOANS, pool.lent_tokens, ("lent",))
+    yield Reading(catalogue.POOL_LOANS, pool.borrowed_tokens, ("borrowed",))
+    yield Reading(catalogue.POOL_LOANS_FAILED, pool.borrows_failed)
 
 
 def _transfers(transfers: TransferFigures) -> Iterator[Reading]:

@@ -20,6 +20,7 @@ from baton.telemetry import Metrics, Tracing, catalogue
 from baton.worker.attempt import Attempt
 from baton.worker.frames import FrameSender
 from baton.worker.ledger import Ledger
+from baton.worker.loans import Loans
 from baton.worker.rates import Rates
 from baton.worker.tracing import LegTrace, traced_leg
 
@@ -41,6 +42,7 @@ class Runner:
         engine: Engine,
         ledger: Ledger,
         rates: Rates,
+        loans: Loans,
         frames: FrameSender,
         address: WorkerAddress,
         on_engine_failed: Callable[[], None],
@@ -52,16 +54,22 @@ class Runner:
         self._engine = engine
         self._ledger = ledger
         self._rates = rates
+        self._loans = loans
         self._frames = frames
         self._address = address
         self._on_engine_failed = on_engine_failed
 
-    async def run(self, attempt: Attempt, request: EngineRequest, trace: str) -> None:
-        """Take an accepted attempt from RESERVED to its end. Never raises for a failure of one attempt."""
+    async def run(self, attempt: Attempt, request: EngineRequest, trace: str, lender: str) -> None:
+        """Take an accepted attempt from RESERVED to its end. Never raises for a failure of one attempt.
+
+        `lender`: the worker to ask for a loan of the prompt's prefix; empty: none.
+        """
         if not self._ledger.enter(attempt.key):
             return
         try:
             with traced_leg(self._tracing, self._address.worker, request, trace) as leg:
+                expected_tokens = attempt.prompt_tokens - attempt.uncached_tokens
+                request = await self._loans.borrow(lender, request, expected_tokens)
                 reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
                 leg.finish(attempt, reason)
         except BatonError as error:

@@ -34,6 +34,7 @@ from baton.messages.attempts import (
     Digest,
     FinishReason,
     Join,
+    Lend,
     PrefillTask,
     Resend,
     TokenChunk,
@@ -52,6 +53,7 @@ from baton.worker.frames import FrameSender
 from baton.worker.heartbeat import WorkerState, heartbeat_of
 from baton.worker.kv_book import prefix_ids
 from baton.worker.ledger import Ledger
+from baton.worker.loans import Loans
 from baton.worker.metrics import WorkerReadings
 from baton.worker.rates import Rates
 from baton.worker.role import WorkerRole
@@ -105,6 +107,14 @@ class WorkerService:
         self._rates = Rates(facts.step_tokens_max)
         self._frames = FrameSender(self._bus, identity.address)
         self._engine_failed = asyncio.Event()
+        self._loans = Loans(
+            bus=self._bus,
+            clock=self._clock,
+            engine=engine,
+            facts=facts,
+            rates=self._rates,
+            worker=identity.address.worker,
+        )
         self._runner = Runner(
             bus=self._bus,
             clock=self._clock,
@@ -113,6 +123,7 @@ class WorkerService:
             engine=engine,
             ledger=self._ledger,
             rates=self._rates,
+            loans=self._loans,
             frames=self._frames,
             address=identity.address,
             on_engine_failed=self._engine_failed.set,
@@ -232,6 +243,9 @@ class WorkerService:
                     self._tasks.create_task(self._runner.abort(attempt))
             case Join() as join:
                 await delivery.respond(self._waiting.answer(join))
+            case Lend() as lend:
+                # The engine answers between two steps; tasks do not wait for that.
+                self._tasks.create_task(self._lend(delivery, lend))
             case Resend(context=context, index=index):
                 attempt = self._ledger.get((context.request, context.attempt))
                 # No answer for an unknown attempt: the next digest shows that it is gone.
@@ -240,6 +254,16 @@ class WorkerService:
             case other:
                 wrong = MalformedMessage(f"{type(other).__name__} is no message for a worker's task subject")
                 await delivery.respond(Refused(error=ErrorReport.of(wrong)))
+
+    async def _lend(self, delivery: Delivery, lend: Lend) -> None:
+        answer: AnyMessage
+        try:
+            if self._ledger.draining:
+                raise Unavailable("the worker is draining")
+            answer = await self._loans.answer(lend)
+        except BatonError as error:
+            answer = Refused(error=ErrorReport.of(error))
+        await delivery.respond(answer)
 
     def _admit(self, task: PrefillTask | DecodeTask, now_s: float) -> Accepted | Busy:
         """Start an attempt or let it wait, or say why not. Raises InvalidRequest for unsupported parameters."""
@@ -273,7 +297,7 @@ class WorkerService:
 
         def start() -> None:
             request = engine_request(task, ask, tokens, attempt.deadline_s - self._clock.now_s())
-            run = self._tasks.create_task(self._runner.run(attempt, request, task.context.trace))
+            run = self._tasks.create_task(self._runner.run(attempt, request, task.context.trace, task.lender))
             self._running[attempt.key] = run
             run.add_done_callback(lambda _: self._ended(attempt.key))
 

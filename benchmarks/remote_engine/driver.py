@@ -10,11 +10,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
 
+from baton.connectors.pool_lending import Loan
 from baton.engines.engine import EngineLoad, EngineRequest, Leg
 from baton.engines.sglang.engine import SglangEngine
 from baton.engines.vllm.engine import VllmEngine
@@ -47,6 +49,17 @@ def engine_request(command: dict[str, Any]) -> EngineRequest:
         source=source,
         sink_ranks=command.get("sink_ranks", 0),
         budget_s=command.get("budget_s", 60.0),
+        loan=read_loan(command["loan"]) if command.get("loan") else None,
+    )
+
+
+def read_loan(loan: dict[str, Any]) -> Loan:
+    """Return a loan whose deadline is told as the time that is left."""
+    return Loan(
+        key=bytes.fromhex(loan["key"]),
+        endpoints=tuple(loan["endpoints"]),
+        tokens=loan["tokens"],
+        deadline_s=time.monotonic() + loan["budget_s"],
     )
 
 
@@ -116,6 +129,9 @@ class Driver:
                 return None
             case "health":
                 return await engine.check_health()
+            case "lend":
+                key, blocks = bytes.fromhex(command["key"]), bytes.fromhex(command["blocks"])
+                return await engine.lend(key, blocks, command["sink_ranks"])
             case "load":
                 return msgspec.to_builtins(engine.load())
             case "transfers":

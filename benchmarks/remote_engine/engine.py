@@ -118,6 +118,10 @@ class RemoteEngine:
     async def abort(self, request: str, attempt: int) -> None:
         await self._result(self._send("abort", request=request, attempt=attempt))
 
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        sent = self._send("lend", key=key.hex(), blocks=blocks.hex(), sink_ranks=sink_ranks)
+        return int(await self._result(sent))
+
     def load(self) -> EngineLoad:
         return self._load
 
@@ -179,7 +183,7 @@ class RemoteEngine:
         if "id" in message:
             self._answers[message["id"]].put_nowait(message)
         elif "event" in message:
-            self._batches.put_nowait(event_batch(message["event"]))
+            self._batches.put_nowait(read_batch(message["event"]))
         else:
             self._load = msgspec.convert(message["load"], EngineLoad)
             self._transfers = msgspec.convert(message["transfers"], TransferFigures, dec_hook=_made)
@@ -190,8 +194,7 @@ def _made(kind: type[Any], value: object) -> object:
     return kind(value)
 
 
-def event_batch(batch: dict[str, Any]) -> EngineEventBatch:
-    """Return a batch of events from its form in JSON."""
+def read_batch(batch: dict[str, Any]) -> EngineEventBatch:
     events = zip(batch["kinds"], batch["events"], strict=True)
     return EngineEventBatch(
         sequence=batch["sequence"], events=tuple(_EVENTS[kind](**_plain(event)) for kind, event in events)

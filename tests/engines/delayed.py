@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from random import Random
 from typing import Any
 
+from baton.connectors.place import RankPlace
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_scheduler import PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
@@ -15,7 +16,7 @@ from baton.pool.copier import Copier, CopyJob, ThreadCopier
 from baton.pool.memory import KvPool
 from baton.transfer import Pool
 
-DELAY_S = 0.02
+DELAY_S = 0.3
 
 
 class DelayedCopier(ThreadCopier):
@@ -65,8 +66,8 @@ class _FreesEarly(PoolScheduler):
 class PromisingConnector(DelayedConnector):
     """Planted fault: a request goes on before its promotion is copied."""
 
-    def _start_pool(self, cache: Pool, budget_bytes: int) -> None:
-        super()._start_pool(cache, budget_bytes)
+    def _start_pool(self, cache: Pool, place: RankPlace) -> None:
+        super()._start_pool(cache, place)
         assert self._pool_rank is not None
         self._pool_rank.__class__ = _PromisesEarly
 

@@ -14,11 +14,10 @@ import pytest
 from engine_pair import AGENT, NUMBERS, OPTIONS, greedy, prompt
 from engine_process import EngineError, EngineProcess, until
 
-from baton.blocks import hash_blocks, root_key, split_ids
-from baton.messages.base import pack_tokens
+from baton.blocks import hash_blocks, root_key
 from baton.messages.index import Tier
 from baton.worker.shadow import ShadowMap
-from benchmarks.remote_engine.engine import event_batch
+from benchmarks.remote_engine.engine import read_batch
 
 BLOCK_TOKENS = 32
 SLOT_BYTES = 4 * BLOCK_TOKENS * 2 * 2 * 64 * 4
@@ -102,10 +101,12 @@ def pool_of(engine: PoolEngine) -> dict[str, Any]:
     return engine.load()["pool"]
 
 
-def handed_over(engine: PoolEngine, source: PoolEngine, tokens: list[int], **fields: Any) -> Turn:
+def handed_over(
+    engine: PoolEngine, source: PoolEngine, tokens: list[int], *, loan: dict[str, Any] | None = None, **fields: Any
+) -> Turn:
     name = f"request-{next(NUMBERS)}"
     prefill = source.process.send(
-        "generate", request=name, leg="prefill", tokens=tokens, sampling={"max_tokens": 1}, **fields
+        "generate", request=name, leg="prefill", tokens=tokens, sampling={"max_tokens": 1}, loan=loan, **fields
     )
     turn = engine.ask(tokens, request=name, leg="decode", agents=source.process.facts["agents"], **fields)
     prefill.wait()
@@ -153,35 +154,6 @@ def test_a_prompt_that_the_pool_holds_in_full_is_not_pulled(engine: PoolEngine, 
     source.process.settled()
 
 
-def test_events_tell_what_the_pool_holds_and_the_answer_what_was_promoted(engine: PoolEngine) -> None:
-    tokens, salt = prompt(320, 14), "told"
-    engine.ask(tokens, 1, cache_salt=salt)
-    engine.forget()
-    answer = engine.process.send(
-        "generate", request=f"request-{next(NUMBERS)}", leg="whole", tokens=tokens, sampling=greedy(1), cache_salt=salt
-    )
-    answer.wait()
-    first = answer.deltas[0]
-    assert (first["cached_tokens"], first["promoted_tokens"]) == (319, 319)
-    assert first["promoted_bytes"] == 319 * SLOT_BYTES // BLOCK_TOKENS
-    assert first["promotion_s"] > 0
-    engine.saved()
-    digest = engine.process.facts["model_digest"]
-    shadow = ShadowMap(model_digest=digest, engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
-
-    def follow() -> bool:
-        for batch in engine.process.ask("events")[shadow.batches :]:
-            shadow.apply(event_batch(batch))
-        return shadow.fingerprint(Tier.POOL).blocks == pool_of(engine)["ready"]
-
-    # Events come on a way of their own.
-    until(follow, 10)
-    assert shadow.ignored_blocks == 0
-    ids = split_ids(hash_blocks(root_key(digest, salt=salt), pack_tokens(tokens), BLOCK_TOKENS))
-    pooled = {each for run in shadow.runs(1) if run.tier is Tier.POOL for each in split_ids(run.blocks)}
-    assert pooled.issuperset(ids)
-
-
 def test_another_salt_finds_nothing(engine: PoolEngine) -> None:
     tokens = prompt(320, 13)
     engine.ask(tokens, 1, cache_salt="mine")
@@ -218,6 +190,24 @@ def test_an_aborted_promotion_leaves_nothing(engine: PoolEngine) -> None:
         engine.process.ask("abort", request=name)
         engine.saved()
     assert pool_of(engine)["pinned"] == 0
+
+
+def test_events_tell_what_the_pool_holds(engine: PoolEngine) -> None:
+    """Runs after tests that fill and empty the pool: a shadow map of its events has its blocks, and no others."""
+    turn = engine.ask(prompt(200, 51))
+    assert turn.promoted == 0
+    shadow = ShadowMap(
+        model_digest=engine.process.facts["model_digest"], engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
+    )
+
+    def agrees() -> bool:
+        events = engine.process.ask("events")
+        for batch in events[shadow.batches :]:
+            shadow.apply(read_batch(batch))
+        return shadow.fingerprint(Tier.POOL).blocks == pool_of(engine)["ready"]
+
+    until(agrees, 5, lambda: f"{shadow.fingerprint(Tier.POOL)}, {pool_of(engine)}")
+    assert shadow.ignored_blocks == 0
 
 
 def test_a_pool_smaller_than_a_prompt_serves_its_first_blocks(
@@ -258,9 +248,87 @@ def test_late_copies_change_no_token_and_planted_faults_do(
         first = engine.ask(tokens, cache_salt="late")
         for seed in (81, 82, 83):
             engine.ask(prompt(1500, seed), 1)
+        full_blocks = 22 + 3 * (1500 // BLOCK_TOKENS)
+        until(lambda: pool_of(engine)["ready"] >= full_blocks, 30)
         second = engine.ask(tokens, cache_salt="late")
         assert second.promoted == 22 * BLOCK_TOKENS - 1
         assert (second.tokens == first.tokens) is (fault is None)
+
+
+def lend(
+    source: PoolEngine, engine: PoolEngine, tokens: list[int], salt: str, budget_s: float = 20.0
+) -> dict[str, Any]:
+    """Have the source's pool lend a prompt's prefix; return the loan, as the engine's request names it."""
+    key = os.urandom(16).hex()
+    root = root_key(source.process.facts["model_digest"], salt=salt)
+    blocks = hash_blocks(root, b"".join(token.to_bytes(4, "little") for token in tokens), 32)
+    sink_ranks = len(engine.process.facts["pool_agents"])
+    lent = source.process.ask("lend", key=key, blocks=blocks.hex(), sink_ranks=sink_ranks)
+    endpoints = source.process.facts["pool_agents"]
+    return {"key": key, "endpoints": endpoints, "tokens": lent, "budget_s": budget_s}
+
+
+@pytest.mark.parametrize("leg", ["whole", "prefill"])
+def test_a_prefix_that_only_the_source_computed_is_borrowed(engine: PoolEngine, source: PoolEngine, leg: str) -> None:
+    tokens, salt = prompt(800, 100), f"lent to {leg}"
+    source.ask(tokens, cache_salt=salt)
+    expected = engine.ask(tokens, cache_salt="undisturbed").tokens
+    loan = lend(source, engine, tokens, salt)
+    assert loan["tokens"] == 800
+    before = pool_of(engine)["borrowed_tokens"]
+    if leg == "prefill":
+        # The borrower prefills, the source decodes.
+        source.forget()
+        assert handed_over(source, engine, tokens, cache_salt=salt, loan=loan).tokens == expected
+    else:
+        turn = engine.ask(tokens, cache_salt=salt, loan=loan)
+        assert turn.tokens == expected
+        assert (turn.promoted, turn.computed) == (799, 1)
+    assert pool_of(engine)["borrowed_tokens"] - before == 800
+    source.process.settled()
+    assert (pool_of(source)["pinned"], pool_of(engine)["pinned"]) == (0, 0)
+
+
+def test_own_blocks_and_borrowed_ones_serve_one_request(engine: PoolEngine, source: PoolEngine) -> None:
+    tokens, salt = prompt(900, 101), "partly lent"
+    source.ask(tokens[:640], 1, cache_salt=salt)
+    engine.ask(tokens[:320], 1, cache_salt=salt)
+    expected = engine.ask(tokens, cache_salt="undisturbed 101").tokens
+    turn = engine.ask(tokens, cache_salt=salt, loan=lend(source, engine, tokens, salt))
+    assert turn.tokens == expected
+    assert (turn.cached, turn.promoted, turn.computed) == (320, 320, 260)
+
+
+@pytest.mark.parametrize("case", ["never lent", "nobody there", "late"])
+def test_a_loan_that_fails_costs_tokens_and_no_request(engine: PoolEngine, source: PoolEngine, case: str) -> None:
+    tokens, salt = prompt(600, 110), f"failed: {case}"
+    expected = engine.ask(tokens, cache_salt="undisturbed 110").tokens
+    source.ask(tokens, 1, cache_salt=salt)
+    loan = lend(source, engine, tokens, salt)
+    match case:
+        case "never lent":
+            loan |= {"key": os.urandom(16).hex(), "budget_s": 0.5}
+        case "nobody there":
+            loan |= {"endpoints": ["127.0.0.1:9/0000000000000001"], "budget_s": 2.0}
+        case _:
+            loan |= {"budget_s": 0.0}
+    before = pool_of(engine)["borrows_failed"]
+    turn = engine.ask(tokens, cache_salt=salt, loan=loan)
+    assert turn.tokens == expected
+    assert (turn.promoted, turn.computed) == (0, 600)
+    assert pool_of(engine)["borrows_failed"] == before + 1
+    assert pool_of(engine)["pinned"] == 0
+
+
+def test_a_pool_lends_half_of_its_slots_at_most(engine: PoolEngine, source: PoolEngine) -> None:
+    salt = "much lent"
+    prompts = [prompt(1900, 120 + number) for number in range(6)]
+    for tokens in prompts:
+        source.ask(tokens, 1, cache_salt=salt)
+    loans = [lend(source, engine, tokens, salt) for tokens in prompts]
+    assert [loan["tokens"] for loan in loans] == [1888] * 4 + [0] * 2
+    # Nobody reads them: they end by themselves.
+    until(lambda: pool_of(source)["pinned"] == 0, 10)
 
 
 def test_prefill_killed_during_a_hand_off_leaves_a_prefix_to_continue_from(

@@ -15,17 +15,24 @@ from random import Random
 
 import pytest
 
-from baton.blocks import root_key
+from baton.blocks import hash_blocks, root_key, split_ids
+from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.errors import ConfigurationError
 from baton.pool.copier import CopyEnd, CopyJob, copy
+from baton.pool.directory import SlotState
 from baton.pool.memory import KvPool, available_bytes, slot_bytes
 from baton.transfer import Pool
 
 LAYERS, BLOCKS, BLOCK_TOKENS, BLOCK_BYTES = 3, 24, 32, 256
 ROOT = root_key("digest")
+
+
+def make_scheduler(ranks: int) -> PoolScheduler:
+    block_bytes = LAYERS * BLOCK_BYTES * ranks
+    return PoolScheduler(block_tokens=BLOCK_TOKENS, block_bytes=block_bytes, blocks=BLOCKS, ranks=ranks)
 
 
 class HeldCopier:
@@ -104,9 +111,10 @@ class ToyEngine:
         pool = KvPool(self.cache, self.slots * slot_bytes(LAYERS, BLOCK_BYTES))
         self.copier = HeldCopier(pool, self.random)
         self.rank = self.rank_class(pool.slots, self.copier)
-        self.scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=1)
+        self.scheduler = make_scheduler(ranks=1)
         self.users = [0] * BLOCKS
         self.names = 0
+        self.told: set[bytes] = set()
         self.step(())
 
     def write(self, block: int, content: bytes) -> None:
@@ -128,7 +136,7 @@ class ToyEngine:
             return
         self.names += 1
         name, table = f"r{self.names}", self.random.sample(free, needed)
-        self.scheduler.admit(name, ROOT)
+        self.scheduler.admit(name, "digest")
         offered = self.scheduler.offer(name, tokens, 0)
         for block in table:
             self.users[block] += 1
@@ -168,6 +176,19 @@ class ToyEngine:
         for block in self.scheduler.progress(self.rank.take_progress() or PoolProgress()):
             if self.holds:
                 self.users[block] -= 1
+        self.follow_changes()
+
+    def follow_changes(self) -> None:
+        """Keep a copy of the pool's content from what it tells, and compare."""
+        runs, removed = self.scheduler.take_changes()
+        self.told -= set(removed)
+        for run in runs:
+            packed = b"".join(token.to_bytes(4, "little") for token in run.tokens)
+            assert run.keys == tuple(split_ids(hash_blocks(ROOT, packed, BLOCK_TOKENS, run.parent)))
+            self.told |= set(run.keys)
+        if (directory := self.scheduler.directory) is not None:
+            assert len(self.told) == directory.ready
+            assert all(directory.state(key) is SlotState.READY for key in self.told)
 
     def finish(self, name: str) -> None:
         request = self.running.pop(name)
@@ -226,21 +247,21 @@ def test_a_pool_smaller_than_a_prompt_promotes_its_first_blocks() -> None:
 
 
 def test_without_memory_on_one_rank_there_is_no_pool() -> None:
-    scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=2)
+    scheduler = make_scheduler(ranks=2)
     scheduler.progress(PoolProgress(slots=(8,)))
     assert scheduler.directory is None
     scheduler.progress(PoolProgress(slots=(0,)))
     assert scheduler.directory is None
-    scheduler.admit("r", ROOT)
+    scheduler.admit("r", "digest")
     assert scheduler.computes("r", [1] * 64, [0, 1], 64) == ()
     assert scheduler.offer("r", [1] * 64, 0) == 0
     assert scheduler.plan() == PoolPlan()
 
 
 def test_a_save_is_ready_when_all_ranks_have_copied_it() -> None:
-    scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=2)
+    scheduler = make_scheduler(ranks=2)
     scheduler.progress(PoolProgress(slots=(8,)).joined(PoolProgress(slots=(9,))))
-    scheduler.admit("r", ROOT)
+    scheduler.admit("r", "digest")
     tokens = [1] * 64
     assert scheduler.computes("r", tokens, [5, 7], 64) == (5, 7)
     (save,) = scheduler.plan().saves
@@ -251,9 +272,9 @@ def test_a_save_is_ready_when_all_ranks_have_copied_it() -> None:
 
 
 def test_a_failed_save_is_no_hit() -> None:
-    scheduler = PoolScheduler(BLOCK_TOKENS, BLOCKS, ranks=1)
+    scheduler = make_scheduler(ranks=1)
     scheduler.progress(PoolProgress(slots=(8,)))
-    scheduler.admit("r", ROOT)
+    scheduler.admit("r", "digest")
     scheduler.computes("r", [1] * 64, [5, 7], 64)
     (save,) = scheduler.plan().saves
     assert scheduler.progress(PoolProgress(jobs=_once(save), failed=frozenset({save.job}))) == (5, 7)
@@ -272,3 +293,93 @@ def test_a_pool_beyond_the_machines_memory_is_refused() -> None:
 
 def _once(save: CopyJob) -> Counter[int]:
     return Counter({save.job: 1})
+
+
+@dataclass
+class Lending:
+    """A pool of twelve slots that holds four blocks of a prompt, and lends and borrows on one rank."""
+
+    scheduler: PoolScheduler = field(default_factory=lambda: make_scheduler(ranks=1))
+    tokens: list[int] = field(default_factory=lambda: [1] * 128)
+
+    def __post_init__(self) -> None:
+        self.scheduler.progress(PoolProgress(slots=(12,)))
+        assert self.scheduler.directory is not None
+        assert self.scheduler.lending is not None
+        self.directory, self.lending = self.scheduler.directory, self.scheduler.lending
+        self.scheduler.admit("first", "digest")
+        self.scheduler.computes("first", self.tokens, [0, 1, 2, 3], 128)
+        (save,) = self.scheduler.plan().saves
+        self.scheduler.progress(PoolProgress(jobs=_once(save)))
+        self.keys = split_ids(hash_blocks(ROOT, b"".join(token.to_bytes(4, "little") for token in self.tokens), 32))
+
+    def end(self, key: bytes, *, failed: bool = False) -> None:
+        progress = PoolProgress(loans=Counter({key: 1}), failed_loans=frozenset({key} if failed else ()))
+        assert self.scheduler.progress(progress) == ()
+
+
+def test_a_loan_pins_slots_until_it_ends_and_is_granted_once() -> None:
+    pool = Lending()
+    for _ in range(2):
+        assert pool.lending.lend(b"k", pool.keys, 1) == 128
+    assert pool.directory.pinned == 4
+    plan = pool.scheduler.plan().lending
+    assert [(step.key, step.tokens, len(step.blocks)) for step in plan.leases] == [(b"k", 128, 4)]
+    assert pool.scheduler.plan().lending.held == (b"k",)
+    assert pool.scheduler.is_busy
+    pool.end(b"k")
+    assert (pool.directory.pinned, pool.scheduler.is_busy) == (0, False)
+
+
+def test_more_than_half_of_the_pool_is_not_lent() -> None:
+    pool = Lending()
+    assert pool.lending.lend(b"unknown", [b"other"], 1) == 0
+    assert [pool.lending.lend(bytes([number]), pool.keys, 1) for number in range(3)] == [128, 0, 0]
+
+
+def loan(tokens: int) -> Loan:
+    return Loan(key=b"k", endpoints=("a",), tokens=tokens, deadline_s=1.0)
+
+
+def test_a_borrowed_prefix_is_promoted_once_it_is_here() -> None:
+    pool = Lending()
+    tokens = [*pool.tokens, *[2] * 100]
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    assert pool.scheduler.borrows("r", tokens, 0)
+    (pull,) = pool.scheduler.plan().lending.pulls
+    assert (pull.first_token, pull.tokens, len(pull.blocks)) == (128, 224, 3)
+    assert pool.scheduler.borrows("r", tokens, 0), "it waits"
+    pool.end(b"k")
+    assert not pool.scheduler.borrows("r", tokens, 0)
+    assert pool.scheduler.offer("r", tokens, 0) == 224
+    runs, _ = pool.scheduler.take_changes()
+    assert sum(len(run.keys) for run in runs) == 7
+
+
+def test_a_loan_that_fails_leaves_what_was_here() -> None:
+    pool = Lending()
+    tokens = [*pool.tokens, *[2] * 100]
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    assert pool.scheduler.borrows("r", tokens, 0)
+    pool.end(b"k", failed=True)
+    assert not pool.scheduler.borrows("r", tokens, 0)
+    assert pool.scheduler.offer("r", tokens, 0) == 128
+    assert pool.directory.filling == 0
+
+
+def test_a_loan_of_nothing_new_is_not_pulled() -> None:
+    pool = Lending()
+    pool.scheduler.admit("r", "digest", loan=loan(96))
+    assert not pool.scheduler.borrows("r", [*pool.tokens, 2], 0)
+    assert pool.scheduler.plan().lending.pulls == ()
+
+
+def test_a_request_that_ends_while_it_borrows_cancels_the_pull() -> None:
+    pool = Lending()
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    assert pool.scheduler.borrows("r", [*pool.tokens, *[2] * 100], 0)
+    pool.scheduler.plan()
+    pool.scheduler.finished("r")
+    assert pool.scheduler.plan().lending.cancel == (b"k",)
+    pool.end(b"k", failed=True)
+    assert (pool.directory.filling, pool.scheduler.is_busy) == (0, False)

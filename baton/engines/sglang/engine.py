@@ -89,18 +89,15 @@ class SglangEngine:
             model_digest=self._host.digest,
             block_tokens=opened.block_tokens,
             kv_blocks=opened.blocks,
-            kv_bytes_per_token=self._kv_bytes_per_token(),
+            kv_bytes_per_token=opened.block_bytes // opened.block_tokens,
             running_max=opened.running_max,
             step_tokens_max=opened.step_tokens_max,
             context_tokens_max=opened.context_tokens_max,
             kv_identity=opened.kv_identity,
             agents=(opened.endpoint,) if opened.endpoint else (),
             parameters=tuple(sorted(PARAMETERS)) if opened.grammars else (),
+            pool_blocks=opened.pool_blocks,
         )
-
-    def _kv_bytes_per_token(self) -> int:
-        opened = self._alive()[1]
-        return opened.block_bytes // opened.block_tokens
 
     def check_sampling(self, sampling: Sampling) -> None:
         from baton.engines.sglang.sampling import sampling_params
@@ -132,6 +129,9 @@ class SglangEngine:
             host.abort(running.key.hex())
         if key := self._attempts.lease(request, attempt):
             host.tell(EndLease(key=key))
+
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        return 0
 
     def load(self) -> EngineLoad:
         self._alive()
@@ -242,15 +242,14 @@ class SglangEngine:
         finish = _FINISH_REASONS.get(reason["type"], FinishReason.ERROR) if reason else None
         if not attempt.begun and request.leg is Leg.DECODE:
             attempt.outcome = self._recorder.take_outcome(attempt.key)
-        if not attempt.begun:
-            attempt.promotion = self._recorder.take_promotion(attempt.key.hex())
-        pulled, promoted = attempt.outcome, attempt.promotion
+        pulled = attempt.outcome
         # An abort ends its pull as well, and the pull's end may arrive first.
         if reason and reason.get("message") == KV_DID_NOT_ARRIVE:
             raise pull_error(DIALECT.engine, pulled)
         if reason and (refusal := refusal_of(reason)):
             raise refusal
         stages = () if attempt.begun else attempt.stages(self._begun_s.get(attempt.key, 0.0))
+        promotion = None if attempt.begun else self._recorder.take_promotion(attempt.key.hex())
         attempt.begun = True
         attempt.finish = finish
         # SGLang repeats the last token with a cancellation. What prefill samples is no part of the answer: decode
@@ -263,9 +262,9 @@ class SglangEngine:
             else (),
             finish=finish,
             cached_tokens=max(meta.get("cached_tokens", 0) - attempt.pulled_tokens, 0),
-            promoted_tokens=promoted.tokens if promoted else 0,
-            promoted_bytes=promoted.tokens * self._kv_bytes_per_token() if promoted else 0,
-            promotion_s=promoted.copying_s if promoted else 0.0,
+            promoted_tokens=promotion.tokens if promotion else 0,
+            promoted_bytes=promotion.copied_bytes if promotion else 0,
+            promotion_s=promotion.copying_s if promotion else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,

@@ -194,6 +194,9 @@ class SimulatedEngine:
                 stream.finish = FinishReason.CANCELLED
             stream.changed.set()
 
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        return 0
+
     def load(self) -> EngineLoad:
         self._check_alive()
         leased = self._scheduler.leased

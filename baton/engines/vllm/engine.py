@@ -24,6 +24,7 @@ from baton.engines.engine import (
 from baton.engines.kv_events import KvEventListener
 from baton.engines.options import split_options
 from baton.engines.vllm.host import VllmHost
+from baton.engines.vllm.lending import LEND_METHOD
 from baton.engines.vllm.options import DIALECT
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages.attempts import FinishReason, Sampling
@@ -60,7 +61,7 @@ class VllmEngine:
         self._llm: AsyncLLM | None = None
         self._listener: KvEventListener | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._context_tokens_max = self._kv_bytes_per_token = 0
+        self._context_tokens_max = 0
         self._hands_off = False
         self._failure = "the engine has not been started"
         self._attempts = Attempts()
@@ -91,18 +92,19 @@ class VllmEngine:
         agents = tuple(str(rank["endpoint"]) for rank in ranks if rank["endpoint"])
         self._context_tokens_max = config.model_config.max_model_len
         self._hands_off = bool(agents)
-        self._kv_bytes_per_token = sum(int(rank["kv_block_bytes"]) for rank in ranks) // cache.block_size
         return EngineFacts(
             engine=f"vllm {vllm.__version__}",
             model_digest=digest,
             block_tokens=cache.block_size,
             kv_blocks=cache.num_gpu_blocks or 0,
-            kv_bytes_per_token=self._kv_bytes_per_token,
+            kv_bytes_per_token=sum(int(rank["kv_block_bytes"]) for rank in ranks) // cache.block_size,
             running_max=config.scheduler_config.max_num_seqs,
             step_tokens_max=config.scheduler_config.max_num_batched_tokens,
             context_tokens_max=self._context_tokens_max,
             kv_identity=str(ranks[0]["kv_identity"]),
             agents=agents,
+            pool_blocks=min(int(rank["pool_blocks"]) for rank in ranks),
+            pool_agents=tuple(str(rank["pool_endpoint"]) for rank in ranks if rank["pool_endpoint"]),
             parameters=tuple(sorted(PARAMETERS)),
         )
 
@@ -135,6 +137,16 @@ class VllmEngine:
             await llm.abort(_engine_id(request, attempt))
         if key := self._attempts.lease(request, attempt):
             await self._ask_ranks("baton_end_lease", key)
+
+    async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        llm = self._alive()
+        try:
+            async with asyncio.timeout(RPC_TIMEOUT_S):
+                return int(await llm.engine_core.call_utility_async(LEND_METHOD, key, blocks, sink_ranks))  # pyright: ignore
+        except TimeoutError as error:
+            raise EngineFailed(f"vLLM did not answer {LEND_METHOD} within {RPC_TIMEOUT_S:g} s") from error
+        except Exception as error:
+            raise EngineFailed(f"vLLM failed in {LEND_METHOD}: {error}") from error
 
     def load(self) -> EngineLoad:
         self._alive()
@@ -210,15 +222,16 @@ class VllmEngine:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
     def _params(self, attempt: EngineAttempt) -> SamplingParams:
+        from baton.connectors.vllm import LOAN_PARAMETER
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)
-        if handoff is None:
-            return sampling_params(attempt.request.sampling)
-        transfer = msgspec.to_builtins(handoff, builtin_types=(bytes,))
+        transfer: dict[str, object] = {} if handoff is None else msgspec.to_builtins(handoff, builtin_types=(bytes,))
+        if attempt.request.loan is not None:
+            transfer[LOAN_PARAMETER] = msgspec.to_builtins(attempt.request.loan, builtin_types=(bytes,))
         if attempt.request.leg is Leg.PREFILL:
             return prefill_params(transfer)
-        return sampling_params(attempt.request.sampling, transfer)
+        return sampling_params(attempt.request.sampling, transfer or None)
 
     async def _delta(self, attempt: EngineAttempt, output: RequestOutput) -> EngineDelta:
         from baton.engines.vllm.sampling import token_logprobs
@@ -236,9 +249,12 @@ class VllmEngine:
             and attempt.request.sampling.constraint is not None
             and attempt.request.leg is not Leg.PREFILL
         )
-        if not attempt.begun:
-            attempt.promotion = recorder.take_promotion(output.request_id)
         stages = () if attempt.begun else attempt.stages(output.metrics.scheduled_ts if output.metrics else 0)
+        promotion = (
+            None
+            if attempt.begun
+            else recorder.take_promotion(_engine_id(attempt.request.request, attempt.request.attempt))
+        )
         attempt.begun = True
         attempt.finish = finish
         if finish is FinishReason.ERROR:
@@ -246,16 +262,16 @@ class VllmEngine:
             raise pull_error(DIALECT.engine, outcome, constraint_new=constraint_new)
         alternatives = attempt.request.sampling.logprobs
         rows: Any = completion.logprobs if alternatives is not None and attempt.request.leg is not Leg.PREFILL else None
-        pulled, promoted = attempt.outcome, attempt.promotion
+        pulled = attempt.outcome
         return EngineDelta(
             # What prefill samples is no part of the answer: decode samples the first token itself.
             tokens=() if attempt.request.leg is Leg.PREFILL else completion.token_ids,
             logprobs=token_logprobs(completion.token_ids, rows, alternatives or 0) if rows else (),
             finish=finish,
             cached_tokens=max((output.num_cached_tokens or 0) - attempt.pulled_tokens, 0),
-            promoted_tokens=promoted.tokens if promoted else 0,
-            promoted_bytes=promoted.tokens * self._kv_bytes_per_token if promoted else 0,
-            promotion_s=promoted.copying_s if promoted else 0.0,
+            promoted_tokens=promotion.tokens if promotion else 0,
+            promoted_bytes=promotion.copied_bytes if promotion else 0,
+            promotion_s=promotion.copying_s if promotion else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton.engines.processes import ENGINE_MARK, bind_to_parent, end_at_once
 from baton.engines.vllm.grammar import advance_grammars
+from baton.engines.vllm.lending import add_lending
 
 
 def unname_shared_memory(folder: Path = Path("/dev/shm")) -> None:
@@ -26,3 +27,4 @@ def plugin() -> None:
         bind_to_parent()
         end_at_once()
         advance_grammars()
+        add_lending()

@@ -90,6 +90,7 @@ def tasks_of(
                 cached_tokens=placement.predicted.cached_tokens,
                 wait_s=placement.wait_s,
                 sink=decode.worker,
+                lender=placement.lender,
             ),
         )
     yield (
@@ -106,6 +107,7 @@ def tasks_of(
             source=prefill,
             cached_tokens=placement.predicted.cached_tokens if prefill is None else 0,
             wait_s=placement.wait_s,
+            lender=placement.lender if prefill is None else "",
         ),
     )
 

@@ -19,6 +19,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
 from baton.messages.workers import Role
 from baton.node.ports import Randomness
+from baton_scheduler.lenders import choose_lender
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
 from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
@@ -69,12 +70,15 @@ def choose(
         why = misfit or "their agents cannot reach each other"
         raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker: {why}")
     chosen = ranked[0]
+    lender = choose_lender(serving, match, chosen, demand)
+    loan = f" {lender} lends of its pool." if lender else ""
     return Placement(
         decode=_address(serving, Role.DECODE, chosen.decode),
         prefill=_address(serving, Role.PREFILL, chosen.prefill) if chosen.prefill else None,
-        reason=_explain(ranked, demand, misfit),
+        reason=_explain(ranked, demand, misfit) + loan,
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
+        lender=lender,
     )
 
 
