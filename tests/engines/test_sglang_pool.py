@@ -25,7 +25,7 @@ DEVICE_TOKENS = 2048
 OPTIONS = {"max_total_tokens": DEVICE_TOKENS, "kv_pool_bytes": 512 * SLOT_BYTES, "context_length": 1984}
 NUMBERS = itertools.count()
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
 
 @dataclass
