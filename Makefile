@@ -16,6 +16,7 @@ ANSWER_FORMAT  =
 KV_POOL_BYTES  = 0
 PROMPT         =
 API_KEY       ?=
+STORED_KEYS    =
 PYTHON         = python3
 
 export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES ID PROMPT
@@ -29,11 +30,11 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
-	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
+	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
@@ -83,7 +84,7 @@ up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) 
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
-	  --kv-pool-bytes "$$KV_POOL_BYTES" --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
+	  --kv-pool-bytes "$$KV_POOL_BYTES" $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
 	  --sglang-python .venv-sglang/bin/python
 
 index: environment
@@ -266,6 +267,9 @@ bench-gateway-processes: environment
 
 bench-intake: environment
 	.venv/bin/python -m benchmarks.intake
+
+bench-tenant-timing: environment
+	.venv/bin/python -m benchmarks.tenant_timing
 
 bench-tracing: environment
 	@$(ENVIRONMENT) .venv core test

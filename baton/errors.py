@@ -6,13 +6,16 @@ BatonError
 │   └── PayloadTooLarge         413
 ├── RequestStopped              422  workers were lost just after they began this request; it is not tried again
 ├── Unauthenticated             401
+├── Forbidden                   403  the API key is known and may not do this
 ├── ModelNotFound               404
+├── RateLimited                 429  the API key has used what it may per minute; carries retry_after_s
 ├── Overloaded                  429  every worker that could serve is full; carries retry_after_s
 ├── ClientGone                  499  the client closed the connection before the answer was complete
 ├── Unavailable                 503  nothing can serve this now
 │   ├── NoWorkers               503  no live worker of the role needed
 │   ├── NoResponders            503  a bus subject has no subscriber
 │   ├── BusUnavailable          503  the message bus cannot be reached
+│   ├── StoreUnavailable        503  the database cannot be reached or refuses to write
 │   └── RetriesLimited          503  the attempt failed, and too many others do; carries retry_after_s
 ├── Conflict                    409  another writer changed the entry first
 ├── DeadlineExceeded            504  the request's budget is spent
@@ -78,10 +81,22 @@ class Unauthenticated(BatonError):
     openai_type = "authentication_error"
 
 
+class Forbidden(BatonError):
+    code = "permission_denied"
+    http_status = 403
+    openai_type = "permission_error"
+
+
 class ModelNotFound(BatonError):
     code = "model_not_found"
     http_status = 404
     openai_type = "invalid_request_error"
+
+
+class RateLimited(BatonError):
+    code = "rate_limit_exceeded"
+    http_status = 429
+    openai_type = "rate_limit_error"
 
 
 class Overloaded(BatonError):
@@ -110,6 +125,10 @@ class NoResponders(Unavailable):
 
 class BusUnavailable(Unavailable):
     code = "bus_unavailable"
+
+
+class StoreUnavailable(Unavailable):
+    code = "store_unavailable"
 
 
 class RetriesLimited(Unavailable):

@@ -18,6 +18,8 @@ from baton.node.membership import Workers
 
 NATS_URL_FILE: Final = "nats-url"
 """File with the bus's address in the run folder of a `baton up`."""
+REDIS_URL_FILE: Final = "redis-url"
+"""The same, of Redis."""
 CONNECT_TIMEOUT_S: Final = 3.0
 FIRST_ANSWER_S: Final = 1.0
 QUIET_S: Final = 0.25
@@ -36,11 +38,22 @@ def find_nats_url(given: str, environ: Mapping[str, str], run_folder: Path) -> s
     """Return the bus to ask: `given`, or that of the `baton up` that runs here. Raises InvalidRequest."""
     if url := given or environ.get("NATS_URL", ""):
         return url
+    return _read_url(run_folder / NATS_URL_FILE, "the message bus with --nats-url")
+
+
+def find_redis_url(given: str, environ: Mapping[str, str], run_folder: Path) -> str:
+    """Return the Redis of a deployment: `given`, or that of the `baton up` that runs here. Raises InvalidRequest."""
+    if url := given or environ.get("REDIS_URL", ""):
+        return url
+    return _read_url(run_folder / REDIS_URL_FILE, "Redis with --redis-url")
+
+
+def _read_url(file: Path, otherwise: str) -> str:
     try:
-        return (run_folder / NATS_URL_FILE).read_text().strip()
+        return file.read_text().strip()
     except OSError as error:
         raise InvalidRequest(
-            f"no `baton up` runs in {run_folder}: name its port with --port, or the message bus with --nats-url"
+            f"no `baton up` runs in {file.parent}: name its port with --port, or {otherwise}"
         ) from error
 
 

@@ -70,6 +70,8 @@ class Deployment:
     """Host memory for each worker's KV pool; None: `KV_POOL_SHARE` of what is free, divided by the workers."""
     answer_format: str = ""
     """Format of reasoning and tool calls, one of the gateway's; empty: found by the model's chat template."""
+    stored_keys: bool = False
+    """Whether the gateway takes the keys that `baton keys create` has stored."""
     nats_url: str = ""
     redis_url: str = ""
     pythons: Mapping[EngineName, Path]
@@ -165,9 +167,10 @@ def check_deployment(deployment: Deployment) -> None:
             )
     if "simulated" in deployment.started_engines and len(deployment.started_engines) > 1:
         raise ConfigurationError("the simulated engine's KV means nothing to another engine: give both roles the same")
-    if not (is_loopback(deployment.host) or deployment.api_key):
+    if not (is_loopback(deployment.host) or deployment.api_key or deployment.stored_keys):
         raise ConfigurationError(
-            f"HOST={deployment.host} lets other machines in: choose the key that they must send, with API_KEY=…"
+            f"HOST={deployment.host} lets other machines in: choose the key that they must send, with API_KEY=…, "
+            "or take those of `baton keys create`, with STORED_KEYS=1"
         )
     _check_port(deployment.host, deployment.port)
 
@@ -235,8 +238,10 @@ def service_programs(
             *("--processes", str(deployment.gateway_processes)),
             # Its /ready asks for workers, which start after it.
             ready=http_probe(deployment.local_host, deployment.port, "/health"),
+            redis_url=redis_url,
             api_keys=deployment.api_key,
             answer_format=deployment.answer_format,
+            stored_keys="true" if deployment.stored_keys else "",
         ),
     )
 

@@ -86,6 +86,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         engine_options=parse_engine_options(parsed.engine_options),
         kv_pool_bytes=parse_pool_bytes(parsed.kv_pool_bytes),
         answer_format=parsed.answer_format,
+        stored_keys=parsed.stored_keys,
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
         redis_url=parsed.redis_url or environ.get("REDIS_URL", ""),
         pythons={"vllm": parsed.vllm_python.absolute(), "sglang": parsed.sglang_python.absolute()},
@@ -170,6 +171,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         metavar="NAME",
         help="how the model writes reasoning and tool calls, such as hermes; default: found by its chat template",
     )
+    add("--stored-keys", action="store_true", help="take the API keys that `baton keys create` makes, and no others")
     add("--nats-url", metavar="URL", help="use this NATS and start none; default: NATS_URL")
     add("--redis-url", metavar="URL", help="use this Redis and start none; default: REDIS_URL")
     for engine in ("vllm", "sglang"):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from baton.cli import servers
-from baton.cli.asking import NATS_URL_FILE
+from baton.cli.asking import NATS_URL_FILE, REDIS_URL_FILE
 from baton.cli.deployment import (
     DRAIN_S,
     Deployment,
@@ -130,7 +130,8 @@ class _Launch:
 
     async def _start(self) -> None:
         nats_url, redis_url = await self._start_servers()
-        servers.write_private(self._deployment.run_folder / NATS_URL_FILE, nats_url)
+        for name, url in ((NATS_URL_FILE, nats_url), (REDIS_URL_FILE, redis_url)):
+            servers.write_private(self._deployment.run_folder / name, url)
         await self._start_children(
             self._services,
             *service_programs(self._deployment, nats_url=nats_url, redis_url=redis_url, environ=self._environ),

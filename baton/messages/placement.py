@@ -67,7 +67,7 @@ class Place(Message, tag="place", frozen=True, kw_only=True):
     tpot_s: float = 0.0
     """TPOT objective by which the request is admitted; 0: none."""
     tenant: str = ""
-    """Digest of the client's API key; empty: a deployment without keys."""
+    """Owner of the request, by its API key; empty: a deployment without keys."""
     weight: float = 1.0
     """Share of the tenant, relative to those of others."""
     priority: int = PRIORITY_NEW

@@ -190,6 +190,29 @@ CACHED_ACTUAL: Final = _counter(
     GATEWAY,
     "Prompt tokens of complete answers that were actually cached, as the last attempt's workers reported.",
 )
+TENANT_TOKENS: Final = _counter(
+    "baton_tenant_tokens_total",
+    GATEWAY,
+    "Tokens that API keys have used, by tenant and kind: `prompt`, `cached` (part of these) or `output`. Tenant"
+    " `settings` stands for all keys in the settings, `other` for those of more than 100 tenants.",
+    "tenant",
+    "kind",
+)
+RATE_LIMITED: Final = _counter(
+    "baton_rate_limited_total",
+    GATEWAY,
+    "Requests refused with 429, as their API key had used its requests or tokens per minute.",
+    "limit",
+    known=("requests", "tokens"),
+)
+RATE_UNCHECKED: Final = _counter(
+    "baton_rate_unchecked_total",
+    GATEWAY,
+    "Limits that could not be checked, as Redis was away; `--without-redis` says what became of the requests.",
+)
+TENANT_STORE_UP: Final = _gauge(
+    "baton_tenant_store_up", GATEWAY, "1 while Redis serves API keys and their limits, 0 since it failed to."
+)
 TTFT_PREDICTION: Final = _histogram(
     "baton_ttft_prediction_ratio",
     GATEWAY,

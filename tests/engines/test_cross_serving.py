@@ -7,6 +7,7 @@ import itertools
 import re
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import openai
@@ -77,6 +78,49 @@ async def test_every_pair_of_engines_gives_the_same_answers_and_stops_at_the_sam
             whole = await asyncio.gather(*(tell(client, number, mode="never") for number in asked))
             assert cut == [text.partition(STOP)[0] for text in whole]
             stopped += sum(STOP in text for text in whole)
+    await wait_idle(cluster)
+
+
+async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) -> None:
+    await cluster.start_gateway("gateway-tenants", *PATIENCE, "--api-keys", "one,two")
+    await cluster.wait_ready(gateway="gateway-tenants")
+
+    async def cached(key: str, number: int, mode: str) -> tuple[int, str]:
+        """Return what the worker that computed the prompt had of it, and which worker that was."""
+        answer = await clients[key].completions.create(
+            model="tiny",
+            prompt=f"tenants {number}: " + "they share the engines " * 60,
+            max_tokens=4,
+            extra_headers={"x-baton-disaggregation": mode},
+        )
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        workers = cluster.observer.workers[f"{answer.id.removeprefix('cmpl-')}-0"]
+        role = "prefill" if mode == "always" else "decode"
+        (worker,) = [worker for worker in workers if worker.startswith(role)]
+        return answer.usage.prompt_tokens_details.cached_tokens or 0, worker
+
+    url, numbers = f"{cluster.gateway_url('gateway-tenants')}/v1", itertools.count()
+    async with AsyncExitStack() as stack:
+        clients = {
+            key: await stack.enter_async_context(openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0))
+            for key in ("one", "two")
+        }
+        unproven = {name for _, name, _ in WORKERS}
+        async with asyncio.timeout(120):
+            # Placement is free to choose; several new prompts at once are spread over all workers.
+            while unproven:
+                for mode in ("always", "never"):
+                    asked = [next(numbers) for _ in range(4)]
+                    first, again, other = [
+                        await asyncio.gather(*(cached(key, number, mode) for number in asked))
+                        for key in ("one", "one", "two")
+                    ]
+                    assert [tokens for tokens, _ in (*first, *other)] == [0] * 8
+                    for (tokens, holder), (_, worker) in zip(again, other, strict=True):
+                        if tokens and worker == holder:
+                            unproven.discard(worker)
+    await cluster.services.pop("gateway-tenants").end()
     await wait_idle(cluster)
 
 

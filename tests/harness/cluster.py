@@ -207,7 +207,11 @@ class Cluster:
     ) -> None:
         await self.start("kvindex", "baton_kvindex", "--redis-url", self.redis_url)
         await self.start("scheduler", "baton_scheduler", "--disaggregation", disaggregation, *scheduler_flags)
-        await self.start("gateway", "baton_gateway", "--host", "127.0.0.1", "--port", "0", *gateway_flags)
+        await self.start_gateway("gateway", *gateway_flags)
+
+    async def start_gateway(self, name: str, *flags: str) -> Service:
+        listen = ("--host", "127.0.0.1", "--port", "0")
+        return await self.start(name, "baton_gateway", *listen, "--redis-url", self.redis_url, *flags)
 
     async def observe(self) -> None:
         bus = await NatsBus.connect(self.nats_url, name="observer")

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from baton_gateway.attempt import Phase
 from baton_gateway.config import Settings
-from baton_gateway.objectives import Tenant, tenant_of
 from baton_gateway.service import QUESTIONS_MAX
+from baton_gateway.tenants.tenant import Tenant, tenant_of
 from baton_scheduler.config import SchedulerSettings
 
 from baton import subjects

@@ -201,6 +201,7 @@ async def test_sighup_restarts_one_after_the_other_and_cuts_no_stream(nats_url: 
         world.worker.script.interval_s = 0.0
         while {process.pid for process in world.processes()} & old or len(world.processes()) < 2:
             assert await world.ask() == 200
+        await world.until(lambda: world.log.count("Started server process") == 4)
         await asyncio.gather(*(reading for each in streams.values() for _, reading in each))
         assert all(stream.is_whole for each in streams.values() for stream, _ in each)
 

@@ -11,10 +11,10 @@ import pytest
 import redis.asyncio as redis
 from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState
 from baton_kvindex.index import Run, link
-from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced, StoreUnavailable
+from baton_kvindex.store import VERSION, RedisStore, StoreEmptied, StoreFenced
 
 from baton.clock import SystemClock
-from baton.errors import ConfigurationError
+from baton.errors import ConfigurationError, StoreUnavailable
 from tests.harness.index.worker import Saved, load_all
 from tests.harness.servers import start_redis
 

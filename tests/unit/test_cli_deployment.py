@@ -73,6 +73,18 @@ def test_the_gateway_gets_the_answer_format(tmp_path: Path) -> None:
     assert gateway.environ["BATON_GATEWAY_ANSWER_FORMAT"] == "hermes"
 
 
+def test_the_index_and_the_gateway_get_redis(tmp_path: Path) -> None:
+    kvindex, _, gateway, *_ = all_programs(make_deployment(tmp_path, engine="simulated"))
+    assert kvindex.environ["BATON_KVINDEX_REDIS_URL"] == REDIS_URL
+    assert gateway.environ["BATON_GATEWAY_REDIS_URL"] == REDIS_URL
+
+
+def test_the_gateway_takes_stored_keys_if_told_to(tmp_path: Path) -> None:
+    for stored, expected in ((True, "true"), (False, "")):
+        _, _, gateway, *_ = all_programs(make_deployment(tmp_path, engine="simulated", stored_keys=stored))
+        assert gateway.environ["BATON_GATEWAY_STORED_KEYS"] == expected
+
+
 def test_secrets_stay_off_command_lines(tmp_path: Path) -> None:
     programs = all_programs(make_deployment(tmp_path, engine="simulated"))
     words = " ".join(word for program in programs for word in program.command)

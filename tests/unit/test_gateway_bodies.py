@@ -79,7 +79,7 @@ def test_metadata_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"), [({"stop": ["a"] * 5}, "at most 4 items"), ({"stop": ""}, "at least 1 character")]
+    ("fields", "said"), [({"stop": ["a"] * 65}, "at most 64 items"), ({"stop": ""}, "at least 1 character")]
 )
 def test_of_several_forms_the_one_that_was_used_is_explained(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
@@ -117,7 +117,7 @@ def test_what_is_not_supported_says_so(fields: dict[str, object], param: str) ->
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"best_of": 3}])
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 1}, {"suffix": "x"}, {"best_of": 3}])
 def test_what_completions_do_not_support(fields: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest, match="not supported"):
         parse_completion(**fields)
@@ -143,7 +143,8 @@ def test_what_completions_do_not_support(fields: dict[str, object]) -> None:
         ({"seed": 10**30}, "seed"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
-        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ["a"] * 65}, "stop"),
+        ({"stop": ["a" * 1024] * 5}, "stop"),
         ({"stop": ""}, "stop"),
         ({"stop": [""]}, "stop[0]"),
         ({"stop": 3}, "stop"),

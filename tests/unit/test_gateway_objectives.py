@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 from baton_gateway.config import Settings
 from baton_gateway.objectives import (
-    MS_MAX,
     PRIORITY_HEADER,
     TPOT_HEADER,
     TTFT_HEADER,
     Objectives,
-    Tenant,
     objectives_of,
-    tenant_of,
 )
+from baton_gateway.tenants.tenant import MS_MAX, Permission, Tenant, tenant_of
 
 from baton import config
 from baton.errors import ConfigurationError, InvalidRequest
@@ -42,6 +40,12 @@ def test_a_request_states_its_own() -> None:
 def test_a_request_claims_no_earlier_class_than_its_tenants() -> None:
     assert objectives_of({PRIORITY_HEADER: "1"}, Tenant(priority=4), DEFAULT).priority == 4
     assert objectives_of({PRIORITY_HEADER: "1"}, PLAIN, DEFAULT).priority == PRIORITY_NEW
+
+
+def test_a_key_claims_an_earlier_class_by_permission() -> None:
+    tenant = Tenant(priority=4, permissions=frozenset({Permission.SET_PRIORITY}))
+    assert objectives_of({PRIORITY_HEADER: "2"}, tenant, DEFAULT).priority == 2
+    assert objectives_of({}, tenant, DEFAULT).priority == 4
 
 
 def test_defaults_refuse_only_where_they_are_told_to() -> None:

@@ -72,7 +72,7 @@ def test_tokens_become_the_bytes_of_the_reference(
     kind = ChatFormat if chat else CompletionFormat
     special = frozenset(range(len(SPECIAL)))
     text, expected = ChoiceText(vocabulary, options), ReferenceText(vocabulary.token_bytes, special, options)
-    writer, shape = EventWriter(kind(head), with_logprobs=options.logprobs), kind(head)
+    writer, shape = EventWriter(kind(head), detailed=options.is_detailed), kind(head)
     edges = sorted({0, len(tokens), *(cut for cut in cuts if cut < len(tokens))})
     for start, end in pairwise(edges):
         part, beside = tokens[start:end], logprobs[start:end]
@@ -88,7 +88,7 @@ def test_any_text_is_escaped_as_json(text: str, chat: bool) -> None:
     head = AnswerHead(request="r", model="m", created_s=1)
     shape = ChatFormat(head) if chat else CompletionFormat(head)
     text = text.encode(errors="replace").decode()
-    assert EventWriter(shape, with_logprobs=False).piece(0, Piece(text)) == reference_event(shape, 0, Piece(text))
+    assert EventWriter(shape, detailed=False).piece(0, Piece(text)) == reference_event(shape, 0, Piece(text))
 
 
 def test_ids_that_no_tokenizer_knows_are_not_kept() -> None:

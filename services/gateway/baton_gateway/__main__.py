@@ -11,6 +11,7 @@ from typing import Final
 
 from baton.node.service import Process, run
 from baton.processes.group import ProcessGroup
+from baton.redis import connected
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
 from baton_gateway.intake_pool import ProcessPool
@@ -60,8 +61,11 @@ async def serve(settings: Settings, process: Process) -> None:
                 command=(sys.executable, "-m", "baton_gateway.intake_process", settings.answer_format),
             )
             load = partial(load_to_stay, answer_format=settings.answer_format)
-            async with aclosing(Models(ports=node.ports, intake=intake, load=load)) as models:
-                gateway = Gateway(settings, gateway=gateway_id, node=node, models=models)
+            async with (
+                connected(settings.redis_url, clock=node.ports.clock, timeout_s=settings.redis_timeout_s) as redis,
+                aclosing(Models(ports=node.ports, intake=intake, load=load)) as models,
+            ):
+                gateway = Gateway(settings, gateway=gateway_id, node=node, models=models, redis=redis)
                 await process.serve(make_server(make_app(gateway), gateway, listener))
 
 

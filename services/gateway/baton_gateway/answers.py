@@ -51,6 +51,22 @@ class AnswerHead(msgspec.Struct, frozen=True, kw_only=True):
     with_usage: bool = False
     """Whether a stream ends with a usage chunk; all other chunks then have a null `usage`."""
     with_logprobs: bool = False
+    with_token_ids: bool = False
+    tokens_as_ids: bool = False
+    """Whether tokens are spelled `token_id:…` in log-probabilities."""
+    with_counts: bool = False
+    """Whether each chunk has the usage of its choice up to there."""
+    prompts: tuple[PromptHead, ...] = ()
+    """The prompt of each choice, if the answer says more of it than its length."""
+
+
+class PromptHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer says of one choice's prompt."""
+
+    tokens: int
+    token_ids: tuple[int, ...] = ()
+    echo: str = ""
+    """The prompt's text, if the answer begins with it."""
 
 
 class Format(Protocol):
@@ -77,6 +93,7 @@ class WholeChoice:
     reasoning: list[str] = field(default_factory=list[str])
     calls: list[ToolCall] = field(default_factory=list[ToolCall])
     logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
+    ids: list[int] = field(default_factory=list[int])
     finish_reason: str = ""
 
     def add(self, piece: Piece) -> None:
@@ -84,6 +101,7 @@ class WholeChoice:
         self.reasoning.append(piece.reasoning)
         self.calls += piece.calls
         self.logprobs += piece.logprobs
+        self.ids += piece.ids
 
     @property
     def text(self) -> str:
@@ -98,11 +116,11 @@ class ChatFormat:
             "created": head.created_s,
             "model": head.model,
         }
-        self._tail: dict[str, Any] = {"usage": None} if head.with_usage else {}
+        self._details = _Details(head)
         self._with_logprobs = head.with_logprobs
 
     def opening(self, choice: int) -> dict[str, Any] | None:
-        return self._chunk(choice, {"role": "assistant", "content": ""})
+        return {**self._chunk(choice, {"role": "assistant", "content": ""}), **self._details.of_prompt(choice)}
 
     def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -112,7 +130,7 @@ class ChatFormat:
             delta["content"] = piece.text
         if piece.calls:
             delta["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.calls]
-        return self._chunk(choice, delta, self._logprobs(piece.logprobs))
+        return self._chunk(choice, delta, self._logprobs(piece.logprobs), None, piece)
 
     def closing(self, choice: int, finish_reason: str) -> dict[str, Any]:
         return self._chunk(choice, {}, None, finish_reason)
@@ -124,12 +142,14 @@ class ChatFormat:
         return {
             **self._head,
             "object": "chat.completion",
+            **self._details.of_prompt(0),
             "choices": [
                 {
                     "index": index,
                     "message": _message(choice),
                     "logprobs": self._logprobs(choice.logprobs),
                     "finish_reason": choice.finish_reason,
+                    **self._details.of_output(choice),
                 }
                 for index, choice in enumerate(choices)
             ],
@@ -142,17 +162,20 @@ class ChatFormat:
         delta: dict[str, Any],
         logprobs: dict[str, Any] | None = None,
         finish_reason: str | None = None,
+        piece: Piece | None = None,
     ) -> dict[str, Any]:
+        details = self._details
         shown = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [shown], **self._tail}
+        shown |= details.of_output(piece)
+        return {**self._head, "object": "chat.completion.chunk", "choices": [shown], **details.tail(choice, piece)}
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         content = [
             {
-                **_chat_token(entry.chosen),
-                "top_logprobs": [_chat_token(candidate) for candidate in entry.top],
+                **self._details.chat_token(entry.chosen),
+                "top_logprobs": [self._details.chat_token(candidate) for candidate in entry.top],
             }
             for entry in entries
         ]
@@ -168,26 +191,41 @@ class CompletionFormat:
             "created": head.created_s,
             "model": head.model,
         }
-        self._tail: dict[str, Any] = {"usage": None} if head.with_usage else {}
+        self._details = _Details(head)
         self._with_logprobs = head.with_logprobs
         self._offsets: dict[int, TextOffset] = {}
 
     def opening(self, choice: int) -> dict[str, Any] | None:
-        return None
+        echo, of_prompt = self._details.echo(choice), self._details.of_prompt(choice)
+        if not (echo or of_prompt):
+            return None
+        shown = {**self._choice(choice, echo, None), **of_prompt}
+        return {**self._head, "choices": [shown], **self._details.tail(choice, None)}
 
     def chunk(self, choice: int, piece: Piece) -> dict[str, Any]:
         shown = self._choice(choice, piece.text, self._logprobs(choice, piece.logprobs))
-        return {**self._head, "choices": [shown], **self._tail}
+        shown |= self._details.of_output(piece)
+        return {**self._head, "choices": [shown], **self._details.tail(choice, piece)}
 
     def closing(self, choice: int, finish_reason: str) -> dict[str, Any]:
-        return {**self._head, "choices": [self._choice(choice, "", None, finish_reason)], **self._tail}
+        shown = self._choice(choice, "", None, finish_reason)
+        return {**self._head, "choices": [shown], **self._details.tail(choice, None)}
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head, "choices": [], "usage": usage}
 
     def whole(self, choices: Sequence[WholeChoice], usage: dict[str, Any]) -> dict[str, Any]:
         shown = [
-            self._choice(index, choice.text, self._logprobs(index, choice.logprobs), choice.finish_reason)
+            {
+                **self._choice(
+                    index,
+                    self._details.echo(index) + choice.text,
+                    self._logprobs(index, choice.logprobs),
+                    choice.finish_reason,
+                ),
+                **self._details.of_prompt(index),
+                **self._details.of_output(choice),
+            }
             for index, choice in enumerate(choices)
         ]
         return {**self._head, "choices": shown, "usage": usage}
@@ -202,24 +240,74 @@ class CompletionFormat:
             return None
         offset = self._offsets.setdefault(choice, TextOffset())
         return {
-            "tokens": [_spell(entry.chosen) for entry in entries],
+            "tokens": [self._details.spell(entry.chosen) for entry in entries],
             "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
-            "top_logprobs": [_by_spelling(entry.top) for entry in entries],
+            "top_logprobs": [self._details.by_spelling(entry.top) for entry in entries],
             "text_offset": [offset.advance(entry.chosen.bytes) for entry in entries],
         }
+
+
+class _Details:
+    """What clients ask to know beside the text."""
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+        self._tail: dict[str, Any] = {"usage": None} if head.with_usage else {}
+        self._counts: dict[int, int] = {}
+        """Tokens so far, by choice."""
+
+    def of_prompt(self, choice: int) -> dict[str, Any]:
+        return {"prompt_token_ids": self._head.prompts[choice].token_ids} if self._head.with_token_ids else {}
+
+    def of_output(self, output: Piece | WholeChoice | None) -> dict[str, Any]:
+        return {"token_ids": output.ids if output else ()} if self._head.with_token_ids else {}
+
+    def echo(self, choice: int) -> str:
+        return self._head.prompts[choice].echo if self._head.prompts else ""
+
+    def tail(self, choice: int, piece: Piece | None) -> dict[str, Any]:
+        """Return the end of a chunk."""
+        if not self._head.with_counts:
+            return self._tail
+        if piece is not None and piece.tokens_so_far:
+            self._counts[choice] = piece.tokens_so_far
+        prompt_tokens, tokens = self._head.prompts[choice].tokens, self._counts.get(choice, 0)
+        return {
+            "usage": {
+                "prompt_tokens": prompt_tokens,
+                "completion_tokens": tokens,
+                "total_tokens": prompt_tokens + tokens,
+            }
+        }
+
+    def chat_token(self, candidate: Candidate) -> dict[str, Any]:
+        text = f"token_id:{candidate.id}" if self._head.tokens_as_ids else candidate.bytes.decode(errors="replace")
+        return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(candidate.bytes)}
+
+    def spell(self, candidate: Candidate) -> str:
+        return f"token_id:{candidate.id}" if self._head.tokens_as_ids else _spell(candidate)
+
+    def by_spelling(self, candidates: Sequence[Candidate]) -> dict[str, float]:
+        """Return the log-probabilities by text. Where tokens have the same text, all but the first are keyed by id."""
+        shown: dict[str, float] = {}
+        for candidate in candidates:
+            text = self.spell(candidate)
+            shown[f"token_id:{candidate.id}" if text in shown else text] = _finite(candidate.logprob)
+        return shown
 
 
 class EventWriter:
     """Writes the chunks of one answer as server-sent events. Most bytes of a chunk are those of the choice's others."""
 
-    def __init__(self, shape: Format, *, with_logprobs: bool) -> None:
+    def __init__(self, shape: Format, *, detailed: bool) -> None:
+        """Write chunks of this shape. `detailed`: pieces have more than text."""
         self._shape = shape
-        self._with_logprobs = with_logprobs
+        self._detailed = detailed
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """The bytes before and after the text, by choice."""
 
     def piece(self, choice: int, piece: Piece) -> bytes:
-        if self._with_logprobs or piece.reasoning or piece.calls:
+        if self._detailed or piece.reasoning or piece.calls:
             return sse_event(self._shape.chunk(choice, piece))
         around = self._around.get(choice)
         if around is None:
@@ -257,26 +345,12 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def _chat_token(candidate: Candidate) -> dict[str, Any]:
-    text = candidate.bytes.decode(errors="replace")
-    return {"token": text, "logprob": _finite(candidate.logprob), "bytes": list(candidate.bytes)}
-
-
 def _spell(candidate: Candidate) -> str:
     """Return the token's text; for a partial character, `bytes:\\xNN…`, as OpenAI does."""
     try:
         return candidate.bytes.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in candidate.bytes)
-
-
-def _by_spelling(candidates: Sequence[Candidate]) -> dict[str, float]:
-    """Return the log-probabilities by text. Where tokens have the same text, all but the first are keyed by id."""
-    shown: dict[str, float] = {}
-    for candidate in candidates:
-        text = _spell(candidate)
-        shown[f"token_id:{candidate.id}" if text in shown else text] = _finite(candidate.logprob)
-    return shown
 
 
 def _finite(logprob: float) -> float:

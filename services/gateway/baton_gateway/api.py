@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import Coroutine, Mapping
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -21,20 +23,22 @@ from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
 from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
-from baton_gateway.bodies import ChatBody, CompletionBody, GenerationBody
-from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here
-from baton_gateway.guard import ApiKeys, Guard, error_response, unexpected_response
+from baton_gateway.bodies import ChatBody, CompletionBody
+from baton_gateway.conversion import Conversion, DetokenizeBody, TokenizeBody
+from baton_gateway.generate import RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
+from baton_gateway.guard import Guard, error_response, unexpected_response
 from baton_gateway.intake import Operation
-from baton_gateway.objectives import Tenant, objectives_of
+from baton_gateway.objectives import objectives_of
 from baton_gateway.respond import AnswerResponse
 from baton_gateway.service import Gateway
+from baton_gateway.tenants.tenant import Access
 from baton_gateway.tracing import RequestTrace, traced_request
 from baton_gateway.workers import Model
 
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SESSION_HEADER: Final = "x-baton-session"
-NO_SETTINGS: Final = Tenant()
+Result = TypeVar("Result")
 SCHEMAS: Final = "#/components/schemas/"
 ERROR_SCHEMA: Final = {
     "type": "object",
@@ -52,12 +56,27 @@ ERROR_SCHEMA: Final = {
         }
     },
 }
-SERVED: Final = "this server has /v1/chat/completions, /v1/completions and /v1/models"
+SERVED: Final = "this server has /v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize"
+NOT_SERVED: Final = {
+    "/v1/embeddings": "embeddings; embedding models come with several models later",
+    "/v1/images": "images",
+    "/v1/audio": "audio: neither speech nor transcriptions nor translations",
+    "/v1/videos": "videos",
+    "/v1/realtime": "audio",
+    "/v1/moderations": "moderations",
+}
+"""What is not served, by the beginning of its paths."""
+CORS_METHODS: Final = ("GET", "POST", "DELETE")
+CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode")
 
 
 class _NoRoute(InvalidRequest):
     code = "not_found"
     http_status = 404
+
+
+class _NotServed(InvalidRequest):
+    code = "not_served"
 
 
 class _WrongMethod(InvalidRequest):
@@ -87,12 +106,14 @@ def make_app(gateway: Gateway) -> ASGIApp:
         return _json({"status": "ready"})
 
     @app.get("/v1/models")
-    async def models() -> Response:
-        listed = [_describe(model, started_s) for model in gateway.workers.models()]
+    async def models(request: Request) -> Response:
+        known, access = gateway.workers.models(), request.state.access
+        listed = [_describe(model, started_s) for model in known if access.may_use(model.name)]
         return _json({"object": "list", "data": listed})
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> Response:
+    async def model(name: str, request: Request) -> Response:
+        request.state.access.check_model(name)
         return _json(_describe(gateway.workers.model(name), started_s))
 
     @app.post("/v1/chat/completions", openapi_extra=_body_reference(ChatBody))
@@ -102,6 +123,22 @@ def make_app(gateway: Gateway) -> ASGIApp:
     @app.post("/v1/completions", openapi_extra=_body_reference(CompletionBody))
     async def complete() -> Response:
         return GenerationResponse(gateway, "text_completion", int(gateway.clock.wall_s()))
+
+    async def convert(request: Request, conversion: Conversion) -> Response:
+        settings = gateway.settings
+        payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
+        work = answer_conversion(gateway, conversion, payload, request.state.access)
+        return Response(await _while_connected(request.receive, work), media_type="application/json")
+
+    @app.post("/v1/tokenize", include_in_schema=False)
+    @app.post("/tokenize", openapi_extra=_body_reference(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        return await convert(request, "tokenize")
+
+    @app.post("/v1/detokenize", include_in_schema=False)
+    @app.post("/detokenize", openapi_extra=_body_reference(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        return await convert(request, "detokenize")
 
     _add_error_handlers(app)
     _describe_bodies(app)
@@ -115,12 +152,18 @@ def make_app(gateway: Gateway) -> ASGIApp:
         else:
             await GenerationResponse(gateway, operation, int(gateway.clock.wall_s()))(scope, receive, send)
 
-    return Guard(
+    guard = Guard(
         route,
-        ApiKeys(gateway.settings.api_keys),
+        gateway.keyring,
+        gateway.quotas,
         drain_state=lambda: gateway.drain_state,
         on_response=gateway.figures.responded,
         new_id=gateway.ports.new_id,
+    )
+    if not (origins := gateway.settings.cors_origins):
+        return guard
+    return CORSMiddleware(
+        guard, allow_origins=origins, allow_methods=CORS_METHODS, allow_headers=["*"], expose_headers=CORS_EXPOSED
     )
 
 
@@ -153,16 +196,20 @@ class GenerationResponse(Response):
                 created_s=self._created_s,
                 with_usage=plan.with_usage,
                 with_logprobs=plan.output.logprobs,
+                with_token_ids=plan.output.token_ids,
+                tokens_as_ids=plan.tokens_as_ids,
+                with_counts=plan.output.counts,
+                prompts=prompt_heads(job),
             )
             shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
-            if (name := str(request.state.request_id)) != job.request:
+            for name in {str(request.state.request_id), plan.name}.difference((job.request, "")):
                 gateway.publisher.post(subjects.request_name(name), NamedRequest(request=job.request))
             trace.accept(job.model, plan, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
             answer = AnswerResponse(gateway, job, shape, trace, stream=plan.stream, with_usage=plan.with_usage)
             await answer(scope, receive, send)
 
 
-async def _while_connected(receive: Receive, work: Coroutine[object, object, Job]) -> Job:
+async def _while_connected(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
     """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
 
     async def leaving() -> None:
@@ -202,9 +249,8 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
             raise InvalidRequest(
                 f"`{DISAGGREGATION_HEADER}` must be one of {known}", param=DISAGGREGATION_HEADER
             ) from error
-    tenant = request.state.tenant
-    settings = gateway.settings.tenants.get(tenant, NO_SETTINGS)
-    objectives = objectives_of(headers, settings, gateway.settings.default_objectives())
+    access: Access = request.state.access
+    objectives = objectives_of(headers, access.rights, gateway.settings.default_objectives())
     now_s = gateway.clock.now_s()
     return RequestFacts(
         request=request.state.request,
@@ -214,7 +260,8 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
         session=headers.get(SESSION_HEADER, ""),
         operation=operation,
         trace=trace.trace,
-        tenant=tenant,
+        access=access,
+        limit_headers=request.state.limit_headers,
         objectives=objectives,
     )
 
@@ -261,7 +308,7 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-def _body_reference(kind: type[GenerationBody]) -> dict[str, Any]:
+def _body_reference(kind: type[BaseModel]) -> dict[str, Any]:
     schema = {"$ref": f"{SCHEMAS}{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -270,7 +317,8 @@ def _describe_bodies(app: FastAPI) -> None:
     """Add the bodies to the OpenAPI document: they are parsed by hand, so FastAPI does not know them."""
     document = app.openapi()
     _, described = models_json_schema(
-        [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template=SCHEMAS + "{model}"
+        [(kind, "validation") for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)],
+        ref_template=SCHEMAS + "{model}",
     )
     document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
 
@@ -285,6 +333,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
+        if lacking := next((said for path, said in NOT_SERVED.items() if request.url.path.startswith(path)), ""):
+            return error_response(_NotServed(f"this server has no {lacking}"))
         if error.status_code == HTTPStatus.NOT_FOUND:
             return error_response(_NoRoute(f"there is no {where} here; {SERVED}"))
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
@@ -11,49 +11,45 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequest
 from baton.messages.attempts import Constraint, Sampling
-from baton_gateway import constraints
+from baton_gateway import constraints, fields
+from baton_gateway.body_checks import LOGIT_BIAS_MAX, MESSAGES_MAX, PROMPTS_MAX, check_counts, check_messages, explain
 from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
-from baton_gateway.tool_bodies import TOOLS_MAX, CalledTools, Text, Tool, ToolChoice, Tools, check_tools
+from baton_gateway.tool_bodies import CalledTools, Text, Tool, ToolChoice, Tools, check_tools
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
 EXTENSION_DEPTH_MAX: Final = 65
 EXTENSIONS_BYTES_MAX: Final = (256 + 16) << 10
 """Total length, as JSON, of all fields that this server does not know."""
-FIELDS_MAX: Final = 128
 EXTENSIONS_MAX: Final = 32
 NAME_CHARS_MAX: Final = 256
-MESSAGES_MAX: Final = 65_536
-PARTS_MAX: Final = 65_536
-"""Content parts of all messages together."""
-PROMPTS_MAX: Final = 128
-LOGIT_BIAS_MAX: Final = 1024
+STOPS_MAX: Final = 64
+STOPS_CHARS_MAX: Final = 4096
+"""Length of all stop strings together, for each of which the end of every piece of text is searched."""
+REQUEST_NAME: Final = r"[A-Za-z0-9._:/+=@-]{1,128}"
+"""Name that a client may give a request."""
+DOCUMENTS_MAX: Final = 4096
 TOKENS_MAX: Final = 1 << 31
 SEED_MAX: Final = (1 << 63) - 1
 
-_DROPPED: Final = frozenset(
-    {
-        "metadata", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "safety_identifier", "service_tier", "store", "user",
-    }
-)  # fmt: skip
-"""Fields that describe a request to the server's operator and change no token."""
-_KNOWN_EXTRA: Final = _DROPPED.union(constraints.FIELDS)
-_SESSION: Final = ("prompt_cache_key", "user", "safety_identifier")
-"""Fields of these that tell conversations or their users apart, the most specific first."""
+_KNOWN_EXTRA: Final = fields.IGNORED.union(fields.SESSION, constraints.FIELDS)
+"""Fields that no model below has, and that no engine gets."""
 _TRACED: Final = ("temperature", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
 
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+ModelName = Annotated[str, Field(min_length=1, max_length=512)]
 TokenId = Annotated[int, Field(ge=0, lt=TOKENS_MAX)]
 TokenCount = Annotated[int, Field(ge=1, lt=TOKENS_MAX)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+RequestName = Annotated[str, Field(pattern=rf"^{REQUEST_NAME}$")]
 
 
 class StreamOptions(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -62,7 +58,7 @@ class GenerationBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -73,9 +69,11 @@ class GenerationBody(BaseModel):
     max_tokens: TokenCount | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=TOKENS_MAX)] | None = None
     # Lists fail fast: otherwise pydantic would keep a kilobyte for each wrong element.
-    stop: StopString | Annotated[list[StopString], Field(max_length=4, fail_fast=True)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=STOPS_MAX, fail_fast=True)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    """SGLang's name for `include_stop_str_in_output`."""
     ignore_eos: bool | None = None
     seed: Annotated[int, Field(ge=-SEED_MAX, le=SEED_MAX)] | None = None
     presence_penalty: Penalty | None = None
@@ -88,8 +86,27 @@ class GenerationBody(BaseModel):
     add_special_tokens: bool | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256, pattern=r"^[^\x00]*$")] | None = None
 
+    request_id: RequestName | None = None
+    rid: RequestName | None = None
+    """SGLang's name for `request_id`."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=TOKENS_MAX)] | None = None
+    """Prompt tokens to keep; -1: all but one of the context."""
+    truncation_side: Literal["left", "right"] | None = None
+    """Side that `truncate_prompt_tokens` cuts off."""
+    return_tokens_as_token_ids: bool | None = None
+    return_token_ids: bool | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
     def check(self) -> None:
         """Raise InvalidRequest for faults that the types of the fields do not tell."""
+        if isinstance(self.stop, list) and sum(map(len, self.stop)) > STOPS_CHARS_MAX:
+            raise InvalidRequest(f"`stop` has more than {STOPS_CHARS_MAX} characters together", param="stop")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest("`truncate_prompt_tokens` keeps no token", param="truncate_prompt_tokens")
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise InvalidRequest("`truncation_side` needs `truncate_prompt_tokens`", param="truncation_side")
+        if self.vllm_xargs is not None and "extra_args" in (self.model_extra or {}):
+            raise InvalidRequest("`vllm_xargs` and `extra_args` are the same: give one of them", param="vllm_xargs")
 
     def alternatives(self) -> int | None:
         """Return the number of alternatives reported per token; None: no log-probabilities."""
@@ -108,10 +125,14 @@ class GenerationBody(BaseModel):
 
 
 class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     type: Literal["text"]
     text: Text
+    cache_control: Any = None
+    """Ignored: the engine's cache keeps all prompts."""
+    prompt_cache_breakpoint: Any = None
+    """Ignored, likewise."""
 
 
 class ChatMessage(BaseModel):
@@ -139,11 +160,15 @@ class ChatBody(GenerationBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Annotated[str, Field(min_length=1, max_length=256 << 10)] | None = None
+    """Template in place of the model's own, where the operator permits it."""
+    documents: Annotated[list[dict[str, Any]], Field(max_length=DOCUMENTS_MAX)] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
     def check(self) -> None:
+        super().check()
         check_tools(self.tools or (), self.tool_choice)
         for index, message in enumerate(self.messages):
             if message.tool_calls and message.role != "assistant":
@@ -177,6 +202,13 @@ class CompletionBody(GenerationBody):
         ]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            reason = fields.REFUSED["prompt_logprobs"].reason
+            raise InvalidRequest(f"`echo` with `logprobs` is not supported by this server: {reason}", param="echo")
 
     def alternatives(self) -> int | None:
         return self.logprobs
@@ -221,15 +253,33 @@ class OutputOptions:
     skip_special: bool = True
     min_tokens: int = 0
     logprobs: bool = False
+    token_ids: bool = False
+    counts: bool = False
+    """Whether each piece says how many tokens its choice has had."""
     parsing: ParsingOptions | None = None
     """None: the text is the answer's content as it is."""
 
+    @property
+    def is_detailed(self) -> bool:
+        """Whether pieces have more than text."""
+        return self.logprobs or self.token_ids or self.counts
+
 
 Body = TypeVar("Body", bound=GenerationBody)
+Validated = TypeVar("Validated", bound=BaseModel)
+NAMES: Final = frozenset(
+    {*ChatBody.model_fields, *CompletionBody.model_fields, *_KNOWN_EXTRA, *fields.REFUSED, *fields.ENGINE}
+)
+"""All fields that this server knows."""
 
 
-def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
-    """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
+def _elsewhere(kind: type[GenerationBody]) -> set[str]:
+    """Return the fields that only the other endpoint has."""
+    return {*ChatBody.model_fields, *CompletionBody.model_fields}.difference(kind.model_fields)
+
+
+def decode_object(payload: bytes | bytearray) -> dict[str, Any]:
+    """Return the JSON object in `payload`. Raises InvalidRequest if there is none."""
     try:
         raw = msgspec.json.decode(payload)
     except RecursionError as error:
@@ -240,13 +290,24 @@ def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise InvalidRequest("the body must be a JSON object")
-    fields = cast("dict[str, Any]", raw)
-    _check_counts(fields)
-    _refuse_unsupported(fields, known=kind.model_fields.keys())
+    return cast("dict[str, Any]", raw)
+
+
+def validate(kind: type[Validated], given: dict[str, Any]) -> Validated:
+    """Return a body of this kind. Raises InvalidRequest that names the field and its fault."""
     try:
-        body = kind.model_validate(fields)
+        return kind.model_validate(given)
     except ValidationError as error:
-        raise _explain(error) from error
+        raise explain(error) from error
+
+
+def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
+    """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
+    given = decode_object(payload)
+    check_counts(given)
+    fields.refuse(given, kind.model_fields.keys(), _elsewhere(kind))
+    check_messages(given.get("messages"))
+    body = validate(kind, given)
     body.check()
     return body
 
@@ -292,20 +353,27 @@ def asked_of(body: GenerationBody) -> dict[str, int | float]:
     return {name: value for name, value in asked.items() if value is not None}
 
 
+def name_of(body: GenerationBody) -> str:
+    """Return the client's name of the request; empty if the body has none."""
+    return body.request_id or body.rid or ""
+
+
 def session_of(body: GenerationBody) -> str:
     """Return what the body says of the conversation that it belongs to; empty if nothing."""
     extra = body.model_extra or {}
-    return next((value for name in _SESSION if isinstance(value := extra.get(name), str) and value), "")
+    return next((value for name in fields.SESSION if isinstance(value := extra.get(name), str) and value), "")
 
 
 def output_of(body: GenerationBody, parsing: ParsingOptions | None = None) -> OutputOptions:
     stops = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     return OutputOptions(
         stops=stops,
-        include_stop=bool(body.include_stop_str_in_output),
+        include_stop=bool(body.include_stop_str_in_output or body.no_stop_trim),
         skip_special=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
         logprobs=body.alternatives() is not None,
+        token_ids=bool(body.return_token_ids),
+        counts=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         parsing=parsing,
     )
 
@@ -354,6 +422,8 @@ def extensions_of(body: GenerationBody) -> dict[str, object]:
     extensions = {
         name: cast("object", value) for name, value in extra.items() if value is not None and name not in _KNOWN_EXTRA
     }
+    if body.vllm_xargs is not None:
+        extensions["extra_args"] = body.vllm_xargs
     if len(extensions) > EXTENSIONS_MAX:
         raise InvalidRequest(f"the body has more than {EXTENSIONS_MAX} fields that this server does not know")
     if long := [name for name in extensions if len(name) > NAME_CHARS_MAX]:
@@ -361,93 +431,3 @@ def extensions_of(body: GenerationBody) -> dict[str, object]:
             f"the name `{long[0][:80]}…` is longer than {NAME_CHARS_MAX} characters", param=long[0][:80]
         )
     return extensions
-
-
-def _check_counts(fields: Mapping[str, object]) -> None:
-    """Raise InvalidRequest if the body has too many fields, prompts, messages or biases to validate."""
-    if len(fields) > FIELDS_MAX:
-        raise InvalidRequest(f"the body has {len(fields)} fields; this server takes at most {FIELDS_MAX}")
-    prompt, messages, bias = fields.get("prompt"), fields.get("messages"), fields.get("logit_bias")
-    if isinstance(tools := fields.get("tools"), list):
-        _check_count(cast("Sequence[object]", tools), "tools", TOOLS_MAX)
-    if isinstance(prompt, list):
-        several = cast("Sequence[object]", prompt)
-        # One prompt of token ids may be as long as the body; only the number of prompts is bounded.
-        if several and isinstance(several[0], (str, list)):
-            _check_count(several, "prompt", PROMPTS_MAX)
-    if isinstance(messages, list):
-        _check_count(cast("Sequence[object]", messages), "messages", MESSAGES_MAX)
-    if isinstance(bias, dict):
-        _check_count(cast("dict[str, object]", bias), "logit_bias", LOGIT_BIAS_MAX)
-
-
-def _check_count(values: Sequence[object] | Mapping[str, object], param: str, most: int) -> None:
-    if len(values) > most:
-        raise InvalidRequest(f"`{param}` has {len(values)} items; this server takes at most {most}", param=param)
-
-
-def _refuse_unsupported(fields: dict[str, Any], known: Set[str]) -> None:
-    """Raise InvalidRequest for OpenAI features that Baton lacks; remove such fields where they request nothing.
-
-    `known`: fields that the endpoint has.
-    """
-    allowed: dict[str, tuple[object, ...]] = {
-        "tools": (None, []),
-        "tool_choice": (None, "none", "auto"),
-        "functions": (None, []),
-        "function_call": (None, "none", "auto"),
-        "modalities": (None, ["text"]),
-        "audio": (None,),
-        "prediction": (None,),
-        "web_search_options": (None,),
-        "suffix": (None, ""),
-        "echo": (None, False),
-        "best_of": (None, 1, fields.get("n")),
-        "use_beam_search": (None, False),
-    }
-    for name, values in allowed.items():
-        if name not in known and fields.pop(name, None) not in values:
-            raise InvalidRequest(f"`{name}` is not supported by this server", param=name)
-    messages = fields.get("messages")
-    parts = 0
-    for index, message in enumerate(cast("list[object]", messages) if isinstance(messages, list) else ()):
-        if isinstance(message, dict):
-            parts += _refuse_unsupported_message(cast("dict[str, Any]", message), f"messages[{index}]")
-        if parts > PARTS_MAX:
-            raise InvalidRequest(f"the messages have more than {PARTS_MAX} content parts", param="messages")
-
-
-def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
-    """Return the number of content parts. Raises InvalidRequest for functions and for parts other than text."""
-    if message.get("role") == "function" or message.get("function_call"):
-        raise InvalidRequest(
-            f"`{where}` uses functions, which are not supported by this server: use tools", param=where
-        )
-    content = message.get("content")
-    parts = cast("list[object]", content) if isinstance(content, list) else []
-    for part in parts:
-        kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise InvalidRequest(
-                f"`{where}.content` has a part of type {kind[:40]!r}; this server takes text only, "
-                "no images, audio or files",
-                param=where,
-            )
-    return len(parts)
-
-
-def _explain(error: ValidationError) -> InvalidRequest:
-    """Return the most specific of pydantic's errors; for a union, pydantic reports one per member."""
-    complaints = error.errors(include_url=False, include_context=False, include_input=False)
-    deepest = max(len(complaint["loc"]) for complaint in complaints)
-    # The error of the union member with the right type is the useful one.
-    first = min(complaints, key=lambda e: (deepest - len(e["loc"]), e["type"].endswith("_type")))
-    param = ""
-    for part in first["loc"]:
-        if isinstance(part, int):
-            param += f"[{part}]"
-        elif part.isidentifier():
-            # Pydantic names union members in the path, such as `constrained-str`: no field of the body.
-            param += f".{part}" if param else part
-    param = param.removesuffix(".str").removesuffix(".int") or "body"
-    return InvalidRequest(f"`{param}`: {first['msg'][0].lower()}{first['msg'][1:]}", param=param)

@@ -52,7 +52,7 @@ class ChatTemplate:
 
     def render(self, body: ChatBody) -> str:
         """Return the prompt's text. Raises InvalidRequest if the template refuses the messages."""
-        if not self.text:
+        if not self.text and body.chat_template is None:
             raise InvalidRequest(f"the model `{body.model}` has no chat template; use /v1/completions", param="model")
         variables = self._variables(body)
         if tools := body.active_tools():
@@ -100,6 +100,10 @@ class ChatTemplate:
             raise InvalidRequest(f"`chat_template_kwargs` cannot set `{taken[0]}`", param="chat_template_kwargs")
         if body.reasoning_effort is not None:
             variables["reasoning_effort"] = body.reasoning_effort
+        if body.documents is not None:
+            variables["documents"] = body.documents
+        if body.chat_template is not None:
+            variables["chat_template"] = body.chat_template
         return variables
 
     def _shows_call(self, form: CallForm) -> bool:

@@ -51,11 +51,15 @@ class Piece(msgspec.Struct):
     reasoning: str = ""
     """Text that the model wrote before its answer."""
     calls: tuple[ToolCall, ...] = ()
+    ids: tuple[int, ...] = ()
+    """The tokens themselves, where the client asked for them."""
+    tokens_so_far: int = 0
+    """Tokens of the choice up to here, where the client asked for counts."""
 
     @property
     def is_shown(self) -> bool:
         """Whether clients see anything of it."""
-        return bool(self.text or self.logprobs or self.reasoning or self.calls)
+        return bool(self.text or self.logprobs or self.reasoning or self.calls or self.ids or self.tokens_so_far)
 
 
 class ChoiceText:
@@ -81,6 +85,7 @@ class ChoiceText:
         self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt, marks=marks)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._stopped = False
+        self._detailed = options.is_detailed
         self.tokens = 0
         self.calls = 0
 
@@ -90,8 +95,8 @@ class ChoiceText:
             return self._feed_until_stop(tokens, logprobs, ends=ends)
         self.tokens += len(tokens)
         piece = Piece("".join(map(self._detokeniser.feed, tokens[:-1] if ends else tokens)), len(tokens))
-        if self._options.logprobs:
-            piece.logprobs += map(self._entry, tokens, logprobs)
+        if self._detailed:
+            self._detail(piece, tokens, logprobs)
         return piece
 
     def _feed_until_stop(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
@@ -102,8 +107,6 @@ class ChoiceText:
                 break
             self.tokens += 1
             piece.tokens += 1
-            if self._options.logprobs and at < len(logprobs):
-                piece.logprobs.append(self._entry(token, logprobs[at]))
             if ends and at == len(tokens) - 1:
                 break
             text = self._detokeniser.feed(token)
@@ -111,7 +114,18 @@ class ChoiceText:
                 shown.append(self._scan(text))
         piece.text = "".join(shown)
         piece.stopped = self._stopped
+        if self._detailed:
+            self._detail(piece, tokens[: piece.tokens], logprobs[: piece.tokens])
         return piece
+
+    def _detail(self, piece: Piece, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Add what the client asked to know of these tokens."""
+        if self._options.logprobs:
+            piece.logprobs += map(self._entry, tokens, logprobs)
+        if self._options.token_ids:
+            piece.ids = tuple(tokens)
+        if self._options.counts:
+            piece.tokens_so_far = self.tokens
 
     def finish(self) -> Piece:
         """Return the text held back, as the output has ended. A stop string may still become complete here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta, field
@@ -9,8 +10,16 @@ from msgspec import Meta, field
 from baton.config import is_loopback
 from baton.node.settings import NodeSettings, Seconds
 from baton_gateway.attempt_events import AttemptTimers
-from baton_gateway.objectives import Milliseconds, Objectives, Tenant, tenant_of
+from baton_gateway.objectives import Objectives
 from baton_gateway.parsing.formats import FormatName
+from baton_gateway.tenants.tenant import Milliseconds, Tenant, tenant_of
+
+
+class WithoutRedis(StrEnum):
+    """What becomes of keys and limits that need Redis while it is away."""
+
+    OPEN = "open"
+    CLOSED = "closed"
 
 
 class Settings(NodeSettings, frozen=True, kw_only=True):
@@ -25,6 +34,27 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(description="API keys; clients send one as a bearer token. Empty: open to all."),
     ] = ()
+    stored_keys: Annotated[
+        bool, Meta(description="Take the API keys that `baton keys create` has stored in Redis, too.")
+    ] = False
+    keys_kept_s: Annotated[
+        Seconds, Meta(description="Time for which a stored key is not read again: a revoked one is refused after it.")
+    ] = 5.0
+    without_redis: Annotated[
+        WithoutRedis,
+        Meta(
+            description="While Redis is away, limits are not enforced, and stored keys that were read before go on to "
+            "work (open), or requests that need it are answered 503 (closed)."
+        ),
+    ] = WithoutRedis.OPEN
+    output_tokens_reserved: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="Most output tokens that an answer reserves of its key's tokens per minute; it is charged for "
+            "those that it has.",
+        ),
+    ] = 1024
     allow_open: Annotated[
         bool, Meta(description="Listen without keys on an address that other machines reach, as behind a proxy.")
     ] = False
@@ -73,10 +103,16 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     tenants: Annotated[
         dict[str, Tenant],
         Meta(
-            description="Weight, ttft_ms, tpot_ms and priority of tenants, as JSON, by the first 32 characters of the "
-            "SHA-256 of their API keys."
+            description="Weight, ttft_ms, tpot_ms, priority, models, requests_per_minute, tokens_per_minute and "
+            "permissions of the tenants of api_keys, as JSON, by the first 32 characters of the SHA-256 of their keys."
         ),
     ] = field(default_factory=dict[str, Tenant])
+
+    redis_url: Annotated[
+        str, Meta(description="Redis for what gateways share; empty: none, and what needs it is refused.")
+    ] = "redis://127.0.0.1:6379/0"
+    redis_prefix: Annotated[str, Meta(description="Prefix of all Redis keys of the gateways.")] = "baton:gateway"
+    redis_timeout_s: Annotated[Seconds, Meta(description="Longest wait for one answer of Redis.")] = 2.0
 
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
@@ -98,10 +134,31 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
             "none: answers are text."
         ),
     ] = FormatName.AUTO
+    trust_request_chat_template: Annotated[
+        bool,
+        Meta(
+            description="Take `chat_template` in requests: a program, which runs in an intake process until the "
+            "request's deadline at most."
+        ),
+    ] = False
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2
     intake_waiting_bytes_max: Annotated[
         int, Meta(ge=0, description="Total length of bodies that wait for these processes; beyond this, 429.")
     ] = 64 << 20
+    stream_keep_alive_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Longest silence in a stream; then it gets a comment, the first with the status. 0: any.",
+        ),
+    ] = 15.0
+    cors_origins: Annotated[
+        tuple[str, ...],
+        Meta(description="Origins whose pages may call this server, such as https://chat.example; * for all."),
+    ] = ()
+    routing_headers: Annotated[
+        bool, Meta(description="Name the workers of an answer in its headers, x-baton-prefill and x-baton-decode.")
+    ] = False
     keep_alive_s: Annotated[int, Meta(ge=1, description="How long an idle connection stays open, in seconds.")] = 75
     drain_delay_s: Annotated[
         float, Meta(ge=0, description="Time after SIGTERM in which only /ready turns to 503, for a proxy to see.")
@@ -109,11 +166,14 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     drain_s: Annotated[float, Meta(ge=0, description="Time for streams to finish after drain_delay_s.")] = 30.0
 
     def __post_init__(self) -> None:
-        if not (is_loopback(self.host) or self.api_keys or self.allow_open):
+        if not (is_loopback(self.host) or self.api_keys or self.stored_keys or self.allow_open):
             raise ValueError(
                 f"other machines reach the host {self.host}, so give a key with api_keys (--api-keys, "
-                "BATON_GATEWAY_API_KEYS), or --allow-open, for a gateway behind a proxy that controls access"
+                "BATON_GATEWAY_API_KEYS), --stored-keys, or --allow-open, for a gateway behind a proxy that controls "
+                "access"
             )
+        if not self.redis_url and (self.stored_keys or any(tenant.is_limited for tenant in self.tenants.values())):
+            raise ValueError("stored_keys and limits of tenants need Redis: give redis_url")
         unknown = set(self.tenants).difference(map(tenant_of, self.api_keys))
         if unknown:
             raise ValueError(f"the tenant {min(unknown)} has none of the API keys in api_keys")

@@ -12,6 +12,7 @@ import msgspec
 
 from baton.errors import (
     BatonError,
+    ClientGone,
     ConfigurationError,
     DeadlineExceeded,
     InvalidRequest,
@@ -20,19 +21,25 @@ from baton.errors import (
 )
 from baton.messages.attempts import Sampling
 from baton.messages.base import TOKEN_BYTES, unpack_tokens
-from baton.messages.placement import Disaggregation
+from baton.messages.placement import Disaggregation, Placement
 from baton_gateway import attempt_events as ev
+from baton_gateway.answers import PromptHead
+from baton_gateway.attempt import AttemptMachine
 from baton_gateway.choice import ChoiceText, Piece
+from baton_gateway.conversion import Conversion
 from baton_gateway.detokenise import PROMPT_TOKENS, Vocabulary
 from baton_gateway.driver import AnswerDriver
 from baton_gateway.intake import Intake, Operation, Parsed, Plan, Prompt
 from baton_gateway.models import LOAD_RETRY_S, KnownModel
 from baton_gateway.objectives import Objectives
-from baton_gateway.order import Order
+from baton_gateway.order import Order, Outcome
 from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
 from baton_gateway.parsing.parsed_text import ParsedText
 from baton_gateway.parsing.parser import AnswerFormat
 from baton_gateway.service import Gateway
+from baton_gateway.tenants.keys import Usage
+from baton_gateway.tenants.quotas import Charge
+from baton_gateway.tenants.tenant import Access
 from baton_gateway.workers import Model
 
 HERE_BYTES_MAX: Final = 2048
@@ -52,7 +59,9 @@ class RequestFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The client's name of the conversation; empty: the body may have one."""
     operation: Operation
     trace: str
-    tenant: str
+    access: Access
+    limit_headers: dict[str, str]
+    """Headers of the response that state the key's limits."""
     objectives: Objectives
 
 
@@ -64,6 +73,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     orders: tuple[Order, ...]
     plan: Plan
     vocabulary: Vocabulary
+    charge: Charge
     answers: AnswerFormat | None = None
 
     @property
@@ -83,13 +93,17 @@ def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFac
     if len(payload) > HERE_BYTES_MAX:
         return None
     intake = Intake()
-    model = _accept(gateway, intake.parse(facts.operation, payload))
+    parsed = intake.parse(facts.operation, payload)
+    model = _accept(gateway, parsed, facts.access)
     known = gateway.models.known(model.path, model.digest)
-    if known is None or known.tokenizer is None:
+    # A client's template may run for long, and other streams must not wait.
+    if known is None or known.tokenizer is None or parsed.own_template:
         return None
     with gateway.tracing.span("tokenise", parent=facts.trace):
-        plan = intake.plan(known.tokenizer, model, model_defaults=gateway.settings.model_defaults)
-        return _job(facts, model, known, plan)
+        plan = intake.plan(
+            known.tokenizer, model, model_defaults=gateway.settings.model_defaults, salt=facts.access.salt
+        )
+        return _job(gateway, facts, model, known, plan)
 
 
 async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Job:
@@ -102,23 +116,50 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
         async with clock.timeout(facts.deadline_at_s - clock.now_s()):
             with gateway.tracing.span("tokenise", parent=facts.trace):
                 async with models.intake.lend(payload, facts.deadline_at_s) as worker:
-                    model = _accept(gateway, await worker.parse(facts.operation, payload))
+                    model = _accept(gateway, await worker.parse(facts.operation, payload), facts.access)
                     if models.prepare(model.path, model.digest).done():
                         await models.get(model.path, model.digest)  # Raises where the model does not load.
-                    plan = await worker.plan(model, model_defaults=gateway.settings.model_defaults)
+                    plan = await worker.plan(
+                        model, model_defaults=gateway.settings.model_defaults, salt=facts.access.salt
+                    )
                 # Not earlier: loading a model may need the very process that was lent.
                 known = await models.get(model.path, model.digest)
-                return _job(facts, model, known, plan)
+                return _job(gateway, facts, model, known, plan)
     except TimeoutError as error:
         raise DeadlineExceeded("the request's deadline passed before its prompt was read") from error
     except ConfigurationError as error:
         raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
 
 
-def _accept(gateway: Gateway, parsed: Parsed) -> Model:
-    """Return a body's model. Raises if no worker takes the parameters, or the gateway's limits are exceeded."""
+async def answer_conversion(
+    gateway: Gateway, conversion: Conversion, payload: bytes | bytearray, access: Access
+) -> bytes:
+    """Return the answer to a body of /tokenize or /detokenize, as JSON, made elsewhere. Raises as `prepare`."""
+    clock, deadline_s = gateway.clock, gateway.settings.deadline_s
+    try:
+        async with (
+            clock.timeout(deadline_s),
+            gateway.models.intake.lend(payload, clock.now_s() + deadline_s) as worker,
+        ):
+            model = _accept(gateway, await worker.parse(conversion, payload), access)
+            return (await worker.convert(model)).answer
+    except TimeoutError as error:
+        raise DeadlineExceeded("the request's deadline passed before it was read") from error
+    except ConfigurationError as error:
+        raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
+
+
+def _accept(gateway: Gateway, parsed: Parsed, access: Access) -> Model:
+    """Return a body's model.
+
+    Raises if the client may not use it, no worker takes the parameters, or the gateway's limits are exceeded.
+    """
+    access.check_model(parsed.model)
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
+    if parsed.own_template and not gateway.settings.trust_request_chat_template:
+        said = "`chat_template` is a program, which only a gateway with `--trust-request-chat-template` takes"
+        raise InvalidRequest(said, param="chat_template")
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
     if choices > most:
         raise InvalidRequest(f"{choices} answers are asked for; this server gives at most {most}", param="n")
@@ -127,14 +168,30 @@ def _accept(gateway: Gateway, parsed: Parsed) -> Model:
     return model
 
 
-def _session_name(said: str) -> str:
-    """Return a name of fixed length that does not show what the client said."""
-    return blake2b(said.encode(), digest_size=SESSION_BYTES).hexdigest() if said else ""
+def prompt_heads(job: Job) -> tuple[PromptHead, ...]:
+    """Return what the answer says of each choice's prompt; nothing for most requests."""
+    output = job.plan.output
+    if not (output.token_ids or output.counts or any(prompt.echo for prompt in job.plan.prompts)):
+        return ()
+    return tuple(
+        PromptHead(
+            tokens=len(prompt.tokens) // TOKEN_BYTES,
+            token_ids=tuple(unpack_tokens(prompt.tokens)) if output.token_ids else (),
+            echo=prompt.echo,
+        )
+        for prompt in job.plan.prompts
+        for _ in range(job.choices_per_prompt)
+    )
 
 
-def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Job:
+def _session_name(said: str, salt: str) -> str:
+    """Return a name of fixed length that does not show what the client said, and is not another tenant's."""
+    return blake2b(said.encode(), digest_size=SESSION_BYTES, key=salt.encode()).hexdigest() if said else ""
+
+
+def _job(gateway: Gateway, facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Job:
     numbers = count()
-    session = _session_name(facts.session or plan.session)
+    session = _session_name(facts.session or plan.session, facts.access.salt)
     return Job(
         request=facts.request,
         model=model.name,
@@ -156,7 +213,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
                 deadline_at_s=facts.deadline_at_s,
                 operation=facts.operation,
                 trace=facts.trace,
-                tenant=facts.tenant,
+                tenant=facts.access.tenant,
                 objectives=facts.objectives,
             )
             for prompt in plan.prompts
@@ -164,6 +221,7 @@ def _job(facts: RequestFacts, model: Model, known: KnownModel, plan: Plan) -> Jo
         ),
         plan=plan,
         vocabulary=known.vocabulary,
+        charge=gateway.quotas.charge(facts.access, facts.limit_headers),
         answers=known.answers,
     )
 
@@ -187,12 +245,30 @@ def _text_of(job: Job, order: Order) -> ChoiceText:
     return ParsedText(job.vocabulary, output, prompt, parsing=output.parsing, form=job.answers, request=order.request)
 
 
+def _used(
+    order: Order, machine: AttemptMachine, outcome: Outcome | None, failure: BatonError | None, *, with_prompt: bool
+) -> Usage:
+    """Return what an answer that has ended used, complete or not.
+
+    A prompt counts once a token of its answer has come, or if its client left while workers had it.
+    """
+    output_tokens = len(machine.output.tokens) if outcome is None else outcome.completion_tokens
+    was_left = isinstance(failure, ClientGone) and machine.placement is not None
+    if not with_prompt or not (outcome or output_tokens or was_left):
+        return Usage(output_tokens=output_tokens)
+    cached_tokens = 0 if outcome is None else outcome.cached_tokens
+    return Usage(prompt_tokens=order.prompt_tokens, output_tokens=output_tokens, cached_tokens=cached_tokens)
+
+
 class Production:
     """The running drivers of a job."""
 
     def __init__(self, gateway: Gateway, job: Job, outlet: Outlet) -> None:
         """Make one driver per choice."""
+        self._job = job
         self._outlet = outlet
+        self._running = len(job.orders)
+        self._usage = Usage(requests=1)
         self._drivers = [
             AnswerDriver(order, partial(_text_of, job, order), ChoiceOutlet(outlet, choice), gateway.links)
             for choice, order in enumerate(job.orders)
@@ -200,14 +276,44 @@ class Production:
 
     def start(self, group: asyncio.TaskGroup) -> None:
         """Produce all choices in tasks of `group`; each ends with an `Ending` in the outlet."""
+        if self._job.charge.is_limited:
+            group.create_task(self._start_charged(group))
+        else:
+            self._start(group)
+
+    async def _start_charged(self, group: asyncio.TaskGroup) -> None:
+        orders = self._job.orders
+        try:
+            await self._job.charge.reserve(self._job.prompt_tokens, [order.sampling.max_tokens for order in orders])
+        except BatonError as error:
+            for choice in range(len(orders)):
+                self._outlet.put(choice, Ending(error.with_traceback(None)))
+        else:
+            self._start(group)
+
+    def _start(self, group: asyncio.TaskGroup) -> None:
         for choice, driver in enumerate(self._drivers):
             group.create_task(self._produce(choice, driver))
 
     async def _produce(self, choice: int, driver: AnswerDriver) -> None:
+        outcome: Outcome | None = None
+        failure: BatonError | None = None
         try:
-            await driver.run()
+            outcome = await driver.run()
         except BatonError as error:
-            self._outlet.put(choice, Ending(error.with_traceback(None)))
+            failure = error.with_traceback(None)
+            self._outlet.put(choice, Ending(failure))
+        finally:
+            # Choices of one prompt share it.
+            with_prompt = choice % self._job.choices_per_prompt == 0
+            self._usage += _used(self._job.orders[choice], driver.machine, outcome, failure, with_prompt=with_prompt)
+            self._running -= 1
+            if not self._running:
+                self._job.charge.settle(self._usage)
+
+    def routes(self) -> list[Placement | None]:
+        """Return the present placement of each choice."""
+        return [driver.machine.placement for driver in self._drivers]
 
     def note_shown(self, choice: int) -> None:
         """Note that the client receives the first part of a choice."""

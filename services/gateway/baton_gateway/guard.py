@@ -1,13 +1,11 @@
-"""ASGI middleware around every request: its id, its key, and the boundary for unexpected errors."""
+"""ASGI middleware around every request: its id, its key, its limit, and the boundary for unexpected errors."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from starlette.datastructures import MutableHeaders
@@ -16,45 +14,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
+from baton_gateway.bodies import REQUEST_NAME
 from baton_gateway.drain_state import DrainState
-from baton_gateway.objectives import tenant_of
+from baton_gateway.tenants.keyring import Keyring
+from baton_gateway.tenants.quotas import Quotas
 
 log = logging.getLogger(__name__)
 
-REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+REQUEST_ID: Final = re.compile(REQUEST_NAME)
 OPEN_PATHS: Final = frozenset({"/health", "/ready"})
 """Paths that need no key, as probes carry none."""
-
-
-class ApiKeys:
-    """Checks API keys in constant time. Only their digests are kept."""
-
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-
-    def check(self, authorization: str) -> str:
-        """Return the tenant: a digest of the key that the header carries, empty if no keys are set.
-
-        Raises Unauthenticated if keys are set and the header carries none of them.
-        """
-        if not self._digests:
-            return ""
-        scheme, _, token = authorization.partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthenticated("this server asks for an API key: send it as `Authorization: Bearer KEY`")
-        presented = hashlib.sha256(token.strip().encode()).digest()
-        # All keys are compared, so that the time does not depend on which one matches.
-        matches = [hmac.compare_digest(presented, digest) for digest in self._digests]
-        if not any(matches):
-            raise Unauthenticated("the API key is not known to this server")
-        return tenant_of(token.strip())
 
 
 class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        keys: ApiKeys,
+        keyring: Keyring,
+        quotas: Quotas,
         *,
         drain_state: Callable[[], DrainState],
         on_response: Callable[[str, int], None],
@@ -64,7 +41,8 @@ class Guard:
         self._new_id = new_id
         self._drain_state = drain_state
         self._app = app
-        self._keys = keys
+        self._keyring = keyring
+        self._quotas = quotas
         self._on_response = on_response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,7 +56,9 @@ class Guard:
         presented = headers.get("x-request-id", "")
         request = self._new_id()
         request_id = presented if REQUEST_ID.fullmatch(presented) else request
-        scope.setdefault("state", {}).update(request=request, request_id=request_id, headers=headers)
+        limit_headers: dict[str, str] = {}
+        state = scope.setdefault("state", {})
+        state.update(request=request, request_id=request_id, headers=headers, limit_headers=limit_headers)
         started = finished = False
 
         async def send_with_id(message: Message) -> None:
@@ -87,6 +67,8 @@ class Guard:
                 started = True
                 self._on_response(scope["path"], message["status"])
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+                if limit_headers:
+                    MutableHeaders(scope=message).update(limit_headers)
                 if self._drain_state() is not DrainState.OPEN:
                     # The client must send its next request on another connection.
                     MutableHeaders(scope=message)["connection"] = "close"
@@ -96,7 +78,9 @@ class Guard:
         try:
             if scope["path"] not in OPEN_PATHS:
                 self._drain_state().check_takes()
-                scope["state"]["tenant"] = self._keys.check(headers.get("authorization", ""))
+                access = state["access"] = await self._keyring.identify(headers)
+                if method == "POST":
+                    await self._quotas.take_request(access, limit_headers)
             await self._app(scope, receive, send_with_id)
         except BatonError as error:
             await error_response(error)(scope, receive, send_with_id)

@@ -9,7 +9,7 @@ import msgspec
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
 from baton.messages.attempts import Constraint, Sampling
-from baton.messages.base import TOKEN_BYTES, pack_tokens
+from baton.messages.base import TOKEN_BYTES, pack_tokens, unpack_tokens
 from baton_gateway.bodies import (
     NEUTRAL,
     ChatBody,
@@ -19,11 +19,14 @@ from baton_gateway.bodies import (
     constraint_of,
     extensions_of,
     limit_output,
+    name_of,
     output_of,
     parse,
     sampling_of,
     session_of,
 )
+from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
+from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
@@ -47,6 +50,8 @@ class Parsed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     choices_per_prompt: int
     parameters: tuple[str, ...]
     """`Sampling.parameters`: those that not every engine takes."""
+    own_template: bool = False
+    """Whether the body has a chat template, which is a program."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +61,8 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of the prompt's full blocks."""
     max_tokens: int
     """Bound on the output."""
+    echo: str = ""
+    """The prompt's text, if the answer begins with it."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -72,21 +79,32 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     cache_salt: str
     session: str
     """What the body says of the conversation that it belongs to; empty if nothing."""
+    name: str
+    """The client's name of the request, by which it can be looked up; empty if it has none."""
     stream: bool
     with_usage: bool
+    tokens_as_ids: bool
+    """Whether tokens are spelled `token_id:…` in log-probabilities."""
     asked: dict[str, int | float]
     """The request's parameters for traces, under the names of OpenTelemetry's `gen_ai.request`."""
 
 
 class Intake:
-    """Takes in one body at a time: `parse`, then `plan`."""
+    """Takes in one body at a time: `parse`, then `plan` or `convert`."""
 
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
         self._constraint: Constraint | None = None
+        self._converted: TokenizeBody | DetokenizeBody | None = None
 
-    def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+    def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
+        if operation == "tokenize" or operation == "detokenize":
+            converted = self._converted = parse_conversion(operation, payload)
+            own_template = isinstance(converted, TokenizeBody) and converted.chat_template is not None
+            return Parsed(
+                model=converted.model, prompts=1, choices_per_prompt=1, parameters=(), own_template=own_template
+            )
         body = self._body = parse(_BODIES[operation], payload)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
@@ -101,12 +119,20 @@ class Intake:
             prompts=body.prompt_count(),
             choices_per_prompt=body.n or 1,
             parameters=Sampling(max_tokens=1, constraint=constraint, extensions=extensions_of(body)).parameters,
+            own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
 
-    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool) -> Plan:
+    def convert(self, tokenizer: ModelTokenizer, model: Model) -> Converted:
+        """Return the answer to the body of /tokenize or /detokenize parsed last. Raises InvalidRequest."""
+        body, self._converted = self._converted, None
+        assert body is not None, "no body was parsed"
+        return convert(body, tokenizer, model)
+
+    def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
 
         `model_defaults`: parameters that the body leaves out take the model's defaults, not neutral values.
+        `salt`: the tenant's cache salt, to which the body's own is added.
         """
         body, self._body = self._body, None
         assert body is not None, "no body was parsed"
@@ -128,17 +154,18 @@ class Intake:
                 f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
             )
             raise ContextLengthExceeded(said, param="max_tokens")
-        root = root_key(model.digest, salt=body.cache_salt or "")
+        salt = request_salt(salt, body.cache_salt or "")
+        root = root_key(model.digest, salt=salt)
         prompts: list[Prompt] = []
         text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
-        for tokens in _tokenise(body, text, tokenizer, context_tokens_max):
+        for tokens, echo in _tokenise(body, text, tokenizer, context_tokens_max, salt):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
                 raise InvalidRequest("the prompt is empty", param=param)
             room_tokens = room_of(len(tokens) // TOKEN_BYTES, context_tokens_max, param)
             limited = limit_output(sampling, min(sampling.max_tokens, room_tokens))
             blocks = hash_blocks(root, tokens, model.block_tokens)
-            prompts.append(Prompt(tokens=tokens, blocks=blocks, max_tokens=limited.max_tokens))
+            prompts.append(Prompt(tokens=tokens, blocks=blocks, max_tokens=limited.max_tokens, echo=echo))
         return Plan(
             prompts=tuple(prompts),
             choices_per_prompt=choices_per_prompt,
@@ -147,34 +174,61 @@ class Intake:
             # A constraint holds from the first token, so nothing in the answer is a mark.
             output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
             root=root,
-            cache_salt=body.cache_salt or "",
+            cache_salt=salt,
             session=session_of(body),
+            name=name_of(body),
             stream=bool(body.stream),
             with_usage=bool(body.stream_options and body.stream_options.include_usage),
+            tokens_as_ids=bool(body.return_tokens_as_token_ids),
             asked=asked_of(body),
         )
 
 
 def _tokenise(
-    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int
-) -> list[bytes]:
-    """Return the packed tokens of each prompt. `text`: a chat's prompt."""
-    salt = body.cache_salt or ""
+    body: ChatBody | CompletionBody, text: str, tokenizer: ModelTokenizer, context_tokens_max: int, salt: str
+) -> list[tuple[bytes, str]]:
+    """Return the packed tokens of each prompt, with its text if the answer begins with it. `text`: a chat's prompt."""
+    kept_tokens = _kept_tokens(body, context_tokens_max)
     if isinstance(body, ChatBody):
-        tokenizer.check_length(text, context_tokens_max, "messages")
+        if kept_tokens is None:
+            tokenizer.check_length(text, context_tokens_max, "messages")
         # Chat templates write the special tokens themselves.
-        return [tokenizer.tokenise(text, add_special=bool(body.add_special_tokens), salt=salt)]
-    tokenised: list[bytes] = []
+        tokens = tokenizer.tokenise(text, add_special=bool(body.add_special_tokens), salt=salt)
+        return [(_truncated(body, tokens, kept_tokens), "")]
+    tokenised: list[tuple[bytes, str]] = []
     for prompt in body.prompts():
         if isinstance(prompt, str):
-            tokenizer.check_length(prompt, context_tokens_max, "prompt")
-            add_special = body.add_special_tokens is not False
-            tokenised.append(tokenizer.tokenise(prompt, add_special=add_special, salt=salt))
+            if kept_tokens is None:
+                tokenizer.check_length(prompt, context_tokens_max, "prompt")
+            whole = tokenizer.tokenise(prompt, add_special=body.add_special_tokens is not False, salt=salt)
         else:
-            room_of(len(prompt), context_tokens_max, "prompt")
+            if kept_tokens is None:
+                room_of(len(prompt), context_tokens_max, "prompt")
             tokenizer.check_tokens(prompt, "prompt")
-            tokenised.append(pack_tokens(prompt))
+            whole = pack_tokens(prompt)
+        tokens = _truncated(body, whole, kept_tokens)
+        echo = ""
+        if body.echo:
+            echo = prompt if isinstance(prompt, str) and tokens == whole else tokenizer.decode(unpack_tokens(tokens))
+        tokenised.append((tokens, echo))
     return tokenised
+
+
+def _kept_tokens(body: ChatBody | CompletionBody, context_tokens_max: int) -> int | None:
+    """Return the length to which prompts are cut; None: they are not."""
+    kept_tokens = body.truncate_prompt_tokens
+    if kept_tokens is not None and kept_tokens > context_tokens_max:
+        said = f"`truncate_prompt_tokens` is {kept_tokens}, above this model's maximum context length of "
+        raise ContextLengthExceeded(f"{said}{context_tokens_max} tokens", param="truncate_prompt_tokens")
+    return context_tokens_max - 1 if kept_tokens == -1 else kept_tokens
+
+
+def _truncated(body: ChatBody | CompletionBody, tokens: bytes, kept_tokens: int | None) -> bytes:
+    if kept_tokens is None or len(tokens) <= kept_tokens * TOKEN_BYTES:
+        return tokens
+    kept_bytes = kept_tokens * TOKEN_BYTES
+    # As in vLLM, a prompt keeps its end unless its beginning is asked for.
+    return tokens[:kept_bytes] if body.truncation_side == "right" else tokens[-kept_bytes:]
 
 
 def room_of(prompt_tokens: int, context_tokens_max: int, param: str) -> int:

@@ -3,6 +3,7 @@
 gateway                                  intake process
   LoadModel ─────────────────────────────▶ ModelFacts | Failed
   ParseBody, then the body as a frame ───▶ Parsed | Failed
+  Convert ───────────────────────────────▶ Converted | Failed
   MakePlan ──────────────────────────────▶ Plan without prompts, then one frame for each | Failed
 """
 
@@ -13,6 +14,7 @@ from typing import Final
 import msgspec
 
 from baton.messages.base import ErrorReport
+from baton_gateway.conversion import Conversion, Converted
 from baton_gateway.intake import Operation, Parsed, Plan, Prompt
 from baton_gateway.tokenise import ModelFacts
 from baton_gateway.workers import Model
@@ -26,20 +28,25 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 
 class ParseBody(msgspec.Struct, frozen=True, tag=True):
-    operation: Operation
+    operation: Operation | Conversion
 
 
 class MakePlan(msgspec.Struct, frozen=True, tag=True):
     model: Model
     model_defaults: bool
+    salt: str
+
+
+class Convert(msgspec.Struct, frozen=True, tag=True):
+    model: Model
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorReport
 
 
-Request = LoadModel | ParseBody | MakePlan
-Reply = ModelFacts | Parsed | Plan | Failed
+Request = LoadModel | ParseBody | MakePlan | Convert
+Reply = ModelFacts | Parsed | Plan | Converted | Failed
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_request: Final = msgspec.msgpack.Decoder(Request).decode

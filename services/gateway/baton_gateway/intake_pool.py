@@ -17,9 +17,11 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import Overloaded, Unavailable
+from baton_gateway.conversion import Conversion, Converted
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
 from baton_gateway.intake_messages import (
     LENGTH_BYTES,
+    Convert,
     Failed,
     LoadModel,
     MakePlan,
@@ -48,11 +50,13 @@ Awaited = TypeVar("Awaited", bound=Reply)
 
 
 class IntakeWorker(Protocol):
-    """Takes in one body, as `Intake` does: first `parse`, then `plan`."""
+    """Takes in one body, as `Intake` does: first `parse`, then `plan` or `convert`."""
 
-    async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed: ...
+    async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed: ...
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan: ...
+    async def convert(self, model: Model) -> Converted: ...
+
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan: ...
 
 
 class IntakePool(Protocol):
@@ -94,11 +98,14 @@ class LocalWorker:
         self._load = load
         self._intake = Intake()
 
-    async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+    async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         return self._intake.parse(operation, payload)
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
-        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults)
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
+        return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults, salt=salt)
+
+    async def convert(self, model: Model) -> Converted:
+        return self._intake.convert(self._load(model.path), model)
 
 
 class ProcessPool:
@@ -227,13 +234,16 @@ class IntakeProcess:
     async def load(self, path: str, digest: str) -> ModelFacts:
         return await self._ask(ModelFacts, LoadModel(path, digest))
 
-    async def parse(self, operation: Operation, payload: bytes | bytearray) -> Parsed:
+    async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         parsed = await self._ask(Parsed, ParseBody(operation), payload)
         self._prompts = parsed.prompts
         return parsed
 
-    async def plan(self, model: Model, *, model_defaults: bool) -> Plan:
-        return await self._ask(Plan, MakePlan(model, model_defaults))
+    async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
+        return await self._ask(Plan, MakePlan(model, model_defaults, salt))
+
+    async def convert(self, model: Model) -> Converted:
+        return await self._ask(Converted, Convert(model))
 
     async def _ask(self, kind: type[Awaited], request: Request, body: bytes | bytearray | None = None) -> Awaited:
         self._exchange = asyncio.create_task(self._converse(request, body))

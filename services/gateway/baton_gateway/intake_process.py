@@ -23,6 +23,7 @@ from baton.messages.base import ErrorReport
 from baton_gateway.intake import Intake, Plan
 from baton_gateway.intake_messages import (
     LENGTH_BYTES,
+    Convert,
     Failed,
     LoadModel,
     MakePlan,
@@ -61,8 +62,11 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
                 return tokenizer_of(path, digest).facts
             case ParseBody(operation):
                 return intake.parse(operation, receive())
-            case MakePlan(model, model_defaults):
-                return intake.plan(tokenizer_of(model.path, model.digest), model, model_defaults=model_defaults)
+            case Convert(model):
+                return intake.convert(tokenizer_of(model.path, model.digest), model)
+            case MakePlan(model, model_defaults, salt):
+                tokenizer = tokenizer_of(model.path, model.digest)
+                return intake.plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
 
     while True:
         request = decode_request(receive())

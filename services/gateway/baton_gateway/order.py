@@ -36,7 +36,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     """Endpoint, named as in OpenTelemetry's conventions: `chat` or `text_completion`."""
     trace: str
     tenant: str
-    """Digest of the client's API key; empty where none is asked for."""
+    """See `Place.tenant`."""
     objectives: Objectives
 
 

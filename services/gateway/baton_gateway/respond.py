@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -25,6 +26,8 @@ SSE_HEADERS = [
     # Otherwise proxies such as nginx would buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
+KEEP_ALIVE = b": keep-alive\n\n"
+"""A comment, which clients skip; proxies see that the stream lives."""
 ABORT_EXTENSION = "baton.abort"
 """ASGI extension of our server: a function that cuts the connection."""
 WRITE_EXTENSION = "baton.write"
@@ -43,9 +46,11 @@ class AnswerResponse:
         self._trace = trace
         self._stream = stream
         self._with_usage = with_usage
-        self._events = EventWriter(shape, with_logprobs=job.plan.output.logprobs)
+        self._events = EventWriter(shape, detailed=job.plan.output.is_detailed)
         self._opened: set[int] = set()
         """Choices of which a stream has sent the beginning."""
+        self._silent = False
+        """Whether nothing was written since this was last looked at."""
         self._write_now: Callable[[bytes], bool] = lambda _part: False
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Exception | None = None
@@ -67,7 +72,7 @@ class AnswerResponse:
                 if self._stream:
                     await self._send_stream(outlet, production, scope, receive, send)
                 else:
-                    await self._send_whole(outlet, scope, receive, send)
+                    await self._send_whole(outlet, production, scope, receive, send)
             finally:
                 production.abort(ClientGone("the answer was given up"))
                 watch.cancel()
@@ -85,7 +90,9 @@ class AnswerResponse:
 
     # ------------------------------------------------------------ whole
 
-    async def _send_whole(self, outlet: Outlet, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _send_whole(
+        self, outlet: Outlet, production: Production, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         choices = [WholeChoice() for _ in self._job.orders]
         # Until all choices have ended, pieces stay in the outlet, where a choice that starts over takes them back.
         for choice, item in await outlet.take_whole(len(choices)):
@@ -100,6 +107,7 @@ class AnswerResponse:
                 continue
             choices[choice].add(item)
         answer = Response(to_json(self._format.whole(choices, self._usage())), media_type="application/json")
+        answer.raw_headers += self._routing(production)
         await answer(scope, receive, send)
 
     # ------------------------------------------------------------ streamed
@@ -111,7 +119,7 @@ class AnswerResponse:
         while len(self._outcomes) < choices:
             events: list[bytes] = []
             try:
-                items, before = await outlet.take(), frozenset(self._opened)
+                items, before = await self._take(outlet), frozenset(self._opened)
                 for choice, item in items:
                     self._render(choice, item, events)
                 for choice in self._opened - before:
@@ -126,21 +134,48 @@ class AnswerResponse:
                 events.append(sse_event(error_body(error)))
                 await _send_body(send, b"".join(events), more=False)
                 return
-            if not events:
+            if not items:
+                events.append(KEEP_ALIVE)
+            elif not events:
                 continue
             if not started:
-                await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
+                headers = SSE_HEADERS + self._routing(production)
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
                 started = True
+            self._silent = False
             if is_last := len(self._outcomes) == choices:
                 events += [sse_event(self._format.usage_chunk(self._usage()))] if self._with_usage else []
                 events.append(SSE_DONE)
             # One write carries all events since the previous one.
             await _send_body(send, b"".join(events), more=not is_last)
 
+    async def _take(self, outlet: Outlet) -> list[tuple[int, Piece | Ending]]:
+        """Wait for items and return them; nothing once a stream has been silent for as long as it may be."""
+        keep_alive_s = self._gateway.settings.stream_keep_alive_s
+        while True:
+            with suppress(TimeoutError):
+                # Pieces that are passed on do not come here, so it is looked twice whether there were any.
+                async with self._gateway.clock.timeout(keep_alive_s / 2 or None):
+                    while not (items := await outlet.take()):
+                        pass
+                    return items
+            if self._silent:
+                return []
+            self._silent = True
+
+    def _routing(self, production: Production) -> list[tuple[bytes, bytes]]:
+        """Return headers that name the workers of each choice, if the operator allows it."""
+        routes = production.routes() if self._gateway.settings.routing_headers else []
+        placed = [route for route in routes if route is not None]
+        prefills = ", ".join(route.prefill.worker if route.prefill else "-" for route in placed)
+        decodes = ", ".join(route.decode.worker for route in placed)
+        return [(b"x-baton-prefill", prefills.encode()), (b"x-baton-decode", decodes.encode())] if placed else []
+
     def _pass_on(self, choice: int, piece: Piece) -> bool:
         """Write a piece to the client at once, if its choice has begun and the connection takes it."""
         if choice not in self._opened:
             return False
+        self._silent = False
         return not (piece.text or piece.is_shown) or self._write_now(self._events.piece(choice, piece))
 
     def _render(self, choice: int, item: Piece | Ending, events: list[bytes]) -> None:

@@ -29,6 +29,7 @@ from baton.node.failure_detector import PauseDetector
 from baton.node.membership import Event, Left, Lost, Restarted
 from baton.node.progress import Progress
 from baton.node.service import Node, subscribed
+from baton.redis import RedisConnection
 from baton.telemetry import Reading, catalogue
 from baton_gateway import attempt_events as ev
 from baton_gateway.attempt import Phase
@@ -40,6 +41,7 @@ from baton_gateway.models import Models
 from baton_gateway.publisher import Publisher
 from baton_gateway.routes import Routes
 from baton_gateway.search import Retries
+from baton_gateway.tenants.tenancy import tenancy
 from baton_gateway.workers import WorkerTable
 
 log = logging.getLogger(__name__)
@@ -62,6 +64,7 @@ class Gateway:
         gateway: str,
         node: Node,
         models: Models,
+        redis: RedisConnection | None = None,
     ) -> None:
         self.settings = settings
         self.ports = node.ports
@@ -69,6 +72,8 @@ class Gateway:
         self.clock = node.ports.clock
         self.tracing = node.tracing
         self.models = models
+        self.redis = redis
+        self.keyring, self.quotas = tenancy(settings, redis, node.ports)
         self.workers = WorkerTable(settings.lost_after_s)
         self.routes = Routes[AnswerDriver]()
         self._progress: dict[str, Progress] = {}
@@ -76,6 +81,7 @@ class Gateway:
         self.publisher = Publisher(self.bus)
         self.figures = GatewayMetrics(node.metrics, self.clock)
         node.metrics.read(self._readings)
+        node.metrics.read(self.quotas.readings)
         self.links = Links(
             gateway=gateway,
             bus=self.bus,
@@ -113,13 +119,14 @@ class Gateway:
         """Take part in the system inside this context. A bug in one of the tasks ends it."""
         handlers = {subjects.HEARTBEAT: self._on_worker, subjects.gateway(self.links.gateway): self._on_message}
         async with subscribed(self.bus, handlers), asyncio.TaskGroup() as group:
-            loops = (self._beat(), self._expire(), self.publisher.run())
+            loops = (self._beat(), self._expire(), self.publisher.run(), self.quotas.run())
             tasks = [group.create_task(loop) for loop in loops]
             try:
                 yield
             finally:
                 self.end_requests()
                 await self.publisher.drain(self.clock, FAREWELL_S)
+                await self.quotas.drain(FAREWELL_S)
                 for task in tasks:
                     task.cancel()
 

@@ -38,9 +38,10 @@ class StopScanner:
 
     def _kept_chars(self, text: str) -> int:
         """Return the length of the longest suffix of `text` that begins a stop string."""
-        longest = min(len(text), max(map(len, self._stops)) - 1)
-        for chars in range(longest, 0, -1):
-            tail = text[-chars:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return chars
-        return 0
+        kept = 0
+        for stop in self._stops:
+            for chars in range(min(len(text), len(stop) - 1), kept, -1):
+                if stop.startswith(text[-chars:]):
+                    kept = chars
+                    break
+        return kept

@@ -83,6 +83,14 @@ class ModelTokenizer:
             return pack_tokens(self.encode(text, add_special=True))
         return self._segments.tokenise(text, salt)
 
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = False) -> str:
+        """Return the text of whole tokens."""
+        return self._backend.decode(list(tokens), skip_special_tokens=skip_special)
+
+    def spelling(self, token: int) -> str:
+        """Return a token as the vocabulary has it."""
+        return self._backend.id_to_token(token) or ""
+
     def render(self, body: ChatBody) -> str:
         """Return the prompt's text. Raises InvalidRequest for messages or tools that the model does not take."""
         if body.active_tools():

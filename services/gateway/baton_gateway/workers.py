@@ -10,6 +10,8 @@ from baton.errors import InvalidRequest, ModelNotFound
 from baton.messages.base import PARAMETER_CHARACTERS_MAX
 from baton.messages.workers import Heartbeat, Role
 from baton.node.membership import Workers
+from baton_gateway.bodies import NAMES
+from baton_gateway.fields import hint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +71,9 @@ class WorkerTable:
         lacking = [sorted(wanted.difference(beat.parameters)) for beat in decodes]
         if lacking and all(lacking):
             name = min(lacking, key=len)[0][:PARAMETER_CHARACTERS_MAX]
-            raise InvalidRequest(f"no worker of the model `{model}` takes the parameter `{name}`", param=name)
+            parameters = {name for beat in self.members.beats() for name in beat.parameters}
+            said = f"no worker of the model `{model}` takes the parameter `{name}`{hint(name, NAMES | parameters)}"
+            raise InvalidRequest(said, param=name)
 
     def _serving(self) -> list[Heartbeat]:
         return [each for each in self.members.beats() if each.role is Role.DECODE and not each.draining]

@@ -12,7 +12,14 @@ from opentelemetry.trace import SpanKind
 
 from baton import subjects
 from baton.bus import Delivery, Subscription
-from baton.errors import BatonError, BusUnavailable, ConfigurationError, MalformedMessage, Unavailable
+from baton.errors import (
+    BatonError,
+    BusUnavailable,
+    ConfigurationError,
+    MalformedMessage,
+    StoreUnavailable,
+    Unavailable,
+)
 from baton.messages.base import Refused, WorkerAddress
 from baton.messages.index import IndexQuery, KvEvents, Match, Matched, ShadowPage, ShadowQuery, Tier
 from baton.messages.placement import Audited, Placed
@@ -27,7 +34,7 @@ from baton_kvindex.index import ID_BYTES
 from baton_kvindex.reconciler import LocalMatch, Reconciler
 from baton_kvindex.report import make_report
 from baton_kvindex.spill import Spill
-from baton_kvindex.store import Store, StoreUnavailable
+from baton_kvindex.store import Store
 from baton_kvindex.writer import Writer
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, TypeVar
 
+from baton.errors import StoreUnavailable
 from baton.messages.base import WorkerAddress
 from baton.node.ports import Ports
 from baton_kvindex.cold import BLOCK_BYTES, Cold, ColdIndex
@@ -22,7 +23,7 @@ from baton_kvindex.config import IndexSettings
 from baton_kvindex.index import ID_BYTES
 from baton_kvindex.packing import EvictedBranch
 from baton_kvindex.reconciler import LocalMatch, Reconciler
-from baton_kvindex.store import ColdStore, StoreUnavailable
+from baton_kvindex.store import ColdStore
 
 logger = logging.getLogger(__name__)
 

@@ -20,18 +20,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, cast
 
 import msgspec
-import redis.asyncio as redis
 from redis.asyncio.client import Pipeline
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
 from redis.typing import EncodableT, FieldT
 
 from baton.clock import Clock
-from baton.errors import BatonError, ConfigurationError
+from baton.errors import StoreUnavailable
+from baton.redis import RedisConnection
 from baton_kvindex.durable import Batch, SavedWorker, WorkerChange, WorkerState, is_slot, runs_of, slots
 from baton_kvindex.index import ID_BYTES, Run, split_ids
 from baton_kvindex.packing import EvictedBranch
@@ -85,16 +82,8 @@ a later branch by now."""
 COLD_S: Final = 120
 """Expiry of an index's cold branches, from its last `keep` on."""
 
-Answer = TypeVar("Answer")
-
 _encode_state = msgspec.msgpack.Encoder().encode
 _decode_state = msgspec.msgpack.Decoder(WorkerState).decode
-
-
-class StoreUnavailable(BatonError):
-    """The database cannot be reached or refuses to write."""
-
-    code = "store_unavailable"
 
 
 class StoreEmptied(StoreUnavailable):
@@ -160,18 +149,9 @@ class ColdStore(Protocol):
 
 class RedisStore:
     def __init__(self, url: str, *, clock: Clock, prefix: str, timeout_s: float) -> None:
-        # One retry, for a connection that Redis closed while it was idle; the writer handles all other failures.
-        # No timeouts in the client: with them it sends under `asyncio.wait_for`, which in Python 3.11 loses a
-        # cancellation that comes as the sending ends. `_answer` takes their place.
-        retry = Retry(NoBackoff(), 1)
-        try:
-            self._redis = redis.Redis.from_url(  # pyright: ignore[reportUnknownMemberType]
-                url, socket_timeout=None, socket_connect_timeout=None, retry=retry
-            )
-        except ValueError as error:
-            raise ConfigurationError(f"redis_url is no address of Redis: {error}", param="redis_url") from error
-        self._clock = clock
-        self._timeout_s = timeout_s
+        self._connection = connection = RedisConnection(url, clock=clock, timeout_s=timeout_s)
+        self._redis = connection.client
+        self._answer = connection.answer
         root = f"{prefix}:{VERSION}"
         self._state = f"{root}:state"
         self._workers = f"{root}:workers"
@@ -212,13 +192,10 @@ class RedisStore:
             await self._answer(pipeline.execute())
 
     def cold(self, instance: str) -> ColdStore:
-        return _RedisColdStore(self._redis, self._cold + instance, self._clock, self._timeout_s)
+        return _RedisColdStore(self._connection, self._cold + instance)
 
     async def close(self) -> None:
-        await self._redis.aclose()
-
-    async def _answer(self, command: Awaitable[Answer]) -> Answer:
-        return await _answer(command, self._clock, self._timeout_s)
+        await self._connection.close()
 
     async def _watch_fence(self, pipeline: Pipeline, fence: int) -> int | None:
         """Return the fence in Redis; if it changes from now on, the pipeline fails. Raises StoreFenced."""
@@ -266,11 +243,10 @@ class RedisStore:
 
 
 class _RedisColdStore:
-    def __init__(self, client: redis.Redis, key: str, clock: Clock, timeout_s: float) -> None:
-        self._redis = client
+    def __init__(self, connection: RedisConnection, key: str) -> None:
+        self._redis = connection.client
+        self._answer = connection.answer
         self._key = key
-        self._clock = clock
-        self._timeout_s = timeout_s
 
     async def put(self, branches: Sequence[EvictedBranch]) -> None:
         names = ((block, each.name) for each in branches for block in split_ids(each.blocks))
@@ -295,18 +271,6 @@ class _RedisColdStore:
     async def close(self) -> None:
         with suppress(StoreUnavailable):
             await self._answer(self._redis.unlink(self._key))
-
-    async def _answer(self, command: Awaitable[Answer]) -> Answer:
-        return await _answer(command, self._clock, self._timeout_s)
-
-
-async def _answer(command: Awaitable[Answer], clock: Clock, timeout_s: float) -> Answer:
-    """Return the answer of Redis. Raises StoreUnavailable."""
-    try:
-        async with clock.timeout(timeout_s):
-            return await command
-    except (RedisError, OSError) as error:
-        raise StoreUnavailable(f"Redis does not serve: {str(error) or 'no answer in time'}") from error
 
 
 def _saved_worker(packed: bytes, parents: Mapping[bytes, bytes]) -> SavedWorker | None:

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Final
 
 from baton import subjects
-from baton.errors import BatonError
+from baton.errors import BatonError, StoreUnavailable
 from baton.node.lease import KeptLease
 from baton.node.ports import Ports
 from baton_kvindex.config import IndexSettings
 from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.spill import Spill
-from baton_kvindex.store import Store, StoreEmptied, StoreFenced, StoreUnavailable
+from baton_kvindex.store import Store, StoreEmptied, StoreFenced
 
 logger = logging.getLogger(__name__)
 

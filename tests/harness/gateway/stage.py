@@ -23,6 +23,7 @@ from baton.messages.placement import Disaggregation
 from baton.messages.traces import SpanRecord
 from baton.node.ports import system_ports
 from baton.node.service import Node
+from baton.redis import RedisConnection
 from baton.telemetry import Metrics, Tracing
 from tests.harness.gateway.actors import Actors
 from tests.harness.nodes import living, make_node
@@ -36,6 +37,7 @@ class Stage(Actors):
         settings: Settings,
         intake: IntakePool | None = None,
         model: tuple[Path, ModelTokenizer] | None = None,
+        redis: RedisConnection | None = None,
     ) -> None:
         # The gateway need not learn the workers before its first request: tests wait until it knows them.
         settings = structs.replace(settings, learn_s=0.0)
@@ -59,6 +61,7 @@ class Stage(Actors):
                 metrics=Metrics("gateway"),
             ),
             models=self.models,
+            redis=redis,
         )
         self.base_url = ""
 
@@ -90,9 +93,10 @@ async def open_stage(
     settings: Settings | None = None,
     intake: IntakePool | None = None,
     model: tuple[Path, ModelTokenizer] | None = None,
+    redis: RedisConnection | None = None,
 ) -> AsyncGenerator[Stage]:
     """Serve a stage over HTTP with one decode worker, d1, that the gateway knows."""
-    stage = Stage(settings or Settings(port=0), intake, model)
+    stage = Stage(settings or Settings(port=0), intake, model, redis)
     async with stage.standing(), stage.serving():
         await stage.add("d1")
         await forward(stage, "d1")

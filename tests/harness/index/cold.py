@@ -13,10 +13,10 @@ from baton_kvindex.indexed_worker import SyncState
 from baton_kvindex.packing import EvictedBranch
 from baton_kvindex.reconciler import Reconciler
 from baton_kvindex.spill import Spill
-from baton_kvindex.store import StoreUnavailable
 
 from baton.bus import MemoryBus, MemoryNetwork
 from baton.clock import ManualClock
+from baton.errors import StoreUnavailable
 from baton.node.ports import deterministic_ports
 from tests.harness.index.worker import MODEL, Cache
 

@@ -1,0 +1,95 @@
+"""Checks of bodies beside those of their types: how much they hold, and the words for what their types refuse. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, cast
+
+from pydantic import ValidationError
+
+from baton.errors import InvalidRequest
+from baton_gateway.fields import hint
+from baton_gateway.tool_bodies import TOOLS_MAX
+
+FIELDS_MAX: Final = 128
+MESSAGES_MAX: Final = 65_536
+PARTS_MAX: Final = 65_536
+"""Content parts of all messages together."""
+PROMPTS_MAX: Final = 128
+LOGIT_BIAS_MAX: Final = 1024
+NESTED: Final = ("include_usage", "include_obfuscation", "continuous_usage_stats", "text", "type")
+"""Fields of objects in bodies that take no others."""
+
+
+def check_counts(given: Mapping[str, object]) -> None:
+    """Raise InvalidRequest if the body has too many fields, prompts, messages or biases to validate."""
+    if len(given) > FIELDS_MAX:
+        raise InvalidRequest(f"the body has {len(given)} fields; this server takes at most {FIELDS_MAX}")
+    prompt, messages, bias = given.get("prompt"), given.get("messages"), given.get("logit_bias")
+    if isinstance(tools := given.get("tools"), list):
+        _check_count(cast("Sequence[object]", tools), "tools", TOOLS_MAX)
+    if isinstance(prompt, list):
+        several = cast("Sequence[object]", prompt)
+        # One prompt of token ids may be as long as the body; only the number of prompts is bounded.
+        if several and isinstance(several[0], (str, list)):
+            _check_count(several, "prompt", PROMPTS_MAX)
+    if isinstance(messages, list):
+        _check_count(cast("Sequence[object]", messages), "messages", MESSAGES_MAX)
+    if isinstance(bias, dict):
+        _check_count(cast("dict[str, object]", bias), "logit_bias", LOGIT_BIAS_MAX)
+
+
+def _check_count(values: Sequence[object] | Mapping[str, object], param: str, most: int) -> None:
+    if len(values) > most:
+        raise InvalidRequest(f"`{param}` has {len(values)} items; this server takes at most {most}", param=param)
+
+
+def check_messages(messages: object) -> None:
+    """Raise InvalidRequest for messages that need more than text, and for too many content parts."""
+    parts = 0
+    for index, message in enumerate(cast("list[object]", messages) if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            parts += _refuse_unsupported_message(cast("dict[str, Any]", message), f"messages[{index}]")
+        if parts > PARTS_MAX:
+            raise InvalidRequest(f"the messages have more than {PARTS_MAX} content parts", param="messages")
+
+
+def _refuse_unsupported_message(message: Mapping[str, Any], where: str) -> int:
+    """Return the number of content parts. Raises InvalidRequest for functions and for parts other than text."""
+    if message.get("audio") is not None:
+        raise InvalidRequest(f"`{where}.audio` is not supported by this server: it takes text only", param=where)
+    if message.get("role") == "function" or message.get("function_call"):
+        raise InvalidRequest(
+            f"`{where}` uses functions, which are not supported by this server: use tools", param=where
+        )
+    content = message.get("content")
+    parts = cast("list[object]", content) if isinstance(content, list) else []
+    for part in parts:
+        kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            raise InvalidRequest(
+                f"`{where}.content` has a part of type {kind[:40]!r}; this server takes text only, "
+                "no images, audio or files",
+                param=where,
+            )
+    return len(parts)
+
+
+def explain(error: ValidationError) -> InvalidRequest:
+    """Return the most specific of pydantic's errors; for a union, pydantic reports one per member."""
+    complaints = error.errors(include_url=False, include_context=False, include_input=False)
+    deepest = max(len(complaint["loc"]) for complaint in complaints)
+    # The error of the union member with the right type is the useful one.
+    first = min(complaints, key=lambda e: (deepest - len(e["loc"]), e["type"].endswith("_type")))
+    param = ""
+    for part in first["loc"]:
+        if isinstance(part, int):
+            param += f"[{part}]"
+        elif part.isidentifier():
+            # Pydantic names union members in the path, such as `constrained-str`: no field of the body.
+            param += f".{part}" if param else part
+    param = param.removesuffix(".str").removesuffix(".int") or "body"
+    if first["type"] == "extra_forbidden":
+        said = f"`{param}`: this server does not know this field{hint(str(first['loc'][-1]), NESTED)}"
+        return InvalidRequest(said, param=param)
+    return InvalidRequest(f"`{param}`: {first['msg'][0].lower()}{first['msg'][1:]}", param=param)

@@ -1,0 +1,1 @@
+"""Tenants: API keys and their records, limits per minute and usage of each key."""
