@@ -239,7 +239,7 @@ class Handoffs:
 
     def checkpointed(self, req: Req, tokens: int) -> None:
         if self.kv_pool is not None:
-            self.kv_pool.checkpointed(req, tokens, self._row_pages(req, tokens))
+            self.kv_pool.checkpointed(req, tokens, self._row_pages(req, tokens).tolist())
         leased = self._leased_pages.get(req.rid)
         if leased is None or torch.equal(leased, self._row_pages(req, len(leased) * self._cache.page_size)):
             return

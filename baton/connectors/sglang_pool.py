@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
 from baton.connectors.pool_rank import PoolRank
@@ -62,9 +61,9 @@ class SglangPool:
         """Order the promotion that was offered into a request's pages; `pages` is the whole of them."""
         self._scheduler.promote(req.rid, pages, with_pull=with_pull, again=False)
 
-    def checkpointed(self, req: Req, tokens: int, pages: torch.Tensor) -> None:
+    def checkpointed(self, req: Req, tokens: int, pages: Sequence[int]) -> None:
         """Order saves of the full pages among a request's first `tokens`, which the tree has taken."""
-        read = self._scheduler.computes(req.rid, req.full_untruncated_fill_ids[:tokens], pages.tolist(), tokens)
+        read = self._scheduler.computes(req.rid, req.full_untruncated_fill_ids[:tokens], pages, tokens)
         if read:
             self._locks[read[0]] = self._cache.lock(req.lock.node) if req.lock is not None else None
 
