@@ -35,7 +35,7 @@ SEED: Final = 1
 LOAD: Final = 0.9
 TRACES: Final = ("conversation", "agents")
 FLEETS: Final = (Fleet(aggregated=4), Fleet(prefill=2, decode=2))
-POOL_BYTES: Final = (512_000_000_000,)
+POOL_BYTES: Final = (256_000_000_000, 512_000_000_000)
 POLICIES: Final = (PolicyName.S3_FIFO, PolicyName.LRU)
 ENGINE_BLOCKS: Final = 1_000
 SLOTS: Final = (3_000, 10_000, 30_000)
