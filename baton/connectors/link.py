@@ -36,6 +36,8 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     agent: AgentOptions | None
     """None: the engine does not hand off."""
     model_digest: str
+    kv_pool_bytes: int = 0
+    """0: no KV pool."""
 
 
 class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):
@@ -71,6 +73,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     """Address of the rank's agent; empty: it has none."""
     block_tokens: int
     blocks: int
+    pool_blocks: int
+    """Slots of the KV pool; 0: there is none."""
     block_bytes: int
     """Size of a block on this rank, all layers."""
     running_max: int

@@ -43,13 +43,19 @@ from baton.connectors.link import (
     StepReport,
 )
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
 from baton.connectors.sglang_handoffs import Handoffs
-from baton.connectors.sglang_pool import SERVES_WHOLE, SglangPool, kv_tensors, read_pool
+from baton.connectors.sglang_kv import SERVES_WHOLE, SglangKv, kv_tensors, read_kv
+from baton.connectors.sglang_pool import SglangPool
 from baton.errors import ConfigurationError
 from baton.identity import KvIdentity, describe_rope
-from baton.transfer import NativeAgent
+from baton.pool.chain import check_block_tokens
+from baton.pool.copier import ThreadCopier
+from baton.pool.memory import KvPool
+from baton.transfer import NativeAgent, Pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -83,6 +89,8 @@ class BatonScheduler(Scheduler):
                 super().run_event_loop()
         finally:
             if self.handoffs is not None:
+                if self.handoffs.kv_pool is not None:
+                    self.handoffs.kv_pool.close()
                 self.handoffs.rank.agent.close()
 
     def get_output_streamer_class(self) -> type[SchedulerOutputStreamer]:
@@ -91,12 +99,14 @@ class BatonScheduler(Scheduler):
     def _open(self, setup: Setup) -> None:
         pool, identity = self.token_to_kv_pool_allocator.get_kvcache(), ""
         if setup.agent is not None:
-            described = self._read_pool(pool)
-            agent, identity = self.make_agent(setup), self._identity(described, setup.model_digest)
-            agent.set_pool(described.described(identity))
-            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=described.layout)
+            kv = self._read_kv(pool)
+            agent, identity = self.make_agent(setup), self._identity(kv, setup.model_digest)
+            described = kv.described(identity)
+            agent.set_pool(described)
+            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
-            self.handoffs = Handoffs(self.tree_cache, pool, rank, agreement, self._enqueue)
+            kv_pool = self._kv_pool(described, rank, setup)
+            self.handoffs = Handoffs(self.tree_cache, pool, rank, agreement, self._enqueue, kv_pool)
         self.output_streamer.report = self._report
         if self.load_snapshot_writer is not None:
             # Shared memory with figures for SGLang's own server, which SGLang leaves behind.
@@ -109,6 +119,7 @@ class BatonScheduler(Scheduler):
             endpoint=self.handoffs.rank.agent.endpoint if self.handoffs else "",
             block_tokens=self.page_size,
             blocks=self.max_total_num_tokens // self.page_size,
+            pool_blocks=self.handoffs.kv_pool.slots if self.handoffs and self.handoffs.kv_pool else 0,
             block_bytes=sum(tensor[: self.page_size].nbytes for tensor in kv_tensors(pool)),
             running_max=self.max_running_requests,
             step_tokens_max=self.chunked_prefill_size or self.max_prefill_tokens,
@@ -118,19 +129,40 @@ class BatonScheduler(Scheduler):
         )
         self._link.tell(opened)
 
+    def _kv_pool(self, cache: Pool, rank: HandoffRank, setup: Setup) -> SglangPool | None:
+        """Return the KV pool; None if there is to be none, or no memory for it."""
+        if not setup.kv_pool_bytes:
+            return None
+        if self.tp_size > 1:
+            _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
+            return None
+        try:
+            check_block_tokens(self.page_size)
+            pool = KvPool(cache, setup.kv_pool_bytes)
+        except ConfigurationError as refusal:
+            _log.warning("this engine runs without a KV pool: %s", refusal)
+            return None
+        copier = ThreadCopier(pool)
+        rank.watch(copier.fileno())
+        if self.idle_sleeper is not None:
+            self.idle_sleeper.poller.register(copier.fileno(), zmq.POLLIN)
+        block_bytes = cache.block_bytes * len(cache.layer_addresses)
+        scheduler = PoolScheduler(block_tokens=self.page_size, block_bytes=block_bytes, blocks=cache.blocks, ranks=1)
+        return SglangPool(self.tree_cache, scheduler, PoolRank(pool.slots, copier), setup.model_digest)
+
     def make_agent(self, setup: Setup) -> NativeAgent:
         """Return this process's agent; tests may bring their own."""
         assert setup.agent is not None
         return NativeAgent(setup.agent)
 
-    def _read_pool(self, pool: KVCache) -> SglangPool:
+    def _read_kv(self, pool: KVCache) -> SglangKv:
         if not isinstance(self.tree_cache, HandoffCache):
             raise ConfigurationError(
                 f"SGLang keeps this model's prefixes in a {type(self.tree_cache).__name__}, "
                 f"through which Baton cannot hand off {SERVES_WHOLE}"
             )
         heads = self.model_config.get_total_num_kv_heads()
-        return read_pool(pool, page_tokens=self.page_size, kv_heads=heads, rank=self._tp_rank, ranks=self.tp_size)
+        return read_kv(pool, page_tokens=self.page_size, kv_heads=heads, rank=self._tp_rank, ranks=self.tp_size)
 
     def _vote(self, votes: list[int]) -> list[int]:
         if self.tp_size == 1:
@@ -141,8 +173,8 @@ class BatonScheduler(Scheduler):
         torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=self.tp_cpu_group)
         return tensor.tolist()
 
-    def _identity(self, pool: SglangPool, model_digest: str) -> str:
-        layout = pool.layout
+    def _identity(self, kv: SglangKv, model_digest: str) -> str:
+        layout = kv.layout
         config = self.model_config.hf_text_config.to_dict()
         identity = KvIdentity(
             model=str(config.get("model_type")),
@@ -239,17 +271,18 @@ class BatonScheduler(Scheduler):
         handoffs, total = self.handoffs, self.max_total_num_tokens
         free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
         pulled = handoffs.pulled_tokens if handoffs is not None else 0
+        promoted = handoffs.promoted_tokens if handoffs is not None else 0
         running = self.collect_inflight_reqs().union(self._batch.reqs if self._batch is not None else ())
         report = StepReport(
             running=sum(not req.finished() for req in running),
             waiting=len(self.waiting_queue) + (handoffs.waiting if handoffs is not None else 0),
             kv_usage=(total - free) / total,
             prompt_tokens_computed=self._computed_tokens,
-            prompt_tokens_cached=max(self._cached_tokens - pulled, 0),
+            prompt_tokens_cached=max(self._cached_tokens - pulled - promoted, 0),
             prompt_tokens_pulled=pulled,
             preemptions=self._preemptions,
             begun=tuple(self._begun),
-            transfers=handoffs.rank.report() if handoffs is not None else None,
+            transfers=handoffs.report() if handoffs is not None else None,
         )
         self._begun.clear()
         if report != self._told:

@@ -15,6 +15,7 @@ additions, each at a place that the tree has for it:
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.registry import TreeCacheBuildContext, create_unified_
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.kv_events import KVCacheEvent
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchPrefixParams, MatchResult, TreeLock
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
@@ -70,9 +72,19 @@ class HandoffCache(UnifiedRadixCache):
         self.retention: KvRetention | None = None
         self._arrivals: dict[str, Arrival] = {}
         self._held: dict[str, _Held] = {}
+        self.pool_events: Callable[[], Iterable[KVCacheEvent]] = tuple
+        """Returns events about the KV pool, which SGLang publishes with its own."""
         super().__init__(params)
 
+    def take_events(self) -> list[KVCacheEvent]:
+        return [*super().take_events(), *self.pool_events()]
+
     # Decode.
+
+    def match_prompt(self, req: Req) -> int:
+        """Return how many leading tokens of a prompt the tree holds; the last token does not count."""
+        tokens = len(req.origin_input_ids) - 1
+        return match_kv_cache(req, self, req.origin_input_ids, max_prefix_len=tokens).device_prefix_len
 
     def make_room(self, req: Req, tokens: int, spare_tokens: int) -> Arrival | None:
         """Find what the tree holds of a request's first `tokens`, and allocate slots for the rest.

@@ -2,6 +2,8 @@
 
 decode    parked ──room for its KV──▶ pulling ──all of it is here──▶ SGLang's queue, behind a prefix hit
                                          └──failed, aborted──▶ slots freed once nothing writes them
+pooled    the same for any request with a prefix in the KV pool: what is there is promoted, and a decode leg pulls
+          the rest. Without room, or if the copy fails, it enters SGLang's queue at once
 prefill   SGLang's queue ──chosen──▶ leased, each layer posted as it is written ──▶ held until no peer reads
 """
 
@@ -21,10 +23,11 @@ from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOK
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from baton.connectors.agreement import RankAgreement
-from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep
+from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep, TransferReport
 from baton.connectors.link import HANDOFF_PARAMETER
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.connectors.sglang_cache import Arrival, HandoffCache
+from baton.connectors.sglang_pool import SglangPool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
@@ -36,6 +39,9 @@ class _Pulling:
     req: Req
     arrival: Arrival
     spare_tokens: int
+    promoted_tokens: int = 0
+    pulls: bool = True
+    """Whether KV comes from a peer, too; otherwise the request can be computed without what comes."""
     aborted: bool = False
 
 
@@ -49,8 +55,12 @@ class Handoffs:
         rank: HandoffRank,
         agreement: RankAgreement,
         enqueue: Callable[[Req], None],
+        kv_pool: SglangPool | None = None,
     ) -> None:
         self.rank = rank
+        self.kv_pool = kv_pool
+        self.promoted_tokens = 0
+        """Tokens promoted for all requests so far."""
         self.pulled_tokens = 0
         """Tokens pulled for all requests so far."""
         self._cache = cache
@@ -58,6 +68,9 @@ class Handoffs:
         self._enqueue = enqueue
         self._decisions = HandoffScheduler(cache.page_size)
         self._parked: deque[Req] = deque()
+        """Requests on the decode leg without room for their KV."""
+        self._new: deque[Req] = deque()
+        """Other requests, of which the pool may hold a prefix."""
         self._pulling: dict[str, _Pulling] = {}
         self._leased_pages: dict[str, torch.Tensor] = {}
         self._moved: list[LeaseStep] = []
@@ -67,44 +80,59 @@ class Handoffs:
 
     @property
     def waiting(self) -> int:
-        return len(self._parked) + len(self._pulling)
+        return len(self._parked) + len(self._new) + len(self._pulling)
 
     @property
     def is_idle(self) -> bool:
+        if self.kv_pool is not None and self.kv_pool.is_busy:
+            return False
         return self._decisions.is_idle and not self.waiting and not self._cache.has_handoffs
 
     # Requests.
 
     def admit(self, req: Req) -> bool:
-        """Note a new request's hand-off; return whether it has to wait for KV."""
+        """Note a new request; return whether it has to wait for KV."""
         parameters = req.sampling_params.custom_params
         text = parameters.get(HANDOFF_PARAMETER) if parameters else None
         # SGLang ends a request that it refuses, such as for its grammar, in the queue of those to be computed.
-        if text is None or req.is_retracted or req.to_finish is not None:
+        if req.is_retracted or req.to_finish is not None:
             return False
-        handoff = msgspec.json.decode(text, type=Handoff)
-        self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))
-        if handoff.leg is HandoffLeg.DECODE:
-            self._parked.append(req)
-            return True
-        return False
+        if self.kv_pool is not None:
+            self.kv_pool.admit(req)
+        if text is not None:
+            handoff = msgspec.json.decode(text, type=Handoff)
+            self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))
+            if handoff.leg is HandoffLeg.DECODE:
+                self._parked.append(req)
+                return True
+        # Asked again once its cached prefix is known.
+        if self.kv_pool is None or not self.kv_pool.offer(req, 0):
+            return False
+        self._new.append(req)
+        return True
 
     def aborted(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Forget the matching requests that wait for KV; slots that a pull writes stay until it has ended."""
-        ended = [req for req in self._parked if matches(req)]
+        ended = [req for req in (*self._parked, *self._new) if matches(req)]
         self._parked = deque(req for req in self._parked if not matches(req))
+        self._new = deque(req for req in self._new if not matches(req))
         for pulling in self._pulling.values():
             if not pulling.aborted and matches(pulling.req):
                 pulling.aborted = True
                 ended.append(pulling.req)
         for req in ended:
-            self._decisions.finished(req.rid, computed=False)
+            self._forget(req)
         return ended
 
     def dropped(self, req: Req) -> None:
         """Note that SGLang took a request out of its queue, or stopped computing its prompt."""
-        self._decisions.finished(req.rid, computed=False)
+        self._forget(req)
         self._cache.withdraw(req.rid)
+
+    def _forget(self, req: Req) -> None:
+        self._decisions.finished(req.rid, computed=False)
+        if self.kv_pool is not None:
+            self.kv_pool.finished(req.rid)
 
     # Steps.
 
@@ -113,7 +141,11 @@ class Handoffs:
 
         Returns the requests whose KV did not come.
         """
-        results, failed = self._agreement.settle(self.rank.end(), self._pulling, self._leased_pages), []
+        kv_pool, failed = self.kv_pool, []
+        news = self.rank.end(expecting=kv_pool is not None and kv_pool.is_active)
+        if kv_pool is not None:
+            kv_pool.end(news)
+        results = self._agreement.settle(news, self._pulling, self._leased_pages)
         for rid in results.failed.difference(results.received):
             # Failed on some rank: the others need not go on.
             self._decisions.finished(rid, computed=False)
@@ -122,17 +154,26 @@ class Handoffs:
             pulling = self._pulling.pop(rid)
             if rid in results.failed or pulling.aborted:
                 self._cache.give_up(pulling.arrival)
+                if not pulling.pulls and not pulling.aborted:
+                    self._enqueue(pulling.req)
+                    continue
                 self._decisions.finished(rid, computed=False)
                 if not pulling.aborted:
                     failed.append(pulling.req)
             else:
-                self.pulled_tokens += pulling.arrival.tokens - pulling.arrival.cached_tokens
+                arrived_tokens = pulling.arrival.tokens - pulling.arrival.cached_tokens
+                self.promoted_tokens += pulling.promoted_tokens
+                self.pulled_tokens += arrived_tokens - pulling.promoted_tokens
                 self._cache.offer(rid, pulling.arrival)
                 self._enqueue(pulling.req)
         for rid in results.sent:
             self._decisions.freed(rid)
             self._leased_pages.pop(rid, None)
             self._cache.free_leased(rid)
+        while self._new:
+            req = self._new.popleft()
+            if not self._start_promotion(req):
+                self._enqueue(req)
         while self._parked and self._start_pull(self._parked[0]):
             self._parked.popleft()
         return failed
@@ -146,30 +187,66 @@ class Handoffs:
         plan = self._decisions.plan(leases, computes=batch is not None)
         self.rank.revoke(plan)
         self.rank.begin(plan)
+        if self.kv_pool is not None:
+            self.kv_pool.begin()
+
+    def report(self) -> TransferReport | None:
+        """Return the changes not reported to the streaming process yet, or None."""
+        report = self.rank.report()
+        pool = self.kv_pool.report() if self.kv_pool is not None else None
+        return report if pool is None else msgspec.structs.replace(report or TransferReport(), pool=pool)
 
     def computed(self) -> None:
         self.rank.layer_saved(ALL_LAYERS)
 
     def _start_pull(self, req: Req) -> bool:
-        tokens = len(req.origin_input_ids) - 1
-        # Room for the answers, too: requests that have their prompts' KV and cannot start would block each other.
-        spare = min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) + 2 * self._cache.page_size
-        promised = sum(pulling.spare_tokens for pulling in self._pulling.values())
-        arrival = self._cache.make_room(req, tokens, spare + promised)
+        spare = self._spare_tokens(req)
+        arrival = self._make_room(req, len(req.origin_input_ids) - 1, spare)
         if arrival is None:
             return False
         external = self._decisions.tokens_from_source(req.rid, arrival.cached_tokens)
-        self._decisions.allocated(req.rid, self._pages(arrival.slots), external)
+        promoted = self.kv_pool.offer(req, arrival.cached_tokens) if self.kv_pool is not None and external else 0
+        pages = self._pages(arrival.slots)
+        pulls = self._decisions.allocated(req.rid, pages, external, promoted)
+        if promoted:
+            assert self.kv_pool is not None
+            self.kv_pool.promote(req, pages, with_pull=pulls)
         if external:
-            self._pulling[req.rid] = _Pulling(req, arrival, spare)
+            self._pulling[req.rid] = _Pulling(req, arrival, spare, promoted)
         else:
             self._cache.offer(req.rid, arrival)
             self._enqueue(req)
         return True
 
+    def _start_promotion(self, req: Req) -> bool:
+        """Promote what the pool holds beyond the cache; return False if that is nothing, or has no room."""
+        assert self.kv_pool is not None
+        cached_tokens = self._cache.match_prompt(req)
+        promoted = self.kv_pool.offer(req, cached_tokens)
+        spare = self._spare_tokens(req)
+        arrival = self._make_room(req, cached_tokens + promoted, spare) if promoted else None
+        if arrival is None:
+            return False
+        self.kv_pool.promote(req, self._pages(arrival.slots), with_pull=False)
+        self._pulling[req.rid] = _Pulling(req, arrival, spare, promoted, pulls=False)
+        return True
+
+    def _make_room(self, req: Req, tokens: int, spare_tokens: int) -> Arrival | None:
+        promised = sum(pulling.spare_tokens for pulling in self._pulling.values())
+        return self._cache.make_room(req, tokens, spare_tokens + promised)
+
+    def _spare_tokens(self, req: Req) -> int:
+        """Return the room for a request's answer.
+
+        Requests that have their prompts' KV and cannot start would block each other.
+        """
+        return min(req.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS) + 2 * self._cache.page_size
+
     # Calls from the cache.
 
     def checkpointed(self, req: Req, tokens: int) -> None:
+        if self.kv_pool is not None:
+            self.kv_pool.checkpointed(req, tokens, self._row_pages(req, tokens).tolist())
         leased = self._leased_pages.get(req.rid)
         if leased is None or torch.equal(leased, self._row_pages(req, len(leased) * self._cache.page_size)):
             return
@@ -179,6 +256,8 @@ class Handoffs:
         self._moved.append(self._lease(req, tokens, tokens))
 
     def finished(self, req: Req) -> bool:
+        if self.kv_pool is not None:
+            self.kv_pool.finished(req.rid)
         computed = isinstance(req.finished_reason, FINISH_LENGTH | FINISH_MATCHED_TOKEN)
         return self._decisions.finished(req.rid, computed=computed) and computed
 

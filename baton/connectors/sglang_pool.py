@@ -1,7 +1,7 @@
-"""SGLang's KV memory, described for the transfer agents: which tensors hold it, what a page of them means.
+"""The KV pool in SGLang's scheduler process: what is promoted before a request is queued, and what is saved.
 
-K and V of a layer have a tensor each, `[slots, heads, dimensions]`; the latent rows of MLA have one, `[slots, 1,
-dimensions]`, the same on every rank. A page is a block. Other pools are refused, with the reason.
+Both parts of the pool are here, the decisions and the copies, since SGLang's scheduler holds the KV itself. The pages
+of a save are locked in the tree until they are copied.
 """
 
 # pyright: basic, reportMissingImports=false
@@ -9,83 +9,107 @@ dimensions]`, the same on every rank. A page is a block. Other pools are refused
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
-from baton.errors import ConfigurationError
-from baton.transfer import Pool
-from baton.transfer.layout import Layout
+from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_report import PoolReport
+from baton.connectors.pool_scheduler import PoolScheduler
+from baton.connectors.rank import RankResults
+from baton.engines.kv_events import POOL_MEDIUM
 
 if TYPE_CHECKING:
-    import torch
-    from sglang.srt.mem_cache.memory_pool import KVCache
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.base_prefix_cache import TreeLock
 
-SERVES_WHOLE = "(engine option handoff=false serves requests whole)"
+    from baton.connectors.sglang_cache import HandoffCache
 
 
-@dataclass(frozen=True, slots=True)
 class SglangPool:
-    layout: Layout
-    tensors: tuple[torch.Tensor, ...]
-    """Layer by layer, K before V."""
+    def __init__(self, cache: HandoffCache, scheduler: PoolScheduler, rank: PoolRank, model_digest: str) -> None:
+        self._cache = cache
+        self._scheduler = scheduler
+        self._rank = rank
+        self._digest = model_digest
+        self._locks: dict[int, TreeLock | None] = {}
+        """Locks of the pages that are being saved, by the first of them."""
+        self._ended: list[str] = []
+        """Requests that have ended; SGLang puts their last KV into the tree after that."""
+        cache.pool_events = self.take_events
 
-    def described(self, identity: str) -> Pool:
-        """Return the pool as agents take it."""
-        page = self.tensors[0][: self.layout.block_tokens]
-        return Pool(
-            layer_addresses=tuple(tensor.data_ptr() for tensor in self.tensors),
-            blocks=self.tensors[0].shape[0] // self.layout.block_tokens,
-            block_bytes=page.nbytes,
-            block_stride_bytes=page.nbytes,
-            block_tokens=self.layout.block_tokens,
-            fingerprint=identity,
-            layout=str(self.layout),
-        )
+    @property
+    def is_active(self) -> bool:
+        return self._rank.is_active
 
+    @property
+    def is_busy(self) -> bool:
+        return self._scheduler.is_busy or self._rank.is_active
 
-def kv_tensors(pool: KVCache) -> tuple[torch.Tensor, ...]:
-    """Return the pool's tensors, layer by layer; none if Baton does not know this kind of pool."""
-    kind: Any = pool
-    if type(pool) is MHATokenToKVPool and kind.kv_cache_layout == "nhd":
-        return tuple(tensor for pair in zip(kind.k_buffer, kind.v_buffer, strict=True) for tensor in pair)
-    if type(pool) is MLATokenToKVPool:
-        return tuple(kind.kv_buffer)
-    return ()
+    def admit(self, req: Req) -> None:
+        """Note a new request."""
+        # Block ids know tokens and salts only.
+        if req.multimodal_inputs is None and req.lora_id is None:
+            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "")
 
+    def offer(self, req: Req, cached_tokens: int) -> int:
+        """Return how many tokens of the prompt the pool holds beyond `cached_tokens`, but for the last one."""
+        return self._scheduler.offer(req.rid, req.origin_input_ids, cached_tokens)
 
-def read_pool(pool: KVCache, *, page_tokens: int, kv_heads: int, rank: int, ranks: int) -> SglangPool:
-    """Return the pool of one of so many ranks; `kv_heads` are the whole model's.
+    def promote(self, req: Req, pages: Sequence[int], *, with_pull: bool) -> None:
+        """Order the promotion that was offered into a request's pages; `pages` is the whole of them."""
+        self._scheduler.promote(req.rid, pages, with_pull=with_pull, again=False)
 
-    Raises ConfigurationError if Baton cannot hand off from it.
-    """
-    tensors, latent = kv_tensors(pool), type(pool) is MLATokenToKVPool
-    if not tensors:
-        raise ConfigurationError(
-            f"SGLang keeps this model's KV in a {type(pool).__name__}, which Baton cannot hand off {SERVES_WHOLE}"
-        )
-    first = tensors[0]
-    if first.device.type != "cpu":
-        raise ConfigurationError(
-            f"the KV cache lies on {first.device.type}, and this build moves host memory only {SERVES_WHOLE}"
-        )
-    if first.element_size() == 1:
-        raise ConfigurationError(
-            "KV of eight bits is handed over with its scales, which Baton does not read out of SGLang " + SERVES_WHOLE
-        )
-    if any(tensor.shape != first.shape for tensor in tensors):
-        raise ConfigurationError(f"K and V of this model differ in size, which no layout describes {SERVES_WHOLE}")
-    layout = Layout(
-        layers=pool.layer_num,
-        kv_heads=1 if latent else kv_heads,
-        dim=first.shape[2],
-        dtype=str(first.dtype).removeprefix("torch."),
-        order="NHD",
-        form="latent" if latent else "split",
-        packing="plain",
-        block_tokens=page_tokens,
-        tp_rank=rank,
-        tp_size=ranks,
-    )
-    return SglangPool(layout, tensors)
+    def checkpointed(self, req: Req, tokens: int, pages: Sequence[int]) -> None:
+        """Order saves of the full pages among a request's first `tokens`, which the tree has taken."""
+        read = self._scheduler.computes(req.rid, req.full_untruncated_fill_ids[:tokens], pages, tokens)
+        if read:
+            self._locks[read[0]] = self._cache.lock(req.lock.node) if req.lock is not None else None
+
+    def finished(self, rid: str) -> None:
+        self._ended.append(rid)
+
+    def begin(self) -> None:
+        """Start the promotions that were ordered. Saves start with the next `end`."""
+        self._rank.begin(self._scheduler.plan())
+
+    def end(self, results: RankResults) -> None:
+        """Take the copies that have ended, and put into `results` the requests whose KV is here in full."""
+        for rid in self._ended:
+            self._scheduler.finished(rid)
+        self._ended.clear()
+        self._rank.end(results)
+        if (progress := self._rank.take_progress()) is not None:
+            for page in self._scheduler.progress(progress):
+                if page in self._locks:
+                    self._cache.unlock(self._locks.pop(page))
+        for rid in results.received:
+            self._scheduler.received(rid)
+
+    @property
+    def slots(self) -> int:
+        return self._rank.slots
+
+    def take_events(self) -> Iterator[KVCacheEvent]:
+        """Yield what the pool has stored and dropped, in SGLang's own form."""
+        # SGLang's hashes are numbers; on their way they may be bytes as well.
+        runs, removed = self._scheduler.take_changes()
+        if removed:
+            yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
+        for run in runs:
+            yield BlockStored(
+                block_hashes=list(run.keys),
+                parent_block_hash=run.parent or None,
+                token_ids=list(run.tokens),
+                block_size=self._cache.page_size,
+                lora_id=None,
+                medium=POOL_MEDIUM,
+                cache_salt=run.salt or None,
+            )
+
+    def report(self) -> PoolReport | None:
+        return self._scheduler.report()
+
+    def close(self) -> None:
+        self._rank.close()

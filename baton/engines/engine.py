@@ -169,7 +169,10 @@ class EngineBlocksRemoved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineBlocksCleared:
-    """The engine dropped its whole cache, on every tier."""
+    """The engine dropped all blocks of a tier."""
+
+    tier: Tier | None = None
+    """None: of every tier."""
 
 
 EngineBlockEvent = EngineBlocksStored | EngineBlocksRemoved | EngineBlocksCleared

@@ -82,7 +82,8 @@ def decode_batch(sequence: bytes, payload: bytes) -> EngineEventBatch:
 def _event(published: _Stored | _Removed | _Cleared) -> EngineBlockEvent | None:
     match published:
         case _Cleared():
-            return EngineBlocksCleared()
+            # Engines clear their own cache only.
+            return EngineBlocksCleared(tier=Tier.DEVICE)
         case _Stored(medium=medium) | _Removed(medium=medium) if medium not in _TIERS:
             return None
         case _Removed(block_hashes=hashes, medium=medium):

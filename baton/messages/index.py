@@ -54,7 +54,10 @@ class BlocksRemoved(Part, tag="removed", tag_field="t", frozen=True, kw_only=Tru
 
 
 class BlocksCleared(Part, tag="cleared", tag_field="t", frozen=True, kw_only=True):
-    """The worker dropped all its blocks, on every tier."""
+    """The worker dropped all its blocks of a tier."""
+
+    tier: Tier | None = None
+    """None: of every tier."""
 
 
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared

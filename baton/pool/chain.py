@@ -9,15 +9,20 @@ from baton.blocks import BLOCK_TOKENS_DEFAULT, ID_BYTES, hash_blocks, split_ids
 from baton.errors import ConfigurationError
 
 
+def check_block_tokens(block_tokens: int, unit_tokens: int = BLOCK_TOKENS_DEFAULT) -> None:
+    """Raise ConfigurationError unless a pool can store blocks of this size."""
+    if block_tokens <= 0 or block_tokens % unit_tokens:
+        raise ConfigurationError(
+            f"the KV pool stores blocks of a multiple of {unit_tokens} tokens, not of {block_tokens}"
+        )
+
+
 class BlockChain:
     """Keys of the full blocks of one sequence, in order. It grows with the sequence and hashes each token once."""
 
     def __init__(self, root: bytes, block_tokens: int, unit_tokens: int = BLOCK_TOKENS_DEFAULT) -> None:
         """`root`: see `baton.blocks.root_key`. Blocks are a multiple of the canonical block, `unit_tokens`."""
-        if block_tokens <= 0 or block_tokens % unit_tokens:
-            raise ConfigurationError(
-                f"the KV pool stores blocks of a multiple of {unit_tokens} tokens, not of {block_tokens}"
-            )
+        check_block_tokens(block_tokens, unit_tokens)
         self.keys: list[bytes] = []
         self._root = root
         self._block_tokens = block_tokens

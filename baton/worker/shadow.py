@@ -114,15 +114,21 @@ class ShadowMap:
                     self._store(event, out)
                 case EngineBlocksRemoved():
                     self._contents[event.tier].remove(event.hashes, out)
-                case EngineBlocksCleared():
-                    self._clear(out)
+                case EngineBlocksCleared(tier=tier):
+                    self._clear(out, tier)
         return out
 
-    def _clear(self, out: list[BlockEvent]) -> None:
-        if any(contents.held or contents.blocks for contents in self._contents.values()):
-            out.append(BlocksCleared())
-        for contents in self._contents.values():
-            contents.clear()
+    def _clear(self, out: list[BlockEvent], tier: Tier | None = None) -> None:
+        """Clear a tier, or all; where only that one holds anything, all are cleared, as before there were tiers."""
+        filled = [each for each, contents in self._contents.items() if contents.held or contents.blocks]
+        if tier is None or filled == [tier]:
+            cleared, out_tier = filled, None
+        else:
+            cleared, out_tier = [each for each in filled if each is tier], tier
+        if cleared:
+            out.append(BlocksCleared(tier=out_tier))
+        for each in cleared:
+            self._contents[each].clear()
 
     def _store(self, event: EngineBlocksStored, out: list[BlockEvent]) -> None:
         tail = self._tail_of(event)

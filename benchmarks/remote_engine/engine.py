@@ -212,6 +212,6 @@ def _plain(event: dict[str, Any]) -> dict[str, Any]:
         fields["parent"] = bytes.fromhex(fields["parent"])
     if "tokens" in fields:
         fields["tokens"] = tuple(fields["tokens"])
-    if "tier" in fields:
+    if fields.get("tier") is not None:
         fields["tier"] = Tier(fields["tier"])
     return fields

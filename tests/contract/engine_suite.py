@@ -40,6 +40,7 @@ from baton.errors import (
 )
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
+from baton.messages.index import Tier
 
 POLL_S = 0.005
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
@@ -51,6 +52,7 @@ class Shadow:
 
     held: Counter[bytes] = field(default_factory=Counter[bytes])
     sequence: int = 0
+    batches: list[EngineEventBatch] = field(default_factory=list[EngineEventBatch])
     stored: dict[bytes, EngineBlocksStored] = field(default_factory=dict[bytes, EngineBlocksStored])
     """Every block ever stored, with the run it came in."""
 
@@ -61,8 +63,11 @@ class Shadow:
     def apply(self, batch: EngineEventBatch) -> None:
         assert batch.sequence == self.sequence + 1, "events were lost"
         self.sequence = batch.sequence
+        self.batches.append(batch)
         for event in batch.events:
             match event:
+                case EngineBlocksStored(tier=Tier.POOL) | EngineBlocksRemoved(tier=Tier.POOL):
+                    pass
                 case EngineBlocksStored():
                     assert len(event.tokens) == len(event.hashes) * event.block_tokens
                     assert event.parent is None or event.parent in self.stored, "a parent comes before its children"

@@ -1,7 +1,10 @@
 """Hit rates of libCacheSim's policies: a program for an environment that has `libcachesim` (`.venv-libcachesim`).
 
-{"keys": [1, 2, …], "slots": [1000, …], "small_share": 0.45}  ──stdin──▶  ──stdout──▶  {"s3-fifo": [0.31, …], "lru": …}
+stdin: `{"keys": [1, 2, …], "slots": [1000, …], "small_share": 0.45}`; stdout: `{"s3-fifo": [0.31, …], "lru": […]}`.
 """
+
+# pyright: basic, reportMissingImports=false
+# The library is in an environment of its own.
 
 from __future__ import annotations
 

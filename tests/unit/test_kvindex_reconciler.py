@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from msgspec.structs import replace
 
 from baton.messages.base import WorkerAddress
-from baton.messages.index import BlocksRemoved, BlocksStored, KvEvents, ShadowPage
+from baton.messages.index import BlocksCleared, BlocksRemoved, BlocksStored, KvEvents, ShadowPage
 from baton.messages.workers import Fingerprint, Goodbye
 from tests.contract.index_world import block
 from tests.harness.index.table import TableIndex
@@ -70,7 +70,11 @@ def test_a_match_says_how_far_each_tier_reaches() -> None:
     assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"w": 2, "v": 1}, {"w": 3, "v": 2})
     reconciler.on_events(worker.removed(chain("ab")), 5, 0.0)
     assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"v": 1}, {"w": 3, "v": 2})
-    reconciler.on_events(worker.cleared(), 6, 0.0)
+    worker.held = {}
+    reconciler.on_events(worker.changed(BlocksCleared(tier=Tier.DEVICE)), 6, 0.0)
+    assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"v": 1}, {"w": 3, "v": 2})
+    assert equal(reconciler, worker)
+    reconciler.on_events(worker.cleared(), 7, 0.0)
     assert reconciler.match(MODEL, chain("abcd")) == LocalMatch({"v": 1}, {"v": 2})
 
 

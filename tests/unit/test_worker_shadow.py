@@ -77,9 +77,9 @@ class Feed:
                 case BlocksRemoved(blocks=blocks, tier=tier):
                     for block in split_ids(blocks):
                         del self.on(tier)[block]
-                case BlocksCleared():
-                    self.index.clear()
-                    self.pooled.clear()
+                case BlocksCleared(tier=tier):
+                    for each in Tier if tier is None else (tier,):
+                        self.on(each).clear()
         return changes
 
 
@@ -236,6 +236,17 @@ def test_the_pool_continues_what_only_the_device_holds_and_not_what_nothing_hold
     feed(EngineBlocksCleared())
     assert feed.shadow.fingerprint(Tier.POOL) == Fingerprint()
     assert feed.shadow.engine_blocks == 0
+
+
+def test_an_engine_that_clears_its_device_keeps_its_pool() -> None:
+    tokens = list(range(64))
+    ids, feed = ids_of(tokens), Feed(shadow_map(32))
+    feed(stored(tokens, ["e1", "e2"], 32))
+    assert feed(EngineBlocksCleared(tier=Tier.DEVICE)) == [BlocksCleared()], "what older indexes know, without a pool"
+    feed(stored(tokens, ["e1", "e2"], 32), pool_stored(ids, tokens, 32, 0, 1))
+    assert feed(EngineBlocksCleared(tier=Tier.DEVICE)) == [BlocksCleared(tier=Tier.DEVICE)]
+    assert (list(feed.index), list(feed.pooled)) == ([], ids[:1])
+    assert feed.shadow.fingerprint(Tier.POOL).blocks == 1
 
 
 @given(

@@ -104,6 +104,7 @@ class SglangEngine:
             kv_identity=opened.kv_identity,
             agents=agents,
             parameters=tuple(sorted(PARAMETERS)) if opened.grammars else (),
+            pool_blocks=opened.pool_blocks,
         )
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -257,6 +258,7 @@ class SglangEngine:
         if reason and (refusal := refusal_of(reason)):
             raise refusal
         stages = () if attempt.begun else attempt.stages(self._begun_s.get(attempt.key, 0.0))
+        promotion = None if attempt.begun else self._recorder.take_promotion(attempt.key.hex())
         attempt.begun = True
         attempt.finish = finish
         # SGLang repeats the last token with a cancellation. What prefill samples is no part of the answer: decode
@@ -269,6 +271,9 @@ class SglangEngine:
             else (),
             finish=finish,
             cached_tokens=max(meta.get("cached_tokens", 0) - attempt.pulled_tokens, 0),
+            promoted_tokens=promotion.tokens if promotion else 0,
+            promoted_bytes=promotion.copied_bytes if promotion else 0,
+            promotion_s=promotion.copying_s if promotion else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,

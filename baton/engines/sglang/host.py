@@ -100,7 +100,9 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
 
             here = Device.CUDA if torch.cuda.is_available() else Device.CPU
         hands_off = choose_handoff(self._own.handoff, self._role, here)
-        setup = Setup(agent=self._agent if hands_off else None, model_digest=self.digest)
+        setup = Setup(
+            agent=self._agent if hands_off else None, model_digest=self.digest, kv_pool_bytes=self._own.kv_pool_bytes
+        )
         connecting = threading.Thread(target=self._connect, args=(setup,), name="baton-sglang-link", daemon=True)
         connecting.start()
         before = set(multiprocessing.active_children())

@@ -52,9 +52,13 @@ def apply_events(
                     journal.remove(worker, blocks, tier)
                     if tier is Tier.DEVICE:
                         speculation.on_removed(worker, blocks)
-                case BlocksCleared():
-                    index.clear(worker)
-                    speculation.drop(worker)
+                case BlocksCleared(tier=tier):
+                    if tier is None:
+                        index.clear(worker)
+                    else:
+                        index.load(worker, (), tier)
+                    if tier is not Tier.POOL:
+                        speculation.drop(worker)
                     journal.rewrite(worker)
         except Cold as cold:
             if reason is None:

@@ -1,0 +1,217 @@
+"""The KV pool behind real SGLang: what the engine forgot comes back from the pool, and what is there is not pulled."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import pytest
+import pytest_asyncio
+from cross_engines import Engines, Running
+
+from baton.engines.engine import EngineDelta, EngineRequest, Leg
+from baton.messages.attempts import Sampling
+from baton.messages.base import WorkerAddress
+from baton.messages.index import Tier
+from baton.worker.shadow import ShadowMap
+
+PAGE_TOKENS = 32
+SLOT_BYTES = 4 * PAGE_TOKENS * 2 * 2 * 64 * 4
+"""Four layers of 32 tokens, K and V, two heads of 64 numbers, four bytes each."""
+DEVICE_TOKENS = 2048
+OPTIONS = {"max_total_tokens": DEVICE_TOKENS, "kv_pool_bytes": 512 * SLOT_BYTES, "context_length": 1984}
+NUMBERS = itertools.count()
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+
+
+@dataclass
+class Turn:
+    tokens: list[int]
+    last: EngineDelta
+    computed: int
+    """Prompt tokens that the engine computed, by its own count."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("engines"), sglang=OPTIONS)
+    try:
+        yield engines
+    finally:
+        await engines.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def sglang(engines: Engines) -> Running:
+    return await engines.get("sglang-32")
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return Random(seed).choices(range(10, 8000), k=length)
+
+
+async def ask(
+    running: Running, tokens: Sequence[int], output_tokens: int = 12, *, salt: str = "", source: Running | None = None
+) -> Turn:
+    before = running.engine.load().prompt_tokens_computed
+    name = f"request-{next(NUMBERS)}"
+    request = EngineRequest(
+        request=name,
+        attempt=0,
+        leg=Leg.WHOLE if source is None else Leg.DECODE,
+        tokens=tokens,
+        sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+        cache_salt=salt,
+        source=None if source is None else WorkerAddress(worker="p", generation=1, agents=source.facts.agents),
+        budget_s=60.0,
+    )
+    deltas = [delta async for delta in running.engine.generate(request)]
+    await settled(running)
+    out = [token for delta in deltas for token in delta.tokens]
+    return Turn(out, deltas[-1], running.engine.load().prompt_tokens_computed - before)
+
+
+async def settled(running: Running) -> None:
+    """Wait until no KV is in use any more: copies hold theirs."""
+    async with asyncio.timeout(10):
+        while running.engine.load().kv_usage or running.engine.load().running:  # noqa: ASYNC110 - another process.
+            await asyncio.sleep(0.02)
+
+
+async def evict(running: Running) -> None:
+    """Ask for prompts that need all of the device."""
+    for _ in range(2):
+        await ask(running, prompt(1500, 1000 + next(NUMBERS)), 1)
+
+
+async def test_second_turn_after_eviction_computes_hardly_more_than_with_an_endless_cache(sglang: Running) -> None:
+    question, more = prompt(700, 1), prompt(45, 2)
+
+    async def second_turn(salt: str, *, evicted: bool) -> Turn:
+        first = await ask(sglang, question, salt=salt)
+        if evicted:
+            await evict(sglang)
+        return await ask(sglang, [*question, *first.tokens, *more], salt=salt)
+
+    endless = await second_turn("endless", evicted=False)
+    evicted = await second_turn("evicted", evicted=True)
+    assert endless.last.promoted_tokens == 0
+    assert evicted.last.promoted_tokens == evicted.last.cached_tokens > 600
+    assert evicted.tokens == endless.tokens
+    assert evicted.computed <= endless.computed + PAGE_TOKENS + 1
+
+
+async def test_another_salt_finds_nothing(sglang: Running) -> None:
+    tokens = prompt(320, 13)
+    await ask(sglang, tokens, 1, salt="mine")
+    await evict(sglang)
+    assert (await ask(sglang, tokens, 1, salt="yours")).last.promoted_tokens == 0
+    mine = await ask(sglang, tokens, 1, salt="mine")
+    assert (mine.last.promoted_tokens, mine.computed) == (319, 1)
+    assert mine.last.promoted_bytes == 319 * SLOT_BYTES // PAGE_TOKENS
+    assert mine.last.promotion_s > 0
+
+
+async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sglang: Running) -> None:
+    source = await engines.get("vllm-32")
+    tokens, salt = prompt(1000, 11), "combined"
+    expected = (await ask(sglang, tokens, salt="alone")).tokens
+    await ask(sglang, tokens[: 20 * PAGE_TOKENS + 1], 1, salt=salt)
+    await evict(sglang)
+    await ask(sglang, tokens[: 8 * PAGE_TOKENS + 1], 1, salt=salt)
+    name = f"request-{next(NUMBERS)}"
+    prefill = EngineRequest(
+        request=name,
+        attempt=0,
+        leg=Leg.PREFILL,
+        tokens=tokens,
+        sampling=Sampling(max_tokens=1),
+        cache_salt=salt,
+        sink_ranks=1,
+        budget_s=60.0,
+    )
+    before = sglang.engine.load()
+    decode = EngineRequest(
+        request=name,
+        attempt=0,
+        leg=Leg.DECODE,
+        tokens=tokens,
+        sampling=Sampling(max_tokens=12, temperature=0.0, ignore_eos=True),
+        cache_salt=salt,
+        source=WorkerAddress(worker="p", generation=1, agents=source.facts.agents),
+        budget_s=60.0,
+    )
+
+    async def drain(running: Running, request: EngineRequest) -> list[EngineDelta]:
+        return [delta async for delta in running.engine.generate(request)]
+
+    _, deltas = await asyncio.gather(drain(source, prefill), drain(sglang, decode))
+    await settled(sglang)
+    after = sglang.engine.load()
+    assert [token for delta in deltas for token in delta.tokens] == expected
+    last = deltas[-1]
+    assert last.promoted_tokens == 12 * PAGE_TOKENS
+    assert last.transferred_tokens == 1000 - 20 * PAGE_TOKENS - 1
+    assert last.cached_tokens == 20 * PAGE_TOKENS
+    assert after.prompt_tokens_computed - before.prompt_tokens_computed == 1
+
+
+async def test_requests_under_pressure_get_the_tokens_they_get_alone(sglang: Running) -> None:
+    prompts = [prompt(300, 20 + number // 2) + prompt(20, 40 + number) for number in range(8)]
+    alone = [(await ask(sglang, tokens, 100, salt=f"alone {n}")).tokens for n, tokens in enumerate(prompts)]
+    for _ in range(2):
+        turns = await asyncio.gather(*(ask(sglang, tokens, 100) for tokens in prompts))
+        assert [turn.tokens for turn in turns] == alone
+    assert sglang.engine.load().pool.pinned == 0
+
+
+async def test_an_aborted_promotion_leaves_nothing(sglang: Running) -> None:
+    tokens = prompt(1500, 50)
+    first = await ask(sglang, tokens)
+    for _ in range(3):
+        await evict(sglang)
+        name = f"request-{next(NUMBERS)}"
+        sampling = Sampling(max_tokens=100, temperature=0.0, ignore_eos=True)
+        request = EngineRequest(request=name, attempt=0, leg=Leg.WHOLE, tokens=tokens, sampling=sampling, budget_s=60.0)
+        asking = asyncio.create_task(anext(sglang.engine.generate(request)))
+        await asyncio.sleep(0)
+        await sglang.engine.abort(name, 0)
+        await asyncio.wait([asking])
+        await settled(sglang)
+    assert sglang.engine.load().pool.pinned == 0
+    await evict(sglang)
+    again = await ask(sglang, tokens)
+    assert (again.tokens, again.last.promoted_tokens > 0) == (first.tokens, True)
+
+
+async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    small = Engines(tmp_path_factory.mktemp("small"), sglang=OPTIONS | {"kv_pool_bytes": 10 * SLOT_BYTES})
+    try:
+        running = await small.get("sglang-64")
+        tokens = prompt(700, 60)
+        first = await ask(running, tokens)
+        assert running.engine.load().pool.slots == 5
+        assert running.engine.load().pool.dropped_blocks > 0
+        await evict(running)
+        second = await ask(running, tokens)
+        assert second.tokens == first.tokens
+        shadow = ShadowMap(model_digest=running.facts.model_digest, engine_block_tokens=64, block_tokens=32)
+
+        def agrees() -> bool:
+            for batch in running.shadow.batches[shadow.batches :]:
+                shadow.apply(batch)
+            return shadow.fingerprint(Tier.POOL).blocks == 2 * running.engine.load().pool.ready
+
+        # Events come on a way of their own.
+        async with asyncio.timeout(10):
+            while not agrees():  # noqa: ASYNC110 - another process.
+                await asyncio.sleep(0.05)
+        assert shadow.ignored_blocks == 0
+    finally:
+        await small.close()
