@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -31,7 +30,12 @@ from baton_gateway.generate import Job, RequestFacts, answer_conversion, prepare
 from baton_gateway.guard import Guard, error_response, unexpected_response
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
-from baton_gateway.respond import AnswerResponse
+from baton_gateway.respond import AnswerResponse, while_connected
+from baton_gateway.responses import endpoint
+from baton_gateway.responses.bodies import ResponsesBody
+from baton_gateway.responses.redis_store import RedisStore
+from baton_gateway.responses.service import Responses
+from baton_gateway.responses.store import ResponseStore
 from baton_gateway.service import Gateway
 from baton_gateway.tenants.tenant import Access
 from baton_gateway.tracing import RequestTrace, traced_request
@@ -40,7 +44,6 @@ from baton_gateway.workers import Model
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SESSION_HEADER: Final = "x-baton-session"
-Result = TypeVar("Result")
 SCHEMAS: Final = "#/components/schemas/"
 ERROR_SCHEMA: Final = {
     "type": "object",
@@ -59,7 +62,8 @@ ERROR_SCHEMA: Final = {
     },
 }
 SERVED: Final = (
-    "this server has /v1/chat/completions, /v1/completions, /v1/messages, /v1/models, /tokenize and /detokenize"
+    "this server has /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize and "
+    "/detokenize"
 )
 NOT_SERVED: Final = {
     "/v1/embeddings": "embeddings; embedding models come with several models later",
@@ -92,8 +96,8 @@ class _WrongMethod(InvalidRequest):
     http_status = 405
 
 
-def make_app(gateway: Gateway) -> ASGIApp:
-    """Return the application."""
+def make_app(gateway: Gateway, store: ResponseStore | None = None) -> ASGIApp:
+    """Return the application. `store`: for responses; else they are stored in the gateway's Redis, if it has one."""
     app = FastAPI(
         title="Baton",
         docs_url=None,
@@ -103,6 +107,8 @@ def make_app(gateway: Gateway) -> ASGIApp:
         responses={"default": {"description": "An error.", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
     )
     started_s = int(gateway.clock.wall_s())
+    responses = Responses(gateway, store or _response_store(gateway))
+    app.include_router(endpoint.make_router(responses))
 
     @app.get("/health")
     async def health() -> Response:
@@ -140,11 +146,15 @@ def make_app(gateway: Gateway) -> ASGIApp:
     async def count_tokens() -> Response:
         return GenerationResponse(gateway, "count_tokens", int(gateway.clock.wall_s()))
 
+    @app.post(endpoint.PATH, openapi_extra=_body_reference(ResponsesBody))
+    async def respond() -> Response:
+        return GenerationResponse(gateway, "responses", int(gateway.clock.wall_s()), responses)
+
     async def convert(request: Request, conversion: Conversion) -> Response:
         settings = gateway.settings
         payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
         work = answer_conversion(gateway, conversion, payload, request.state.access)
-        return Response(await _while_connected(request.receive, work), media_type="application/json")
+        return Response(await while_connected(request.receive, work), media_type="application/json")
 
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_reference(TokenizeBody))
@@ -162,6 +172,7 @@ def make_app(gateway: Gateway) -> ASGIApp:
         "/v1/chat/completions": "chat",
         "/v1/completions": "text_completion",
         "/v1/messages": "messages",
+        endpoint.PATH: "responses",
     }
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
@@ -169,8 +180,9 @@ def make_app(gateway: Gateway) -> ASGIApp:
         operation = generation.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if operation is None:
             await app(scope, receive, send)
-        else:
-            await GenerationResponse(gateway, operation, int(gateway.clock.wall_s()))(scope, receive, send)
+            return
+        answer = GenerationResponse(gateway, operation, int(gateway.clock.wall_s()), responses)
+        await answer(scope, receive, send)
 
     guard = Guard(
         route,
@@ -190,8 +202,11 @@ def make_app(gateway: Gateway) -> ASGIApp:
 class GenerationResponse(Response):
     """Reads, checks and answers one generation request, under one span from its first byte to its last."""
 
-    def __init__(self, gateway: Gateway, operation: Operation, created_s: int) -> None:
+    def __init__(
+        self, gateway: Gateway, operation: Operation, created_s: int, responses: Responses | None = None
+    ) -> None:
         super().__init__()
+        self._responses = responses
         self._gateway = gateway
         self._operation: Operation = operation
         self._created_s = created_s
@@ -206,9 +221,13 @@ class GenerationResponse(Response):
             with tracing.span("read", parent=trace.trace):
                 settings = gateway.settings
                 payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
+            if self._responses is not None and self._operation == "responses":
+                creation = endpoint.ResponseCreation(gateway, self._responses, facts, trace)
+                await creation.answer(payload, scope, receive, send)
+                return
             job = prepare_here(gateway, payload, facts)
             if job is None:
-                job = await _while_connected(receive, prepare(gateway, payload, facts))
+                job = await while_connected(receive, prepare(gateway, payload, facts))
             if self._operation == "count_tokens":
                 await _json({"input_tokens": job.prompt_tokens})(scope, receive, send)
                 return
@@ -238,25 +257,6 @@ def _events_of(operation: Operation, job: Job, created_s: int) -> Events:
         return MessageEvents(head, job.prompt_tokens)
     shape = ChatFormat(head) if operation == "chat" else CompletionFormat(head)
     return EventWriter(shape, detailed=plan.output.is_detailed, with_usage=plan.with_usage)
-
-
-async def _while_connected(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
-
-    async def leaving() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = working, watching = asyncio.create_task(work), asyncio.create_task(leaving())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone("the client disconnected while its prompt was read")
-        return await working
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: RequestTrace) -> RequestFacts:
@@ -323,6 +323,19 @@ async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: f
     return body
 
 
+def _response_store(gateway: Gateway) -> ResponseStore | None:
+    settings = gateway.settings
+    if gateway.redis is None:
+        return None
+    return RedisStore(
+        gateway.redis,
+        clock=gateway.clock,
+        prefix=settings.redis_prefix,
+        ttl_s=settings.responses_ttl_s,
+        bytes_max=settings.responses_bytes_max,
+    )
+
+
 def _describe(model: Model, created_s: int) -> dict[str, Any]:
     return {
         "id": model.name,
@@ -348,7 +361,7 @@ def _describe_bodies(app: FastAPI) -> None:
     """Add the bodies to the OpenAPI document: they are parsed by hand, so FastAPI does not know them."""
     document = app.openapi()
     _, described = models_json_schema(
-        [(kind, "validation") for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)],
+        [(kind, "validation") for kind in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)],
         ref_template=SCHEMAS + "{model}",
     )
     _, messages = schema_components([MessagesBody], ref_template=SCHEMAS + "{name}")

@@ -297,7 +297,9 @@ NAMES: Final = frozenset(
 
 
 def _elsewhere(kind: type[GenerationBody]) -> set[str]:
-    """Return the fields that only the other endpoint has."""
+    """Return the fields that only the other one of chats and completions has; other endpoints say it themselves."""
+    if kind not in (ChatBody, CompletionBody):
+        return set()
     return {*ChatBody.model_fields, *CompletionBody.model_fields}.difference(kind.model_fields)
 
 

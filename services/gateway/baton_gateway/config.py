@@ -114,6 +114,14 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     redis_prefix: Annotated[str, Meta(description="Prefix of all Redis keys of the gateways.")] = "baton:gateway"
     redis_timeout_s: Annotated[Seconds, Meta(description="Longest wait for one answer of Redis.")] = 2.0
 
+    responses_ttl_s: Annotated[
+        float, Meta(ge=1, description="How long a response stays stored after its last use.")
+    ] = 86400.0
+    responses_bytes_max: Annotated[
+        int,
+        Meta(ge=1 << 20, description="Stored responses of one tenant together; those used least lately are deleted."),
+    ] = 256 << 20
+
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128

@@ -29,15 +29,19 @@ from baton_gateway.bodies import (
     session_of,
 )
 from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
+from baton_gateway.responses.bodies import Asked, ResponseRequest
 from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
-Operation = Literal["chat", "text_completion", "messages", "count_tokens"]
+Operation = Literal["chat", "text_completion", "messages", "count_tokens", "responses"]
 """An endpoint; OpenTelemetry's conventions name the first two."""
 
 CARRIED_BYTES_MAX: Final = 2 << 20
 """Bound on a request's engine parameters, counted once per answer: each answer has messages of its own."""
+
+TRUNCATED_ROOM: Final = 8
+"""Part of the context, as its denominator, that truncation leaves to an answer without a bound."""
 
 _PARSERS: Final[dict[Operation, Callable[[bytes | bytearray], ChatBody | CompletionBody]]] = {
     "chat": partial(parse, ChatBody),
@@ -92,6 +96,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether tokens are spelled `token_id:…` in log-probabilities."""
     asked: dict[str, int | float]
     """The request's parameters for traces, under the names of OpenTelemetry's `gen_ai.request`."""
+    response: Asked | None = None
+    """For a request to /v1/responses only."""
 
 
 class Intake:
@@ -103,18 +109,27 @@ class Intake:
         self._refuses_long = True
         """Whether a bound on the output above the context is an error. Messages always have a bound, so clients that
         want none send a large one."""
+        self._request: ResponseRequest | None = None
         self._converted: TokenizeBody | DetokenizeBody | None = None
 
     def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
+        self._request = None
         if operation == "tokenize" or operation == "detokenize":
             converted = self._converted = parse_conversion(operation, payload)
             own_template = isinstance(converted, TokenizeBody) and converted.chat_template is not None
             return Parsed(
                 model=converted.model, prompts=1, choices_per_prompt=1, parameters=(), own_template=own_template
             )
-        body = self._body = _PARSERS[operation](payload)
         self._refuses_long = operation != "messages"
+        if operation != "responses":
+            return self._parse(_PARSERS[operation](payload))
+        request = self._request = ResponseRequest(payload)
+        with request.naming():
+            return self._parse(request.chat())
+
+    def _parse(self, body: ChatBody | CompletionBody) -> Parsed:
+        self._body = body
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
@@ -143,6 +158,31 @@ class Intake:
         `model_defaults`: parameters that the body leaves out take the model's defaults, not neutral values.
         `salt`: the tenant's cache salt, to which the body's own is added.
         """
+        request, self._request = self._request, None
+        if request is None:
+            return self._plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
+        with request.naming():
+            if request.truncates:
+                self._shorten(request, tokenizer, model, salt)
+            plan = self._plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
+        return msgspec.structs.replace(plan, response=request.asked)
+
+    def _shorten(self, request: ResponseRequest, tokenizer: ModelTokenizer, model: Model, salt: str) -> None:
+        body, context_tokens_max = self._body, model.context_tokens_max
+        assert isinstance(body, ChatBody), "no body was parsed"
+        room_tokens = body.explicit_tokens_max() or max(1, context_tokens_max // TRUNCATED_ROOM)
+
+        def fits(body: ChatBody) -> bool:
+            try:
+                salted = request_salt(salt, body.cache_salt or "")
+                ((tokens, _),) = _tokenise(body, tokenizer.render(body), tokenizer, context_tokens_max, salted)
+            except ContextLengthExceeded:
+                return False
+            return len(tokens) // TOKEN_BYTES + room_tokens <= context_tokens_max
+
+        self._body = request.shorten(body, fits)
+
+    def _plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str) -> Plan:
         body, self._body = self._body, None
         assert body is not None, "no body was parsed"
         # Checks that need no tokens come before the work of tokenising.

@@ -20,8 +20,8 @@ from baton_gateway.tracing import PROVIDER, RequestTrace
 RESULTS: Final = ("attained", "missed_ttft", "missed_tpot", "refused")
 ROUTES: Final = frozenset(
     {
-        "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models", "/health",
-        "/ready",
+        "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models",
+        "/v1/responses", "/health", "/ready",
     }
 )  # fmt: skip
 

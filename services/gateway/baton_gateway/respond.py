@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,6 +26,8 @@ SSE_HEADERS = [
     # Otherwise proxies such as nginx would buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
+Result = TypeVar("Result")
+
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients skip; proxies see that the stream lives."""
 ABORT_EXTENSION = "baton.abort"
@@ -129,7 +131,7 @@ class AnswerResponse:
                     return
                 # The status line is already sent.
                 events.append(self._events.failure(error))
-                await _send_body(send, b"".join(events), more=False)
+                await send_body(send, b"".join(events), more=False)
                 return
             if not items:
                 events.append(KEEP_ALIVE)
@@ -143,7 +145,7 @@ class AnswerResponse:
             if is_last := len(self._outcomes) == choices:
                 events.append(self._events.end(self._usage()))
             # One write carries all events since the previous one.
-            await _send_body(send, b"".join(events), more=not is_last)
+            await send_body(send, b"".join(events), more=not is_last)
 
     async def _take(self, outlet: Outlet) -> list[tuple[int, Piece | Ending]]:
         """Wait for items and return them; nothing once a stream has been silent for as long as it may be."""
@@ -219,5 +221,42 @@ async def _watch(receive: Receive, production: Production) -> None:
     production.abort(ClientGone("the client disconnected"))
 
 
-async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+@asynccontextmanager
+async def watching(receive: Receive, on_gone: Callable[[], None]) -> AsyncGenerator[None]:
+    """Call `on_gone` if the client disconnects inside this context."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+async def while_connected(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
+    working = asyncio.create_task(work)
+    gone = False
+
+    def on_gone() -> None:
+        nonlocal gone
+        gone = working.cancel()
+
+    try:
+        async with watching(receive, on_gone):
+            await asyncio.wait((working,))
+            if gone:
+                raise ClientGone("the client disconnected before it was answered")
+            return await working
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def send_body(send: Send, body: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})
