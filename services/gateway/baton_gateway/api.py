@@ -28,6 +28,8 @@ from baton_gateway.bodies import ChatBody, CompletionBody
 from baton_gateway.conversion import Conversion, DetokenizeBody, TokenizeBody
 from baton_gateway.generate import Job, RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
 from baton_gateway.guard import Guard, error_response, unexpected_response
+from baton_gateway.idempotency import HEADER, Once
+from baton_gateway.idempotency_store import AnswerStore, RedisAnswers
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
 from baton_gateway.respond import AnswerResponse, while_connected
@@ -96,8 +98,8 @@ class _WrongMethod(InvalidRequest):
     http_status = 405
 
 
-def make_app(gateway: Gateway, store: ResponseStore | None = None) -> ASGIApp:
-    """Return the application. `store`: for responses; else they are stored in the gateway's Redis, if it has one."""
+def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: AnswerStore | None = None) -> ASGIApp:
+    """Return the application. Stores that are not given are in the gateway's Redis, if it has one."""
     app = FastAPI(
         title="Baton",
         docs_url=None,
@@ -108,6 +110,7 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None) -> ASGIApp:
     )
     started_s = int(gateway.clock.wall_s())
     responses = Responses(gateway, store or _response_store(gateway))
+    answers = answers or _answer_store(gateway)
     app.include_router(endpoint.make_router(responses))
 
     @app.get("/health")
@@ -182,7 +185,12 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None) -> ASGIApp:
             await app(scope, receive, send)
             return
         answer = GenerationResponse(gateway, operation, int(gateway.clock.wall_s()), responses)
-        await answer(scope, receive, send)
+        if HEADER not in scope["state"]["headers"]:
+            await answer(scope, receive, send)
+            return
+        limits = gateway.settings
+        payload = await read_body(Request(scope, receive), limits.body_bytes_max, gateway.clock, limits.body_read_s)
+        await Once(gateway, answers, answer).answer(payload, scope, receive, send)
 
     guard = Guard(
         route,
@@ -334,6 +342,13 @@ def _response_store(gateway: Gateway) -> ResponseStore | None:
         ttl_s=settings.responses_ttl_s,
         bytes_max=settings.responses_bytes_max,
     )
+
+
+def _answer_store(gateway: Gateway) -> AnswerStore | None:
+    settings = gateway.settings
+    if gateway.redis is None:
+        return None
+    return RedisAnswers(gateway.redis, prefix=settings.redis_prefix, ttl_s=settings.idempotency_ttl_s)
 
 
 def _describe(model: Model, created_s: int) -> dict[str, Any]:

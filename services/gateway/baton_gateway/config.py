@@ -122,6 +122,10 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
         Meta(ge=1 << 20, description="Stored responses of one tenant together; those used least lately are deleted."),
     ] = 256 << 20
 
+    idempotency_ttl_s: Annotated[
+        float, Meta(ge=1, description="How long the answer to a request with an Idempotency-Key is kept.")
+    ] = 3600.0
+
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128

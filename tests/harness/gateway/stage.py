@@ -8,6 +8,7 @@ from pathlib import Path
 
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
+from baton_gateway.idempotency_store import MemoryAnswers
 from baton_gateway.intake_pool import IntakePool, LocalPool
 from baton_gateway.models import Models
 from baton_gateway.responses.store import ResponseStore
@@ -66,6 +67,7 @@ class Stage(Actors):
             redis=redis,
         )
         self.store = store
+        self.answers = MemoryAnswers(clock, ttl_s=60.0)
         self.base_url = ""
 
     @asynccontextmanager
@@ -84,7 +86,7 @@ class Stage(Actors):
     async def serving(self) -> AsyncGenerator[None]:
         """Serve the gateway over HTTP on a free port."""
         with listen(self.gateway.settings) as listener:
-            server = make_server(make_app(self.gateway, self.store), self.gateway, listener)
+            server = make_server(make_app(self.gateway, self.store, self.answers), self.gateway, listener)
             self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             async with living(server):
                 await self.wait_for(lambda: server.started)
