@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
+from baton.engines.gpu_profiles import VLLM_FLAGS, gpu_options
 from baton.engines.kv_events import KvEventListener, decode_batch
 from baton.engines.options import (
     WHOLE_ON_CUDA,
@@ -21,6 +27,7 @@ from baton.engines.options import (
     engine_arguments,
     engine_environment,
     local_model,
+    on_gpu,
     split_options,
 )
 from baton.engines.sglang.options import DIALECT as SGLANG
@@ -37,6 +44,44 @@ KNOWN = ("dtype", "block_size", "max_num_seqs", "enforce_eager", "kv_cache_memor
 def test_profile_is_overridden_by_options() -> None:
     arguments = engine_arguments({"block_size": 64, "dtype": "float32"}, KNOWN, CPU, DIALECT)
     assert arguments == {**CPU.options, "block_size": 64, "dtype": "float32"}
+
+
+GPU_NAMES = (
+    ("NVIDIA A100-SXM4-80GB", 80, (2048, 256)),
+    ("NVIDIA A100-PCIE-40GB", 40, (2048, 256)),
+    ("NVIDIA L4", 24, (2048, 256)),
+    ("NVIDIA L40S", 48, (2048, 256)),
+    ("NVIDIA H100 80GB HBM3", 80, (8192, 1024)),
+    ("NVIDIA H200", 141, (8192, 1024)),
+    ("NVIDIA B200", 180, (16384, 1024)),
+)
+
+
+@pytest.mark.parametrize(("name", "memory_gib", "expected"), GPU_NAMES)
+def test_a_gpus_flags_are_what_vllm_itself_takes_as_a_server(
+    monkeypatch: pytest.MonkeyPatch, name: str, memory_gib: int, expected: tuple[int, int]
+) -> None:
+    options = gpu_options(VLLM_FLAGS, name)
+    assert (options["max_num_batched_tokens"], options["max_num_seqs"]) == expected
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: memory_gib << 30,
+        get_device_name=lambda: name,
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", platform)
+    of_server = (limits[UsageContext.OPENAI_API_SERVER] for limits in EngineArgs.get_batch_defaults(1))
+    assert tuple(of_server) == expected
+
+
+def test_a_gpus_flags_reach_the_engine_and_the_users_win() -> None:
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    cuda = DIALECT.profiles[Device.CUDA]
+    profile = on_gpu(cuda, gpu_options(VLLM_FLAGS, "NVIDIA H100 80GB HBM3"))
+    arguments = engine_arguments({"max_num_seqs": 8}, known, profile, DIALECT)
+    assert arguments == {**cuda.options, "max_num_batched_tokens": 8192, "max_num_seqs": 8}
+    assert {flag.option for flags in VLLM_FLAGS.values() for flag in flags} <= set(known)
+    assert gpu_options(VLLM_FLAGS, "Quadro RTX 6000") == {}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from baton.engines.gpu_profiles import VLLM_FLAGS, gpu_options
 from baton.engines.host import EngineHost
 from baton.engines.options import (
     Device,
@@ -15,6 +16,7 @@ from baton.engines.options import (
     choose_profile,
     engine_arguments,
     engine_environment,
+    on_gpu,
 )
 from baton.engines.vllm.options import DEFAULT_STRUCTURED_OUTPUTS, DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
@@ -59,6 +61,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
 
             here = Device.CPU if current_platform.is_cpu() else Device.CUDA
             profile = choose_profile(self._own.device, here, DIALECT)
+            if here is Device.CUDA:
+                profile = on_gpu(profile, gpu_options(VLLM_FLAGS, current_platform.get_device_name()))
             arguments: dict[str, Any] = engine_arguments(
                 self._options, (field.name for field in fields(AsyncEngineArgs)), profile, DIALECT
             )
