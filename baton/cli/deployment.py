@@ -294,7 +294,7 @@ def engine_settings(
         options |= context_limit(engine, _model_config(model_path), device=deployment.device)
     pool_bytes = deployment.kv_pool_bytes
     if pool_bytes is None:
-        pool_bytes = int(available_bytes() * KV_POOL_SHARE) // workers
+        pool_bytes = int(available_bytes() * KV_POOL_SHARE) // deployment.workers
     if pool_bytes:
         options |= {"kv_pool_bytes": pool_bytes}
     return EngineSettings(
