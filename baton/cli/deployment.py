@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Final, Literal
 import msgspec
 
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
+from baton.cli.gpu_shares import GpuShare, ranks_of, share_gpus
 from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
@@ -54,7 +55,8 @@ class Deployment:
     api_key: str = ""
     gateway_processes: int = 1
     prefill: int = 1
-    decode: int = 1
+    decode: int | None = None
+    """None: one for each GPU, or for as many as the engine's ranks need; on a CPU, one."""
     model: str = ""
     """A folder or a hub id; empty: the tiny model."""
     engine: EngineName = "vllm"
@@ -62,6 +64,8 @@ class Deployment:
     """None: `engine`."""
     decode_engine: EngineName | None = None
     device: DeviceName = "auto"
+    gpus: tuple[int, ...] = ()
+    """GPUs for the workers, by PCI address; empty: on a CPU, or if they are not known."""
     disaggregation: Disaggregation | None = None
     """None: `auto` if the device can hand off, else `never`."""
     engine_options: Mapping[str, object]
@@ -84,10 +88,17 @@ class Deployment:
         return {Role.PREFILL: self.prefill_engine or self.engine, Role.DECODE: self.decode_engine or self.engine}
 
     @property
+    def counts(self) -> Mapping[Role, int]:
+        return {Role.PREFILL: self.prefill, Role.DECODE: 1 if self.decode is None else self.decode}
+
+    @property
+    def workers(self) -> int:
+        return sum(self.counts.values())
+
+    @property
     def started_engines(self) -> tuple[EngineName, ...]:
         """Engines that have a worker, each once."""
-        counts = {Role.PREFILL: self.prefill, Role.DECODE: self.decode}
-        return tuple(dict.fromkeys(engine for role, engine in self.engines.items() if counts[role]))
+        return tuple(dict.fromkeys(engine for role, engine in self.engines.items() if self.counts[role]))
 
     @property
     def tiny(self) -> bool:
@@ -124,8 +135,12 @@ class Deployment:
         return f"http://{host}:{self.port}"
 
 
-def resolve(deployment: Deployment, *, gpu: bool) -> Deployment:
-    """Return the deployment with device and disaggregation decided; `gpu`: this machine has an NVIDIA driver.
+def resolve(
+    deployment: Deployment, *, gpu: bool, find_gpus: Callable[[], Sequence[int]] = tuple[int, ...]
+) -> Deployment:
+    """Return the deployment with device, disaggregation and number of workers decided.
+
+    `gpu`: this machine has an NVIDIA driver; `find_gpus`: returns the GPUs for workers, none if they are not known.
 
     Raises ConfigurationError if the device does not support them.
     """
@@ -139,16 +154,24 @@ def resolve(deployment: Deployment, *, gpu: bool) -> Deployment:
         raise ConfigurationError(
             f"DISAGGREGATION=always is not for GPUs: {WHOLE_ON_CUDA}; choose DISAGGREGATION=never, or DEVICE=cpu"
         )
-    return replace(deployment, device=device, disaggregation=Disaggregation.NEVER, prefill=0)
+    gpus = tuple(find_gpus())
+    return replace(
+        deployment,
+        device=device,
+        gpus=gpus,
+        disaggregation=Disaggregation.NEVER,
+        prefill=0,
+        decode=max(1, len(gpus) // _ranks(deployment)) if deployment.decode is None else deployment.decode,
+    )
 
 
 def check_deployment(deployment: Deployment) -> None:
     """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
-    if deployment.prefill < 0 or deployment.decode < 1:
+    if deployment.prefill < 0 or deployment.counts[Role.DECODE] < 1:
         raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
-    if deployment.prefill + deployment.decode > WORKERS_MAX:
+    if deployment.workers > WORKERS_MAX:
         raise ConfigurationError(
-            f"{deployment.prefill + deployment.decode} workers are too many for one machine: PREFILL and DECODE are "
+            f"{deployment.workers} workers are too many for one machine: PREFILL and DECODE are "
             f"{WORKERS_MAX} together at most"
         )
     if not 1 <= deployment.gateway_processes <= GATEWAY_PROCESSES_MAX:
@@ -262,15 +285,16 @@ class EngineSettings:
     device: DeviceName
 
 
-def engine_settings(deployment: Deployment, model_path: Path, engine: EngineName) -> EngineSettings:
+def engine_settings(
+    deployment: Deployment, model_path: Path, engine: EngineName, *, workers_per_gpu: int = 1
+) -> EngineSettings:
     """Return settings that suit the model and the machine; the user's own win."""
-    workers = deployment.prefill + deployment.decode
-    options = engine_defaults(engine, device=deployment.device, tiny=deployment.tiny, workers_per_device=workers)
+    options = engine_defaults(engine, device=deployment.device, tiny=deployment.tiny, workers_per_gpu=workers_per_gpu)
     if engine != "simulated" and not deployment.tiny:
         options |= context_limit(engine, _model_config(model_path), device=deployment.device)
     pool_bytes = deployment.kv_pool_bytes
     if pool_bytes is None:
-        pool_bytes = int(available_bytes() * KV_POOL_SHARE) // workers
+        pool_bytes = int(available_bytes() * KV_POOL_SHARE) // deployment.workers
     if pool_bytes:
         options |= {"kv_pool_bytes": pool_bytes}
     return EngineSettings(
@@ -290,20 +314,40 @@ def _options_for(engine: EngineName, options: Mapping[str, object]) -> Mapping[s
     return {**{name: value for name, value in options.items() if name not in ENGINES}, **own}
 
 
+def gpu_shares(deployment: Deployment) -> Mapping[str, GpuShare]:
+    """Return each worker's share of the GPUs, by the worker's name; none on a CPU. Raises ConfigurationError."""
+    if deployment.device != "cuda":
+        return {}
+    names = list(_worker_names(deployment))
+    return dict(zip(names, share_gpus(len(names), deployment.gpus, ranks=_ranks(deployment)), strict=True))
+
+
+def _ranks(deployment: Deployment) -> int:
+    # On GPUs there are decode workers only.
+    engine = deployment.engines[Role.DECODE]
+    return ranks_of(engine, _options_for(engine, deployment.engine_options))
+
+
+def _worker_names(deployment: Deployment) -> Iterator[str]:
+    for role, count in deployment.counts.items():
+        yield from (f"{role}-{number}" for number in range(count))
+
+
 def worker_programs(
     deployment: Deployment, *, model_path: Path, nats_url: str, environ: Mapping[str, str]
 ) -> list[Program]:
     """Return the workers, prefill first."""
-    workers = deployment.prefill + deployment.decode
-    threads = worker_threads(deployment.device, cores=os.cpu_count() or 1, workers=workers)
-    status_ports = iter(free_ports(workers, but=deployment.port))
+    threads = worker_threads(deployment.device, cores=os.cpu_count() or 1, workers=deployment.workers)
+    status_ports = iter(free_ports(deployment.workers, but=deployment.port))
+    shares = gpu_shares(deployment)
 
     # Only this deployment's transfer agents know it: no other process can read or write their KV.
     agent_secret = secrets.token_urlsafe(24)
 
-    def program(role: Role, number: int) -> Program:
-        name, engine = f"{role}-{number}", deployment.engines[role]
-        settings = engine_settings(deployment, model_path, engine)
+    def program(name: str) -> Program:
+        role = role_of(name)
+        engine, share = deployment.engines[role], shares.get(name, GpuShare())
+        settings = engine_settings(deployment, model_path, engine, workers_per_gpu=share.workers)
         status_port = next(status_ports)
         flags = [
             *("--status-port", str(status_port)),
@@ -314,15 +358,24 @@ def worker_programs(
         return Program(
             name=name,
             command=(str(deployment.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),
-            environ={**threads, **environ, **_variables(role, nats_url=nats_url, agent_secret=agent_secret)},
+            environ={
+                **threads,
+                **environ,
+                **share.environment(),
+                **_variables(role, nats_url=nats_url, agent_secret=agent_secret),
+            },
             log_path=deployment.logs_folder / f"{name}.log",
             ready=http_probe(LOOPBACK, status_port, "/ready"),
             alive=http_probe(LOOPBACK, status_port, "/health"),
             start_timeout_s=SIMULATED_START_TIMEOUT_S if engine == "simulated" else ENGINE_START_TIMEOUT_S,
         )
 
-    counts = {Role.PREFILL: deployment.prefill, Role.DECODE: deployment.decode}
-    return [program(role, number) for role, count in counts.items() for number in range(count)]
+    return [program(name) for name in _worker_names(deployment)]
+
+
+def role_of(worker: str) -> Role:
+    """Return the role that a worker's name begins with."""
+    return Role(worker.partition("-")[0])
 
 
 def _model_config(model_path: Path) -> Mapping[str, object]:

@@ -27,8 +27,8 @@ _TINY_CACHE: Final[Mapping[str, Mapping[str, object]]] = {
 }
 
 
-def engine_defaults(engine: str, *, device: str, tiny: bool, workers_per_device: int) -> dict[str, object]:
-    """Return the options for each of `workers_per_device` workers that share this machine's CPU or GPU."""
+def engine_defaults(engine: str, *, device: str, tiny: bool, workers_per_gpu: int) -> dict[str, object]:
+    """Return the options for each worker; `workers_per_gpu` share one GPU."""
     if engine == "simulated":
         return {"speed": SIMULATED_SPEED}
     options: dict[str, object] = {}
@@ -37,7 +37,7 @@ def engine_defaults(engine: str, *, device: str, tiny: bool, workers_per_device:
         options |= {"dtype": "float32", _STEP_TOKENS_MAX[engine]: TINY_STEP_TOKENS_MAX, _RUNNING_MAX[engine]: 32}
         options |= _TINY_CACHE[engine] if device == "cpu" else {}
     if device == "cuda":
-        options[_MEMORY_SHARE[engine]] = round(CUDA_MEMORY_SHARE / workers_per_device, 3)
+        options[_MEMORY_SHARE[engine]] = round(CUDA_MEMORY_SHARE / workers_per_gpu, 3)
     return options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Final
 
 import msgspec
@@ -41,7 +42,7 @@ async def look_up(bus: Bus, name: str) -> Explanation:
     Raises InvalidRequest if there are none, Unavailable if no decisions are kept at all.
     """
     # An answer's id is the request's, after a prefix for its kind.
-    explanation = await _read(bus, name.rpartition("-")[2])
+    explanation = await _read(bus, re.split("[-_]", name)[-1])
     if not explanation.is_empty:
         return explanation
     named = await bus.read(subjects.DECISIONS_STREAM, subjects.request_name(name))

@@ -17,12 +17,14 @@ import msgspec
 from baton.cli.asking import find_nats_url
 from baton.cli.commands import Command, find_commands
 from baton.cli.deployment import ENGINES, Deployment
+from baton.cli.doctor import describe, examine
 from baton.cli.explain import explain
 from baton.cli.index import Question, index, parse_tokens
 from baton.cli.roles import parse_wish, roles
 from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
+from baton.devices.survey import read_survey
 from baton.errors import BatonError, ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
@@ -55,6 +57,10 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     parsed = _parser(commands).parse_args(arguments)
     if parsed.command in commands:
         return commands[parsed.command].run(parsed)
+    if parsed.command == "doctor":
+        report = examine(read_survey())
+        print(msgspec.json.encode(report).decode() if parsed.json else describe(report))
+        return EXIT_FAILED if report.problems else 0
     if parsed.command == "trace":
         print(_trace(parsed, environ))
         return 0
@@ -110,6 +116,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         commands.add_parser("index", help="show what the index knows, and who holds a prompt", allow_abbrev=False)
     )
     _add_roles(commands.add_parser("roles", help="show the workers' roles, or change one", allow_abbrev=False))
+    _add_doctor(commands.add_parser("doctor", help="show what this machine has, and what to mend", allow_abbrev=False))
     for name, other in others.items():
         other.add_arguments(commands.add_parser(name, help=other.SUMMARY, allow_abbrev=False))
     command = commands.add_parser(
@@ -129,7 +136,12 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         help="processes of the gateway, all on its port; default: %(default)s",
     )
     add("--prefill", type=int, default=1, metavar="N", help="prefill workers; default: %(default)s")
-    add("--decode", type=int, default=1, metavar="N", help="decode workers; default: %(default)s")
+    add(
+        "--decode",
+        type=_count_if_given,
+        metavar="N",
+        help="decode workers; default: one for each GPU that they may use, on a CPU one",
+    )
     add("--model", default="", metavar="MODEL", help="a folder or a hub id; default: a tiny model with random weights")
     add(
         "--engine",
@@ -187,6 +199,14 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
     return parser
 
 
+def _count_if_given(text: str) -> int | None:
+    """Return a number; None for an empty text, as `make` passes an unset variable."""
+    try:
+        return int(text) if text else None
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid int value: {text!r}") from None
+
+
 def _optional(choices: Sequence[str]) -> _Choice:
     """Return a flag's keywords for `choices`; empty, as `make` passes an unset variable, means the default."""
     return {"choices": ("", *choices), "default": "", "metavar": f"{{{','.join(choices)}}}"}
@@ -219,6 +239,14 @@ def _add_index(command: argparse.ArgumentParser) -> None:
     add("--salt", default="", metavar="SALT", help="cache_salt of the prompt")
     add("--top", type=int, default=10, metavar="N", help="prefixes to show; default: %(default)s")
     _add_deployment(command)
+
+
+def _add_doctor(command: argparse.ArgumentParser) -> None:
+    command.description = (
+        "Show GPUs, RDMA adapters and limits of this machine, which of them are near each other, and which transfer "
+        "backend moves KV between which workers; then problems, each with its fix. Status 1 if there are problems."
+    )
+    command.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_roles(command: argparse.ArgumentParser) -> None:

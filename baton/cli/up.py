@@ -7,7 +7,7 @@ import fcntl
 import logging
 import shutil
 import signal
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -18,11 +18,18 @@ from baton.cli.deployment import (
     DRAIN_S,
     Deployment,
     check_deployment,
+    gpu_shares,
     model_folder,
     resolve,
+    role_of,
     service_programs,
     worker_programs,
 )
+from baton.cli.doctor import describe_findings
+from baton.cli.engine_defaults import CUDA_MEMORY_SHARE
+from baton.cli.gpu_shares import VISIBLE, visible_gpus
+from baton.devices.findings import find
+from baton.devices.survey import Survey, read_survey
 from baton.engines.options import WHOLE_ON_CUDA
 from baton.errors import BatonError, ConfigurationError, Unavailable
 from baton.messages.workers import Role
@@ -46,10 +53,14 @@ END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def up(deployment: Deployment, environ: Mapping[str, str], tell: Tell) -> None:
     """Serve until a signal ends it. Raises BatonError with a sentence for the user if it cannot start."""
-    deployment = resolve(deployment, gpu=NVIDIA_DRIVER.exists())
+    survey = read_survey() if NVIDIA_DRIVER.exists() else None
+    gpus = survey.gpus.gpus if survey else ()
+    deployment = resolve(deployment, gpu=survey is not None, find_gpus=lambda: visible_gpus(gpus, environ.get(VISIBLE)))
     check_deployment(deployment)
     if deployment.device == "cuda":
         tell(f"{WHOLE_ON_CUDA}: no prefill workers are started")
+        for line in describe_gpus(deployment, survey):
+            tell(line)
     if deployment.tiny and not deployment.tiny_model_folder.exists():
         tell("making a tiny model with random weights")
     model_path = model_folder(deployment)
@@ -58,6 +69,16 @@ def up(deployment: Deployment, environ: Mapping[str, str], tell: Tell) -> None:
             filename=deployment.logs_folder / "up.log", format="%(asctime)s %(levelname)s %(name)s: %(message)s"
         )
         asyncio.run(_Launch(deployment, model_path, environ, tell).run())
+
+
+def describe_gpus(deployment: Deployment, survey: Survey | None) -> Iterator[str]:
+    """Yield the problems that this machine has, and each worker's share of its GPUs."""
+    if survey:
+        yield from (line for one in find(survey) if one.kind == "problem" for line in describe_findings([one]))
+    names = {gpu.index: gpu.name for gpu in survey.gpus.gpus} if survey else {}
+    for worker, share in gpu_shares(deployment).items():
+        where = " and ".join(f"GPU {index} ({names[index]})" for index in share.gpus) or "the GPU that CUDA chooses"
+        yield f"{worker}: {where}, {CUDA_MEMORY_SHARE / share.workers:.0%} of its memory if no option says otherwise"
 
 
 @contextmanager
@@ -159,7 +180,7 @@ class _Launch:
     async def _start_worker(self, program: Program) -> None:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        engine = self._deployment.engines[Role(program.name.partition("-")[0])]
+        engine = self._deployment.engines[role_of(program.name)]
         self._tell(f"{program.name}: starting {engine} on {self._deployment.device}")
         await self._start_children(self._services, program)
         self._tell(f"{program.name}: ready after {loop.time() - started_s:.0f} s")
@@ -204,7 +225,7 @@ class _Launch:
 
     def _tell_ready(self) -> None:
         deployment = self._deployment
-        workers = f"{deployment.prefill} prefill and {deployment.decode} decode"
+        workers = f"{deployment.counts[Role.PREFILL]} prefill and {deployment.counts[Role.DECODE]} decode"
         engines = " → ".join(deployment.started_engines)
         self._tell(f"ready: {deployment.address}/v1 serves {deployment.model_name} ({workers}, {engines})")
         key = ' -H "Authorization: Bearer $API_KEY"' if deployment.api_key else ""

@@ -55,8 +55,11 @@ class PullOutcome(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[LayerGroup, ...] = ()
 
     def joined(self, other: PullOutcome) -> PullOutcome:
-        """Return both as one: the sum of bytes, the slower's time, and the first failure."""
-        first = other if other.failed and not self.failed else self
+        """Return both as one: the sum of bytes, the slower's time, and the first failure.
+
+        A cancellation counts as the failure only where nothing else failed: it follows from another part's.
+        """
+        first = max(self, other, key=lambda outcome: (outcome.failed, outcome.cause is not Cause.CANCELLED))
         return msgspec.structs.replace(
             first,
             moved_bytes=self.moved_bytes + other.moved_bytes,

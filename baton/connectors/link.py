@@ -1,8 +1,8 @@
-"""Connection between an engine's scheduler process and our streaming process, for engines without one of their own.
+"""Connection between an engine's scheduler processes and our streaming process, for engines without one of their own.
 
-vLLM carries our reports in its own messages; SGLang does not. So its scheduler process opens one connection to a
-socket of ours, whose abstract name it finds in its environment. Both ends know the key that Python gives to a
-process and to those that it spawns, and check it first. Messages are MessagePack.
+vLLM carries our reports in its own messages; SGLang does not. So its scheduler process, one for each rank, opens a
+connection to a socket of ours, whose abstract name it finds in its environment. Both ends know the key that Python
+gives to a process and to those that it spawns, and check it first. Messages are MessagePack.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):
 
 class SetFaults(msgspec.Struct, tag="set_faults", frozen=True, kw_only=True):
     faults: TransferFaults
+    rank: int | None = None
+    """None: on all ranks."""
 
 
 class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):
@@ -55,8 +57,14 @@ class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):
 Order = Setup | EndLease | SetFaults | AskStats
 
 
+class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
+    """First message of a scheduler process."""
+
+    rank: int
+
+
 class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
-    """The engine is loaded."""
+    """The engine is loaded on this rank."""
 
     version: str
     kv_identity: str
@@ -68,6 +76,7 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     pool_blocks: int
     """Slots of the KV pool; 0: there is none."""
     block_bytes: int
+    """Size of a block on this rank, all layers."""
     running_max: int
     step_tokens_max: int
     """Prompt tokens that one step computes at most."""
@@ -88,8 +97,14 @@ class Stats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
     layers_arrived: dict[str, int]
 
 
+class RankReport(msgspec.Struct, tag="rank", frozen=True, kw_only=True):
+    """Transfers of a rank other than the first, sent before the ranks agree on what has ended."""
+
+    transfers: TransferReport
+
+
 class StepReport(msgspec.Struct, tag="step", frozen=True, kw_only=True):
-    """State of the scheduler after a step; sent when something has changed, before the step's tokens."""
+    """State of the first rank's scheduler after a step; sent when something has changed, before the step's tokens."""
 
     running: int = 0
     waiting: int = 0
@@ -103,7 +118,7 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     transfers: TransferReport | None = None
 
 
-Report = Opened | Failed | Stats | StepReport
+Report = Joined | Opened | Failed | Stats | RankReport | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Order)
@@ -113,11 +128,12 @@ _reports = msgspec.msgpack.Decoder(Report)
 class SchedulerEnd:
     """The end in the engine's scheduler process."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
         address = os.environ.get(ADDRESS_VARIABLE, "")
         if not address:
             raise RuntimeError(f"{ADDRESS_VARIABLE} is not set: this process was not started by Baton")
         self._connection = cast("Connection", Client("\0" + address, "AF_UNIX", authkey=_process_key()))
+        self.tell(Joined(rank=rank))
 
     def fileno(self) -> int:
         return self._connection.fileno()
@@ -144,33 +160,42 @@ class SchedulerEnd:
 
 
 class HostEnd:
-    """The end in our process. Belongs to one thread, but for `address`."""
+    """The end in our process, of as many connections as there are ranks. Belongs to one thread, but for `address`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
         self.address = f"baton-engine-{uuid.uuid4().hex}"
+        self._ranks = ranks
         self._listener = Listener("\0" + self.address, "AF_UNIX", authkey=_process_key())
-        self._connection: Connection | None = None
+        self._connections: dict[int, Connection] = {}
 
     def accept(self, setup: Setup) -> None:
-        """Wait for the scheduler process, and send it `setup`. Raises OSError when `close` ends the wait."""
-        self._connection = cast("Connection", self._listener.accept())
-        self.tell(setup)
+        """Wait for the scheduler processes, and send each `setup`.
 
-    def fileno(self) -> int:
-        assert self._connection is not None
-        return self._connection.fileno()
+        Raises OSError when `close` ends the wait, EOFError if a process ends meanwhile.
+        """
+        for _ in range(self._ranks):
+            connection = cast("Connection", self._listener.accept())
+            joined = _reports.decode(connection.recv_bytes())
+            assert isinstance(joined, Joined)
+            self._connections[joined.rank] = connection
+            connection.send_bytes(_encoder.encode(setup))
+
+    def filenos(self) -> list[int]:
+        return [connection.fileno() for connection in self._connections.values()]
 
     def tell(self, order: Order) -> None:
-        if self._connection is not None:
+        """Send an order to all ranks. The first one comes last: it wakes the others, which then have it, too."""
+        for _, connection in sorted(self._connections.items(), reverse=True):
             with suppress(OSError):
-                self._connection.send_bytes(_encoder.encode(order))
+                connection.send_bytes(_encoder.encode(order))
 
-    def reports(self) -> list[Report]:
-        """Take the reports that have arrived; nothing more comes once the scheduler process is gone."""
-        reports: list[Report] = []
-        with suppress(EOFError, OSError):
-            while self._connection is not None and self._connection.poll(0):
-                reports.append(_reports.decode(self._connection.recv_bytes()))
+    def reports(self) -> list[tuple[int, Report]]:
+        """Take the reports that have arrived, with their ranks; a process that is gone sends nothing more."""
+        reports: list[tuple[int, Report]] = []
+        for rank, connection in sorted(self._connections.items()):
+            with suppress(EOFError, OSError):
+                while connection.poll(0):
+                    reports.append((rank, _reports.decode(connection.recv_bytes())))
         return reports
 
     def close(self) -> None:
@@ -179,9 +204,9 @@ class HostEnd:
         with suppress(OSError):
             waiting.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
 
 def _process_key() -> bytes:

@@ -97,7 +97,6 @@ class _Sequence:
     """Leading blocks for which saving was decided."""
     first: int = 0
     """First block of the prefix that was last offered."""
-    end: int = 0
     offered_tokens: int = 0
     loan: Loan | None = None
     """None once it was used, or turned out to be of no use."""
@@ -193,7 +192,7 @@ class PoolScheduler:
         first = computed_tokens // self._block_tokens
         end = first + self.directory.match(sequence.chain.keys[first:])
         offered = max(min(end * self._block_tokens, len(tokens) - 1) - computed_tokens, 0)
-        sequence.first, sequence.end, sequence.offered_tokens = first, end, offered
+        sequence.first, sequence.offered_tokens = first, offered
         return offered
 
     def offered_tokens(self, request: str) -> int:

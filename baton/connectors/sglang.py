@@ -21,18 +21,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 import zmq
 from sglang.srt.managers.scheduler import Scheduler, _make_abort_req  # pyright: ignore[reportPrivateUsage]
 from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
 from sglang.version import __version__ as VERSION
 
+from baton.connectors.agreement import RankAgreement
 from baton.connectors.link import (
     KV_DID_NOT_ARRIVE,
     AskStats,
     EndLease,
     Failed,
     Opened,
+    RankReport,
     SchedulerEnd,
     SetFaults,
     Setup,
@@ -45,6 +48,7 @@ from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
 from baton.connectors.sglang_handoffs import Handoffs
+from baton.connectors.sglang_kv import SERVES_WHOLE, SglangKv, kv_tensors, read_kv
 from baton.connectors.sglang_pool import SglangPool
 from baton.errors import ConfigurationError
 from baton.identity import KvIdentity, describe_rope
@@ -52,12 +56,12 @@ from baton.pool.chain import check_block_tokens
 from baton.pool.copier import ThreadCopier
 from baton.pool.memory import KvPool
 from baton.transfer import NativeAgent, Pool
-from baton.transfer.layout import Layout
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
     from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.server_args import PortArgs, ServerArgs
 
 _log = logging.getLogger(__name__)
@@ -67,7 +71,8 @@ class BatonScheduler(Scheduler):
     handoffs: Handoffs | None = None
 
     def __init__(self, server_args: ServerArgs, port_args: PortArgs) -> None:
-        self._link = SchedulerEnd()
+        self._tp_rank = get_parallel().tp_rank
+        self._link = SchedulerEnd(self._tp_rank)
         setup = self._link.setup()
         self._computed_tokens = self._cached_tokens = self._preemptions = 0
         self._begun: list[tuple[bytes, float]] = []
@@ -94,13 +99,14 @@ class BatonScheduler(Scheduler):
     def _open(self, setup: Setup) -> None:
         pool, identity = self.token_to_kv_pool_allocator.get_kvcache(), ""
         if setup.agent is not None:
-            agent, layout = self.make_agent(setup), self._layout(pool)
-            identity = self._identity(layout, setup.model_digest)
-            described = self._pool(pool, layout, identity)
+            kv = self._read_kv(pool)
+            agent, identity = self.make_agent(setup), self._identity(kv, setup.model_digest)
+            described = kv.described(identity)
             agent.set_pool(described)
-            rank = HandoffRank(agent, RankPlace(layout=layout))
+            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
+            rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
             kv_pool = self._kv_pool(described, rank, setup)
-            self.handoffs = Handoffs(self.tree_cache, pool, rank, self._enqueue, kv_pool)
+            self.handoffs = Handoffs(self.tree_cache, pool, rank, agreement, self._enqueue, kv_pool)
         self.output_streamer.report = self._report
         if self.load_snapshot_writer is not None:
             # Shared memory with figures for SGLang's own server, which SGLang leaves behind.
@@ -114,7 +120,7 @@ class BatonScheduler(Scheduler):
             block_tokens=self.page_size,
             blocks=self.max_total_num_tokens // self.page_size,
             pool_blocks=self.handoffs.kv_pool.slots if self.handoffs and self.handoffs.kv_pool else 0,
-            block_bytes=sum(tensor[: self.page_size].nbytes for tensor in (*pool.k_buffer, *pool.v_buffer)),
+            block_bytes=sum(tensor[: self.page_size].nbytes for tensor in kv_tensors(pool)),
             running_max=self.max_running_requests,
             step_tokens_max=self.chunked_prefill_size or self.max_prefill_tokens,
             context_tokens_max=min(self.model_config.context_len, self.max_total_num_tokens),
@@ -126,6 +132,9 @@ class BatonScheduler(Scheduler):
     def _kv_pool(self, cache: Pool, rank: HandoffRank, setup: Setup) -> SglangPool | None:
         """Return the KV pool; None if there is to be none, or no memory for it."""
         if not setup.kv_pool_bytes:
+            return None
+        if self.tp_size > 1:
+            _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
             return None
         try:
             check_block_tokens(self.page_size)
@@ -146,40 +155,26 @@ class BatonScheduler(Scheduler):
         assert setup.agent is not None
         return NativeAgent(setup.agent)
 
-    def _layout(self, pool: Any) -> Layout:
-        """Describe the pool. K and V of a layer have a tensor each, `[slots, heads, dimensions]`."""
-        if (
-            type(pool) is not MHATokenToKVPool
-            or pool.kv_cache_layout != "nhd"
-            or not isinstance(self.tree_cache, HandoffCache)
-        ):
+    def _read_kv(self, pool: KVCache) -> SglangKv:
+        if not isinstance(self.tree_cache, HandoffCache):
             raise ConfigurationError(
-                f"SGLang keeps this model's KV in a {type(pool).__name__} that Baton cannot hand off "
-                "(engine option handoff=false serves requests whole)"
+                f"SGLang keeps this model's prefixes in a {type(self.tree_cache).__name__}, "
+                f"through which Baton cannot hand off {SERVES_WHOLE}"
             )
-        key = pool.k_buffer[0]
-        if key.device.type != "cpu":
-            raise ConfigurationError(
-                f"the KV cache lies on {key.device.type}, and this build moves host memory only "
-                "(engine option handoff=false serves requests whole)"
-            )
-        if key.element_size() == 1:
-            raise ConfigurationError(
-                "KV of eight bits is handed over with its scales, which Baton does not read out of SGLang "
-                "(engine option handoff=false serves requests whole)"
-            )
-        return Layout(
-            layers=len(pool.k_buffer),
-            kv_heads=self.model_config.get_total_num_kv_heads(),
-            dim=key.shape[2],
-            dtype=str(key.dtype).removeprefix("torch."),
-            order="NHD",
-            form="split",
-            packing="plain",
-            block_tokens=self.page_size,
-        )
+        heads = self.model_config.get_total_num_kv_heads()
+        return read_kv(pool, page_tokens=self.page_size, kv_heads=heads, rank=self._tp_rank, ranks=self.tp_size)
 
-    def _identity(self, layout: Layout, model_digest: str) -> str:
+    def _vote(self, votes: list[int]) -> list[int]:
+        if self.tp_size == 1:
+            return votes
+        # Our process knows of each rank's part by the time that the first one acts on what is agreed.
+        self._report()
+        tensor = torch.tensor(votes, dtype=torch.uint8)
+        torch.distributed.all_reduce(tensor, op=torch.distributed.ReduceOp.MIN, group=self.tp_cpu_group)
+        return tensor.tolist()
+
+    def _identity(self, kv: SglangKv, model_digest: str) -> str:
+        layout = kv.layout
         config = self.model_config.hf_text_config.to_dict()
         identity = KvIdentity(
             model=str(config.get("model_type")),
@@ -191,19 +186,6 @@ class BatonScheduler(Scheduler):
             rope=describe_rope(config),
         )
         return str(identity)
-
-    def _pool(self, pool: Any, layout: Layout, identity: str) -> Pool:
-        page = pool.k_buffer[0][: self.page_size]
-        pairs = zip(pool.k_buffer, pool.v_buffer, strict=True)
-        return Pool(
-            layer_addresses=tuple(tensor.data_ptr() for pair in pairs for tensor in pair),
-            blocks=pool.k_buffer[0].shape[0] // self.page_size,
-            block_bytes=page.nbytes,
-            block_stride_bytes=page.nbytes,
-            block_tokens=self.page_size,
-            fingerprint=identity,
-            layout=str(layout),
-        )
 
     # ------------------------------------------------------------ requests
 
@@ -271,8 +253,9 @@ class BatonScheduler(Scheduler):
             match order:
                 case EndLease(key=key) if rank is not None:
                     rank.end_lease(key)
-                case SetFaults(faults=faults) if rank is not None:
-                    rank.agent.set_faults(faults)
+                case SetFaults(faults=faults, rank=wanted) if rank is not None:
+                    if wanted in (None, self._tp_rank):
+                        rank.agent.set_faults(faults)
                 case AskStats() if rank is not None:
                     arrived = {key.hex(): layers for key, layers in rank.layers_arrived.items()}
                     self._link.tell(Stats(figures=asdict(rank.agent.stats()), layers_arrived=arrived))
@@ -280,6 +263,11 @@ class BatonScheduler(Scheduler):
                     pass
 
     def _report(self) -> None:
+        if self._tp_rank:
+            transfers = self.handoffs.rank.report() if self.handoffs is not None else None
+            if transfers is not None:
+                self._link.tell(RankReport(transfers=transfers))
+            return
         handoffs, total = self.handoffs, self.max_total_num_tokens
         free = self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
         pulled = handoffs.pulled_tokens if handoffs is not None else 0

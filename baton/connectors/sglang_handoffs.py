@@ -22,6 +22,7 @@ import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, FINISH_MATCHED_TOKEN
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
+from baton.connectors.agreement import RankAgreement
 from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep, TransferReport
 from baton.connectors.link import HANDOFF_PARAMETER
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
@@ -30,7 +31,7 @@ from baton.connectors.sglang_pool import SglangPool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 @dataclass(slots=True)
@@ -50,8 +51,9 @@ class Handoffs:
     def __init__(
         self,
         cache: HandoffCache,
-        pool: MHATokenToKVPool,
+        pool: KVCache,
         rank: HandoffRank,
+        agreement: RankAgreement,
         enqueue: Callable[[Req], None],
         kv_pool: SglangPool | None = None,
     ) -> None:
@@ -62,6 +64,7 @@ class Handoffs:
         self.pulled_tokens = 0
         """Tokens pulled for all requests so far."""
         self._cache = cache
+        self._agreement = agreement
         self._enqueue = enqueue
         self._decisions = HandoffScheduler(cache.page_size)
         self._parked: deque[Req] = deque()
@@ -134,14 +137,18 @@ class Handoffs:
     # Steps.
 
     def settle(self) -> list[Req]:
-        """Take the finished transfers from the agent, and start pulls that have room. Called between two steps.
+        """Take the transfers that have ended on all ranks, and start pulls that have room. Called between two steps.
 
         Returns the requests whose KV did not come.
         """
         kv_pool, failed = self.kv_pool, []
-        results = self.rank.end(expecting=kv_pool is not None and kv_pool.is_active)
+        news = self.rank.end(expecting=kv_pool is not None and kv_pool.is_active)
         if kv_pool is not None:
-            kv_pool.end(results)
+            kv_pool.end(news)
+        results = self._agreement.settle(news, self._pulling, self._leased_pages)
+        for rid in results.failed.difference(results.received):
+            # Failed on some rank: the others need not go on.
+            self._decisions.finished(rid, computed=False)
         for rid in results.received:
             self._decisions.pulled(rid)
             pulling = self._pulling.pop(rid)

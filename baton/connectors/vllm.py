@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from baton.connectors.cache_layout import FLOAT8, describe_cache
@@ -69,6 +70,9 @@ POOL_SETTING = "kv_pool_bytes"
 LOAN_PARAMETER = "loan"
 """Key of a request's `Loan` beside its `Handoff`, which may be absent."""
 UNCLAIMED_LOAN_TTL_S = 2.0
+
+HANDED_OFF = (FullAttentionSpec, MLAAttentionSpec)
+"""Kinds of caches that keep all blocks of a prompt. Others free those outside of a window, or have states instead."""
 
 
 class AgentSetting:
@@ -140,6 +144,12 @@ class BatonConnector(KVConnectorBase_V1):
             raise ConfigurationError(
                 f"this model has {len(kv_cache_config.kv_cache_groups)} groups of KV caches; "
                 "Baton hands off models with one (engine option handoff=false serves it whole)"
+            )
+        kind = type(kv_cache_config.kv_cache_groups[0].kv_cache_spec)
+        if kind not in HANDED_OFF:
+            raise ConfigurationError(
+                f"vLLM keeps this model's KV by {kind.__name__}, under which a prompt's blocks do not stay until a "
+                "peer has read them (engine option handoff=false serves it whole)"
             )
         if role is KVConnectorRole.SCHEDULER:
             block_tokens = vllm_config.cache_config.block_size
@@ -237,6 +247,10 @@ class BatonConnector(KVConnectorBase_V1):
         if self._pool_scheduler is not None and self._pool_scheduler.scheduler.is_busy:
             return True
         return self._scheduler is not None and self._scheduler.has_orders
+
+    def reset_cache(self) -> bool | None:
+        """Refuse what vLLM asks after a change of weights: Baton starts such an engine anew."""
+        return None if self._pool_scheduler is None else False
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return () if self._pool_scheduler is None else self._pool_scheduler.take_events()

@@ -11,7 +11,7 @@ import logging
 import os
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Final
@@ -121,6 +121,13 @@ def choose_profile(wanted: Device, here: Device, dialect: Dialect) -> DeviceProf
             f"engine option device is {wanted}, but this {dialect.engine} is built for {here}", param="device"
         )
     return dialect.profiles[here]
+
+
+def on_gpu(profile: DeviceProfile, options: Mapping[str, object]) -> DeviceProfile:
+    """Return the profile with a GPU's options; those of the profile, which other parts rely on, win."""
+    if options:
+        _log.info("options for this GPU: %s", ", ".join(f"{name}={value}" for name, value in options.items()))
+    return replace(profile, options={**options, **profile.options})
 
 
 def engine_arguments(

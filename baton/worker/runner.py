@@ -70,7 +70,10 @@ class Runner:
             with traced_leg(self._tracing, self._address.worker, request, trace) as leg:
                 expected_tokens = attempt.prompt_tokens - attempt.uncached_tokens
                 request = await self._loans.borrow(lender, request, expected_tokens)
-                reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
+                # An abort that came meanwhile found nothing in the engine.
+                reason = FinishReason.CANCELLED
+                if not attempt.stopping:
+                    reason = await self._generate(attempt, replace(request, trace=leg.trace), leg)
                 leg.finish(attempt, reason)
         except BatonError as error:
             await self._fail(attempt, error)

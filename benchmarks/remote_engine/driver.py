@@ -140,7 +140,9 @@ class Driver:
                 rank: int = command.get("rank", 0)
                 return (await engine.transfer_stats())[rank]
             case "faults":
-                return await engine.set_faults(TransferFaults(**command["faults"]))
+                # SGLang's may be those of one rank.
+                ranks = {"rank": command["rank"]} if "rank" in command else {}
+                return await engine.set_faults(TransferFaults(**command["faults"]), **ranks)
             case "events":
                 return self._events
             case "preempt":

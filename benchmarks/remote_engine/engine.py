@@ -99,6 +99,7 @@ class RemoteEngine:
             sampling=msgspec.to_builtins(request.sampling, str_keys=True),
             cache_salt=request.cache_salt,
             agents=list(request.source.agents) if request.source else [],
+            sink_ranks=request.sink_ranks,
             budget_s=request.budget_s,
         )
         ended = False
@@ -135,11 +136,12 @@ class RemoteEngine:
     async def check_health(self) -> None:
         await self._result(self._send("health"))
 
-    async def set_faults(self, **faults: object) -> None:
-        await self._result(self._send("faults", faults=faults))
+    async def set_faults(self, *, rank: int | None = None, **faults: object) -> None:
+        only = {} if rank is None else {"rank": rank}
+        await self._result(self._send("faults", faults=faults, **only))
 
-    async def stats(self) -> dict[str, Any]:
-        return await self._result(self._send("stats"))
+    async def stats(self, rank: int = 0) -> dict[str, Any]:
+        return await self._result(self._send("stats", rank=rank))
 
     async def close(self) -> None:
         if self._process is None:

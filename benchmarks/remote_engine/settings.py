@@ -27,12 +27,16 @@ _OPTIONS: Final[dict[EngineName, dict[str, Any]]] = {
         "page_size": 32,
     },
 }
+_MODELS: Final = ("qwen3", "llama", "deepseek_v2", "gemma3_causal", "mellum", "lfm2")
+_RANKS_OPTION: Final[dict[EngineName, str]] = {"vllm": "tensor_parallel_size", "sglang": "tp_size"}
 _BLOCK_OPTION: Final[dict[EngineName, str]] = {"vllm": "block_size", "sglang": "page_size"}
 
 
-def engine_options(engine: EngineName, *, block_tokens: int = 32, dtype: str = "float32") -> dict[str, Any]:
+def engine_options(
+    engine: EngineName, *, block_tokens: int = 32, dtype: str = "float32", ranks: int = 1
+) -> dict[str, Any]:
     """Return an engine's options. float32 because with bf16 random weights give near-ties that any reordering flips."""
-    return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens}
+    return {**_OPTIONS[engine], "dtype": dtype, _BLOCK_OPTION[engine]: block_tokens, _RANKS_OPTION[engine]: ranks}
 
 
 def engine_environ(engine: EngineName) -> dict[str, str]:
@@ -40,7 +44,7 @@ def engine_environ(engine: EngineName) -> dict[str, str]:
     if engine != "sglang":
         return dict(os.environ)
     models = Path(str(engine_python(engine))).parents[1].glob("lib/python3.*/site-packages/sglang/srt/models/*.py")
-    unused = (path.stem for path in models if path.stem not in ("qwen3", "llama"))
+    unused = (path.stem for path in models if path.stem not in _MODELS)
     return {**os.environ, "SGLANG_DISABLED_MODEL_ARCHS": ",".join(unused)}
 
 

@@ -65,6 +65,18 @@ void bind_gpu(nb::module_& m) {
           },
           "other"_a, "size"_a, Unlocked())
       .def(
+          "copy_to_host",
+          [](const Memory& memory, std::uint64_t offset, std::uint64_t host, std::uint64_t size) {
+            memory.device().copy(host, at(memory, offset, size), size);
+          },
+          "offset"_a, "host"_a, "size"_a, Unlocked())
+      .def(
+          "copy_from_host",
+          [](const Memory& memory, std::uint64_t offset, std::uint64_t host, std::uint64_t size) {
+            memory.device().copy(at(memory, offset, size), host, size);
+          },
+          "offset"_a, "host"_a, "size"_a, Unlocked())
+      .def(
           "fill",
           [](const Memory& memory, std::uint64_t offset, std::uint64_t size, std::uint8_t value) {
             memory.device().fill(at(memory, offset, size), value, size);

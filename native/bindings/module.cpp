@@ -8,6 +8,7 @@ void bind_agent(nb::module_& m);
 void bind_radix(nb::module_& m);
 void bind_limits(nb::module_& m);
 void bind_gpu(nb::module_& m);
+void bind_copies(nb::module_& m);
 
 NB_MODULE(_core, m) {
   m.doc() = "Baton's native core: block hashing, the KV transfer agent and the prefix index.";
@@ -17,4 +18,5 @@ NB_MODULE(_core, m) {
   bind_radix(m);
   bind_limits(m);
   bind_gpu(m);
+  bind_copies(m);
 }

@@ -2,6 +2,7 @@
 #include <memory>
 #include <string>
 
+#include "gpu/copies.cuh"
 #include "gpu/queue.cuh"
 
 namespace {
@@ -186,18 +187,7 @@ BatonGpuStatus baton_gpu_write(BatonGpu* gpu, uint64_t address, uint64_t value) 
 BatonGpuStatus baton_gpu_write_after(BatonGpu* gpu, uint64_t stream, uint64_t address, uint64_t value) {
   return guarded([&] {
     const OnDevice on(gpu->device);
-    const auto theirs = reinterpret_cast<cudaStream_t>(stream);
-    cudaStreamCaptureStatus capturing{};
-    check(cudaStreamIsCapturing(theirs, &capturing), "the stream cannot be waited for");
-    if (capturing != cudaStreamCaptureStatusNone) {
-      throw Failure{BATON_GPU_INVALID, "the stream is being captured into a graph"};
-    }
-    cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "no event");
-    cudaError_t error = cudaEventRecord(event, theirs);
-    if (error == cudaSuccess) error = cudaStreamWaitEvent(gpu->after, event, 0);
-    cudaEventDestroy(event);  // CUDA keeps the event until it has happened.
-    check(error, "the stream cannot be waited for");
+    wait_for_stream(gpu->after, stream);
     gpu->write(gpu->after, address, value);
   });
 }
@@ -251,6 +241,54 @@ BatonGpuStatus baton_gpu_ended(BatonGpuQueue* queue, BatonGpuResult* results, ui
     *gate_count = slot.gates;
     for (std::uint32_t i = 0; i < slot.gates; ++i) {
       results[i] = {slot.host->states[i].outcome, fold(slot.host->states[i].sum)};
+    }
+  });
+}
+
+// ---------------------------------------------------------------- copies between the host and the device
+
+BatonGpuStatus baton_gpu_copies_open(BatonGpu* gpu, BatonGpuCopied copied, void* context, BatonGpuCopies** copies) {
+  return guarded([&] {
+    const OnDevice on(gpu->device);
+    *copies = open_copies(*gpu, copied, context).release();
+  });
+}
+
+void baton_gpu_copies_close(BatonGpuCopies* copies) {
+  (void)guarded([&] {
+    const OnDevice on(copies->gpu->device);
+    delete copies;
+  });
+}
+
+BatonGpuStatus baton_gpu_copies_pin(BatonGpuCopies* copies, uint64_t address, uint64_t bytes) {
+  return guarded([&] {
+    const OnDevice on(copies->gpu->device);
+    check(cudaHostRegister(as_pointer(address), bytes, cudaHostRegisterPortable), "the memory cannot be pinned");
+  });
+}
+
+BatonGpuStatus baton_gpu_copies_unpin(BatonGpuCopies* copies, uint64_t address) {
+  return guarded([&] {
+    const OnDevice on(copies->gpu->device);
+    check(cudaHostUnregister(as_pointer(address)), "the memory cannot be released");
+  });
+}
+
+BatonGpuStatus baton_gpu_copies_start(BatonGpuCopies* copies, uint64_t ticket, BatonGpuDirection direction,
+                                      const BatonGpuCopy* batch, uint32_t count, int ordered, uint64_t after) {
+  return guarded([&] {
+    const OnDevice on(copies->gpu->device);
+    start_copies(*copies, ticket, direction, batch, count, ordered != 0, after);
+  });
+}
+
+BatonGpuStatus baton_gpu_copies_check(BatonGpuCopies* copies) {
+  return guarded([&] {
+    const OnDevice on(copies->gpu->device);
+    for (const auto& lane : copies->lanes) {
+      const cudaError_t error = cudaStreamQuery(lane.stream);
+      if (error != cudaErrorNotReady) check(error, "copies failed");
     }
   });
 }

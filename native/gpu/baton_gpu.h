@@ -1,8 +1,8 @@
 // The boundary between Baton and CUDA: a separate C library, built with nvcc (native/gpu/*.cu) and loaded at run time,
 // so that nothing else here needs CUDA to build or to run.
 //
-// It moves bytes: pieces of memory, by one kernel, as parts of chunks. A chunk's gate holds the words that it waits
-// for and the words that decide its outcome:
+// It moves bytes: pieces of memory, by one kernel, as parts of chunks, and batches of copies between the host and a
+// device. A chunk's gate holds the words that it waits for and the words that decide its outcome:
 //
 //    *release >= release_min? ─▶ *epoch == epoch_is? ─▶ move ─▶ *epoch == epoch_is still? ─▶ *signal = signal_is
 //
@@ -19,7 +19,7 @@ extern "C" {
 
 #pragma GCC visibility push(default)
 
-#define BATON_GPU_ABI 1u
+#define BATON_GPU_ABI 2u
 #define BATON_GPU_ALIGN 16u  // Bytes: alignment of addresses, strides and lengths, and the unit that a thread moves.
 #define BATON_GPU_LAUNCHES_MAX 2u   // Unfinished launches of a queue: one runs while the next is made.
 #define BATON_GPU_PIECES_MAX 4096u  // Per launch.
@@ -118,6 +118,35 @@ BatonGpuStatus baton_gpu_launch(BatonGpuQueue* queue, const BatonGpuPiece* piece
 // Takes the results of the oldest launch: one per gate, 0 while it has not ended. `device_ns`: the launch's duration.
 BatonGpuStatus baton_gpu_ended(BatonGpuQueue* queue, BatonGpuResult* results, uint32_t* gate_count,
                                uint64_t* device_ns);
+
+// ---------------------------------------------------------------- copies between the host and the device
+
+typedef struct BatonGpuCopies BatonGpuCopies;  // Two streams of batches, one for each direction.
+
+typedef struct BatonGpuCopy {
+  uint64_t to, from, bytes;
+} BatonGpuCopy;
+
+typedef enum BatonGpuDirection {
+  BATON_GPU_TO_HOST = 0,
+  BATON_GPU_TO_DEVICE,
+} BatonGpuDirection;
+
+// Called on the driver's thread once a batch has ended; must not call this library. A device that fails calls nothing.
+typedef void (*BatonGpuCopied)(void* context, uint64_t ticket);
+
+BatonGpuStatus baton_gpu_copies_open(BatonGpu* gpu, BatonGpuCopied copied, void* context, BatonGpuCopies** copies);
+// A fence: waits until every batch has ended.
+void baton_gpu_copies_close(BatonGpuCopies* copies);
+// Pins host memory for copies; `address` and `bytes` are whole pages.
+BatonGpuStatus baton_gpu_copies_pin(BatonGpuCopies* copies, uint64_t address, uint64_t bytes);
+BatonGpuStatus baton_gpu_copies_unpin(BatonGpuCopies* copies, uint64_t address);
+// Starts a batch, in any order within it; batches of a direction run one after another. If `ordered`, it begins once
+// the work now in the stream `after` (a cudaStream_t) has ended. After an error none of its copies runs any more.
+BatonGpuStatus baton_gpu_copies_start(BatonGpuCopies* copies, uint64_t ticket, BatonGpuDirection direction,
+                                      const BatonGpuCopy* batch, uint32_t count, int ordered, uint64_t after);
+// BATON_GPU_FAILED if the device has failed, so that no batch ends any more.
+BatonGpuStatus baton_gpu_copies_check(BatonGpuCopies* copies);
 
 #pragma GCC visibility pop
 

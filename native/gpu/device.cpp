@@ -41,7 +41,10 @@ void load(const std::string& name, Calls& calls) {
                      find("unmap", calls.unmap) && find("write", calls.write) &&
                      find("write_after", calls.write_after) && find("queue_open", calls.queue_open) &&
                      find("queue_close", calls.queue_close) && find("queue_scratch", calls.queue_scratch) &&
-                     find("queue_fd", calls.queue_fd) && find("launch", calls.launch) && find("ended", calls.ended);
+                     find("queue_fd", calls.queue_fd) && find("launch", calls.launch) && find("ended", calls.ended) &&
+                     find("copies_open", calls.copies_open) && find("copies_close", calls.copies_close) &&
+                     find("copies_pin", calls.copies_pin) && find("copies_unpin", calls.copies_unpin) &&
+                     find("copies_start", calls.copies_start) && find("copies_check", calls.copies_check);
   if (!whole) throw Unavailable(library.why());
   if (calls.abi() != BATON_GPU_ABI) throw Unavailable(name + " is of another version of Baton");
 }

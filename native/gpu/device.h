@@ -43,6 +43,12 @@ struct Calls {
   decltype(&baton_gpu_queue_fd) queue_fd;
   decltype(&baton_gpu_launch) launch;
   decltype(&baton_gpu_ended) ended;
+  decltype(&baton_gpu_copies_open) copies_open;
+  decltype(&baton_gpu_copies_close) copies_close;
+  decltype(&baton_gpu_copies_pin) copies_pin;
+  decltype(&baton_gpu_copies_unpin) copies_unpin;
+  decltype(&baton_gpu_copies_start) copies_start;
+  decltype(&baton_gpu_copies_check) copies_check;
 };
 
 // All calls of this class and of those below throw Error.
@@ -75,6 +81,7 @@ class Device {
   friend class Memory;
   friend class Mapping;
   friend class Queue;
+  friend class DeviceCopies;
   void check(BatonGpuStatus status) const;
 
   Calls calls_{};

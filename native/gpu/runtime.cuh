@@ -174,6 +174,22 @@ void* as_pointer(std::uint64_t address) {
   return reinterpret_cast<void*>(address);
 }
 
+// Makes what comes next in `stream` begin once the work now in `theirs` (a cudaStream_t) has ended.
+void wait_for_stream(cudaStream_t stream, std::uint64_t theirs) {
+  const auto awaited = reinterpret_cast<cudaStream_t>(theirs);
+  cudaStreamCaptureStatus capturing{};
+  check(cudaStreamIsCapturing(awaited, &capturing), "the stream cannot be waited for");
+  if (capturing != cudaStreamCaptureStatusNone) {
+    throw Failure{BATON_GPU_INVALID, "the stream is being captured into a graph"};
+  }
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "no event");
+  cudaError_t error = cudaEventRecord(event, awaited);
+  if (error == cudaSuccess) error = cudaStreamWaitEvent(stream, event, 0);
+  cudaEventDestroy(event);  // CUDA keeps the event until it has happened.
+  check(error, "the stream cannot be waited for");
+}
+
 }  // namespace
 
 struct BatonGpu {

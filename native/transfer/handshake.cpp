@@ -264,7 +264,13 @@ Handshake::Outcome Handshake::on_welcome(const frames::Welcome& welcome, Outbox&
 }
 
 Handshake::Outcome Handshake::offer_next(Outbox& out) {
-  if (candidates_.empty()) return refuse("no backend that both sides have works between them: " + declined_, out);
+  if (candidates_.empty()) {
+    const std::string why = "no backend that both sides have works between them: " + declined_;
+    if (!only_equal_) return refuse(why, out);
+    return refuse(why + "; the sink has '" + layout::to_string(*peer_.layout) + "', the source has '" +
+                      layout::to_string(*geometry_.layout) + "'",
+                  out, Cause::layout);
+  }
   backend_ = candidates_.back();
   candidates_.pop_back();
   if (backend_ == kInline) return agree(out);
@@ -276,6 +282,7 @@ Handshake::Outcome Handshake::decline(const std::string& why, bool fits, Outbox&
   const auto& local = options_.local;
   const bool reaches = !elsewhere_ || std::find(local.begin(), local.end(), backend_) == local.end();
   fallback_ = fallback_ || (fits && reaches);
+  only_equal_ = only_equal_ || (converts_ && !fits);
   declined_ += (declined_.empty() ? "" : "; ") + backend_ + ": " + why;
   return offer_next(out);
 }

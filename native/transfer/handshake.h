@@ -79,6 +79,7 @@ class Handshake {
   Digest peer_nonce_{};
   Geometry peer_;
   bool converts_ = false;
+  bool only_equal_ = false;              // A backend was declined that would have served equal layouts.
   std::vector<std::string> candidates_;  // Backends not tried yet, the preferred last.
   std::string backend_;
   bool checksum_ = true;

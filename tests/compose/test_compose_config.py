@@ -19,6 +19,7 @@ def test_all_profiles_are_understood() -> None:
     services = config("--profile", "gpu", "--profile", "observability", "config", "--services").split()
     assert {"decode-gpu", "jaeger", "otel-collector", "prometheus", "grafana"} <= set(services)
     assert "jaeger" not in config("config", "--services").split()
+    assert "decode-gpu-3" in config("--profile", "gpus-4", "config", "--services").split()
 
 
 def test_a_port_for_others_asks_for_a_key() -> None:

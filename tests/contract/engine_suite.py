@@ -142,6 +142,7 @@ class Pair:
             sampling=sampling,
             cache_salt=salt,
             source=address if leg is Leg.DECODE else None,
+            sink_ranks=len(self.decode_facts.agents) if leg is Leg.PREFILL else 0,
             budget_s=self.budget_s if budget_s is None else budget_s,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import hashlib
 import mmap
@@ -138,12 +139,42 @@ class FakeGpu(FakeLibrary):
         "fail_run",
         "stale",
         "corrupt",
+        "hold_copies",
+        "reorder_copies",
+        "no_pin",
+        "fail_start",
+        "fail_copies",
     )
-    open = ("devices", "allocations", "mappings", "queues")
-    done = ("launches", "chunks", "not_ready", "stale")
+    open = ("devices", "allocations", "mappings", "queues", "engines", "pinned")
+    done = ("launches", "chunks", "not_ready", "stale", "batches", "copies")
+
+    def write(self, stream: int, to: int, data: bytes) -> None:
+        """Have a stream of the engine write device memory: at once, unless `hold_streams` is set."""
+        source = ctypes.create_string_buffer(data, len(data))
+        self._call("fake_gpu_write", stream, to, ctypes.addressof(source), len(data))
+
+    def wrote(self, stream: int, to: int, size: int) -> None:
+        """Say that a stream of the engine writes this memory, which is memory of an engine on the CPU."""
+        self._call("fake_gpu_write", stream, to, 0, size)
+
+    def synchronise(self) -> None:
+        """Say that all streams of the engine have been waited for."""
+        self._call("fake_gpu_synchronise")
+
+    def _call(self, name: str, *words: int) -> None:
+        call = getattr(ctypes.CDLL(self.library), name)
+        call.argtypes, call.restype = [ctypes.c_uint64] * len(words), None
+        call(*words)
+
+
+class FakeNvml(FakeLibrary):
+    """NVIDIA's management library without a driver; a text file says what it finds, see fake_nvml.cpp."""
+
+    source = "fake_nvml.cpp"
+    file = "libnvidia-ml.so.1"
 
 
 if __name__ == "__main__":
     # Compiles ahead of the tests, as `make test-fast` does: on a busy machine it takes longer than a test may.
-    for library in (FakeVerbs, FakeGpu):
+    for library in (FakeVerbs, FakeGpu, FakeNvml):
         library.compiled()

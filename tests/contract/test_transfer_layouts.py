@@ -11,8 +11,20 @@ import pytest
 from fake_library import FakeVerbs
 from transfer_caches import CacheNode, scattered
 from transfer_rig import KEY, OPTIONS, MakeAgent, assert_nothing_left, wait_until
+from ucx_library import ucx_library
 
-from baton.transfer import AgentStats, Cause, Corruption, EventKind, NativeAgent, TransferFaults, lease_key, rank_key
+from baton.errors import LayoutMismatch
+from baton.transfer import (
+    AgentStats,
+    Cause,
+    Corruption,
+    EventKind,
+    NativeAgent,
+    TransferFaults,
+    lease_key,
+    pull_failure,
+    rank_key,
+)
 from baton.transfer.layout import Layout, agree
 
 MODEL: dict[str, Any] = {
@@ -220,5 +232,23 @@ def test_adapters_that_need_registered_memory_are_passed_over(fake_verbs: FakeVe
     assert "verbs: it reads into registered memory only, and the KV layouts differ" in done.declined
     sink.expect(source, 0, 100)
     assert sink.cache.is_as_expected()
+    for node in (source, sink):
+        node.agent.close()
+
+
+@pytest.mark.parametrize("backend_only", ["verbs", "ucx"])
+def test_a_pair_with_no_other_way_is_refused_and_the_adapter_named(fake_verbs: FakeVerbs, backend_only: str) -> None:
+    libraries = {"verbs_library": fake_verbs.library} if backend_only == "verbs" else {"ucx_library": ucx_library()}
+    options = replace(OPTIONS, backends=(backend_only,), **libraries)
+    source = CacheNode(NativeAgent(options), scattered(Layout(**MODEL), 100, 1))
+    sink = CacheNode(NativeAgent(options), scattered(Layout(**MODEL | PACKED), 100, 2))
+    source.offer(KEY, 100)
+    sink.pull(KEY, source, 0, 100)
+    done = sink.wait_end(KEY)
+    assert (done.kind, done.cause) == (EventKind.PULL_FAILED, Cause.LAYOUT)
+    assert isinstance(pull_failure(done.cause, done.detail), LayoutMismatch), "the gateway then avoids the pair"
+    assert f"{backend_only}: it reads into registered memory only, and the KV layouts differ" in done.detail
+    for side in (source, sink):
+        assert f"'{side.cache.layout}'" in done.detail
     for node in (source, sink):
         node.agent.close()

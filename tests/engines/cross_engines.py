@@ -5,26 +5,45 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import make_model
 from tokenizers import Tokenizer
 
-from baton.cli.tiny_model import make_tiny_model
-from baton.engines.engine import EngineFacts
+from baton.engines.engine import EngineFacts, EngineLoad
+from baton.messages.attempts import Sampling
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
 from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
-from tests.contract.engine_suite import Pair, Shadow
+from tests.contract.engine_suite import Pair, Shadow, collect
 
-AGENT = {"secret": "tests", "lease_ttl_s": 2.0, "unclaimed_ttl_s": 20.0, "wanted_timeout_s": 5.0}
+AGENT = {
+    "secret": "tests",
+    "lease_ttl_s": 2.0,
+    "unclaimed_ttl_s": 20.0,
+    "wanted_timeout_s": 5.0,
+    "stall_timeout_s": 30.0,
+}
 _pairs = itertools.count()
 RUNNING_MAX = 4
+KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
+    # On a CPU vLLM keeps latent rows in blocks of 16 tokens, whatever is asked for.
+    ("vllm", "deepseek"): {"num_gpu_blocks_override": 512},
+    ("vllm", "fp8"): {"kv_cache_dtype": "fp8"},
+    ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
+    ("vllm", "lfm2"): {"load_format": "dummy"},
+    ("sglang", "lfm2"): {"load_format": "dummy"},
+    ("sglang", "mellum"): {"load_format": "dummy"},
+}
+"""Further options by engine and kind of model or cache."""
+GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
+PROMPT_TOKENS = (1, 33, 200, 1500)
 
 
 def nightly(value: object) -> object:
@@ -53,7 +72,10 @@ class Engines:
         self._running: dict[str, Running] = {}
 
     async def get(self, name: str) -> Running:
-        """Return an engine by `engine-block_tokens`, `engine-llama-block_tokens` or `engine-bfloat16-block_tokens`."""
+        """Return an engine by `engine-block_tokens`; before the tokens may stand a kind of `tiny_models` or `KINDS`.
+
+        With `x2` at the end it has two tensor-parallel ranks.
+        """
         running = self._running.pop(name, None)
         if running is None:
             while len(self._running) >= RUNNING_MAX:
@@ -61,6 +83,9 @@ class Engines:
             running = await self._start(name)
         self._running[name] = running
         return running
+
+    def log(self, name: str) -> str:
+        return (self._folder / f"{name}.log").read_text(errors="replace")
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return what tokens of these engines say, without special ones."""
@@ -71,12 +96,12 @@ class Engines:
             await running.stack.aclose()
 
     async def _start(self, name: str) -> Running:
-        parts = re.fullmatch(r"(\w+)(?:-(llama|bfloat16))?-(\d+)", name)
+        parts = re.fullmatch(r"(\w+)(?:-([a-z]\w*))?-(\d+)(?:x(\d))?", name)
         assert parts is not None, name
-        engine, kind, block_tokens = parts.groups()
+        engine, kind, block_tokens, ranks = parts.groups()
         assert engine in ("vllm", "sglang")
-        model = self._folder / ("llama" if kind == "llama" else "qwen3")
-        make_tiny_model(model, arch="llama" if kind == "llama" else "qwen3")
+        model = self._folder / ("qwen3" if kind in (None, "bfloat16", "fp8") else kind)
+        make_model(model, kind or "")
         python = engine_python(engine)
         if python is None:
             pytest.skip(f"there is no environment with {engine}: make environment-{engine}")
@@ -85,7 +110,8 @@ class Engines:
             "engine": engine,
             "model": str(model),
             "role": Role.DECODE,
-            "options": engine_options(engine, block_tokens=int(block_tokens), dtype=dtype)
+            "options": engine_options(engine, block_tokens=int(block_tokens), dtype=dtype, ranks=int(ranks or 1))
+            | dict(KINDS.get((engine, kind), {}))
             | dict(self._options.get(engine, {})),
             "agent": AGENT,
         }
@@ -118,3 +144,35 @@ async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:
         numbers=itertools.count(next(_pairs) * 10_000),
         budget_s=60.0,
     )
+
+
+def figures(load: EngineLoad) -> tuple[int, int]:
+    return load.prompt_tokens_computed, load.prompt_tokens_pulled
+
+
+async def check_answers(pair: Pair, *, at_once: bool) -> None:
+    """Hand prompts off, and compare with what the decode engine says alone, which computes them all again."""
+    prompts = [pair.prompt(tokens) for tokens in PROMPT_TOKENS * (2 if at_once else 1)]
+    before = figures(pair.decode.load())
+    if at_once:
+        answers = await asyncio.gather(*(pair.hand_off(prompt, GREEDY) for prompt in prompts))
+    else:
+        answers = [await pair.hand_off(prompt, GREEDY) for prompt in prompts]
+    await pair.settled()
+    computed, pulled = (after - was for after, was in zip(figures(pair.decode.load()), before, strict=True))
+    assert computed == len(prompts), "of each prompt only the last token, which samples the first of the answer"
+    assert pulled == sum(map(len, prompts)) - len(prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        alone = await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))
+        assert answer.tokens == alone.tokens, len(prompt)
+        assert answer.last.transferred_tokens == len(prompt) - 1
+
+
+@asynccontextmanager
+async def corrupting(pair: Pair, **faults: Any) -> AsyncGenerator[None]:
+    assert isinstance(pair.prefill, RemoteEngine)
+    await pair.prefill.set_faults(corrupt_every=1, **faults)
+    try:
+        yield
+    finally:
+        await pair.prefill.set_faults()

@@ -1,5 +1,8 @@
 """Requests over the whole API, and answers in a form that can be compared field by field."""
 
+# pyright: basic
+# The answers are any JSON.
+
 from __future__ import annotations
 
 import json
@@ -144,8 +147,9 @@ def asks() -> list[Ask]:
             made.append(Ask(name, path, _body(path, number, fields)))
             made.append(Ask(name, path, _body(path, number, {**fields, "stream": True})))
         for number, (name, fields) in enumerate(STREAMED.items()):
-            for more in ({}, {"n": 2}, {"stop": ["e"]}):
-                made.append(Ask(f"{name} {more}", path, _body(path, number, {**fields, **more, "stream": True})))
+            for more in ({}, {"n": 2, "temperature": 1, "seed": 6}, {"stop": ["e"]}):
+                body = _body(path, number, {**fields, **more, "stream": True})
+                made.append(Ask(" with ".join([name, *more]), path, body))
         made += [Ask(name, path, _body(path, 0, fields)) for name, fields in REFUSED.items()]
     return [*made, *OTHERS]
 
@@ -176,11 +180,14 @@ def whole(text: str) -> Any:
 def _join(into: dict[str, Any], part: dict[str, Any]) -> None:
     """Add a chunk's part to what came before: texts and lists are appended, others replaced."""
     for name, value in part.items():
-        before = into.get(name)
+        before: Any = into.get(name)
         if isinstance(value, dict) and isinstance(before, dict):
             _join(before, value)
         elif (
-            isinstance(value, str | list) and isinstance(before, type(value)) and name not in ("role", "finish_reason")
+            before is not None
+            and type(before) is type(value)
+            and type(value) in (str, list)
+            and name not in ("role", "finish_reason")
         ):
             into[name] = before + value
         elif value is not None or name not in into:

@@ -11,33 +11,32 @@ import asyncio
 import os
 import re
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, make_pair, nightly
+from baton_gateway.parsing.formats import FormatName
+from cross_engines import GREEDY, PROMPT_TOKENS, Engines, check_answers, corrupting, make_pair, nightly
+from forced_answers import check_forced_calls
 from msgspec.structs import replace
 
-from baton.engines.engine import EngineLoad, Leg
+from baton.engines.engine import Leg
 from baton.errors import EngineFailed, InvalidRequest, ModelMismatch, PeerUnreachable, TransferFailed
 from baton.messages.attempts import Constraint, ConstraintKind, FinishReason, Sampling
 from baton.transfer import Corruption
 from benchmarks.remote_engine.engine import RemoteEngine
 from tests.contract.engine_suite import EngineSuite, Pair, changed, collect, first_delta
 
-GREEDY = Sampling(max_tokens=32, temperature=0.0, ignore_eos=True)
-PROMPT_TOKENS = (1, 33, 200, 1500)
 BFLOAT16_TOLERANCE = 0.25
 """Tolerance of a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
 PAIRS = (
-    "sglang-64-to-sglang-1",
+    "sglang-1-to-sglang-64x2",
     "vllm-32-to-vllm-128",
     "vllm-128-to-sglang-1",
     "sglang-1-to-vllm-128",
 )
-"""Engines, each with its block or page size in tokens."""
+"""Engines, each with its block or page size in tokens; `x2`: with two tensor-parallel ranks."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
@@ -90,6 +89,12 @@ async def test_a_constraint_holds_and_an_answer_continues_within_it(pair: Pair, 
     await pair.settled()
 
 
+@over("vllm-128-to-sglang-1", "sglang-1-to-vllm-128")
+async def test_a_forced_call_is_valid_and_continues_exactly(pair: Pair, engines: Engines) -> None:
+    await check_forced_calls(pair, engines, FormatName.HERMES)
+    await pair.settled()
+
+
 @over(*PAIRS)
 async def test_an_engine_refuses_a_constraint_and_serves_on(pair: Pair) -> None:
     unknown = replace(CONSTRAINED, constraint=Constraint(kind=ConstraintKind.REGEX, text="(?=a)b"))
@@ -99,28 +104,6 @@ async def test_an_engine_refuses_a_constraint_and_serves_on(pair: Pair) -> None:
         await collect(pair.decode, pair.request(pair.prompt(50), replace(CONSTRAINED, delivered_tokens=3)))
     assert (await pair.hand_off(pair.prompt(50), CONSTRAINED)).last.finish is FinishReason.STOP
     await pair.settled()
-
-
-def figures(load: EngineLoad) -> tuple[int, int]:
-    return load.prompt_tokens_computed, load.prompt_tokens_pulled
-
-
-async def check_answers(pair: Pair, *, at_once: bool) -> None:
-    """Hand prompts off, and compare with what the decode engine says alone, which computes them all again."""
-    prompts = [pair.prompt(tokens) for tokens in PROMPT_TOKENS * (2 if at_once else 1)]
-    before = figures(pair.decode.load())
-    if at_once:
-        answers = await asyncio.gather(*(pair.hand_off(prompt, GREEDY) for prompt in prompts))
-    else:
-        answers = [await pair.hand_off(prompt, GREEDY) for prompt in prompts]
-    await pair.settled()
-    computed, pulled = (after - was for after, was in zip(figures(pair.decode.load()), before, strict=True))
-    assert computed == len(prompts), "of each prompt only the last token, which samples the first of the answer"
-    assert pulled == sum(map(len, prompts)) - len(prompts)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        alone = await collect(pair.decode, pair.request(prompt, GREEDY, salt="computed here"))
-        assert answer.tokens == alone.tokens, len(prompt)
-        assert answer.last.transferred_tokens == len(prompt) - 1
 
 
 @over(*PAIRS)
@@ -197,16 +180,6 @@ async def test_a_stop_at_the_first_token_is_its_last(pair: Pair) -> None:
     answer = await pair.hand_off(prompt, changed(GREEDY, stop_token_ids=(first,)))
     assert answer.tokens == [first]
     assert answer.last.finish == "stop"
-
-
-@asynccontextmanager
-async def corrupting(pair: Pair, **faults: object) -> AsyncGenerator[None]:
-    assert isinstance(pair.prefill, RemoteEngine)
-    await pair.prefill.set_faults(corrupt_every=1, **faults)
-    try:
-        yield
-    finally:
-        await pair.prefill.set_faults()
 
 
 @over(*PAIRS)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
+import httpx
 import openai
 import pytest
 import pytest_asyncio
@@ -81,6 +84,52 @@ async def test_every_pair_of_engines_gives_the_same_answers_and_stops_at_the_sam
     await wait_idle(cluster)
 
 
+TOOL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+}
+
+
+async def test_a_forced_call_is_valid_with_either_engine_over_both_apis(
+    cluster: Cluster, client: openai.AsyncOpenAI
+) -> None:
+    seen: set[str] = set()
+    numbers = itertools.count(3000)
+    async with asyncio.timeout(120), httpx.AsyncClient(base_url=cluster.url, timeout=60) as plain:
+        while not {"decode-vllm", "decode-sglang"} <= seen:
+            cluster.observer.workers.clear()
+            messages = [{"role": "user", "content": f"story {next(numbers)}: " + "weather in Rome? " * 100}]
+            tool = {"name": "get_weather", "parameters": TOOL}
+            asked: dict[str, Any] = {"model": "tiny", "max_tokens": 200, "messages": messages, "temperature": 0}
+            create: Any = client.chat.completions.create
+            chat = await create(
+                **asked,
+                tools=[{"type": "function", "function": tool}],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                extra_headers={"x-baton-disaggregation": "always"},
+            )
+            (call,) = chat.choices[0].message.tool_calls
+            message = await plain.post(
+                "/v1/messages",
+                json={
+                    **asked,
+                    "tools": [{"name": "get_weather", "input_schema": TOOL}],
+                    "tool_choice": {"type": "tool", "name": "get_weather"},
+                },
+            )
+            (block,) = message.json()["content"]
+            assert (chat.choices[0].finish_reason, message.json()["stop_reason"]) == ("tool_calls", "tool_use")
+            assert (call.function.name, block["name"]) == ("get_weather", "get_weather")
+            arguments = json.loads(call.function.arguments)
+            assert arguments == block["input"], "greedy answers to one prompt"
+            assert arguments["city"] in ("Paris", "Rome")
+            assert 1 <= arguments["days"] <= 9
+            seen |= {worker for workers in cluster.observer.workers.values() for worker in workers}
+    await wait_idle(cluster)
+
+
 async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) -> None:
     await cluster.start_gateway("gateway-tenants", *PATIENCE, "--api-keys", "one,two")
     await cluster.wait_ready(gateway="gateway-tenants")
@@ -95,9 +144,14 @@ async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) ->
         )
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
-        workers = cluster.observer.workers[f"{answer.id.removeprefix('cmpl-')}-0"]
+        seen, request = cluster.observer, f"{answer.id.removeprefix('cmpl-')}-0"
         role = "prefill" if mode == "always" else "decode"
-        (worker,) = [worker for worker in workers if worker.startswith(role)]
+
+        def computing() -> list[str]:
+            return [worker for worker in seen.workers.get(request, ()) if worker.startswith(role)]
+
+        await seen.until(computing)  # The answer may overtake what the worker said of its prompt.
+        (worker,) = computing()
         return answer.usage.prompt_tokens_details.cached_tokens or 0, worker
 
     url, numbers = f"{cluster.gateway_url('gateway-tenants')}/v1", itertools.count()

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
 import zmq
+from vllm.engine import arg_utils
+from vllm.engine.arg_utils import EngineArgs
+from vllm.usage.usage_lib import UsageContext
 
 from baton.engines.engine import EngineBlocksCleared, EngineBlocksRemoved, EngineBlocksStored
+from baton.engines.gpu_profiles import VLLM_FLAGS, gpu_options
 from baton.engines.kv_events import KvEventListener, decode_batch
 from baton.engines.options import (
     WHOLE_ON_CUDA,
@@ -21,9 +27,11 @@ from baton.engines.options import (
     engine_arguments,
     engine_environment,
     local_model,
+    on_gpu,
     split_options,
 )
 from baton.engines.sglang.options import DIALECT as SGLANG
+from baton.engines.sglang.options import shared_cores, tensor_parallel_ranks
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
 from baton.messages.workers import Role
@@ -36,6 +44,44 @@ KNOWN = ("dtype", "block_size", "max_num_seqs", "enforce_eager", "kv_cache_memor
 def test_profile_is_overridden_by_options() -> None:
     arguments = engine_arguments({"block_size": 64, "dtype": "float32"}, KNOWN, CPU, DIALECT)
     assert arguments == {**CPU.options, "block_size": 64, "dtype": "float32"}
+
+
+GPU_NAMES = (
+    ("NVIDIA A100-SXM4-80GB", 80, (2048, 256)),
+    ("NVIDIA A100-PCIE-40GB", 40, (2048, 256)),
+    ("NVIDIA L4", 24, (2048, 256)),
+    ("NVIDIA L40S", 48, (2048, 256)),
+    ("NVIDIA H100 80GB HBM3", 80, (8192, 1024)),
+    ("NVIDIA H200", 141, (8192, 1024)),
+    ("NVIDIA B200", 180, (16384, 1024)),
+)
+
+
+@pytest.mark.parametrize(("name", "memory_gib", "expected"), GPU_NAMES)
+def test_a_gpus_flags_are_what_vllm_itself_takes_as_a_server(
+    monkeypatch: pytest.MonkeyPatch, name: str, memory_gib: int, expected: tuple[int, int]
+) -> None:
+    options = gpu_options(VLLM_FLAGS, name)
+    assert (options["max_num_batched_tokens"], options["max_num_seqs"]) == expected
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: memory_gib << 30,
+        get_device_name=lambda: name,
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", platform)
+    of_server = (limits[UsageContext.OPENAI_API_SERVER] for limits in EngineArgs.get_batch_defaults(1))
+    assert tuple(of_server) == expected
+
+
+def test_a_gpus_flags_reach_the_engine_and_the_users_win() -> None:
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    cuda = DIALECT.profiles[Device.CUDA]
+    profile = on_gpu(cuda, gpu_options(VLLM_FLAGS, "NVIDIA H100 80GB HBM3"))
+    arguments = engine_arguments({"max_num_seqs": 8}, known, profile, DIALECT)
+    assert arguments == {**cuda.options, "max_num_batched_tokens": 8192, "max_num_seqs": 8}
+    assert {flag.option for flags in VLLM_FLAGS.values() for flag in flags} <= set(known)
+    assert gpu_options(VLLM_FLAGS, "Quadro RTX 6000") == {}
 
 
 @pytest.mark.parametrize(
@@ -57,8 +103,9 @@ def test_option_that_cannot_be_is_named(options: dict[str, object], named: str) 
     ("options", "dialect", "named"),
     [
         ({"data_parallel_size": 2}, DIALECT, "vLLM's option data_parallel_size is 1"),
-        ({"tp_size": 2}, SGLANG, "SGLang's option tp_size is 1 in Baton: its scheduler hands off for one rank"),
-        ({"pp_size": 2}, SGLANG, "SGLang's option pp_size is 1"),
+        ({"pp_size": 2}, SGLANG, "SGLang's option pp_size is 1 in Baton: it hands off between ranks that divide heads"),
+        ({"dcp_size": 2}, SGLANG, "SGLang's option dcp_size is 1"),
+        ({"nnodes": 2}, SGLANG, "SGLang's option nnodes is 1 in Baton: its ranks share a host"),
     ],
 )
 def test_option_that_has_to_be_1_is_named_before_anything_is_loaded(
@@ -70,9 +117,18 @@ def test_option_that_has_to_be_1_is_named_before_anything_is_loaded(
 
 
 def test_ranks_of_a_worker_are_refused_where_its_engine_has_one() -> None:
-    settings = WorkerSettings(model="m", engine="sglang", tensor_parallel=2)
-    with pytest.raises(ConfigurationError, match="tp_size is 1 in Baton"):
+    settings = WorkerSettings(model="m", engine="simulated", tensor_parallel=2)
+    with pytest.raises(ConfigurationError, match="the simulated engine has one rank"):
         create_engine(Role.DECODE, settings)
+
+
+def test_sglangs_ranks_are_counted_and_share_the_cores() -> None:
+    assert tensor_parallel_ranks({}) == 1
+    assert tensor_parallel_ranks({"tp_size": 4}) == 4
+    for malformed in (0, -1, "2", None):
+        with pytest.raises(ConfigurationError, match="tp_size"):
+            tensor_parallel_ranks({"tp_size": malformed})
+    assert shared_cores(2, {3, 0, 1}) == "0,1,3|0,1,3"
 
 
 def test_on_a_gpu_nothing_is_handed_off(caplog: pytest.LogCaptureFixture) -> None:
@@ -93,6 +149,14 @@ def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
     check_handoff({"tensor_parallel_size": 2, "pipeline_parallel_size": 1})
     with pytest.raises(ConfigurationError, match="decode_context_parallel_size"):
         check_handoff({"tensor_parallel_size": 2, "decode_context_parallel_size": 2})
+
+
+@pytest.mark.parametrize("option", [{"distributed_executor_backend": "ray"}, {"nnodes": 2}])
+def test_ranks_on_several_hosts_hand_nothing_over(option: dict[str, object]) -> None:
+    (name,) = option
+    with pytest.raises(ConfigurationError, match=f"{name}=.* spreads ranks over hosts"):
+        check_handoff({"tensor_parallel_size": 2, **option})
+    check_handoff({"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "nnodes": 1})
 
 
 def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:

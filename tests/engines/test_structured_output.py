@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from baton_gateway.parsing.formats import read_family
 from cross_engines import Engines, make_pair
+from forced_answers import check_forced_calls
 from jsonschema import Draft202012Validator
 from msgspec.structs import replace
 
 from baton.messages.attempts import Constraint, ConstraintKind, FinishReason, Sampling
 from tests.contract.engine_suite import Pair
+from tests.harness.gateway.samples import FAMILIES
 from tests.harness.schemas import schemas
 
 SCHEMAS = 200
@@ -70,4 +73,14 @@ async def test_each_answer_is_valid_and_continues_exactly(pair: Pair, engines: E
     async with asyncio.TaskGroup() as group:
         for schema in schemas(SCHEMAS):
             group.create_task(check(schema, source.random()))
+    await pair.settled()
+
+
+FORCED = [name for name in FAMILIES if read_family(name).calls]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True, scope="module")
+async def test_forced_calls_of_every_family_are_valid_and_continue_exactly(pair: Pair, engines: Engines) -> None:
+    for family in FORCED:
+        await check_forced_calls(pair, engines, family)
     await pair.settled()

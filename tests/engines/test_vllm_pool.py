@@ -192,22 +192,18 @@ def test_an_aborted_promotion_leaves_nothing(engine: PoolEngine) -> None:
     assert pool_of(engine)["pinned"] == 0
 
 
-def test_events_tell_what_the_pool_holds(engine: PoolEngine) -> None:
-    """Runs after tests that fill and empty the pool: a shadow map of its events has its blocks, and no others."""
-    turn = engine.ask(prompt(200, 51))
-    assert turn.promoted == 0
-    shadow = ShadowMap(
-        model_digest=engine.process.facts["model_digest"], engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS
-    )
+def follows_events(engine: PoolEngine) -> ShadowMap:
+    """Wait until a shadow map of the engine's events has as many blocks in the pool as that has."""
+    digest = engine.process.facts["model_digest"]
+    shadow = ShadowMap(model_digest=digest, engine_block_tokens=BLOCK_TOKENS, block_tokens=BLOCK_TOKENS)
 
     def agrees() -> bool:
-        events = engine.process.ask("events")
-        for batch in events[shadow.batches :]:
+        for batch in engine.process.ask("events")[shadow.batches :]:
             shadow.apply(read_batch(batch))
         return shadow.fingerprint(Tier.POOL).blocks == pool_of(engine)["ready"]
 
     until(agrees, 5, lambda: f"{shadow.fingerprint(Tier.POOL)}, {pool_of(engine)}")
-    assert shadow.ignored_blocks == 0
+    return shadow
 
 
 def test_a_pool_smaller_than_a_prompt_serves_its_first_blocks(
@@ -218,10 +214,34 @@ def test_a_pool_smaller_than_a_prompt_serves_its_first_blocks(
         first = engine.ask(tokens)
         assert pool_of(engine)["slots"] == 8
         assert pool_of(engine)["dropped_blocks"] > 0
+        assert follows_events(engine).ignored_blocks == 0
         engine.forget()
         second = engine.ask(tokens)
         assert second.tokens == first.tokens
         assert (second.promoted, second.computed) == (8 * BLOCK_TOKENS, 700 - 8 * BLOCK_TOKENS)
+
+
+def test_events_tell_what_the_pool_stores_and_evicts(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with started(tiny_model, tmp_path_factory.mktemp("gate-events"), kv_pool_bytes=40 * SLOT_BYTES) as engine:
+        for seed in range(5):
+            engine.ask(prompt(400, 130 + seed), 40, cache_salt=str(seed % 2))
+        assert pool_of(engine)["evicted_blocks"] > 0
+        assert follows_events(engine).ignored_blocks == 0
+
+
+@pytest.mark.nightly
+def test_two_ranks_save_and_promote_together(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with started(tiny_model, tmp_path_factory.mktemp("gate-ranks"), tensor_parallel_size=2) as engine:
+        tokens = prompt(640, 140)
+        first = engine.ask(tokens)
+        engine.forget()
+        second = engine.ask(tokens)
+        assert second.tokens == first.tokens
+        assert (second.promoted, second.computed) == (639, 1)
+        # A slot of either rank has half of the heads.
+        assert pool_of(engine)["slots"] == 512
 
 
 @pytest.mark.nightly

@@ -44,7 +44,7 @@ async def stock(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> A
         )  # fmt: skip
     try:
         url = f"http://127.0.0.1:{port}"
-        async with asyncio.timeout(300), httpx.AsyncClient(base_url=url) as client:
+        async with asyncio.timeout(400), httpx.AsyncClient(base_url=url) as client:
             while True:
                 with suppress(httpx.TransportError):
                     if (await client.get("/health")).status_code == 200:
@@ -68,7 +68,7 @@ async def cluster(stock: str, tmp_path_factory: pytest.TempPathFactory, tiny_mod
         await cluster.start_control_plane(gateway_flags=(*PATIENCE, "--trust-request-chat-template"))
         for role in (Role.PREFILL, Role.DECODE):
             await cluster.start_worker(role, f"{role}-0", engine="vllm", options=OPTIONS)
-            await cluster.wait_worker(f"{role}-0")
+            await cluster.wait_worker(f"{role}-0", timeout_s=400)
         await cluster.wait_ready()
         yield cluster
 
@@ -86,6 +86,7 @@ def listed(heading: str) -> set[tuple[str, ...]]:
     return {tuple(cell.strip().strip("`") for cell in row[:3]) for row in rows}
 
 
+@pytest.mark.timeout(1800)
 async def test_answers_differ_only_where_it_is_listed(stock: str, cluster: Cluster) -> None:
     """Every difference is in the document, and every line of the document is a difference."""
     fields: set[tuple[str, ...]] = set()

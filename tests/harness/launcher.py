@@ -34,12 +34,12 @@ class Launcher:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def wait_for(self, words: str) -> None:
-        self.wait_until(lambda output: words in output, f"it said {words!r}")
+    def wait_for(self, words: str, timeout_s: float = READY_TIMEOUT_S) -> None:
+        self.wait_until(lambda output: words in output, f"it said {words!r}", timeout_s)
 
-    def wait_until(self, condition: Callable[[str], bool], what: str) -> None:
+    def wait_until(self, condition: Callable[[str], bool], what: str, timeout_s: float = READY_TIMEOUT_S) -> None:
         """Wait until `condition` is true of the output."""
-        give_up_at_s = time.monotonic() + READY_TIMEOUT_S
+        give_up_at_s = time.monotonic() + timeout_s
         while not condition(self.output):
             assert self.process.poll() is None, f"it ended before {what}:\n{self.output}"
             assert time.monotonic() < give_up_at_s, f"in vain: {what}:\n{self.output}"
@@ -55,7 +55,9 @@ def up_command(folder: Path, port: int, *flags: str) -> list[str]:
 
 
 @contextmanager
-def launched(folder: Path, *flags: str, shell: str = "") -> Generator[Launcher]:
+def launched(
+    folder: Path, *flags: str, shell: str = "", ready_timeout_s: float = READY_TIMEOUT_S
+) -> Generator[Launcher]:
     """Run `baton up`; `shell`: inside a shell, as `make` does, with this as its last command."""
     port = free_port()
     command = up_command(folder, port, *flags)
@@ -67,7 +69,7 @@ def launched(folder: Path, *flags: str, shell: str = "") -> Generator[Launcher]:
     launcher = Launcher(process, output_path, port)
     seen: list[psutil.Process] = []
     try:
-        launcher.wait_for("Ctrl-C ends everything")
+        launcher.wait_for("Ctrl-C ends everything", ready_timeout_s)
         seen = launcher.descendants()
         yield launcher
     finally:

@@ -41,7 +41,7 @@ def test_workers_read_what_was_prepared(folder: Path, engine: str) -> None:
     settings = read(prepare(deployment))
     assert (settings.model_name, settings.engine, settings.device) == ("tiny", engine, "cpu")
     assert (Path(settings.model) / "config.json").is_file()
-    defaults = engine_defaults(engine, device="cpu", tiny=True, workers_per_device=1)
+    defaults = engine_defaults(engine, device="cpu", tiny=True, workers_per_gpu=1)
     named = {key: value for key, value in NAMED.items() if value is not None}
     assert settings.engine_options == json.loads(json.dumps(defaults | named))
 

@@ -65,10 +65,10 @@ async def test_a_stream_that_pauses_gets_comments_and_goes_on() -> None:
 
 
 async def test_a_stream_that_flows_gets_none() -> None:
-    async with serving(stream_keep_alive_s=0.5) as (stage, client):
-        stage.say("on and on " * 20, ends=False)
+    async with serving(stream_keep_alive_s=2.0) as (stage, client):
+        stage.say("on and on " * 40, ends=False)
         stage.workers["d1"].script.interval_s = 0.02
-        answer = await client.post(CHAT, json={**HI, "max_tokens": 60})
+        answer = await client.post(CHAT, json={**HI, "max_tokens": 150})
     assert COMMENT not in answer.text
     assert answer.text.endswith("data: [DONE]\n\n")
 
@@ -82,7 +82,7 @@ async def test_a_refusal_before_the_first_comment_is_a_status() -> None:
 async def test_a_failure_after_the_first_comment_is_an_event() -> None:
     async with serving(stream_keep_alive_s=0.1) as (stage, client):
         stage.workers["d1"].script.stall_at = 0
-        response = await client.post(CHAT, json=HI, headers={"x-baton-deadline-s": "0.5"})
+        response = await client.post(CHAT, json=HI, headers={"x-baton-deadline-s": "2"})
     assert response.status_code == 200
     *comments, last = response.text.strip().split("\n\n")
     assert set(comments) == {COMMENT}

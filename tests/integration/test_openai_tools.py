@@ -15,7 +15,7 @@ from baton_gateway.detokenise import Vocabulary
 from baton_gateway.parsing.formats import FormatName
 from openai.types.chat import ChatCompletion, ChatCompletionMessageParam, ChatCompletionToolParam
 
-from baton.messages.attempts import DecodeTask
+from baton.messages.attempts import ConstraintKind, DecodeTask
 from baton.messages.base import unpack_tokens
 from tests.harness.gateway.actors import CHAT_TEMPLATE, MODEL, tiny_model
 from tests.harness.gateway.samples import FAMILIES, chat_template, marks_of, samples_of
@@ -148,6 +148,77 @@ async def test_without_a_choice_of_tools_the_model_is_told_of_none() -> None:
         assert "get_weather" not in prompt_of(stage)
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+async def test_a_forced_call_is_enforced_by_the_engine(choice: Any) -> None:
+    async with open_family() as (stage, client):
+        await stage.add("d2")
+        await forward(stage, "d2")
+        stage.say(CALL % "Paris")
+        asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "tool_choice": choice}
+        whole = await complete(client, **asked)
+        assert whole.choices[0].finish_reason == "tool_calls"
+        (call,) = message_of(whole)["tool_calls"]
+        assert call["function"] == {"name": "get_weather", "arguments": '{"city": "Paris"}'}
+        task = stage.workers["d1"].got(DecodeTask)[-1]
+        assert isinstance(task, DecodeTask)
+        assert task.sampling.constraint is not None
+        assert task.sampling.constraint.kind is ConstraintKind.STRUCTURAL_TAG
+        enforced = json.loads(task.sampling.constraint.text)["format"]["elements"][-1]
+        assert enforced["stop_after_first"] == (choice is NAMED)
+        assert [tag["begin"] for tag in enforced["tags"]] == ['<tool_call>\n{"name": "get_weather", "arguments": ']
+        stage.workers["d1"].script.fail_at = len(stage.answer) - 12
+        assert message_of(await streamed(client, **asked)) == message_of(whole)
+        (resumed,) = stage.workers["d2"].got(DecodeTask)
+        assert isinstance(resumed, DecodeTask)
+        assert resumed.sampling.constraint == task.sampling.constraint
+        assert resumed.sampling.delivered_tokens > 0
+
+
+JSON_ANSWER = '{"say": "<tool_call>\\n{}</tool_call>"}'
+
+
+@pytest.mark.parametrize("text", [CALL % "Paris", JSON_ANSWER, "1"])
+async def test_beside_tools_a_json_schema_holds_for_answers_without_calls(text: str) -> None:
+    async with open_family() as (stage, client):
+        stage.say(text)
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+        asked: dict[str, Any] = {"messages": [USER], "tools": TOOLS, "response_format": form}
+        whole = await complete(client, **asked)
+        task = stage.workers["d1"].got(DecodeTask)[-1]
+        assert isinstance(task, DecodeTask)
+        assert task.sampling.constraint is not None
+        calls, schema = json.loads(task.sampling.constraint.text)["format"]["elements"]
+        assert calls["elements"][-1]["at_least_one"]
+        assert schema == {"type": "json_schema", "json_schema": {"type": "object"}}
+        if text.startswith("<tool_call>"):
+            assert message_of(whole)["tool_calls"]
+            assert whole.choices[0].finish_reason == "tool_calls"
+        else:
+            assert message_of(whole) == {"role": "assistant", "content": text}
+            assert whole.choices[0].finish_reason == "stop"
+        assert message_of(await streamed(client, **asked)) == message_of(whole)
+
+
+@pytest.mark.parametrize(
+    ("family", "param", "fields"),
+    [
+        (FormatName.LLAMA4_PYTHONIC, "tool_choice", {"tool_choice": "required"}),
+        (FormatName.LLAMA_JSON, "tools", {"response_format": {"type": "json_object"}}),
+    ],
+)
+async def test_formats_in_which_calls_cannot_be_enforced(
+    family: FormatName, param: str, fields: dict[str, Any]
+) -> None:
+    async with open_family(family) as (stage, client):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await complete(client, messages=[USER], tools=TOOLS, **fields)
+        assert refused.value.param == param
+        assert not stage.workers["d1"].got(DecodeTask)
+
+
 async def test_a_call_that_is_cut_off_is_content() -> None:
     async with open_family() as (stage, client):
         stage.say(CALL % "Paris")
@@ -197,8 +268,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool(parameters=[])]}, "tools[0].function.parameters"),
     ({"tools": [tool(parameters=nested(65))]}, "tools[0].function.parameters" + ".a" * 64),
     ({"tools": [tool(parameters={"a": "x" * (256 << 10)})]}, "tools[0].function.parameters"),
-    ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools[0].function.parameters.not"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"messages": [USER, {"role": "user", "content": "x", "tool_calls": [CALLED]}]}, "messages[1].tool_calls"),

@@ -242,3 +242,18 @@ async def test_spans_and_messages_have_no_key(world: World) -> None:
     outputs = repr([stage.spans, stage.scheduler.places, stage.workers["d1"].received])
     for secret in (key, key.removeprefix("sk-baton-"), "sk-baton-wrong", "'static'"):
         assert secret not in outputs
+
+
+async def test_a_chat_template_and_tokenizing_need_the_keys_rights(world: World) -> None:
+    trusted = await world.new_key(permissions=frozenset({Permission.CHAT_TEMPLATE}))
+    other = await world.new_key(models=("absent",), requests_per_minute=1)
+    template = {"chat_template": "{{ messages[0]['content'] }}"}
+    assert (await world.post(trusted, None, **template)).status_code == 200
+    said = error_of(await world.post("static", None, **template), 400, "invalid_request")
+    assert "chat-template" in said["message"]
+    headers = {"authorization": f"Bearer {other}"}
+    body = {"model": MODEL, "prompt": "hi"}
+    refused = await world.client.post("/tokenize", json=body, headers=headers)
+    error_of(refused, 403, "permission_denied")
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    error_of(await world.client.post("/tokenize", json=body, headers=headers), 429, "rate_limit_exceeded")

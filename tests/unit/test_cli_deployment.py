@@ -9,13 +9,27 @@ from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.cli import servers
-from baton.cli.deployment import Deployment, check_deployment, find_model, resolve, service_programs, worker_programs
+from baton.cli.deployment import (
+    Deployment,
+    check_deployment,
+    find_model,
+    gpu_shares,
+    resolve,
+    service_programs,
+    worker_programs,
+)
 from baton.cli.engine_defaults import context_limit, engine_defaults, worker_threads
+from baton.cli.gpu_shares import visible_gpus
 from baton.cli.main import main, parse_pool_bytes, run
 from baton.cli.servers import free_port
+from baton.cli.up import describe_gpus
+from baton.devices.gpus import Gpu, Gpus
+from baton.devices.pci import PciPlace
+from baton.devices.survey import Host, Survey
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.pool.memory import available_bytes
@@ -25,6 +39,18 @@ from baton.stop import EXIT_FAILED, EXIT_MISCONFIGURED
 ROOT = Path(__file__).parents[2]
 NATS_URL = "nats://nats-token@127.0.0.1:4222"
 REDIS_URL = "redis://:redis-password@127.0.0.1:6379/0"
+GPUS = tuple(
+    Gpu(
+        index=index,
+        name="H100",
+        uuid=f"GPU-{index}abc",
+        memory_bytes=80 << 30,
+        free_bytes=80 << 30,
+        capability=(9, 0),
+        place=PciPlace(address=""),
+    )
+    for index in range(3)
+)
 
 
 def make_deployment(folder: Path, **changes: object) -> Deployment:
@@ -186,6 +212,73 @@ def test_on_a_gpu_decode_workers_serve_whole(tmp_path: Path) -> None:
     assert options["gpu_memory_utilization"] == pytest.approx(0.425), "of the GPU, for each of the two that are there"
 
 
+@pytest.mark.parametrize(
+    ("gpus", "changes", "expected"),
+    [
+        ((0, 1, 2), {}, {"decode-0": ("0", 0.85), "decode-1": ("1", 0.85), "decode-2": ("2", 0.85)}),
+        ((3,), {"decode": 2}, {"decode-0": ("3", 0.425), "decode-1": ("3", 0.425)}),
+        ((0, 1), {"decode": 3}, {"decode-0": ("0", 0.425), "decode-1": ("1", 0.85), "decode-2": ("0", 0.425)}),
+        (
+            (0, 1, 2, 3, 4),
+            {"engine_options": {"tensor_parallel_size": 2}},
+            {"decode-0": ("0,1", 0.85), "decode-1": ("2,3", 0.85)},
+        ),
+        ((), {}, {"decode-0": (None, 0.85)}),
+    ],
+)
+def test_each_gpu_has_a_worker(
+    tmp_path: Path, gpus: tuple[int, ...], changes: dict[str, object], expected: dict[str, tuple[str | None, float]]
+) -> None:
+    deployment = resolve(make_deployment(tmp_path, **changes), gpu=True, find_gpus=lambda: gpus)
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4"} if gpus else {}
+    workers = worker_programs(deployment, model_path=Path("/model"), nats_url=NATS_URL, environ=environ)
+    told = {
+        worker.name: (
+            worker.environ.get("CUDA_VISIBLE_DEVICES"),
+            json.loads(flags(worker)["--engine-options"])["gpu_memory_utilization"],
+        )
+        for worker in workers
+    }
+    assert told == expected
+    assert all(worker.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" for worker in workers if gpus)
+
+
+def test_a_worker_that_needs_more_gpus_than_there_are_is_refused(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path, engine_options={"tensor_parallel_size": 4})
+    with pytest.raises(ConfigurationError, match="4 tensor-parallel ranks needs as many GPUs: here are 2"):
+        gpu_shares(resolve(deployment, gpu=True, find_gpus=lambda: (0, 1)))
+    with pytest.raises(ConfigurationError, match="tensor_parallel_size is a number of GPUs, not 'two'"):
+        resolve(make_deployment(tmp_path, engine_options={"tensor_parallel_size": "two"}), gpu=True)
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, (0, 1, 2)), ("2,0", (2, 0)), ("GPU-1", (1,)), ("0, GPU-2", (0, 2))],
+)
+def test_gpus_are_those_that_the_environment_shows(visible: str | None, expected: tuple[int, ...]) -> None:
+    assert visible_gpus(GPUS, visible) == expected
+    assert visible_gpus((), visible) == ()
+
+
+@pytest.mark.parametrize("visible", ["", "3", "GPU-", "one"])
+def test_gpus_that_are_not_there_are_named(visible: str) -> None:
+    with pytest.raises(ConfigurationError, match="CUDA_VISIBLE_DEVICES"):
+        visible_gpus(GPUS, visible)
+
+
+def test_the_start_says_which_gpu_a_worker_has_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    gpus = (GPUS[0], msgspec.structs.replace(GPUS[1], free_bytes=0))
+    host = Host(locked_bytes_max=None, shm_bytes=1 << 30, shm_free_bytes=1 << 30, ptrace_scope=0, numa_nodes=1)
+    survey = Survey(gpus=Gpus(gpus=gpus), nics=(), host=host)
+    deployment = resolve(make_deployment(tmp_path), gpu=True, find_gpus=lambda: visible_gpus(gpus, None))
+    problem, fix, *workers = describe_gpus(deployment, survey)
+    assert problem == "problem: other processes use 80.0 GiB of GPU 1, so a worker may not fit"
+    assert fix.startswith("  fix: ")
+    assert workers == [
+        f"decode-{index}: GPU {index} (H100), 85% of its memory if no option says otherwise" for index in (0, 1)
+    ]
+
+
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device: str) -> None:
     deployment = make_deployment(tmp_path, device=device, disaggregation=Disaggregation.ALWAYS)
@@ -297,7 +390,7 @@ def test_workers_share_the_machine() -> None:
     assert worker_threads("cpu", cores=16, workers=2) == {"OMP_NUM_THREADS": "8"}
     assert worker_threads("cpu", cores=1, workers=2) == {"OMP_NUM_THREADS": "1"}
     assert worker_threads("cuda", cores=16, workers=2) == {}
-    shares = engine_defaults("vllm", device="cuda", tiny=False, workers_per_device=2)
+    shares = engine_defaults("vllm", device="cuda", tiny=False, workers_per_gpu=2)
     assert shares["gpu_memory_utilization"] == pytest.approx(0.425)
 
 

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 from baton_gateway.answers import LOGPROB_MIN, AnswerHead, ChatFormat, CompletionFormat
 from baton_gateway.choice import Candidate, LogprobEntry, Piece
+from baton_gateway.guard import error_response
+
+from baton.errors import BatonError
 
 HEAD = AnswerHead(request="r", model="m", created_s=0, with_logprobs=True)
 SMILE = "😀".encode()
@@ -53,3 +59,28 @@ def test_a_chat_reports_bytes() -> None:
     (shown,) = chunk["choices"][0]["logprobs"]["content"]
     assert [other["bytes"] for other in shown["top_logprobs"]] == [[0xF0], [0xF1]]
     assert {other["logprob"] for other in shown["top_logprobs"]} == {LOGPROB_MIN}
+
+
+def test_the_chosen_token_is_among_the_alternatives_of_completions() -> None:
+    shown = completion_logprobs(LogprobEntry(Candidate(9, b"z", -7.0), (Candidate(5, b"a", -0.1),)))
+    assert shown["top_logprobs"] == [{"a": -0.1, "z": -7.0}]
+    assert completion_logprobs(LogprobEntry(Candidate(9, b"z", -7.0), ()))["top_logprobs"] == [{"z": -7.0}]
+
+
+def all_errors(root: type[BatonError] = BatonError) -> Iterator[type[BatonError]]:
+    yield root
+    for kind in root.__subclasses__():
+        yield from all_errors(kind)
+
+
+ERRORS: list[type[BatonError]] = list(all_errors())
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_every_error_has_openais_shape(kind: type[BatonError]) -> None:
+    response = error_response(kind("a sentence", param="field", retry_after_s=1.2), {"path": "/v1/chat/completions"})
+    assert (response.status_code, response.headers["content-type"]) == (kind.http_status, "application/json")
+    assert response.headers["retry-after"] == "2"
+    assert json.loads(bytes(response.body)) == {
+        "error": {"message": "a sentence", "type": kind.openai_type, "param": "field", "code": kind.code}
+    }

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 from baton_gateway.bodies import ChatBody, parse
-from baton_gateway.parsing.formats import OWN
+from baton_gateway.parsing.calls import calls_of
+from baton_gateway.parsing.formats import OWN, ParsingOptions
 from baton_gateway.tokenise import ModelTokenizer
-from baton_gateway.tool_bodies import Tool, check_schema, text_parameters
+from baton_gateway.tool_bodies import Tool, check_schema, text_parameters, trimmed_parameters
 
 from baton.errors import InvalidRequest
 from tests.harness.gateway.actors import make_tokenizer
@@ -142,6 +143,23 @@ def test_parameters_that_take_text() -> None:
     tools = [{"name": "f", "parameters": {"properties": properties}}, {"name": "g", "parameters": {"properties": 5}}]
     described = [Tool.model_validate({"type": "function", "function": tool}) for tool in tools]
     assert text_parameters(described) == {"f": ("a", "b", "c"), "g": ()}
+
+
+def test_texts_that_a_schema_bounds_are_trimmed() -> None:
+    properties = {
+        "free": {"type": "string", "description": "any"},
+        "one": {"type": "string", "enum": ["a"]},
+        "short": {"type": ["string", "null"], "maxLength": 3},
+        "number": {"type": "integer", "enum": [1]},
+    }
+    tool = Tool.model_validate(
+        {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    )
+    assert trimmed_parameters([tool]) == {"f": ("one", "short")}
+    written = {"free": " x ", "one": " a\n", "short": "b ", "number": " 1 "}
+    options = ParsingOptions(text_parameters=text_parameters([tool]), trimmed_parameters=trimmed_parameters([tool]))
+    (call,) = calls_of({"function": {"name": "f", "arguments": written}}, options)
+    assert json.loads(call.arguments) == {"free": " x ", "one": "a", "short": "b", "number": 1}
 
 
 def test_a_tokenizers_own_template_is_used(tmp_path: Path) -> None:

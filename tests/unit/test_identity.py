@@ -79,6 +79,15 @@ def test_values_stay_one_word_each_and_short() -> None:
             "after,linear,factor=8.0,rope_theta=500000.0",
         ),
         (
+            # vLLM's name for DeepSeek's scaling, and the model's own.
+            {"rope_parameters": {"rope_type": "deepseek_yarn", "factor": 8.0, "rope_theta": 5e5}},
+            "after,yarn,factor=8.0,rope_theta=500000.0",
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", "factor": 8}},
+            "after,yarn,factor=8.0,rope_theta=500000.0",
+        ),
+        (
             {"rope_parameters": {"sliding": {"rope_theta": 1e4}, "full": {"rope_type": "linear", "factor": 8}}},
             "after,full:linear,factor=8.0;sliding:default,rope_theta=10000.0",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 import pytest
 from baton_scheduler.placement import PlacementOptions, choose
@@ -28,7 +29,7 @@ RATES = StepFit(
 """A thousand prompt tokens per second; a loan of one token takes a microsecond unless a test says otherwise."""
 
 
-def beat(name: str, role: Role = Role.DECODE, *, pool: bool = True, **fields: object) -> Heartbeat:
+def beat(name: str, role: Role = Role.DECODE, *, pool: bool = True, **fields: Any) -> Heartbeat:
     promotion = PromotionFit(bytes_per_s=1e9, samples=1) if pool else None
     return heartbeat(name, role, steps=RATES, kv_bytes_per_token=KV_BYTES_PER_TOKEN, promotion=promotion, **fields)
 
@@ -84,6 +85,6 @@ def test_a_prefill_worker_borrows_from_one_that_decodes() -> None:
         "lender is gone",
     ],
 )
-def test_nobody_lends(match: PrefixMatch, busy: dict[str, object], idle: dict[str, object]) -> None:
-    beats = [beat("busy", prefill_tokens_queued=50_000, **busy), beat("idle", **idle)]  # pyright: ignore[reportArgumentType]
+def test_nobody_lends(match: PrefixMatch, busy: dict[str, Any], idle: dict[str, Any]) -> None:
+    beats = [beat("busy", prefill_tokens_queued=50_000, **busy), beat("idle", **idle)]
     assert lender(match, *beats)[1] == ""

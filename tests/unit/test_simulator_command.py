@@ -34,7 +34,7 @@ def trace(tmp_path: Path) -> str:
 
 
 def test_the_command_is_found_by_its_entry_point() -> None:
-    assert list(find_commands()) == ["replay"]
+    assert list(find_commands()) == ["keys", "replay"]
 
 
 def test_it_prints_one_row_per_policy(trace: str, capsys: pytest.CaptureFixture[str]) -> None:

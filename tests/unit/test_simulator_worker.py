@@ -58,6 +58,8 @@ class Recorder:
         assert leg.request not in self.times.first_s
         self.times.first_s[leg.request] = self._queue.now_s
 
+    def on_saved(self, worker: Worker, stored: Sequence[int], evicted: Sequence[int]) -> None: ...
+
     def on_ended(self, worker: Worker, leg: Leg) -> None:
         assert leg.request not in self.times.last_s
         self.times.last_s[leg.request] = self._queue.now_s

@@ -58,7 +58,7 @@ def loans(bus: MemoryBus, facts: EngineFacts = FACTS, engine: Lender | None = No
     return Loans(
         bus=bus,
         clock=SystemClock(),
-        engine=engine or Lender([]),
+        engine=engine or Lender(FACTS),
         facts=facts,
         rates=Rates(facts.step_tokens_max),
         worker="worker",
@@ -136,7 +136,7 @@ async def test_a_worker_without_a_pool_asks_nobody() -> None:
 
 @pytest.mark.parametrize(("held", "pool"), [(640, True), (0, True), (640, False)])
 async def test_a_lender_answers_with_what_its_pool_leases(held: int, pool: bool) -> None:
-    engine = Lender([])
+    engine = Lender(FACTS)
     engine.lent_tokens = held
     network = MemoryNetwork()
     bus = MemoryBus(network)

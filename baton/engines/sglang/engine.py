@@ -1,4 +1,4 @@
-"""SGLang in this process: `sglang.Engine`, whose scheduler and detokenizer are children that die with it."""
+"""SGLang in this process: `sglang.Engine`, whose schedulers and detokenizer are children that die with it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from baton.connectors.link import (
     AskStats,
     EndLease,
     Opened,
+    RankReport,
     Report,
     SetFaults,
     Stats,
@@ -36,7 +37,7 @@ from baton.engines.kv_events import KvEventListener
 from baton.engines.options import split_options
 from baton.engines.recorder import LoadRecorder
 from baton.engines.sglang.host import SglangHost
-from baton.engines.sglang.options import DIALECT
+from baton.engines.sglang.options import DIALECT, tensor_parallel_ranks
 from baton.errors import BatonError, EngineFailed, InvalidRequest
 from baton.messages.attempts import FinishReason, Sampling
 from baton.messages.workers import Role
@@ -58,15 +59,20 @@ class SglangEngine:
         self._agent = agent
         self._host: SglangHost | None = None
         self._opened: Opened | None = None
+        """Facts of the first rank, which are all ranks' but for its agent and the size of its blocks."""
+        self._hands_off = False
         self._listener: KvEventListener | None = None
         self._failure = "the engine has not been started"
         self._died = asyncio.Event()
-        self._recorder = LoadRecorder(ranks=1)
+        self._ranks = tensor_parallel_ranks(self._options)
+        self._recorder = LoadRecorder(self._ranks)
         self._attempts = Attempts()
         self._recorder.on_lease_ended = self._attempts.lease_ended
         self._begun_s: dict[bytes, float] = {}
         """Instants at which attempts were first computed, kept until their first token."""
-        self._stats: asyncio.Future[Stats] | None = None
+        self._stats: dict[int, Stats] = {}
+        """Answers to `AskStats`, by rank."""
+        self._all_stats = asyncio.Event()
 
     async def start(self) -> EngineFacts:
         self._host = SglangHost(self._model, self._role, self._own, self._options, self._agent)
@@ -75,7 +81,8 @@ class SglangEngine:
         self._listener = KvEventListener(DIALECT.engine, self._host.events_endpoint, initial_batches=1)
         self._listener.start()
         try:
-            self._opened = await self._host.start()
+            ranks = await self._host.start()
+            self._opened = ranks[0]
             self._failure = ""
             await self._listener.connected(EVENTS_CONNECT_TIMEOUT_S)
         except BaseException:
@@ -83,18 +90,19 @@ class SglangEngine:
             raise
         from baton.engines.sglang.sampling import PARAMETERS
 
-        opened = self._opened
+        opened, agents = self._opened, tuple(rank.endpoint for rank in ranks if rank.endpoint)
+        self._hands_off = bool(agents)
         return EngineFacts(
             engine=f"sglang {opened.version}",
             model_digest=self._host.digest,
             block_tokens=opened.block_tokens,
             kv_blocks=opened.blocks,
-            kv_bytes_per_token=opened.block_bytes // opened.block_tokens,
+            kv_bytes_per_token=sum(rank.block_bytes for rank in ranks) // opened.block_tokens,
             running_max=opened.running_max,
             step_tokens_max=opened.step_tokens_max,
             context_tokens_max=opened.context_tokens_max,
             kv_identity=opened.kv_identity,
-            agents=(opened.endpoint,) if opened.endpoint else (),
+            agents=agents,
             parameters=tuple(sorted(PARAMETERS)) if opened.grammars else (),
             pool_blocks=opened.pool_blocks,
         )
@@ -156,18 +164,19 @@ class SglangEngine:
             await self._host.stop()
             self._host = None
 
-    async def set_faults(self, faults: TransferFaults) -> None:
-        """Inject faults at this engine's agent, for tests and benchmarks."""
-        self._alive()[0].tell(SetFaults(faults=faults))
+    async def set_faults(self, faults: TransferFaults, rank: int | None = None) -> None:
+        """Inject faults at one rank's agent, or at all, for tests and benchmarks."""
+        self._alive()[0].tell(SetFaults(faults=faults, rank=rank))
 
     async def transfer_stats(self) -> list[dict[str, Any]]:
-        """Return the agent's counters, for tests and benchmarks; one at a time."""
+        """Return the agents' counters by rank, for tests and benchmarks; one call at a time."""
         host, _ = self._alive()
-        self._stats = asyncio.get_running_loop().create_future()
+        self._stats.clear()
+        self._all_stats.clear()
         host.tell(AskStats())
         async with asyncio.timeout(STATS_TIMEOUT_S):
-            stats = await self._stats
-        return [{**stats.figures, "layers_arrived": stats.layers_arrived}]
+            await self._all_stats.wait()
+        return [{**stats.figures, "layers_arrived": stats.layers_arrived} for _, stats in sorted(self._stats.items())]
 
     # ------------------------------------------------------------ inside
 
@@ -208,7 +217,7 @@ class SglangEngine:
         from baton.engines.sglang.sampling import prefill_params, sampling_params
 
         request, sampling = attempt.request, attempt.request.sampling
-        handoff = handoff_of(attempt, context_tokens_max=opened.context_tokens_max, enabled=bool(opened.endpoint))
+        handoff = handoff_of(attempt, context_tokens_max=opened.context_tokens_max, enabled=self._hands_off)
         largest = max(request.tokens)
         if largest >= opened.vocabulary:
             raise InvalidRequest(f"token id {largest} is not in the vocabulary of {opened.vocabulary}", param="prompt")
@@ -271,7 +280,7 @@ class SglangEngine:
             stages=stages,
         )
 
-    def _take_report(self, report: Report) -> None:
+    def _take_report(self, rank: int, report: Report) -> None:
         match report:
             case StepReport():
                 self._begun_s.update((key, begun_s) for key, begun_s in report.begun)
@@ -287,7 +296,11 @@ class SglangEngine:
                 )
                 if report.transfers is not None:
                     self._recorder.record_transfers(report.transfers)
-            case Stats() if self._stats is not None and not self._stats.done():
-                self._stats.set_result(report)
+            case RankReport():
+                self._recorder.record_transfers(report.transfers)
+            case Stats():
+                self._stats[rank] = report
+                if len(self._stats) == self._ranks:
+                    self._all_stats.set()
             case _:
                 pass

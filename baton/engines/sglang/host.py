@@ -31,7 +31,7 @@ from baton.engines.options import (
     engine_arguments,
     engine_environment,
 )
-from baton.engines.sglang.options import DIALECT
+from baton.engines.sglang.options import CORES_VARIABLE, DIALECT, shared_cores, tensor_parallel_ranks
 from baton.engines.sglang.plugins import CONNECTOR_VARIABLE
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions
@@ -43,19 +43,22 @@ END_TIMEOUT_S: Final = 5.0
 DISPATCH_INTERVAL_S: Final = 0.001
 
 
-class SglangHost(EngineHost[Opened]):
+class SglangHost(EngineHost[tuple[Opened, ...]]):
+    """Builds one `Opened` for each rank, in their order."""
+
     def __init__(
         self, model: str, role: Role, own: OwnOptions, options: Mapping[str, object], agent: AgentOptions
     ) -> None:
         super().__init__(DIALECT.engine, model)
-        self.on_report: Callable[[Report], None] = lambda _report: None
-        """Callback on our own loop, ahead of the tokens of the step that the report describes."""
+        self.on_report: Callable[[int, Report], None] = lambda _rank, _report: None
+        """Callback on our own loop, with the rank, ahead of the tokens of the step that the report describes."""
         self.on_death: Callable[[], None] = lambda: None
         self._role = role
         self._own = own
         self._options = options
         self._agent = agent
-        self._link = HostEnd()
+        self.ranks = tensor_parallel_ranks(options)
+        self._link = HostEnd(self.ranks)
         self._sglang: Engine | None = None
         self._sglang_loop: asyncio.AbstractEventLoop | None = None
         self._failure = ""
@@ -91,7 +94,7 @@ class SglangHost(EngineHost[Opened]):
 
     # ------------------------------------------------------------ on SGLang's
 
-    def _build(self, model_path: str) -> Opened:
+    def _build(self, model_path: str) -> tuple[Opened, ...]:
         with engine_environment(DIALECT):
             import torch
 
@@ -106,9 +109,12 @@ class SglangHost(EngineHost[Opened]):
         try:
             self._sglang = engine = self._launch(model_path, here)
             connecting.join()
-            opened = next(report for report in self._link.reports() if isinstance(report, Opened))
+            opened = tuple(report for _, report in self._link.reports() if isinstance(report, Opened))
+            assert len(opened) == self.ranks
         except BaseException:
-            self._failure = next((report.reason for report in self._link.reports() if isinstance(report, Failed)), "")
+            self._failure = next(
+                (report.reason for _, report in self._link.reports() if isinstance(report, Failed)), ""
+            )
             self._link.close()
             connecting.join()
             _end({child.pid for child in set(multiprocessing.active_children()) - before if child.pid})
@@ -130,6 +136,8 @@ class SglangHost(EngineHost[Opened]):
             with engine_environment(DIALECT, profile):
                 os.environ[ADDRESS_VARIABLE] = self._link.address
                 os.environ[CONNECTOR_VARIABLE] = self._own.connector
+                if here is Device.CPU and self.ranks > 1:
+                    os.environ.setdefault(CORES_VARIABLE, shared_cores(self.ranks, os.sched_getaffinity(0)))
                 from sglang.srt.entrypoints.engine import Engine
 
                 from baton.connectors.sglang_cache import BACKEND
@@ -152,11 +160,12 @@ class SglangHost(EngineHost[Opened]):
         atexit.unregister(engine.shutdown)
         return engine
 
-    def _serve(self, built: Opened) -> None:
+    def _serve(self, built: tuple[Opened, ...]) -> None:
         assert self._sglang is not None and self._sglang_loop is not None
         loop, pids = self._sglang_loop, set(self._sglang.get_all_child_pids())
         watched = [os.pidfd_open(pid) for pid in pids]
-        loop.add_reader(self._link.fileno(), self._take_reports)
+        for connection in self._link.filenos():
+            loop.add_reader(connection, self._take_reports)
         for process in watched:
             loop.add_reader(process, self._died, process)
         loop.run_until_complete(loop.run_in_executor(None, self._stop.wait))
@@ -185,9 +194,9 @@ class SglangHost(EngineHost[Opened]):
             self._loop.call_soon_threadsafe(self.on_death)
 
     def _take_reports(self) -> None:
-        for report in self._link.reports():
+        for rank, report in self._link.reports():
             if not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(lambda report=report: self.on_report(report))
+                self._loop.call_soon_threadsafe(self.on_report, rank, report)
 
     async def _follow(
         self,
@@ -201,7 +210,7 @@ class SglangHost(EngineHost[Opened]):
             stream = await self._sglang.async_generate(input_ids=tokens, rid=rid, stream=True, **fields)
             async with aclosing(stream):  # pyright: ignore[reportArgumentType]
                 async for step in stream:  # pyright: ignore[reportGeneralTypeIssues]
-                    # The scheduler has sent its report before the tokens: it is here by now.
+                    # The schedulers have sent their reports before the tokens: they are here by now.
                     self._take_reports()
                     put(step)
         except Exception as error:  # noqa: BLE001

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
@@ -25,3 +27,15 @@ class PlainCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_torch_distributed_backend_str(self) -> str:
         return "gloo"
+
+
+def attend_over_latent_rows() -> None:
+    """Have models with latent attention (MLA) attend over the cached rows themselves, if such a model is loaded.
+
+    SGLang's default for a prompt expands the rows to K and V of each head, and `torch_native` would then look for these
+    in the cache.
+    """
+    handlers = sys.modules.get("sglang.srt.models.deepseek_common.attention_backend_handler")
+    if handlers is not None:
+        absorbed = handlers.AttnForwardMethod.MLA
+        handlers.AttentionBackendRegistry.register("torch_native", lambda _attention, _batch: absorbed)

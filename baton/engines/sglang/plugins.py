@@ -16,7 +16,13 @@ CONNECTOR_VARIABLE: Final = "BATON_ENGINE_CONNECTOR"
 """`module:Class` of the scheduler to run."""
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
-_SET_KV_BUFFER: Final = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer"
+_POOLS: Final = "sglang.srt.mem_cache.memory_pool"
+_SETS_KV: Final = (
+    f"{_POOLS}.MHATokenToKVPool.set_kv_buffer",
+    f"{_POOLS}.MLATokenToKVPool.set_kv_buffer",
+    f"{_POOLS}.MLATokenToKVPool.set_mla_kv_buffer",
+)
+_LOAD_MODEL: Final = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 
 
 def platform() -> str | None:
@@ -42,7 +48,9 @@ def hooks() -> None:
     grammar.register()
     module, _, name = os.environ[CONNECTOR_VARIABLE].partition(":")
     HookRegistry.register(_SCHEDULER, getattr(import_module(module), name), HookType.REPLACE)
-    HookRegistry.register(_SET_KV_BUFFER, _layer_saved, HookType.AFTER)
+    for sets_kv in _SETS_KV:
+        HookRegistry.register(sets_kv, _layer_saved, HookType.AFTER)
+    HookRegistry.register(_LOAD_MODEL, _model_loaded, HookType.AFTER)
 
 
 def _layer_saved(_result: object, pool: object, layer: object, *_arguments: object, **named: object) -> None:
@@ -50,3 +58,9 @@ def _layer_saved(_result: object, pool: object, layer: object, *_arguments: obje
     if saved is not None:
         override = named.get("layer_id_override")
         saved(layer.layer_id if override is None else override)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _model_loaded(_result: object, *_arguments: object, **_named: object) -> None:
+    from baton.engines.sglang.platform import attend_over_latent_rows
+
+    attend_over_latent_rows()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from baton.engines.gpu_profiles import VLLM_FLAGS, gpu_options
 from baton.engines.host import EngineHost
 from baton.engines.options import (
     Device,
@@ -15,6 +16,7 @@ from baton.engines.options import (
     choose_profile,
     engine_arguments,
     engine_environment,
+    on_gpu,
 )
 from baton.engines.vllm.options import DEFAULT_STRUCTURED_OUTPUTS, DIALECT, check_handoff, choose_executor
 from baton.engines.vllm.stats import StatLogger
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 
 SHUTDOWN_TIMEOUT_S: Final = 5.0
 WORKER_EXTENSION: Final = "baton.connectors.vllm_extension.BatonWorker"
+HYBRID: Final = (
+    "some of this model's layers keep a state in place of KV, and Baton runs vLLM with one pool of KV blocks"
+)
 
 
 class VllmHost(EngineHost["AsyncLLM"]):
@@ -56,6 +61,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
 
             here = Device.CPU if current_platform.is_cpu() else Device.CUDA
             profile = choose_profile(self._own.device, here, DIALECT)
+            if here is Device.CUDA:
+                profile = on_gpu(profile, gpu_options(VLLM_FLAGS, current_platform.get_device_name()))
             arguments: dict[str, Any] = engine_arguments(
                 self._options, (field.name for field in fields(AsyncEngineArgs)), profile, DIALECT
             )
@@ -85,6 +92,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
                     ),
                 )
                 config = engine_args.create_engine_config()
+                if config.model_config.is_hybrid:
+                    raise ConfigurationError(HYBRID, param="model")
                 self.recorder = StatLogger(config.parallel_config.tensor_parallel_size)
                 return AsyncLLM.from_vllm_config(config, stat_loggers=[self._stat_logger], disable_log_stats=True)
 

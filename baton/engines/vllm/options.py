@@ -69,9 +69,17 @@ def choose_executor(arguments: dict[str, object], environ: Mapping[str, str]) ->
 
 
 def check_handoff(arguments: Mapping[str, object]) -> None:
-    """Raise ConfigurationError if ranks divide something else than heads, which no layout describes."""
+    """Raise ConfigurationError if ranks divide something else than heads, which no layout describes, or span hosts."""
     for name in (*_LAYER_AND_TOKEN_RANKS, "decode_context_parallel_size"):
         if arguments.get(name, 1) != 1:
             raise ConfigurationError(
                 f"engine option {name} is 1 where KV is handed over (handoff=false serves requests whole)", param=name
             )
+    executor = arguments.get("distributed_executor_backend")
+    if executor == "ray" or arguments.get("nnodes", 1) != 1:
+        name = "distributed_executor_backend" if executor == "ray" else "nnodes"
+        raise ConfigurationError(
+            f"engine option {name}={arguments[name]} spreads ranks over hosts, and where KV is handed over they share "
+            "one (handoff=false serves requests whole)",
+            param=name,
+        )

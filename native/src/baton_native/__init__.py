@@ -1,12 +1,13 @@
 """Baton's native core.
 
-Its users are `baton.blocks`, `native`, `native_values`, `memory` and `layout` in `baton.transfer`, and
+Its users are `baton.blocks`, `native`, `native_values`, `memory`, `layout` and `device` in `baton.transfer`, and
 `baton_kvindex.radix`.
 """
 
 from baton_native import core
 from baton_native._core import (
     Agent,
+    CopyEngine,
     DeviceMemory,
     Faults,
     GpuError,
@@ -30,6 +31,7 @@ from baton_native._core import (
 
 __all__ = [
     "Agent",
+    "CopyEngine",
     "DeviceMemory",
     "Faults",
     "GpuError",

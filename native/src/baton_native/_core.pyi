@@ -480,6 +480,25 @@ class DeviceMemory:
     def fill(self, offset: int, size: int, value: int) -> None: ...
     def copy_from(self, other: DeviceMemory, size: int) -> None:
         """Copy as cudaMemcpy does, and wait for it."""
+    def copy_to_host(self, offset: int, host: int, size: int) -> None:
+        """The same to an address of host memory, which the caller answers for."""
+    def copy_from_host(self, offset: int, host: int, size: int) -> None: ...
+
+class CopyEngine:
+    """Batches of copies between registered host memory and a device's memory; see `native/gpu/copy_engine.h`."""
+
+    def __init__(self, device: int | None = None, library: str = "") -> None:
+        """Copy to and from a CUDA device, or by a thread of the host. Raises GpuUnavailable, GpuError."""
+    def fileno(self) -> int: ...
+    def register(self, address: int, size: int) -> None: ...
+    def unregister(self, address: int) -> None: ...
+    def submit(self, copies: builtins.bytes, after: int | None = None) -> int:
+        """Start a batch of (to, from, bytes), three words of 64 bits each; return its ticket."""
+    def poll(self) -> list[tuple[int, str]]:
+        """Return the tickets that have ended, each with the reason of its failure or an empty text."""
+    def wait(self, ticket: int, timeout_s: float) -> bool: ...
+    def close(self) -> None:
+        """Wait until every batch has ended, and end."""
 
 class Region:
     """Memory that other processes of this host can map; it lives as long as this object and any pool in it."""

@@ -1,9 +1,10 @@
 """Measures KV in CUDA memory: `python -m baton_native.bench_cuda`, on any host; without a GPU it says so and ends.
 
-First conversions, on the GPU alone: verified against the host's for each pair of layouts, then measured beside
-cudaMemcpy within the GPU, which is the limit. Then pulls between two processes, by each backend, with and without
-checksums: every byte is compared; pulls that are cancelled, before or while they move, or whose time is up, must end in
-time and write nothing after that. Ends with status 1 where anything is wrong.
+First copies between host and GPU, in batches of scattered blocks, verified and then measured beside cudaMemcpy from and
+to pinned memory. Then conversions, on the GPU alone: verified against the host's for each pair of layouts, then
+measured beside cudaMemcpy within the GPU, which is the limit. Then pulls between two processes, by each backend, with
+and without checksums: every byte is compared; pulls that are cancelled, before or while they move, or whose time is up,
+must end in time and write nothing after that. Ends with status 1 where anything is wrong.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ import itertools
 import json
 import random
 import select
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from baton_native import Agent, DeviceMemory, GpuUnavailable, Options, Report
+from baton_native.bench_copies import Figure, measure_copies, median_gb_per_s
 from baton_native.layout import Chunk, DeviceMover, Layout, Pool, Table, convert
 
 BLOCK_TOKENS = 16
@@ -31,20 +32,12 @@ BLOCK_BYTES = 64 << 10
 """Bytes of a block in one layer: K and V of 8 heads of 128 dimensions in bfloat16, as Llama 8B has them."""
 BACKENDS = ("cuda-ipc", "cuda-put")
 POISON = 0xA5
-REPEATS = 7
 WAIT_S = 60.0
 END_S_MAX = 0.6
 """Longest time from a cancel, or the end of a budget, to the report."""
 CANCELS = 5
 """Number of cancels, in the middle of pulls that would succeed."""
 PLANES: tuple[Literal["k", "v"], ...] = ("k", "v")
-
-
-@dataclass
-class Figure:
-    what: str
-    gb_per_s: float
-    of_limit: float = 0.0
 
 
 def layout_of(
@@ -71,11 +64,6 @@ class Cache:
             base = self.memory.address
         self.pool = Pool(like, [base + tensor * size for tensor in range(tensors)], blocks, like.block_bytes)
         self.table = Table(random.Random(str(like)).sample(range(blocks), blocks))
-
-
-def median_gb_per_s(size: int, run: Callable[[], float]) -> float:
-    run()
-    return size / statistics.median(run() for _ in range(REPEATS)) / 1e9
 
 
 def measure_conversions(library: str, tokens: int, layers: int) -> list[Figure]:
@@ -329,12 +317,13 @@ def main() -> None:
         return None
     sys.stdout.write(f"{device}\n")
     blocks = arguments.tokens // BLOCK_TOKENS
-    figures = measure_conversions(arguments.library, arguments.tokens, arguments.layers)
+    figures = measure_copies(arguments.library, arguments.tokens // BLOCK_TOKENS * arguments.layers * BLOCK_BYTES)
+    figures += measure_conversions(arguments.library, arguments.tokens, arguments.layers)
     figures += measure_pulls(arguments.library, arguments.layers, blocks)
     for figure in figures:
         share = f"{figure.of_limit:>8.0%}" if figure.of_limit else ""
         sys.stdout.write(f"  {figure.what:<34}{figure.gb_per_s:>9.1f} GB/s{share}\n")
-    sys.stdout.write("conversions and pulls are right, cancelled and late pulls wrote nothing\n")
+    sys.stdout.write("copies, conversions and pulls are right, cancelled and late pulls wrote nothing\n")
     if arguments.out:
         results = {"device": device, "figures": [asdict(figure) for figure in figures]}
         Path(arguments.out).write_text(json.dumps(results, indent=2) + "\n")

@@ -21,18 +21,23 @@ namespace {
 
 struct Control {
   Word no_driver, no_device, no_share, no_map;  // Failures of the driver, a device, sharing, mapping.
-  Word delay_ms;                                // Delay of each launch; its bytes move at the end of it.
-  Word hold;                                    // Launches do not begin while it is set.
-  Word hold_streams;                            // Nothing in a caller's stream ends while it is set.
-  Word fail_launch;                             // The n-th launch from now on is refused.
-  Word fail_run;                                // The n-th launch from now on fails on the device.
-  Word stale;                                   // The n-th chunk with an epoch from now on finds it changed.
-  Word corrupt;                                 // The n-th chunk from now on arrives with a byte changed.
+  Word delay_ms;        // Delay of each launch and each batch of copies; its bytes move at the end of it.
+  Word hold;            // Launches do not begin while it is set.
+  Word hold_streams;    // Nothing in a caller's stream ends while it is set.
+  Word fail_launch;     // The n-th launch from now on is refused.
+  Word fail_run;        // The n-th launch from now on fails on the device.
+  Word stale;           // The n-th chunk with an epoch from now on finds it changed.
+  Word corrupt;         // The n-th chunk from now on arrives with a byte changed.
+  Word hold_copies;     // Batches of copies do not begin while it is set.
+  Word reorder_copies;  // The newest batch is next, not the oldest.
+  Word no_pin;          // Host memory cannot be pinned.
+  Word fail_start;      // The n-th batch from now on is refused.
+  Word fail_copies;     // The n-th batch from now on fails the device: none ends any more.
 };
 
 struct Counts {
-  Word devices, allocations, mappings, queues;  // Open.
-  Word launches, chunks, not_ready, stale;
+  Word devices, allocations, mappings, queues, engines, pinned;  // Open.
+  Word launches, chunks, not_ready, stale, batches, copies;
 };
 
 struct Allocation {
@@ -85,6 +90,12 @@ class World {
     const auto at = find(address, bytes);
     if (at == memory.end()) misused("an illegal address was used on the device");
     return at->second.backing + (address - at->first);
+  }
+  // The same, or memory of the host.
+  std::uint8_t* anywhere(std::uint64_t address, std::uint64_t bytes) {
+    const std::lock_guard held(lock);
+    const auto at = find(address, bytes);
+    return at == memory.end() ? reinterpret_cast<std::uint8_t*>(address) : at->second.backing + (address - at->first);
   }
   std::atomic<std::uint64_t>& word(std::uint64_t address) {
     return *reinterpret_cast<std::atomic<std::uint64_t>*>(behind(address, sizeof(std::uint64_t)));

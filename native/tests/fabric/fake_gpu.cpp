@@ -20,6 +20,7 @@
 #include "gpu/baton_gpu.h"
 #include "gpu/sum.h"
 #include "tests/fabric/device_memory.h"
+#include "tests/fabric/fake_copies.h"
 
 using namespace baton::tests;
 
@@ -265,13 +266,7 @@ BatonGpuStatus baton_gpu_free(BatonGpu* gpu, uint64_t address) {
 
 BatonGpuStatus baton_gpu_copy(BatonGpu*, uint64_t to, uint64_t from, uint64_t bytes) {
   World& world = World::get();
-  const auto pointer = [&](uint64_t address) {
-    const std::lock_guard held(world.lock);
-    const auto at = world.find(address, bytes);
-    return at == world.memory.end() ? reinterpret_cast<std::uint8_t*>(address)
-                                    : at->second.backing + (address - at->first);
-  };
-  std::memcpy(pointer(to), pointer(from), bytes);
+  std::memcpy(world.anywhere(to, bytes), world.anywhere(from, bytes), bytes);
   return BATON_GPU_OK;
 }
 
@@ -423,6 +418,81 @@ BatonGpuStatus baton_gpu_ended(BatonGpuQueue* queue, BatonGpuResult* results, ui
   *gate_count = static_cast<uint32_t>(done.results.size());
   *device_ns = 1000;
   return BATON_GPU_OK;
+}
+
+// ---------------------------------------------------------------- copies between the host and the device
+
+BatonGpuStatus baton_gpu_copies_open(BatonGpu*, BatonGpuCopied copied, void* context, BatonGpuCopies** copies) {
+  *copies = new BatonGpuCopies;
+  (*copies)->copied = copied;
+  (*copies)->context = context;
+  (*copies)->thread = std::thread(&BatonGpuCopies::run, *copies);
+  ++World::get().counts->engines;
+  return BATON_GPU_OK;
+}
+
+void baton_gpu_copies_close(BatonGpuCopies* copies) {
+  {
+    const std::lock_guard held(copies->lock);
+    copies->closing = true;
+  }
+  copies->changed.notify_all();
+  copies->thread.join();
+  delete copies;
+  --World::get().counts->engines;
+}
+
+BatonGpuStatus baton_gpu_copies_pin(BatonGpuCopies* copies, uint64_t address, uint64_t) {
+  if (World::get().control->no_pin != 0) return fail(BATON_GPU_NO_MEMORY, "the memory cannot be pinned");
+  const std::lock_guard held(copies->lock);
+  copies->pinned.insert(address);
+  ++World::get().counts->pinned;
+  return BATON_GPU_OK;
+}
+
+BatonGpuStatus baton_gpu_copies_unpin(BatonGpuCopies* copies, uint64_t address) {
+  const std::lock_guard held(copies->lock);
+  if (copies->pinned.erase(address) == 0) misused("memory that is not pinned is released");
+  --World::get().counts->pinned;
+  return BATON_GPU_OK;
+}
+
+BatonGpuStatus baton_gpu_copies_start(BatonGpuCopies* copies, uint64_t ticket, BatonGpuDirection direction,
+                                      const BatonGpuCopy* batch, uint32_t count, int ordered, uint64_t after) {
+  World& world = World::get();
+  if (World::strikes(world.control->fail_start)) return fail(BATON_GPU_FAILED, "the batch of copies is refused");
+  Streams& streams = Streams::get();
+  for (uint32_t i = 0; i < count; ++i) {
+    const uint64_t device = direction == BATON_GPU_TO_HOST ? batch[i].from : batch[i].to;
+    if (!streams.is_ordered(device, batch[i].bytes, ordered != 0, after)) {
+      return fail(BATON_GPU_INVALID, "a copy is not ordered after the last write of its memory");
+    }
+  }
+  const auto due = std::chrono::steady_clock::now() + std::chrono::milliseconds(world.control->delay_ms);
+  const uint64_t after_work = ordered != 0 ? streams.submitted() : 0;
+  {
+    const std::lock_guard held(copies->lock);
+    copies->batches.push_back({ticket, after_work, {batch, batch + count}, due});
+  }
+  copies->changed.notify_all();
+  return BATON_GPU_OK;
+}
+
+BatonGpuStatus baton_gpu_copies_check(BatonGpuCopies* copies) {
+  const std::lock_guard held(copies->lock);
+  if (copies->failed) return fail(BATON_GPU_FAILED, "copies failed: an illegal memory access was encountered");
+  return BATON_GPU_OK;
+}
+
+// For tests, which an engine's streams are. `from` 0: the caller has written the bytes.
+void fake_gpu_write(uint64_t stream, uint64_t to, uint64_t from, uint64_t bytes) {
+  const auto* const data = reinterpret_cast<const std::uint8_t*>(from);
+  Streams::get().write(stream, to, bytes, from == 0 ? std::vector<std::uint8_t>{} : std::vector(data, data + bytes));
+}
+
+// For tests: all streams have been waited for.
+void fake_gpu_synchronise(void) {
+  Streams::get().forget();
 }
 
 }  // extern "C"

@@ -11,6 +11,7 @@ import msgspec
 
 from baton.errors import BatonError
 from baton_gateway.choice import Candidate, LogprobEntry, Piece, ToolCall
+from baton_gateway.order import Outcome
 
 LOGPROB_MIN: Final = -9999.0
 """Replacement for minus infinity, which JSON cannot express; the same value as vLLM's."""
@@ -70,7 +71,9 @@ class PromptHead(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Format(Protocol):
-    """Answer format of one of the two endpoints."""
+    """Answer format of one of OpenAI's two endpoints."""
+
+    id: str
 
     def opening(self, choice: int) -> dict[str, Any] | None:
         """Return the chunk that goes before a choice's text."""
@@ -95,8 +98,12 @@ class WholeChoice:
     logprobs: list[LogprobEntry] = field(default_factory=list[LogprobEntry])
     ids: list[int] = field(default_factory=list[int])
     finish_reason: str = ""
+    calls_at: int = 0
+    """Number of characters of text that come before the first call."""
 
     def add(self, piece: Piece) -> None:
+        if piece.calls and not self.calls:
+            self.calls_at = sum(map(len, self.texts)) + piece.calls_at
         self.texts.append(piece.text)
         self.reasoning.append(piece.reasoning)
         self.calls += piece.calls
@@ -242,9 +249,34 @@ class CompletionFormat:
         return {
             "tokens": [self._details.spell(entry.chosen) for entry in entries],
             "token_logprobs": [_finite(entry.chosen.logprob) for entry in entries],
-            "top_logprobs": [self._details.by_spelling(entry.top) for entry in entries],
+            "top_logprobs": [self._details.by_spelling(_with_chosen(entry)) for entry in entries],
             "text_offset": [offset.advance(entry.chosen.bytes) for entry in entries],
         }
+
+
+class Events(Protocol):
+    """An answer as its endpoint writes it, in bytes."""
+
+    @property
+    def id(self) -> str: ...
+
+    def opening(self, choice: int) -> bytes:
+        """Return the events before a choice's first piece."""
+        ...
+
+    def piece(self, choice: int, piece: Piece) -> bytes: ...
+
+    def closing(self, choice: int, outcome: Outcome) -> bytes: ...
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        """Return the events after all choices."""
+        ...
+
+    def failure(self, error: BatonError) -> bytes:
+        """Return the event that ends a stream which has begun."""
+        ...
+
+    def whole(self, choices: Sequence[WholeChoice], outcomes: Sequence[Outcome], usage: dict[str, Any]) -> bytes: ...
 
 
 class _Details:
@@ -299,10 +331,12 @@ class _Details:
 class EventWriter:
     """Writes the chunks of one answer as server-sent events. Most bytes of a chunk are those of the choice's others."""
 
-    def __init__(self, shape: Format, *, detailed: bool) -> None:
+    def __init__(self, shape: Format, *, detailed: bool, with_usage: bool = False) -> None:
         """Write chunks of this shape. `detailed`: pieces have more than text."""
+        self.id = shape.id
         self._shape = shape
         self._detailed = detailed
+        self._with_usage = with_usage
         self._around: dict[int, tuple[bytes, bytes]] = {}
         """The bytes before and after the text, by choice."""
 
@@ -315,6 +349,25 @@ class EventWriter:
             before, _, after = sse_event(self._shape.chunk(choice, Piece())).rpartition(b'""')
             around = self._around[choice] = (before, after)
         return around[0] + _encoder.encode(piece.text) + around[1]
+
+    def opening(self, choice: int) -> bytes:
+        opening = self._shape.opening(choice)
+        return b"" if opening is None else sse_event(opening)
+
+    def closing(self, choice: int, outcome: Outcome) -> bytes:
+        return sse_event(self._shape.closing(choice, outcome.finish_reason))
+
+    def end(self, usage: dict[str, Any]) -> bytes:
+        return (sse_event(self._shape.usage_chunk(usage)) if self._with_usage else b"") + SSE_DONE
+
+    def failure(self, error: BatonError) -> bytes:
+        # OpenAI's clients raise on an event with an `error`.
+        return sse_event(error_body(error))
+
+    def whole(self, choices: Sequence[WholeChoice], outcomes: Sequence[Outcome], usage: dict[str, Any]) -> bytes:
+        for choice, outcome in zip(choices, outcomes, strict=True):
+            choice.finish_reason = outcome.finish_reason
+        return to_json(self._shape.whole(choices, usage))
 
 
 class TextOffset:
@@ -343,6 +396,13 @@ def _message(choice: WholeChoice) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _with_chosen(entry: LogprobEntry) -> tuple[Candidate, ...]:
+    """Return the likeliest candidates, and the chosen one if it is none of them."""
+    if any(candidate.id == entry.chosen.id for candidate in entry.top):
+        return entry.top
+    return (*entry.top, entry.chosen)
 
 
 def _spell(candidate: Candidate) -> str:

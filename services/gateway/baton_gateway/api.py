@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel
+from msgspec.json import schema_components
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -22,15 +21,25 @@ from baton.clock import Clock
 from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
 from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
-from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, to_json
+from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, Events, EventWriter, to_json
+from baton_gateway.anthropic.bodies import MessagesBody
+from baton_gateway.anthropic.events import MessageEvents
 from baton_gateway.bodies import ChatBody, CompletionBody
 from baton_gateway.conversion import Conversion, DetokenizeBody, TokenizeBody
-from baton_gateway.generate import RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
+from baton_gateway.generate import Job, RequestFacts, answer_conversion, prepare, prepare_here, prompt_heads
 from baton_gateway.guard import Guard, error_response, unexpected_response
+from baton_gateway.idempotency import HEADER, Once
+from baton_gateway.idempotency_store import AnswerStore, RedisAnswers
 from baton_gateway.intake import Operation
 from baton_gateway.objectives import objectives_of
-from baton_gateway.respond import AnswerResponse
+from baton_gateway.respond import AnswerResponse, while_connected
+from baton_gateway.responses import endpoint
+from baton_gateway.responses.bodies import ResponsesBody
+from baton_gateway.responses.redis_store import RedisStore
+from baton_gateway.responses.service import Responses
+from baton_gateway.responses.store import ResponseStore
 from baton_gateway.service import Gateway
+from baton_gateway.tenants.quotas import LIMIT_HEADERS
 from baton_gateway.tenants.tenant import Access
 from baton_gateway.tracing import RequestTrace, traced_request
 from baton_gateway.workers import Model
@@ -38,7 +47,6 @@ from baton_gateway.workers import Model
 DEADLINE_HEADER: Final = "x-baton-deadline-s"
 DISAGGREGATION_HEADER: Final = "x-baton-disaggregation"
 SESSION_HEADER: Final = "x-baton-session"
-Result = TypeVar("Result")
 SCHEMAS: Final = "#/components/schemas/"
 ERROR_SCHEMA: Final = {
     "type": "object",
@@ -56,7 +64,10 @@ ERROR_SCHEMA: Final = {
         }
     },
 }
-SERVED: Final = "this server has /v1/chat/completions, /v1/completions, /v1/models, /tokenize and /detokenize"
+SERVED: Final = (
+    "this server has /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /tokenize and "
+    "/detokenize"
+)
 NOT_SERVED: Final = {
     "/v1/embeddings": "embeddings; embedding models come with several models later",
     "/v1/images": "images",
@@ -67,7 +78,8 @@ NOT_SERVED: Final = {
 }
 """What is not served, by the beginning of its paths."""
 CORS_METHODS: Final = ("GET", "POST", "DELETE")
-CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode")
+CORS_EXPOSED: Final = ("x-request-id", "retry-after", "x-baton-prefill", "x-baton-decode", *LIMIT_HEADERS)
+"""Headers of answers that pages may read."""
 
 
 class _NoRoute(InvalidRequest):
@@ -84,8 +96,8 @@ class _WrongMethod(InvalidRequest):
     http_status = 405
 
 
-def make_app(gateway: Gateway) -> ASGIApp:
-    """Return the application."""
+def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: AnswerStore | None = None) -> ASGIApp:
+    """Return the application. Stores that are not given are in the gateway's Redis, if it has one."""
     app = FastAPI(
         title="Baton",
         docs_url=None,
@@ -95,6 +107,9 @@ def make_app(gateway: Gateway) -> ASGIApp:
         responses={"default": {"description": "An error.", "content": {"application/json": {"schema": ERROR_SCHEMA}}}},
     )
     started_s = int(gateway.clock.wall_s())
+    responses = Responses(gateway, store or _response_store(gateway))
+    answers = answers or _answer_store(gateway)
+    app.include_router(endpoint.make_router(responses))
 
     @app.get("/health")
     async def health() -> Response:
@@ -124,11 +139,23 @@ def make_app(gateway: Gateway) -> ASGIApp:
     async def complete() -> Response:
         return GenerationResponse(gateway, "text_completion", int(gateway.clock.wall_s()))
 
+    @app.post("/v1/messages", openapi_extra=_body_reference(MessagesBody))
+    async def create_message() -> Response:
+        return GenerationResponse(gateway, "messages", int(gateway.clock.wall_s()))
+
+    @app.post("/v1/messages/count_tokens", openapi_extra=_body_reference(MessagesBody))
+    async def count_tokens() -> Response:
+        return GenerationResponse(gateway, "count_tokens", int(gateway.clock.wall_s()))
+
+    @app.post(endpoint.PATH, openapi_extra=_body_reference(ResponsesBody))
+    async def respond() -> Response:
+        return GenerationResponse(gateway, "responses", int(gateway.clock.wall_s()), responses)
+
     async def convert(request: Request, conversion: Conversion) -> Response:
         settings = gateway.settings
         payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
         work = answer_conversion(gateway, conversion, payload, request.state.access)
-        return Response(await _while_connected(request.receive, work), media_type="application/json")
+        return Response(await while_connected(request.receive, work), media_type="application/json")
 
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_reference(TokenizeBody))
@@ -142,15 +169,26 @@ def make_app(gateway: Gateway) -> ASGIApp:
 
     _add_error_handlers(app)
     _describe_bodies(app)
-    generation: dict[str, Operation] = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
+    generation: dict[str, Operation] = {
+        "/v1/chat/completions": "chat",
+        "/v1/completions": "text_completion",
+        "/v1/messages": "messages",
+        endpoint.PATH: "responses",
+    }
 
     async def route(scope: Scope, receive: Receive, send: Send) -> None:
         """Skip FastAPI's layers, a sixth of a short request's cost, for requests that they would only pass on."""
         operation = generation.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
         if operation is None:
             await app(scope, receive, send)
-        else:
-            await GenerationResponse(gateway, operation, int(gateway.clock.wall_s()))(scope, receive, send)
+            return
+        answer = GenerationResponse(gateway, operation, int(gateway.clock.wall_s()), responses)
+        if HEADER not in scope["state"]["headers"]:
+            await answer(scope, receive, send)
+            return
+        limits = gateway.settings
+        payload = await read_body(Request(scope, receive), limits.body_bytes_max, gateway.clock, limits.body_read_s)
+        await Once(gateway, answers, answer).answer(payload, scope, receive, send)
 
     guard = Guard(
         route,
@@ -170,8 +208,11 @@ def make_app(gateway: Gateway) -> ASGIApp:
 class GenerationResponse(Response):
     """Reads, checks and answers one generation request, under one span from its first byte to its last."""
 
-    def __init__(self, gateway: Gateway, operation: Operation, created_s: int) -> None:
+    def __init__(
+        self, gateway: Gateway, operation: Operation, created_s: int, responses: Responses | None = None
+    ) -> None:
         super().__init__()
+        self._responses = responses
         self._gateway = gateway
         self._operation: Operation = operation
         self._created_s = created_s
@@ -186,46 +227,42 @@ class GenerationResponse(Response):
             with tracing.span("read", parent=trace.trace):
                 settings = gateway.settings
                 payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
+            if self._responses is not None and self._operation == "responses":
+                creation = endpoint.ResponseCreation(gateway, self._responses, facts, trace)
+                await creation.answer(payload, scope, receive, send)
+                return
             job = prepare_here(gateway, payload, facts)
             if job is None:
-                job = await _while_connected(receive, prepare(gateway, payload, facts))
+                job = await while_connected(receive, prepare(gateway, payload, facts))
+            if self._operation == "count_tokens":
+                await _json({"input_tokens": job.prompt_tokens})(scope, receive, send)
+                return
             plan = job.plan
-            head = AnswerHead(
-                request=job.request,
-                model=job.model,
-                created_s=self._created_s,
-                with_usage=plan.with_usage,
-                with_logprobs=plan.output.logprobs,
-                with_token_ids=plan.output.token_ids,
-                tokens_as_ids=plan.tokens_as_ids,
-                with_counts=plan.output.counts,
-                prompts=prompt_heads(job),
-            )
-            shape = ChatFormat(head) if self._operation == "chat" else CompletionFormat(head)
+            events = _events_of(self._operation, job, self._created_s)
             for name in {str(request.state.request_id), plan.name}.difference((job.request, "")):
                 gateway.publisher.post(subjects.request_name(name), NamedRequest(request=job.request))
-            trace.accept(job.model, plan, request=job.request, response=shape.id, prompt_tokens=job.prompt_tokens)
-            answer = AnswerResponse(gateway, job, shape, trace, stream=plan.stream, with_usage=plan.with_usage)
+            trace.accept(job.model, plan, request=job.request, response=events.id, prompt_tokens=job.prompt_tokens)
+            answer = AnswerResponse(gateway, job, events, trace, stream=plan.stream)
             await answer(scope, receive, send)
 
 
-async def _while_connected(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
-
-    async def leaving() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = working, watching = asyncio.create_task(work), asyncio.create_task(leaving())
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone("the client disconnected while its prompt was read")
-        return await working
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+def _events_of(operation: Operation, job: Job, created_s: int) -> Events:
+    plan = job.plan
+    head = AnswerHead(
+        request=job.request,
+        model=job.model,
+        created_s=created_s,
+        with_usage=plan.with_usage,
+        with_logprobs=plan.output.logprobs,
+        with_token_ids=plan.output.token_ids,
+        tokens_as_ids=plan.tokens_as_ids,
+        with_counts=plan.output.counts,
+        prompts=prompt_heads(job),
+    )
+    if operation == "messages":
+        return MessageEvents(head, job.prompt_tokens)
+    shape = ChatFormat(head) if operation == "chat" else CompletionFormat(head)
+    return EventWriter(shape, detailed=plan.output.is_detailed, with_usage=plan.with_usage)
 
 
 def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: RequestTrace) -> RequestFacts:
@@ -292,6 +329,26 @@ async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: f
     return body
 
 
+def _response_store(gateway: Gateway) -> ResponseStore | None:
+    settings = gateway.settings
+    if gateway.redis is None:
+        return None
+    return RedisStore(
+        gateway.redis,
+        clock=gateway.clock,
+        prefix=settings.redis_prefix,
+        ttl_s=settings.responses_ttl_s,
+        bytes_max=settings.responses_bytes_max,
+    )
+
+
+def _answer_store(gateway: Gateway) -> AnswerStore | None:
+    settings = gateway.settings
+    if gateway.redis is None:
+        return None
+    return RedisAnswers(gateway.redis, prefix=settings.redis_prefix, ttl_s=settings.idempotency_ttl_s)
+
+
 def _describe(model: Model, created_s: int) -> dict[str, Any]:
     return {
         "id": model.name,
@@ -308,7 +365,7 @@ def _json(content: dict[str, Any]) -> Response:
     return Response(to_json(content), media_type="application/json")
 
 
-def _body_reference(kind: type[BaseModel]) -> dict[str, Any]:
+def _body_reference(kind: type) -> dict[str, Any]:
     schema = {"$ref": f"{SCHEMAS}{kind.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
@@ -317,36 +374,37 @@ def _describe_bodies(app: FastAPI) -> None:
     """Add the bodies to the OpenAPI document: they are parsed by hand, so FastAPI does not know them."""
     document = app.openapi()
     _, described = models_json_schema(
-        [(kind, "validation") for kind in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)],
+        [(kind, "validation") for kind in (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)],
         ref_template=SCHEMAS + "{model}",
     )
-    document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"])
+    _, messages = schema_components([MessagesBody], ref_template=SCHEMAS + "{name}")
+    document.setdefault("components", {}).setdefault("schemas", {}).update(described["$defs"] | messages)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BatonError)
-    async def expected(_request: Request, error: Exception) -> Response:
+    async def expected(request: Request, error: Exception) -> Response:
         assert isinstance(error, BatonError)
-        return error_response(error)
+        return error_response(error, request.scope)
 
     @app.exception_handler(HTTPException)
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         where = f"{request.method} {request.url.path[:200]}"
         if lacking := next((said for path, said in NOT_SERVED.items() if request.url.path.startswith(path)), ""):
-            return error_response(_NotServed(f"this server has no {lacking}"))
+            return error_response(_NotServed(f"this server has no {lacking}"), request.scope)
         if error.status_code == HTTPStatus.NOT_FOUND:
-            return error_response(_NoRoute(f"there is no {where} here; {SERVED}"))
+            return error_response(_NoRoute(f"there is no {where} here; {SERVED}"), request.scope)
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
-            response = error_response(_WrongMethod(f"{where} is not allowed"))
+            response = error_response(_WrongMethod(f"{where} is not allowed"), request.scope)
             response.headers.update(error.headers or {})
             return response
-        return error_response(InvalidRequest(str(error.detail)))
+        return error_response(InvalidRequest(str(error.detail)), request.scope)
 
     @app.exception_handler(Exception)
-    async def unexpected(_request: Request, _error: Exception) -> Response:
-        return unexpected_response()  # Starlette raises the error again after this, for the guard to log.
+    async def unexpected(request: Request, _error: Exception) -> Response:
+        return unexpected_response(request.scope)  # Starlette raises the error again after this, for the guard to log.
 
     @app.exception_handler(RequestValidationError)
-    async def malformed(_request: Request, error: Exception) -> Response:
-        return error_response(InvalidRequest(str(error)[:1000]))
+    async def malformed(request: Request, error: Exception) -> Response:
+        return error_response(InvalidRequest(str(error)[:1000]), request.scope)

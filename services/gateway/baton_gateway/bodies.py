@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, TypeVar, cast
 
@@ -10,12 +10,21 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from baton.errors import InvalidRequest
-from baton.messages.attempts import Constraint, Sampling
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton_gateway import constraints, fields
 from baton_gateway.body_checks import LOGIT_BIAS_MAX, MESSAGES_MAX, PROMPTS_MAX, check_counts, check_messages, explain
 from baton_gateway.json_schema import is_within_depth
 from baton_gateway.parsing.formats import ParsingOptions
-from baton_gateway.tool_bodies import CalledTools, Text, Tool, ToolChoice, Tools, check_tools
+from baton_gateway.tool_bodies import (
+    CalledTools,
+    Text,
+    Tool,
+    ToolChoice,
+    Tools,
+    check_enforceable,
+    check_tools,
+    required_tools,
+)
 
 COMPLETION_TOKENS_DEFAULT: Final = 16
 """OpenAI's default of `max_tokens` on /v1/completions; a chat's default is the rest of the context."""
@@ -179,6 +188,19 @@ class ChatBody(GenerationBody):
         """Return the tools that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools or []
 
+    def required_tools(self) -> Sequence[Tool]:
+        """Return the tools of which the answer must call one; none if it need not."""
+        return required_tools(self.tools or (), self.tool_choice)
+
+    def check_constrained_tools(self, constraint: Constraint | None) -> None:
+        """Raise InvalidRequest if this constraint and the tools cannot both be enforced."""
+        if constraint is None or not (tools := self.active_tools()):
+            return
+        if constraint.kind is not ConstraintKind.JSON:
+            said = "beside `tools`, an answer can be constrained to JSON only: leave out one of both"
+            raise InvalidRequest(said, param="tools")
+        check_enforceable(tools, {tool.function.name for tool in tools})
+
     def alternatives(self) -> int | None:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("`top_logprobs` needs `logprobs` to be true", param="top_logprobs")
@@ -274,7 +296,9 @@ NAMES: Final = frozenset(
 
 
 def _elsewhere(kind: type[GenerationBody]) -> set[str]:
-    """Return the fields that only the other endpoint has."""
+    """Return the fields that only the other one of chats and completions has; other endpoints say it themselves."""
+    if kind not in (ChatBody, CompletionBody):
+        return set()
     return {*ChatBody.model_fields, *CompletionBody.model_fields}.difference(kind.model_fields)
 
 
@@ -303,7 +327,11 @@ def validate(kind: type[Validated], given: dict[str, Any]) -> Validated:
 
 def parse(kind: type[Body], payload: bytes | bytearray) -> Body:
     """Return the body in `payload`. Raises InvalidRequest that names the field and its fault."""
-    given = decode_object(payload)
+    return parse_fields(kind, decode_object(payload))
+
+
+def parse_fields(kind: type[Body], given: dict[str, Any]) -> Body:
+    """Return the body of these fields. Raises InvalidRequest that names the field and its fault."""
     check_counts(given)
     fields.refuse(given, kind.model_fields.keys(), _elsewhere(kind))
     check_messages(given.get("messages"))

@@ -55,6 +55,8 @@ class Piece(msgspec.Struct):
     """The tokens themselves, where the client asked for them."""
     tokens_so_far: int = 0
     """Tokens of the choice up to here, where the client asked for counts."""
+    calls_at: int = 0
+    """Number of characters of `text` that come before the first of `calls`."""
 
     @property
     def is_shown(self) -> bool:
@@ -85,6 +87,8 @@ class ChoiceText:
         self._detokeniser = vocabulary.detokeniser(skip_special=options.skip_special, prompt=prompt, marks=marks)
         self._scanner = StopScanner(options.stops, include_stop=options.include_stop)
         self._stopped = False
+        self.stop = ""
+        """The stop string that was found."""
         self._detailed = options.is_detailed
         self.tokens = 0
         self.calls = 0
@@ -140,7 +144,7 @@ class ChoiceText:
         if self.tokens <= self._options.min_tokens and self._options.min_tokens:
             return text
         text, stop = self._scanner.feed(text)
-        self._stopped = stop is not None
+        self._stopped, self.stop = stop is not None, stop or ""
         return text
 
     def _entry(self, token: int, logprob: TokenLogprob) -> LogprobEntry:

@@ -114,6 +114,18 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     redis_prefix: Annotated[str, Meta(description="Prefix of all Redis keys of the gateways.")] = "baton:gateway"
     redis_timeout_s: Annotated[Seconds, Meta(description="Longest wait for one answer of Redis.")] = 2.0
 
+    responses_ttl_s: Annotated[
+        float, Meta(ge=1, description="How long a response stays stored after its last use.")
+    ] = 86400.0
+    responses_bytes_max: Annotated[
+        int,
+        Meta(ge=1 << 20, description="Stored responses of one tenant together; those used least lately are deleted."),
+    ] = 256 << 20
+
+    idempotency_ttl_s: Annotated[
+        float, Meta(ge=1, description="How long the answer to a request with an Idempotency-Key is kept.")
+    ] = 3600.0
+
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128
@@ -137,8 +149,8 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     trust_request_chat_template: Annotated[
         bool,
         Meta(
-            description="Take `chat_template` in requests: a program, which runs in an intake process until the "
-            "request's deadline at most."
+            description="Take `chat_template` in requests, from trusted clients: a program, which runs in an intake "
+            "process until the request's deadline, with as much memory as it takes."
         ),
     ] = False
     intake_processes: Annotated[int, Meta(ge=1, le=64, description="Processes that read and tokenise long bodies.")] = 2

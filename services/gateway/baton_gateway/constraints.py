@@ -95,6 +95,12 @@ def tag_constraint(tag: object, where: str) -> Constraint:
     return Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text=text)
 
 
+def format_constraint(form: Mapping[str, object], where: str) -> Constraint:
+    """Return the constraint to a structural tag's format that this server made of checked schemas."""
+    text = _encoded({"type": "structural_tag", "format": form}, where)
+    return Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text=text)
+
+
 def _check_tag(part: object, where: str) -> None:
     """Check the schemas and patterns within a structural tag."""
     if isinstance(part, list):

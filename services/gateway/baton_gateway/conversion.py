@@ -54,12 +54,12 @@ class TokenizeBody(BaseModel):
     def chat(self) -> ChatBody:
         return ChatBody.model_construct(**{name: getattr(self, name) for name in CHAT_FIELDS})
 
-    def convert(self, tokenizer: ModelTokenizer, model: Model) -> dict[str, Any]:
+    def convert(self, tokenizer: ModelTokenizer, model: Model, salt: str) -> dict[str, Any]:
         text = self.prompt if self.prompt is not None else tokenizer.render(self.chat())
         # Chat templates write the special tokens themselves.
         default = self.prompt is not None
         add_special = default if self.add_special_tokens is None else self.add_special_tokens
-        tokens = unpack_tokens(tokenizer.tokenise(text, add_special=add_special, salt=""))
+        tokens = unpack_tokens(tokenizer.tokenise(text, add_special=add_special, salt=salt))
         spelled = [tokenizer.spelling(token) for token in tokens] if self.return_token_strs else None
         return {
             "count": len(tokens),
@@ -79,8 +79,8 @@ class DetokenizeBody(BaseModel):
     def check(self) -> None:
         pass
 
-    def convert(self, tokenizer: ModelTokenizer, model: Model) -> dict[str, Any]:
-        del model
+    def convert(self, tokenizer: ModelTokenizer, model: Model, salt: str) -> dict[str, Any]:
+        del model, salt
         tokenizer.check_tokens(self.tokens, "tokens")
         return {"prompt": tokenizer.decode(self.tokens, skip_special=bool(self.skip_special_tokens))}
 
@@ -95,6 +95,9 @@ def parse_conversion(conversion: Conversion, payload: bytes | bytearray) -> Toke
     return body
 
 
-def convert(body: TokenizeBody | DetokenizeBody, tokenizer: ModelTokenizer, model: Model) -> Converted:
-    """Return the answer to a body. Raises InvalidRequest for messages or tokens that the model does not have."""
-    return Converted(msgspec.json.encode(body.convert(tokenizer, model)))
+def convert(body: TokenizeBody | DetokenizeBody, tokenizer: ModelTokenizer, model: Model, salt: str) -> Converted:
+    """Return the answer to a body. Raises InvalidRequest for messages or tokens that the model does not have.
+
+    `salt`: what keeps the client's texts apart from others' in the tokenizer's memory.
+    """
+    return Converted(msgspec.json.encode(body.convert(tokenizer, model, salt)))

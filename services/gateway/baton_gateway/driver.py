@@ -286,7 +286,7 @@ class AnswerDriver:
         if rest.stopped:
             reason = FinishReason.STOP
         cached_tokens = min(cached_tokens, self._order.prompt_tokens)
-        self._outcome = Outcome(reason, self._text.tokens, cached_tokens, self._text.calls)
+        self._outcome = Outcome(reason, self._text.tokens, cached_tokens, self._text.calls, self._text.stop)
         self._sink.complete(self._outcome)
 
     def audit(self, attempt: int, worker: str, cached_tokens: int) -> None:

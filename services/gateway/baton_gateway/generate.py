@@ -39,7 +39,7 @@ from baton_gateway.parsing.parser import AnswerFormat
 from baton_gateway.service import Gateway
 from baton_gateway.tenants.keys import Usage
 from baton_gateway.tenants.quotas import Charge
-from baton_gateway.tenants.tenant import Access
+from baton_gateway.tenants.tenant import Access, Permission
 from baton_gateway.workers import Model
 
 HERE_BYTES_MAX: Final = 2048
@@ -142,7 +142,7 @@ async def answer_conversion(
             gateway.models.intake.lend(payload, clock.now_s() + deadline_s) as worker,
         ):
             model = _accept(gateway, await worker.parse(conversion, payload), access)
-            return (await worker.convert(model)).answer
+            return (await worker.convert(model, salt=access.salt)).answer
     except TimeoutError as error:
         raise DeadlineExceeded("the request's deadline passed before it was read") from error
     except ConfigurationError as error:
@@ -157,8 +157,12 @@ def _accept(gateway: Gateway, parsed: Parsed, access: Access) -> Model:
     access.check_model(parsed.model)
     model = gateway.workers.model(parsed.model)
     gateway.workers.check_parameters(model.name, parsed.parameters)
-    if parsed.own_template and not gateway.settings.trust_request_chat_template:
-        said = "`chat_template` is a program, which only a gateway with `--trust-request-chat-template` takes"
+    trusted = gateway.settings.trust_request_chat_template or access.may(Permission.CHAT_TEMPLATE)
+    if parsed.own_template and not trusted:
+        said = (
+            "`chat_template` is a program, which only a gateway with `--trust-request-chat-template` takes, or from an "
+            f"API key with the permission `{Permission.CHAT_TEMPLATE}`"
+        )
         raise InvalidRequest(said, param="chat_template")
     choices, most = parsed.prompts * parsed.choices_per_prompt, gateway.settings.choices_max
     if choices > most:

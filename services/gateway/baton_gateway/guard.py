@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError, Unauthenticated
 from baton_gateway.answers import error_body, to_json
+from baton_gateway.anthropic import errors as anthropic
 from baton_gateway.bodies import REQUEST_NAME
 from baton_gateway.drain_state import DrainState
 from baton_gateway.tenants.keyring import Keyring
@@ -69,6 +70,8 @@ class Guard:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
                 if limit_headers:
                     MutableHeaders(scope=message).update(limit_headers)
+                if anthropic.is_messages(scope["path"]):
+                    MutableHeaders(scope=message)["request-id"] = request_id
                 if self._drain_state() is not DrainState.OPEN:
                     # The client must send its next request on another connection.
                     MutableHeaders(scope=message)["connection"] = "close"
@@ -83,11 +86,11 @@ class Guard:
                     await self._quotas.take_request(access, limit_headers)
             await self._app(scope, receive, send_with_id)
         except BatonError as error:
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
         except Exception:  # The boundary of every request: an unexpected error is a bug, and is logged as one.
             log.exception("request %s failed unexpectedly", request_id)
             if not started:
-                await unexpected_response()(scope, receive, send_with_id)
+                await unexpected_response(scope)(scope, receive, send_with_id)
             elif not finished:
                 raise  # Part of the answer is sent: uvicorn cuts the connection, so that the client notices.
 
@@ -97,18 +100,21 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(scope["headers"])}
 
 
-def unexpected_response() -> Response:
+def unexpected_response(scope: Scope) -> Response:
     """Return the answer to a request that met a bug; only the log has the details."""
-    return error_response(BatonError("the server failed unexpectedly; its log has the details under the request id"))
+    error = BatonError("the server failed unexpectedly; its log has the details under the request id")
+    return error_response(error, scope)
 
 
-def error_response(error: BatonError) -> Response:
+def error_response(error: BatonError, scope: Scope) -> Response:
+    """Return an error in the form that the clients of the request's path expect."""
     headers: dict[str, str] = {}
     if error.retry_after_s is not None:
         # The header takes whole seconds only.
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
-    return Response(
-        to_json(error_body(error)), status_code=error.http_status, headers=headers, media_type="application/json"
-    )
+    status, body = error.http_status, error_body(error)
+    if anthropic.is_messages(scope["path"]):
+        status, body = anthropic.status_of(error), anthropic.error_body(error, scope["state"]["request_id"])
+    return Response(to_json(body), status_code=status, headers=headers, media_type="application/json")

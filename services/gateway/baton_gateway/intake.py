@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Final, Literal, cast
 
 import msgspec
 
 from baton.blocks import hash_blocks, root_key
 from baton.errors import ContextLengthExceeded, InvalidRequest
-from baton.messages.attempts import Constraint, Sampling
+from baton.messages.attempts import Constraint, ConstraintKind, Sampling
 from baton.messages.base import TOKEN_BYTES, pack_tokens, unpack_tokens
+from baton_gateway.anthropic.conversion import parse_count, parse_messages
 from baton_gateway.bodies import (
     NEUTRAL,
     ChatBody,
@@ -26,19 +29,25 @@ from baton_gateway.bodies import (
     session_of,
 )
 from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
+from baton_gateway.responses.bodies import Asked, ResponseRequest
 from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
 
-Operation = Literal["chat", "text_completion"]
-"""One of the two endpoints, named as in OpenTelemetry's conventions."""
+Operation = Literal["chat", "text_completion", "responses", "messages", "count_tokens"]
+"""An endpoint; OpenTelemetry's conventions name the first two."""
 
 CARRIED_BYTES_MAX: Final = 2 << 20
 """Bound on a request's engine parameters, counted once per answer: each answer has messages of its own."""
 
-_BODIES: Final[dict[Operation, type[ChatBody] | type[CompletionBody]]] = {
-    "chat": ChatBody,
-    "text_completion": CompletionBody,
+TRUNCATED_ROOM: Final = 8
+"""Part of the context, as its denominator, that truncation leaves to an answer without a bound."""
+
+_PARSERS: Final[dict[str, Callable[[bytes | bytearray], ChatBody | CompletionBody]]] = {
+    "chat": partial(parse, ChatBody),
+    "text_completion": partial(parse, CompletionBody),
+    "messages": parse_messages,
+    "count_tokens": parse_count,
 }
 
 
@@ -87,6 +96,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether tokens are spelled `token_id:…` in log-probabilities."""
     asked: dict[str, int | float]
     """The request's parameters for traces, under the names of OpenTelemetry's `gen_ai.request`."""
+    response: Asked | None = None
+    """For a request to /v1/responses only."""
 
 
 class Intake:
@@ -95,25 +106,38 @@ class Intake:
     def __init__(self) -> None:
         self._body: ChatBody | CompletionBody | None = None
         self._constraint: Constraint | None = None
+        self._refuses_long = True
+        """Whether a bound on the output above the context is an error. Messages always have a bound, so clients that
+        want none send a large one."""
+        self._request: ResponseRequest | None = None
         self._converted: TokenizeBody | DetokenizeBody | None = None
 
     def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
+        self._request = None
         if operation == "tokenize" or operation == "detokenize":
             converted = self._converted = parse_conversion(operation, payload)
             own_template = isinstance(converted, TokenizeBody) and converted.chat_template is not None
             return Parsed(
                 model=converted.model, prompts=1, choices_per_prompt=1, parameters=(), own_template=own_template
             )
-        body = self._body = parse(_BODIES[operation], payload)
+        self._refuses_long = operation != "messages"
+        if operation != "responses":
+            return self._parse(_PARSERS[operation](payload))
+        request = self._request = ResponseRequest(payload)
+        with request.naming():
+            return self._parse(request.chat())
+
+    def _parse(self, body: ChatBody | CompletionBody) -> Parsed:
+        self._body = body
         if body.stream_options is not None and not body.stream:
             raise InvalidRequest("`stream_options` needs `stream` to be true", param="stream_options")
         constraint = self._constraint = constraint_of(body)
-        if constraint and isinstance(body, ChatBody) and body.active_tools():
-            said = (
-                "no tool can be called in a constrained answer: leave out one of both, or set `tool_choice` to `none`"
-            )
-            raise InvalidRequest(said, param="tools")
+        if isinstance(body, ChatBody):
+            body.check_constrained_tools(constraint)
+            # The text depends on the model's format of calls.
+            if body.required_tools() or (constraint and body.active_tools()):
+                constraint = Constraint(kind=ConstraintKind.STRUCTURAL_TAG, text="")
         return Parsed(
             model=body.model,
             prompts=body.prompt_count(),
@@ -122,11 +146,11 @@ class Intake:
             own_template=isinstance(body, ChatBody) and body.chat_template is not None,
         )
 
-    def convert(self, tokenizer: ModelTokenizer, model: Model) -> Converted:
+    def convert(self, tokenizer: ModelTokenizer, model: Model, *, salt: str) -> Converted:
         """Return the answer to the body of /tokenize or /detokenize parsed last. Raises InvalidRequest."""
         body, self._converted = self._converted, None
         assert body is not None, "no body was parsed"
-        return convert(body, tokenizer, model)
+        return convert(body, tokenizer, model, salt)
 
     def plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         """Return the plan of the body parsed last. Raises InvalidRequest and ContextLengthExceeded.
@@ -134,13 +158,39 @@ class Intake:
         `model_defaults`: parameters that the body leaves out take the model's defaults, not neutral values.
         `salt`: the tenant's cache salt, to which the body's own is added.
         """
+        request, self._request = self._request, None
+        if request is None:
+            return self._plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
+        with request.naming():
+            if request.truncates:
+                self._shorten(request, tokenizer, model, salt)
+            plan = self._plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
+        return msgspec.structs.replace(plan, response=request.asked)
+
+    def _shorten(self, request: ResponseRequest, tokenizer: ModelTokenizer, model: Model, salt: str) -> None:
+        body, context_tokens_max = self._body, model.context_tokens_max
+        assert isinstance(body, ChatBody), "no body was parsed"
+        room_tokens = body.explicit_tokens_max() or max(1, context_tokens_max // TRUNCATED_ROOM)
+
+        def fits(body: ChatBody) -> bool:
+            try:
+                salted = request_salt(salt, body.cache_salt or "")
+                ((tokens, _),) = _tokenise(body, tokenizer.render(body), tokenizer, context_tokens_max, salted)
+            except ContextLengthExceeded:
+                return False
+            return len(tokens) // TOKEN_BYTES + room_tokens <= context_tokens_max
+
+        self._body = request.shorten(body, fits)
+
+    def _plan(self, tokenizer: ModelTokenizer, model: Model, *, model_defaults: bool, salt: str) -> Plan:
         body, self._body = self._body, None
         assert body is not None, "no body was parsed"
         # Checks that need no tokens come before the work of tokenising.
         sampling = sampling_of(body, tokenizer.defaults if model_defaults else NEUTRAL)
         extensions = cast("dict[str, msgspec.Raw]", sampling.extensions)
         choices_per_prompt = body.n or 1
-        constraint = self._constraint
+        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
+        constraint = tokenizer.constraint_of(body, text, self._constraint)
         carried_bytes = sum(len(bytes(packed)) for packed in extensions.values())
         carried_bytes += len(constraint.text.encode()) if constraint else 0
         if carried_bytes * body.prompt_count() * choices_per_prompt > CARRIED_BYTES_MAX:
@@ -149,7 +199,8 @@ class Intake:
         tokenizer.check_tokens(sampling.stop_token_ids, "stop_token_ids")
         tokenizer.check_tokens(list(sampling.logit_bias or ()), "logit_bias")
         context_tokens_max = model.context_tokens_max
-        if (explicit := body.explicit_tokens_max()) is not None and explicit > context_tokens_max:
+        explicit = body.explicit_tokens_max()
+        if self._refuses_long and explicit is not None and explicit > context_tokens_max:
             said = (
                 f"`max_tokens` is {explicit}, above this model's maximum context length of {context_tokens_max} tokens"
             )
@@ -157,7 +208,6 @@ class Intake:
         salt = request_salt(salt, body.cache_salt or "")
         root = root_key(model.digest, salt=salt)
         prompts: list[Prompt] = []
-        text = tokenizer.render(body) if isinstance(body, ChatBody) else ""
         for tokens, echo in _tokenise(body, text, tokenizer, context_tokens_max, salt):
             param = "messages" if isinstance(body, ChatBody) else "prompt"
             if not tokens:
@@ -171,8 +221,7 @@ class Intake:
             choices_per_prompt=choices_per_prompt,
             sampling=msgspec.structs.replace(sampling, constraint=constraint, extensions={}),
             extensions=extensions,
-            # A constraint holds from the first token, so nothing in the answer is a mark.
-            output=output_of(body, None if constraint else tokenizer.parsing_of(body, text)),
+            output=output_of(body, tokenizer.parsing_of(body, text, self._constraint)),
             root=root,
             cache_salt=salt,
             session=session_of(body),

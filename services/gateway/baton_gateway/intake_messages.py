@@ -39,6 +39,7 @@ class MakePlan(msgspec.Struct, frozen=True, tag=True):
 
 class Convert(msgspec.Struct, frozen=True, tag=True):
     model: Model
+    salt: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

@@ -54,7 +54,7 @@ class IntakeWorker(Protocol):
 
     async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed: ...
 
-    async def convert(self, model: Model) -> Converted: ...
+    async def convert(self, model: Model, *, salt: str) -> Converted: ...
 
     async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan: ...
 
@@ -104,8 +104,8 @@ class LocalWorker:
     async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults, salt=salt)
 
-    async def convert(self, model: Model) -> Converted:
-        return self._intake.convert(self._load(model.path), model)
+    async def convert(self, model: Model, *, salt: str) -> Converted:
+        return self._intake.convert(self._load(model.path), model, salt=salt)
 
 
 class ProcessPool:
@@ -242,8 +242,8 @@ class IntakeProcess:
     async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         return await self._ask(Plan, MakePlan(model, model_defaults, salt))
 
-    async def convert(self, model: Model) -> Converted:
-        return await self._ask(Converted, Convert(model))
+    async def convert(self, model: Model, *, salt: str) -> Converted:
+        return await self._ask(Converted, Convert(model, salt))
 
     async def _ask(self, kind: type[Awaited], request: Request, body: bytes | bytearray | None = None) -> Awaited:
         self._exchange = asyncio.create_task(self._converse(request, body))

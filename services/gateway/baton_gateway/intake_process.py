@@ -62,8 +62,8 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
                 return tokenizer_of(path, digest).facts
             case ParseBody(operation):
                 return intake.parse(operation, receive())
-            case Convert(model):
-                return intake.convert(tokenizer_of(model.path, model.digest), model)
+            case Convert(model, salt):
+                return intake.convert(tokenizer_of(model.path, model.digest), model, salt=salt)
             case MakePlan(model, model_defaults, salt):
                 tokenizer = tokenizer_of(model.path, model.digest)
                 return intake.plan(tokenizer, model, model_defaults=model_defaults, salt=salt)

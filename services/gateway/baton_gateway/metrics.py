@@ -18,7 +18,12 @@ from baton_gateway.timeline import Change, Timeline
 from baton_gateway.tracing import PROVIDER, RequestTrace
 
 RESULTS: Final = ("attained", "missed_ttft", "missed_tpot", "refused")
-ROUTES: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/ready"})
+ROUTES: Final = frozenset(
+    {
+        "/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/models",
+        "/v1/responses", "/health", "/ready",
+    }
+)  # fmt: skip
 
 
 class GatewayMetrics:

@@ -46,6 +46,8 @@ class Outcome(msgspec.Struct, frozen=True):
     cached_tokens: int
     calls: int = 0
     """Tool calls in the answer."""
+    stop: str = ""
+    """The stop string that ended it; empty if none did."""
 
     @property
     def finish_reason(self) -> str:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, ClientGone
-from baton_gateway.answers import SSE_DONE, EventWriter, Format, WholeChoice, error_body, sse_event, to_json, usage_of
+from baton_gateway.answers import Events, WholeChoice, usage_of
 from baton_gateway.choice import Piece
 from baton_gateway.generate import Job, Production
 from baton_gateway.guard import error_response
@@ -26,6 +26,8 @@ SSE_HEADERS = [
     # Otherwise proxies such as nginx would buffer the stream.
     (b"x-accel-buffering", b"no"),
 ]
+Result = TypeVar("Result")
+
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment, which clients skip; proxies see that the stream lives."""
 ABORT_EXTENSION = "baton.abort"
@@ -37,16 +39,12 @@ WRITE_EXTENSION = "baton.write"
 class AnswerResponse:
     """Runs a job and sends its answer. An error before the first token is a plain HTTP error."""
 
-    def __init__(
-        self, gateway: Gateway, job: Job, shape: Format, trace: RequestTrace, *, stream: bool, with_usage: bool
-    ) -> None:
+    def __init__(self, gateway: Gateway, job: Job, events: Events, trace: RequestTrace, *, stream: bool) -> None:
         self._gateway = gateway
         self._job = job
-        self._format = shape
         self._trace = trace
         self._stream = stream
-        self._with_usage = with_usage
-        self._events = EventWriter(shape, detailed=job.plan.output.is_detailed)
+        self._events = events
         self._opened: set[int] = set()
         """Choices of which a stream has sent the beginning."""
         self._silent = False
@@ -98,15 +96,16 @@ class AnswerResponse:
         for choice, item in await outlet.take_whole(len(choices)):
             if isinstance(item, Ending):
                 try:
-                    choices[choice].finish_reason = self._note_ending(choice, item)
+                    self._note_ending(choice, item)
                 except ClientGone:
                     return  # The client is gone.
                 except BatonError as error:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope)(scope, receive, send)
                     return
                 continue
             choices[choice].add(item)
-        answer = Response(to_json(self._format.whole(choices, self._usage())), media_type="application/json")
+        outcomes = [self._outcomes[choice] for choice in range(len(choices))]
+        answer = Response(self._events.whole(choices, outcomes, self._usage()), media_type="application/json")
         answer.raw_headers += self._routing(production)
         await answer(scope, receive, send)
 
@@ -128,11 +127,11 @@ class AnswerResponse:
                 return
             except BatonError as error:
                 if not started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope)(scope, receive, send)
                     return
-                # The status line is already sent; OpenAI's clients raise on an event with an `error`.
-                events.append(sse_event(error_body(error)))
-                await _send_body(send, b"".join(events), more=False)
+                # The status line is already sent.
+                events.append(self._events.failure(error))
+                await send_body(send, b"".join(events), more=False)
                 return
             if not items:
                 events.append(KEEP_ALIVE)
@@ -144,10 +143,9 @@ class AnswerResponse:
                 started = True
             self._silent = False
             if is_last := len(self._outcomes) == choices:
-                events += [sse_event(self._format.usage_chunk(self._usage()))] if self._with_usage else []
-                events.append(SSE_DONE)
+                events.append(self._events.end(self._usage()))
             # One write carries all events since the previous one.
-            await _send_body(send, b"".join(events), more=not is_last)
+            await send_body(send, b"".join(events), more=not is_last)
 
     async def _take(self, outlet: Outlet) -> list[tuple[int, Piece | Ending]]:
         """Wait for items and return them; nothing once a stream has been silent for as long as it may be."""
@@ -176,14 +174,17 @@ class AnswerResponse:
         if choice not in self._opened:
             return False
         self._silent = False
-        return not (piece.text or piece.is_shown) or self._write_now(self._events.piece(choice, piece))
+        if not (piece.text or piece.is_shown):
+            return True
+        # Asked before: an event is made once, since it may depend on those before it.
+        return self._write_now(b"") and self._write_now(self._events.piece(choice, piece))
 
     def _render(self, choice: int, item: Piece | Ending, events: list[bytes]) -> None:
         """Append the events of one item. Raises the error of a choice that failed."""
         if isinstance(item, Ending):
-            reason = self._note_ending(choice, item)
+            outcome = self._note_ending(choice, item)
             self._open(choice, events)
-            events.append(sse_event(self._format.closing(choice, reason)))
+            events.append(self._events.closing(choice, outcome))
             return
         if not item.is_shown:
             return
@@ -193,18 +194,16 @@ class AnswerResponse:
     def _open(self, choice: int, events: list[bytes]) -> None:
         if choice not in self._opened:
             self._opened.add(choice)
-            opening = self._format.opening(choice)
-            if opening is not None:
-                events.append(sse_event(opening))
+            events.append(self._events.opening(choice))
 
-    def _note_ending(self, choice: int, ending: Ending) -> str:
-        """Return the finish reason. Raises the error that ended the choice, if it failed."""
+    def _note_ending(self, choice: int, ending: Ending) -> Outcome:
+        """Return the outcome. Raises the error that ended the choice, if it failed."""
         if isinstance(ending.result, Exception):
             self._trace.fail(ending.result)
             self._failure = ending.result
             raise ending.result
         self._outcomes[choice] = ending.result
-        return ending.result.finish_reason
+        return ending.result
 
     def _usage(self) -> dict[str, Any]:
         outcomes = [self._outcomes[choice] for choice in range(len(self._job.orders))]
@@ -222,5 +221,42 @@ async def _watch(receive: Receive, production: Production) -> None:
     production.abort(ClientGone("the client disconnected"))
 
 
-async def _send_body(send: Send, body: bytes, *, more: bool) -> None:
+@asynccontextmanager
+async def watching(receive: Receive, on_gone: Callable[[], None]) -> AsyncGenerator[None]:
+    """Call `on_gone` if the client disconnects inside this context."""
+
+    async def watch() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        on_gone()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watcher.cancel()
+        await asyncio.gather(watcher, return_exceptions=True)
+
+
+async def while_connected(receive: Receive, work: Coroutine[object, object, Result]) -> Result:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientGone."""
+    working = asyncio.create_task(work)
+    gone = False
+
+    def on_gone() -> None:
+        nonlocal gone
+        gone = working.cancel()
+
+    try:
+        async with watching(receive, on_gone):
+            await asyncio.wait((working,))
+            if gone:
+                raise ClientGone("the client disconnected before it was answered")
+            return await working
+    finally:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+
+
+async def send_body(send: Send, body: bytes, *, more: bool) -> None:
     await send({"type": "http.response.body", "body": body, "more_body": more})

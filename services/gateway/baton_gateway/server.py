@@ -166,7 +166,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
         try:
             async with gateway.clock.timeout(settings.drain_s):
-                await asyncio.wait({self._answering})
+                await asyncio.wait({self._answering, *gateway.background})
         except TimeoutError:
             gateway.end_requests()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Final
 
@@ -95,6 +95,9 @@ class Gateway:
             questions=asyncio.Semaphore(QUESTIONS_MAX),
             routes=self.routes,
         )
+        self.background: set[asyncio.Task[None]] = set()
+        """Work that no client waits for."""
+        self._group: asyncio.TaskGroup | None = None
         self.drain_state = DrainState.OPEN
         self._ready_until_s = 0.0
         self._probe = asyncio.Lock()
@@ -119,16 +122,26 @@ class Gateway:
         """Take part in the system inside this context. A bug in one of the tasks ends it."""
         handlers = {subjects.HEARTBEAT: self._on_worker, subjects.gateway(self.links.gateway): self._on_message}
         async with subscribed(self.bus, handlers), asyncio.TaskGroup() as group:
+            self._group = group
             loops = (self._beat(), self._expire(), self.publisher.run(), self.quotas.run())
             tasks = [group.create_task(loop) for loop in loops]
             try:
                 yield
             finally:
                 self.end_requests()
+                if self.background:
+                    await asyncio.wait(self.background, timeout=FAREWELL_S)
                 await self.publisher.drain(self.clock, FAREWELL_S)
                 await self.quotas.drain(FAREWELL_S)
-                for task in tasks:
+                for task in (*tasks, *self.background):
                     task.cancel()
+
+    def spawn(self, work: Coroutine[object, object, None]) -> None:
+        """Do work that no client waits for. It ends with the gateway."""
+        assert self._group is not None, "the gateway does not run"
+        task = self._group.create_task(_logged(work))
+        self.background.add(task)
+        task.add_done_callback(self.background.discard)
 
     def end_requests(self) -> None:
         """End every unfinished answer; its client gets an error, and its workers are told."""
@@ -307,3 +320,10 @@ class Gateway:
             members.extend_deadlines(pauses.local_pause_s(now_s, connected=self.bus.connected), now_s)
             self._note(members.expire(now_s))
             await self.clock.sleep(EXPIRY_S)
+
+
+async def _logged(work: Coroutine[object, object, None]) -> None:
+    try:
+        await work
+    except Exception:  # The boundary of background work: a bug in it must not end the gateway.
+        log.exception("background work failed")

@@ -11,15 +11,18 @@ from typing import Any, cast
 import msgspec
 
 from baton.errors import ConfigurationError, ContextLengthExceeded, InvalidRequest
+from baton.messages.attempts import Constraint
 from baton.messages.base import pack_tokens
 from baton_gateway.bodies import ChatBody, CompletionBody, SamplingDefaults
 from baton_gateway.chat_template import ChatTemplate
+from baton_gateway.constraints import format_constraint
 from baton_gateway.detokenise import Spellings
+from baton_gateway.parsing.forced_calls import calls_format, calls_or_json, opening_of, reasoning_of
 from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions
 from baton_gateway.parsing.parser import load_format
 from baton_gateway.segments import Segments, separators_of
 from baton_gateway.text_bound import chars_per_token_max
-from baton_gateway.tool_bodies import text_parameters
+from baton_gateway.tool_bodies import schemas_of, text_parameters, trimmed_parameters
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -107,18 +110,49 @@ class ModelTokenizer:
         if not self._template.takes_tools:
             raise InvalidRequest(f"the chat template of the model `{model}` takes no tools", param="tools")
 
-    def parsing_of(self, body: ChatBody | CompletionBody, prompt: str) -> ParsingOptions | None:
+    def constraint_of(
+        self, body: ChatBody | CompletionBody, prompt: str, stated: Constraint | None
+    ) -> Constraint | None:
+        """Return the constraint on the answers after this prompt. Raises InvalidRequest for calls without a form.
+
+        `stated`: the constraint of the body's fields. Beside tools that may be called, it holds for answers without
+        calls; an answer that must have calls is not under it.
+        """
+        if not isinstance(body, ChatBody) or not (body.required_tools() or (stated and body.active_tools())):
+            return stated
+        if (form := self._form) is None or (syntax := form.spec.calls) is None:
+            said = "this server cannot enforce calls in the format of this model: `tool_choice` can be `auto` or `none`"
+            raise InvalidRequest(said, param="tool_choice" if body.required_tools() else "tools")
+        parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
+        if required := body.required_tools():
+            reasoning = reasoning_of(syntax, form.prefix_of(prompt), reasons=form.spec.reasoning)
+            calls = calls_format(syntax, schemas_of(required), parallel=parallel, reasoning=reasoning)
+            return format_constraint(calls, "tools")
+        if not opening_of(syntax):
+            said = "the calls of this model cannot be told from JSON: leave out `tools`, or set `tool_choice`"
+            raise InvalidRequest(said, param="tools")
+        assert stated is not None
+        calls = calls_format(syntax, schemas_of(body.active_tools()), parallel=parallel)
+        return format_constraint(calls_or_json(calls, msgspec.Raw(stated.text.encode())), "tools")
+
+    def parsing_of(
+        self, body: ChatBody | CompletionBody, prompt: str, stated: Constraint | None = None
+    ) -> ParsingOptions | None:
         """Return how the answers after this prompt are parsed; None: they are content as they are."""
         if not isinstance(body, ChatBody) or self._form is None:
             return None
         tools = body.active_tools()
-        if not (tools or self._form.spec.reasoning):
+        or_json = stated is not None and not body.required_tools()
+        # A constraint holds from the first token, so nothing in the answer is a mark, unless it may be a call.
+        if not tools and (or_json or not self._form.spec.reasoning):
             return None
         return ParsingOptions(
-            prefix=self._form.prefix_of(prompt),
+            prefix="" if or_json else self._form.prefix_of(prompt),
             tools=bool(tools),
+            or_json=or_json,
             parallel=body.parallel_tool_calls is not False,
             text_parameters=text_parameters(tools) if self._form.writes_text else {},
+            trimmed_parameters=trimmed_parameters(tools) if self._form.writes_text else {},
         )
 
     def check_tokens(self, tokens: Sequence[int], param: str) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Annotated, Any, Final, Literal, cast
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton.errors import InvalidRequest
+from baton_gateway import json_schema
 
 TOOLS_MAX: Final = 1024
+ENFORCED_MAX: Final = 256
+"""Most tools of which calls are enforced: xgrammar's time to compile grows faster than their number."""
 SCHEMA_DEPTH_MAX: Final = 64
 SCHEMA_BYTES_MAX: Final = 256 << 10
 """Longest schema of a tool's parameters, as JSON."""
 CALLS_MAX: Final = 128
 """Most calls in one message."""
 PATH_CHARS_MAX: Final = 200
+_NOT_OBJECTS: Final = frozenset({"$ref", "allOf", "anyOf", "const", "enum", "oneOf"})
+"""Keywords that may make arguments anything but an object, whatever `type` beside them says."""
+_TEXT_BOUNDS: Final = frozenset({"const", "enum", "format", "maxLength", "minLength", "pattern"})
 NO_PARAMETERS: Final[dict[str, Any]] = {"type": "object", "properties": {}}
 
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
@@ -40,13 +46,17 @@ class Tool(BaseModel):
     type: Literal["function"]
     function: Function
 
+    def arguments_schema(self) -> dict[str, Any]:
+        """Return the schema of the arguments."""
+        return NO_PARAMETERS if self.function.parameters is None else self.function.parameters
+
     def described(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""
         function = self.function
         described: dict[str, Any] = {"name": function.name}
         if function.description is not None:
             described["description"] = function.description
-        described["parameters"] = NO_PARAMETERS if function.parameters is None else function.parameters
+        described["parameters"] = self.arguments_schema()
         described |= function.model_extra or {}
         return {"type": "function", "function": described, **(self.model_extra or {})}
 
@@ -75,10 +85,6 @@ CalledTools = Annotated[list[CalledTool], Field(max_length=CALLS_MAX, fail_fast=
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     """Raise InvalidRequest if tools have one name or a schema beyond the limits, or the choice cannot be served."""
-    if choice == "required" or isinstance(choice, dict):
-        raise InvalidRequest(
-            "`tool_choice` can be `auto` or `none`: this server cannot force a call yet", param="tool_choice"
-        )
     names: set[str] = set()
     for index, tool in enumerate(tools):
         where = f"tools[{index}].function"
@@ -86,6 +92,45 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             raise InvalidRequest(f"`{where}.name`: another tool has this name, too", param=f"{where}.name")
         names.add(tool.function.name)
         check_schema(tool.function.parameters, f"{where}.parameters")
+    check_enforceable(tools, {tool.function.name for tool in required_tools(tools, choice)})
+
+
+def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence[Tool]:
+    """Return the tools of which an answer must call one; none if it need not. Raises InvalidRequest."""
+    if choice in (None, "auto", "none"):
+        return ()
+    if choice == "required":
+        if not tools:
+            raise InvalidRequest("`tool_choice` is `required`, and there are no `tools`", param="tool_choice")
+        return tools
+    match choice:
+        case {"type": "function", "function": {"name": str() as name}}:
+            if named := [tool for tool in tools if tool.function.name == name]:
+                return named
+            raise InvalidRequest(f"`tool_choice` names {name[:80]!r}, which is none of `tools`", param="tool_choice")
+        case _:
+            known = '`auto`, `none`, `required` or {"type": "function", "function": {"name": …}}'
+            raise InvalidRequest(f"`tool_choice` is {known}", param="tool_choice")
+
+
+def check_enforceable(tools: Sequence[Tool], names: Container[str]) -> None:
+    """Raise InvalidRequest if the tools of these names are too many, or have schemas that engines do not enforce."""
+    named = [(index, tool) for index, tool in enumerate(tools) if tool.function.name in names]
+    if len(named) > ENFORCED_MAX:
+        said = f"calls of {len(named)} `tools` would have to be enforced; this server enforces at most {ENFORCED_MAX}"
+        raise InvalidRequest(said, param="tools")
+    for index, tool in named:
+        _check_arguments(tool, f"tools[{index}].function.parameters")
+
+
+def _check_arguments(tool: Tool, where: str) -> None:
+    schema = tool.arguments_schema()
+    json_schema.check_schema(schema, where)
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest(f"`{where}.type`: arguments are of type `object`", param=f"{where}.type")
+    for keyword in sorted(_NOT_OBJECTS & schema.keys()):
+        said = f"`{where}.{keyword}` is not enforced: state the `properties` of the arguments"
+        raise InvalidRequest(said, param=f"{where}.{keyword}")
 
 
 def check_schema(schema: object, where: str) -> None:
@@ -113,14 +158,32 @@ def _path_below(value: object, depth_max: int) -> list[str] | None:
     return None
 
 
+def schemas_of(tools: Sequence[Tool]) -> dict[str, object]:
+    """Return the schema of each tool's arguments, as it is enforced."""
+    return {tool.function.name: {"type": "object", **tool.arguments_schema()} for tool in tools}
+
+
 def text_parameters(tools: Sequence[Tool]) -> dict[str, tuple[str, ...]]:
     """Return the names of each tool's parameters that take text."""
+    return _parameters_that(tools, _takes_text)
+
+
+def trimmed_parameters(tools: Sequence[Tool]) -> dict[str, tuple[str, ...]]:
+    """Return the names of each tool's parameters that take some texts only."""
+    return _parameters_that(tools, lambda schema: _takes_text(schema) and _bounds_text(schema))
+
+
+def _parameters_that(tools: Sequence[Tool], holds: Callable[[object], bool]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for tool in tools:
         properties: object = (tool.function.parameters or {}).get("properties")
         schemas = cast("dict[str, object]", properties) if isinstance(properties, dict) else {}
-        found[tool.function.name] = tuple(name for name, schema in schemas.items() if _takes_text(schema))
+        found[tool.function.name] = tuple(name for name, schema in schemas.items() if holds(schema))
     return found
+
+
+def _bounds_text(schema: object) -> bool:
+    return isinstance(schema, dict) and not _TEXT_BOUNDS.isdisjoint(cast("dict[str, object]", schema))
 
 
 def _takes_text(schema: object) -> bool:

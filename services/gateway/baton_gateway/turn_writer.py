@@ -89,5 +89,6 @@ def write_part(cycle: RequestResponseCycle, part: bytes) -> bool:
     """Write a part of a body of unknown length. Return False if the connection takes nothing at the moment."""
     if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
         return False
-    cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    if part:  # An empty one would end the body.
+        cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
     return True

@@ -154,7 +154,7 @@ class Worker:
         self.script = Script()
         self.parameters: tuple[str, ...] = (
             *("guided_choice", "guided_regex"),
-            *(kind.parameter for kind in (ConstraintKind.JSON, ConstraintKind.REGEX)),
+            *(kind.parameter for kind in (ConstraintKind.JSON, ConstraintKind.REGEX, ConstraintKind.STRUCTURAL_TAG)),
         )
         """Parameters that heartbeats declare."""
         self.alive = True

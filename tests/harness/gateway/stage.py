@@ -8,8 +8,10 @@ from pathlib import Path
 
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
+from baton_gateway.idempotency_store import MemoryAnswers
 from baton_gateway.intake_pool import IntakePool, LocalPool
 from baton_gateway.models import Models
+from baton_gateway.responses.store import ResponseStore
 from baton_gateway.server import listen, make_server
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import ModelTokenizer
@@ -38,6 +40,7 @@ class Stage(Actors):
         intake: IntakePool | None = None,
         model: tuple[Path, ModelTokenizer] | None = None,
         redis: RedisConnection | None = None,
+        store: ResponseStore | None = None,
     ) -> None:
         # The gateway need not learn the workers before its first request: tests wait until it knows them.
         settings = structs.replace(settings, learn_s=0.0)
@@ -63,6 +66,8 @@ class Stage(Actors):
             models=self.models,
             redis=redis,
         )
+        self.store = store
+        self.answers = MemoryAnswers(clock, ttl_s=60.0)
         self.base_url = ""
 
     @asynccontextmanager
@@ -81,7 +86,7 @@ class Stage(Actors):
     async def serving(self) -> AsyncGenerator[None]:
         """Serve the gateway over HTTP on a free port."""
         with listen(self.gateway.settings) as listener:
-            server = make_server(make_app(self.gateway), self.gateway, listener)
+            server = make_server(make_app(self.gateway, self.store, self.answers), self.gateway, listener)
             self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             async with living(server):
                 await self.wait_for(lambda: server.started)
@@ -94,9 +99,10 @@ async def open_stage(
     intake: IntakePool | None = None,
     model: tuple[Path, ModelTokenizer] | None = None,
     redis: RedisConnection | None = None,
+    store: ResponseStore | None = None,
 ) -> AsyncGenerator[Stage]:
     """Serve a stage over HTTP with one decode worker, d1, that the gateway knows."""
-    stage = Stage(settings or Settings(port=0), intake, model, redis)
+    stage = Stage(settings or Settings(port=0), intake, model, redis, store)
     async with stage.standing(), stage.serving():
         await stage.add("d1")
         await forward(stage, "d1")

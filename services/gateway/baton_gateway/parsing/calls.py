@@ -11,6 +11,8 @@ from typing import Any, Final, cast
 
 import msgspec
 
+from baton_gateway.parsing.formats import ParsingOptions
+
 MALFORMED: Final = (
     ValueError,
     LookupError,
@@ -33,19 +35,18 @@ class Call(msgspec.Struct, frozen=True):
     """The model's own id; empty in formats without ids."""
 
 
-def calls_of(value: object, text_parameters: Mapping[str, tuple[str, ...]] | None = None) -> list[Call]:
+def calls_of(value: object, options: ParsingOptions | None = None) -> list[Call]:
     """Return the calls in a region's value: an object of OpenAI's form, or a list of them. Raises one of `MALFORMED`.
 
-    `text_parameters`: names of each tool's parameters that take text, for formats that write all arguments as text.
-    None: arguments have their types.
+    `options`: for formats that write all arguments as text. None: arguments have their types.
     """
     listed = cast("list[object]", value) if isinstance(value, list) else [value]
     if not listed:
         raise ValueError("no call")
-    return [_call(each, text_parameters) for each in listed]
+    return [_call(each, options) for each in listed]
 
 
-def _call(value: object, text_parameters: Mapping[str, tuple[str, ...]] | None) -> Call:
+def _call(value: object, options: ParsingOptions | None) -> Call:
     described = msgspec.convert(value, dict[str, Any])
     function = msgspec.convert(described["function"], dict[str, Any])
     name = msgspec.convert(function["name"], str).strip()
@@ -53,9 +54,12 @@ def _call(value: object, text_parameters: Mapping[str, tuple[str, ...]] | None) 
     if isinstance(arguments, str):  # Some models write the object as a string in JSON.
         arguments = json.loads(arguments)
     arguments = msgspec.convert({} if arguments is None else arguments, dict[str, Any])
-    if text_parameters is not None:
-        texts = text_parameters.get(name, ())
-        arguments = {key: text if key in texts else _typed(text) for key, text in arguments.items()}
+    if options is not None:
+        texts, trimmed = options.text_parameters.get(name, ()), options.trimmed_parameters.get(name, ())
+        arguments = {
+            key: text.strip() if key in trimmed else text if key in texts else _typed(text)
+            for key, text in arguments.items()
+        }
     own_id = described.get("id")
     return make_call(name, arguments, own_id if isinstance(own_id, str) else "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 from importlib import resources
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -35,6 +35,22 @@ class FormatName(StrEnum):
     THINK = "think"
 
 
+class CallSyntax(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Text of calls as a family's models write it, for answers that must have calls."""
+
+    call: str
+    """One call, with the places `{name}`, `{arguments}` and `{index}`: a number of at most three digits."""
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    style: Literal["json", "qwen_xml", "glm_xml"] = "json"
+    """xgrammar's name of the form of arguments."""
+    parallel: bool = True
+    """Whether an answer may have several calls."""
+    reasoning: tuple[str, str] = ("<think>", "</think>")
+    """Text before and after reasoning, in models that reason before they call."""
+
+
 class FormatSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Description of a format: a family's data file, or a tokenizer's own `response_template`."""
 
@@ -49,6 +65,8 @@ class FormatSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Whether calls are written as a list of Python calls."""
     id_prefix: str = "call_"
     id_chars: int = 24
+    calls: CallSyntax | None = None
+    """None: no answer of this format can be forced to have calls."""
     response_template: dict[str, Any]
     """Regions of the text, in the form that `transformers.utils.chat_parsing` reads."""
 
@@ -63,10 +81,14 @@ class ParsingOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix: str = ""
     """Beginning of the answer that the prompt already has, such as `<think>`."""
     tools: bool = False
+    or_json: bool = False
+    """Whether an answer is either calls or JSON, in which nothing is a mark."""
     parallel: bool = True
     """Whether an answer may have more than one call; otherwise all but the first are left out."""
     text_parameters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
     """Names of each tool's parameters that take text, for formats that write all arguments as text."""
+    trimmed_parameters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
+    """Those of them whose schemas do not allow any text: white space at its ends belongs to the tags."""
 
 
 def read_family(name: FormatName) -> FormatSpec:

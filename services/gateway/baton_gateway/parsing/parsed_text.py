@@ -9,6 +9,7 @@ from baton_gateway.bodies import OutputOptions
 from baton_gateway.choice import ChoiceText, Piece, ToolCall
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.parsing.calls import call_id
+from baton_gateway.parsing.forced_calls import opening_of
 from baton_gateway.parsing.formats import ParsingOptions
 from baton_gateway.parsing.parser import AnswerFormat, Parsed
 
@@ -32,20 +33,38 @@ class ParsedText(ChoiceText):
         self._calls_max = None if parsing.parallel else 1
         self._form = form.spec
         self._request = request
+        self._opening = opening_of(form.spec.calls) if parsing.or_json and form.spec.calls else ""
+        """Beginning of calls, while it is open whether the answer is JSON."""
+        self._beginning = ""
+        self._is_json = False
 
     def feed(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, ends: bool) -> Piece:
         piece = super().feed(tokens, logprobs, ends=ends)
-        if piece.text:
+        if self._opening:
+            self._tell_json(piece, ends=False)
+        if piece.text and not self._is_json:
             self._parse(piece, self._parser.feed(piece.text))
         return piece
 
     def finish(self) -> Piece:
         piece = super().finish()
-        self._parse(piece, self._parser.finish(piece.text))
+        if self._opening:
+            self._tell_json(piece, ends=True)
+        if not self._is_json:
+            self._parse(piece, self._parser.finish(piece.text))
         return piece
 
+    def _tell_json(self, piece: Piece, *, ends: bool) -> None:
+        """Hold text back until it tells whether the answer is JSON, or ends."""
+        self._beginning += piece.text
+        piece.text = ""
+        begun = self._beginning.lstrip()
+        if ends or len(begun) >= len(self._opening):
+            self._is_json = not begun.startswith(self._opening)
+            self._opening, piece.text = "", self._beginning
+
     def _parse(self, piece: Piece, parsed: Parsed) -> None:
-        piece.text, piece.reasoning = parsed.content, parsed.reasoning
+        piece.text, piece.reasoning, piece.calls_at = parsed.content, parsed.reasoning, parsed.calls_at
         room = None if self._calls_max is None else self._calls_max - self.calls
         for call in parsed.calls[:room]:
             made = call_id(self._request, self.calls, prefix=self._form.id_prefix, chars=self._form.id_chars)

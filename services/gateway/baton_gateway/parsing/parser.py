@@ -39,6 +39,8 @@ class Parsed(msgspec.Struct):
     content: str = ""
     reasoning: str = ""
     calls: list[Call] = msgspec.field(default_factory=list[Call])
+    calls_at: int = 0
+    """Number of characters of `content` that come before the first of `calls`."""
 
 
 class AnswerFormat:
@@ -100,7 +102,7 @@ class AnswerFormat:
             match = self._calls.open_re.search(opening + body)
             captures = {name: text for name, text in match.groupdict().items() if text is not None} if match else {}
             value = self._library.content_parsers.process_field(body, self._calls, captures)
-            return calls_of(value, options.text_parameters if self.writes_text else None)
+            return calls_of(value, options if self.writes_text else None)
         except MALFORMED:
             return []
 
@@ -151,6 +153,8 @@ class AnswerParser:
                 case "region_close", "tool_calls":
                     opening, body = event["value"]["opening"], event["value"]["body"]
                     calls = self._form.read(opening, body, self._options, is_closed=is_closed)
+                    if not parsed.calls:
+                        parsed.calls_at = len(parsed.content)
                     parsed.calls += calls
                     if not calls:
                         parsed.content += opening + body + (self._form.closing if is_closed else "")

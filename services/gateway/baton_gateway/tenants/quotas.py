@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, MutableMapping
 from itertools import islice
-from typing import Final
+from typing import Final, get_args
 
 from baton.clock import Clock
 from baton.errors import InvalidRequest, RateLimited, StoreUnavailable
@@ -27,6 +27,10 @@ UNSETTLED_KEYS_MAX: Final = 10_000
 """Keys with unwritten settlements, while the store is away; those of further keys are lost."""
 LABELS_MAX: Final = 100
 """Tenants with metrics of their own; all others are `other`."""
+
+LIMIT_HEADERS: Final = tuple(
+    f"x-ratelimit-{what}-{limit}" for limit in get_args(Limit) for what in ("limit", "remaining", "reset")
+)
 
 Headers = MutableMapping[str, str]
 

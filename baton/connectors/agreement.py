@@ -1,0 +1,58 @@
+"""Agreement of tensor-parallel ranks on the transfers that have ended, for engines with a scheduler on every rank.
+
+Such schedulers receive the same requests and must take the same decisions in the same order, without asking each
+other. Only the end of a transfer is seen by each rank at its own time. So before a step each rank votes on every open
+transfer, the ranks take the minimum of their votes, and each acts on that alone:
+
+    vote on a pull     (ended, unfailed)     0 while it runs, and from the first rank that it fails on
+    vote on a lease    (ended,)              0 while a peer may read this rank's part
+
+The transfers themselves are listed by what was agreed before, so the lists are equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+from baton.connectors.rank import RankResults
+
+Vote = Callable[[list[int]], list[int]]
+"""Returns the minimum over all ranks, for each place of a list. All ranks call it with lists of one length."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgreedResults:
+    """Transfers that have ended on all ranks, in one order on all of them."""
+
+    received: tuple[str, ...] = ()
+    failed: frozenset[str] = field(default_factory=frozenset[str])
+    """Pulls that have failed on some rank. Those that `received` lacks still run on others, and are to be cancelled."""
+    sent: tuple[str, ...] = ()
+
+
+class RankAgreement:
+    def __init__(self, vote: Vote) -> None:
+        self._vote = vote
+        self._here = RankResults()
+        """Results of this rank that the others lack."""
+
+    def settle(self, news: RankResults, pulls: Collection[str], leases: Collection[str]) -> AgreedResults:
+        """Add this rank's news, and return what has ended everywhere of the open `pulls` and `leases`."""
+        here = self._here
+        here.received |= news.received
+        here.failed |= news.failed
+        here.sent |= news.sent
+        if not pulls and not leases:
+            return AgreedResults()
+        votes = [int(pull in here.received) for pull in pulls]
+        votes += [int(pull not in here.failed) for pull in pulls]
+        votes += [int(lease in here.sent) for lease in leases]
+        agreed = iter(self._vote(votes))
+        received = tuple(pull for pull in pulls if next(agreed))
+        failed = frozenset(pull for pull in pulls if not next(agreed))
+        sent = tuple(lease for lease in leases if next(agreed))
+        here.received.difference_update(received)
+        here.failed.difference_update(received)
+        here.sent.difference_update(sent)
+        return AgreedResults(received, failed, sent)

@@ -1,0 +1,1 @@
+"""The GPUs, RDMA adapters and limits of this machine, read from the driver and from sysfs."""

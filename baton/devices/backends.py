@@ -1,0 +1,55 @@
+"""Which transfer backend moves KV between two workers, by what a machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import permutations
+
+import msgspec
+
+from baton.devices.gpus import Gpu
+from baton.devices.survey import Survey
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    between: str
+    backend: str
+    """Name of a backend, as in `agent_backends`, or `staged`: through host memory."""
+    why: str
+
+
+def pair_backends(survey: Survey) -> tuple[Pair, ...]:
+    """Return each kind of pair. The handshake of two agents decides; this is what it will find here."""
+    return (_on_one_host(survey), _between_hosts(survey), *_between_gpus(survey.gpus.gpus))
+
+
+def _on_one_host(survey: Survey) -> Pair:
+    between = "host memory, workers of this host"
+    if survey.host.shm_free_bytes:
+        return Pair(between=between, backend="shm", why="/dev/shm; direct, for pools in memory that agents share")
+    if survey.host.ptrace_scope < 2:
+        return Pair(between=between, backend="cma", why="there is no /dev/shm, and processes may read each other")
+    return Pair(between=between, backend="tcp", why="there is no /dev/shm, and Yama forbids reading other processes")
+
+
+def _between_hosts(survey: Survey) -> Pair:
+    between = "host memory, workers of two hosts"
+    if ready := [nic for nic in survey.nics if nic.up and nic.usable]:
+        return Pair(between=between, backend="verbs", why=", ".join(f"{nic.device}:{nic.port}" for nic in ready))
+    return Pair(between=between, backend="tcp", why="no RDMA adapter here is up and may be used")
+
+
+def _between_gpus(gpus: tuple[Gpu, ...]) -> Iterable[Pair]:
+    """Yield the pairs of GPUs, those of one kind together; directions may differ."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for sink, source in permutations(gpus, 2):
+        if source.index in sink.nvlinks:
+            kind = ("cuda-ipc", "NVLink")
+        elif source.index in sink.reads:
+            kind = ("cuda-ipc", "PCIe")
+        else:
+            kind = ("staged", "the driver allows no peer access")
+        kinds.setdefault(kind, []).append(f"{source.index}→{sink.index}")
+    for (backend, why), pairs in kinds.items():
+        which = "any two" if len(kinds) == 1 and len(pairs) > 1 else ", ".join(pairs)
+        yield Pair(between=f"GPU memory, {which}", backend=backend, why=why)

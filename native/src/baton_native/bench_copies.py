@@ -1,0 +1,106 @@
+"""Measures copies between host memory and a CUDA device: a part of `python -m baton_native.bench_cuda`."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import random
+import statistics
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton_native import CopyEngine, DeviceMemory
+
+REPEATS = 7
+PIECES_BYTES = (16 << 10, 64 << 10, 1 << 20)
+WAIT_S = 60.0
+
+
+@dataclass
+class Figure:
+    what: str
+    gb_per_s: float
+    of_limit: float = 0.0
+
+
+def median_gb_per_s(size: int, run: Callable[[], float]) -> float:
+    """Return the median speed of `run`, which returns how many seconds it took."""
+    run()
+    return size / statistics.median(run() for _ in range(REPEATS)) / 1e9
+
+
+class _Host:
+    """Pinned host memory beside as much memory of the device."""
+
+    def __init__(self, library: str, size: int) -> None:
+        self.size = size
+        self.device = DeviceMemory(size, 0, library)
+        self.pages = mmap.mmap(-1, size)
+        self.address = ctypes.addressof((ctypes.c_uint8 * size).from_buffer(self.pages))
+        self.engine = CopyEngine(0, library)
+        self.engine.register(self.address, size)
+
+    def timed(self, run: Callable[[], object]) -> float:
+        began_s = time.perf_counter()
+        run()
+        return time.perf_counter() - began_s
+
+    def batch(self, piece_bytes: int, *, to_host: bool) -> bytes:
+        """Return a batch that moves everything, each piece to another place than its own."""
+        pieces = self.size // piece_bytes
+        order = random.Random(piece_bytes).sample(range(pieces), pieces)
+        words = array("Q")
+        for to, source in enumerate(order):
+            host, device = self.address + to * piece_bytes, self.device.address + source * piece_bytes
+            words.extend((host, device, piece_bytes) if to_host else (device, host, piece_bytes))
+        return words.tobytes()
+
+    def run(self, batch: bytes) -> None:
+        ticket = self.engine.submit(batch, None)
+        if not self.engine.wait(ticket, WAIT_S):
+            raise RuntimeError("a batch of copies did not end in time")
+        if failures := [failure for _, failure in self.engine.poll() if failure]:
+            raise RuntimeError(f"a batch of copies failed: {failures[0]}")
+
+
+def measure_copies(library: str, size: int) -> list[Figure]:
+    """Return GB/s of batches in both directions, by the host's clock; raise if a byte is wrong."""
+    host = _Host(library, size - size % max(PIECES_BYTES))
+    try:
+        return _measure(host)
+    finally:
+        host.engine.close()
+
+
+def _measure(host: _Host) -> list[Figure]:
+    data = random.Random(5).randbytes(host.size)
+    figures: list[Figure] = []
+    for to_host, name in ((True, "GPU to host"), (False, "host to GPU")):
+        plain = host.device.copy_to_host if to_host else host.device.copy_from_host
+        limit = median_gb_per_s(host.size, lambda plain=plain: host.timed(lambda: plain(0, host.address, host.size)))
+        figures.append(Figure(f"limit: cudaMemcpy, {name}", limit, 1.0))
+        for piece_bytes in PIECES_BYTES:
+            batch = host.batch(piece_bytes, to_host=to_host)
+            _verify(host, batch, data, to_host=to_host)
+            speed = median_gb_per_s(host.size, lambda batch=batch: host.timed(lambda: host.run(batch)))
+            figures.append(Figure(f"{name}, {piece_bytes >> 10} KiB pieces", speed, speed / limit))
+    return figures
+
+
+def _verify(host: _Host, batch: bytes, data: bytes, *, to_host: bool) -> None:
+    if to_host:
+        host.device.write(0, data)
+        host.pages[:] = bytes(host.size)
+    else:
+        host.pages[:] = data
+        host.device.fill(0, host.size, 0)
+    host.run(batch)
+    got = host.pages[:] if to_host else host.device.read(0, host.size)
+    words = array("Q", batch)
+    begin, source = (host.address, host.device.address) if to_host else (host.device.address, host.address)
+    for at in range(0, len(words), 3):
+        to, of, size = words[at] - begin, words[at + 1] - source, words[at + 2]
+        if got[to : to + size] != data[of : of + size]:
+            raise RuntimeError("a batch of copies succeeded with wrong bytes")

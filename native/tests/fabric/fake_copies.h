@@ -1,0 +1,162 @@
+// The copy engine of fake_gpu.cpp, and the streams of an engine that writes what is copied.
+//
+// Copies read and write at their end, so that memory which is reused before shows wrong bytes. A real stream's order
+// cannot be shown here, so it is demanded: a test says which stream writes which memory (fake_gpu_write), and a copy of
+// that memory which is not ordered after that stream is refused. An end that is no memory of the "device" is memory of
+// this process: the tensors of an engine on the CPU stand for its device.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "gpu/baton_gpu.h"
+#include "tests/fabric/device_memory.h"
+
+namespace baton::tests {
+namespace {
+
+// Work of an engine's streams, all in one order.
+class Streams {
+ public:
+  static Streams& get() {
+    static Streams* streams = new Streams;
+    return *streams;
+  }
+
+  // Empty `bytes`: the test writes itself.
+  void write(std::uint64_t stream, std::uint64_t to, std::uint64_t size, std::vector<std::uint8_t> bytes) {
+    const std::lock_guard held(lock_);
+    if (!running_) std::thread(&Streams::run, this).detach();
+    running_ = true;
+    size_max_ = std::max(size_max_, size);
+    auto at = last_writes_.lower_bound(to);
+    while (at != last_writes_.end() && at->first + at->second.size <= to + size) at = last_writes_.erase(at);
+    last_writes_[to] = {size, stream};
+    if (bytes.empty()) return;
+    work_.push_back({to, std::move(bytes)});
+    ++submitted_;
+    changed_.notify_all();
+  }
+  bool is_ordered(std::uint64_t address, std::uint64_t size, bool ordered, std::uint64_t after) {
+    const std::lock_guard held(lock_);
+    auto at = last_writes_.lower_bound(address < size_max_ ? 0 : address - size_max_);
+    for (; at != last_writes_.end() && at->first < address + size; ++at) {
+      const bool overlaps = at->first + at->second.size > address;
+      if (overlaps && !(ordered && after == at->second.stream)) return false;
+    }
+    return true;
+  }
+  std::uint64_t submitted() {
+    const std::lock_guard held(lock_);
+    return submitted_;
+  }
+  bool has_done(std::uint64_t count) {
+    const std::lock_guard held(lock_);
+    return done_ >= count;
+  }
+  void forget() {
+    const std::lock_guard held(lock_);
+    last_writes_.clear();
+  }
+
+ private:
+  struct Write {
+    std::uint64_t to;
+    std::vector<std::uint8_t> bytes;
+  };
+  struct Written {
+    std::uint64_t size, stream;
+  };
+
+  void run() {
+    World& world = World::get();
+    std::unique_lock held(lock_);
+    while (true) {
+      while (!work_.empty() && world.control->hold_streams == 0) {
+        const Write& next = work_.front();
+        std::memcpy(world.anywhere(next.to, next.bytes.size()), next.bytes.data(), next.bytes.size());
+        work_.pop_front();
+        ++done_;
+      }
+      changed_.wait_for(held, std::chrono::milliseconds(work_.empty() ? 1000 : 1));
+    }
+  }
+
+  std::mutex lock_;
+  std::condition_variable changed_;
+  std::deque<Write> work_;
+  std::map<std::uint64_t, Written> last_writes_;  // By address.
+  std::uint64_t size_max_ = 0, submitted_ = 0, done_ = 0;
+  bool running_ = false;
+};
+
+}  // namespace
+}  // namespace baton::tests
+
+struct BatonGpuCopies {
+  struct Batch {
+    std::uint64_t ticket = 0, after_work = 0;
+    std::vector<BatonGpuCopy> copies;
+    std::chrono::steady_clock::time_point due;
+  };
+
+  BatonGpuCopied copied = nullptr;
+  void* context = nullptr;
+  std::mutex lock;
+  std::condition_variable changed;
+  std::deque<Batch> batches;
+  std::set<std::uint64_t> pinned;
+  bool failed = false, closing = false;
+  std::thread thread;
+
+  // The batch whose turn it is, or none. On a GPU those of one direction follow each other; the interface promises no
+  // order, and a test may ask for the newest first.
+  std::deque<Batch>::iterator next(baton::tests::World& world) {
+    if (failed || batches.empty() || world.control->hold_copies != 0) return batches.end();
+    const auto at = world.control->reorder_copies != 0 ? std::prev(batches.end()) : batches.begin();
+    const bool ready =
+        std::chrono::steady_clock::now() >= at->due && baton::tests::Streams::get().has_done(at->after_work);
+    return ready ? at : batches.end();
+  }
+
+  void run() {
+    baton::tests::World& world = baton::tests::World::get();
+    std::unique_lock held(lock);
+    while (!closing || (!batches.empty() && !failed)) {
+      const auto at = next(world);
+      if (at == batches.end()) {
+        changed.wait_for(held, std::chrono::milliseconds(batches.empty() ? 1000 : 1));
+        continue;
+      }
+      const Batch now = std::move(*at);
+      batches.erase(at);
+      if (baton::tests::World::strikes(world.control->fail_copies)) {
+        failed = true;
+        continue;
+      }
+      held.unlock();
+      for (std::size_t i = now.copies.size(); i-- > 0;) carry_out(world, now.copies[i]);
+      ++world.counts->batches;
+      copied(context, now.ticket);
+      held.lock();
+    }
+  }
+
+  // Through the kernel, so that bytes which their owner overwrites meanwhile are no race for a sanitizer to find: tests
+  // do so to show what comes of it.
+  static void carry_out(baton::tests::World& world, const BatonGpuCopy& copy) {
+    std::vector<std::uint8_t> bytes(copy.bytes);
+    const iovec local{bytes.data(), copy.bytes}, remote{world.anywhere(copy.from, copy.bytes), copy.bytes};
+    if (::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) != static_cast<ssize_t>(copy.bytes)) {
+      baton::tests::misused("memory that is copied cannot be read");
+    }
+    std::memcpy(world.anywhere(copy.to, copy.bytes), bytes.data(), copy.bytes);
+    ++world.counts->copies;
+  }
+};

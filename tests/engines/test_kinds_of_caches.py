@@ -1,0 +1,61 @@
+"""Models whose KV is kept in other ways: handed off with equal answers, or refused at the start with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+from cross_engines import Engines, check_answers, make_pair
+
+from baton.errors import ConfigurationError
+
+HANDED_OFF = (
+    # Latent rows (MLA), with experts; on every rank the same.
+    "sglang-deepseek-32-to-sglang-deepseek-1",
+    "sglang-deepseek-32x2-to-sglang-deepseek-1",
+    "sglang-deepseek-1-to-sglang-deepseek-32x2",
+    "vllm-deepseek-32-to-sglang-deepseek-1",
+    "sglang-deepseek-1-to-vllm-deepseek-32",
+    # Windows in some layers, of which the engines keep all tokens.
+    "vllm-llamawindows-32-to-vllm-llamawindows-64",
+    "vllm-gemma3-32-to-sglang-gemma3-1",
+    "sglang-gemma3-1-to-vllm-gemma3-32",
+    # Eight bits.
+    "vllm-fp8-32-to-vllm-fp8-64",
+)
+REFUSED = {
+    "vllm-llamawindowsonly-32": "vLLM keeps this model's KV by SlidingWindowSpec",
+    "vllm-lfm2-32": "some of this model's layers keep a state in place of KV",
+    "sglang-mellum-32": "in a SWAKVPool, which Baton cannot hand off",
+    "sglang-lfm2-1": "in a HybridLinearKVPool, which Baton cannot hand off",
+    "sglang-fp8-32": "KV of eight bits is handed over with its scales",
+}
+"""What an engine says of a model that it is not started with, by name."""
+
+pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("engines"))
+    try:
+        yield engines
+    finally:
+        await engines.close()
+
+
+@pytest.mark.parametrize("names", HANDED_OFF)
+async def test_answers_are_the_decode_engines_own_token_for_token(engines: Engines, names: str) -> None:
+    pair = await make_pair(engines, *names.split("-to-"))
+    await check_answers(pair, at_once=False)
+    await check_answers(pair, at_once=True)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_an_engine_that_cannot_hand_off_does_not_start_and_says_why(engines: Engines, name: str) -> None:
+    with pytest.raises(ConfigurationError) as failure:
+        await engines.get(name)
+    # vLLM's own process gives the reason, and the error refers to its log.
+    text = engines.log(name) if "in the log above" in failure.value.detail else failure.value.detail
+    assert REFUSED[name] in text

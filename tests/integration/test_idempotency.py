@@ -1,0 +1,104 @@
+"""Requests with an idempotency key: one answer per key, whether its client stays or not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+from baton_gateway.config import Settings
+
+from baton.messages.attempts import Cancel, DecodeTask
+from tests.harness.gateway.actors import MODEL
+from tests.harness.gateway.responses import with_store
+from tests.harness.gateway.stage import Stage, open_stage
+
+CHAT = "/v1/chat/completions"
+HELLO = "Hello! And then it stops."
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with open_stage(Settings(port=0, api_keys=("one", "two")), store=with_store()) as opened:
+        opened.say(HELLO)
+        yield opened
+
+
+@pytest.fixture
+async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=stage.base_url, verify=False, timeout=30.0) as opened:
+        yield opened
+
+
+def asked(path: str, **fields: Any) -> dict[str, Any]:
+    said = {"input": "hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    return {"model": MODEL, **said, **fields}
+
+
+def keyed(key: str = "k", tenant: str = "one") -> dict[str, str]:
+    return {"idempotency-key": key, "authorization": f"Bearer {tenant}"}
+
+
+def started(stage: Stage) -> int:
+    return len(stage.workers["d1"].got(DecodeTask))
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_same_request_gets_the_same_answer(
+    stage: Stage, client: httpx.AsyncClient, path: str, stream: bool
+) -> None:
+    stage.workers["d1"].script.interval_s = 0.005
+    body = asked(path, stream=stream)
+    answers = await asyncio.gather(*(client.post(path, json=body, headers=keyed()) for _ in range(3)))
+    answers.append(await client.post(path, json=body, headers=keyed()))
+    assert {answer.status_code for answer in answers} == {200}
+    assert len({answer.content for answer in answers}) == 1
+    assert answers[0].text.endswith("data: [DONE]\n\n") if stream else HELLO in answers[0].text
+    assert len({answer.headers["content-type"] for answer in answers}) == 1
+    assert len({answer.headers["x-request-id"] for answer in answers}) == 4
+    assert sum("idempotent-replayed" in answer.headers for answer in answers) == 3
+    assert started(stage) == 1
+    again = await client.post(path, json=body, headers=keyed("another"))
+    assert again.content != answers[0].content
+    assert started(stage) == 2
+
+
+async def test_another_body_or_path_is_refused(stage: Stage, client: httpx.AsyncClient) -> None:
+    await client.post(CHAT, json=asked(CHAT), headers=keyed())
+    for path, fields in ((CHAT, {"seed": 1}), ("/v1/responses", {})):
+        answer = await client.post(path, json=asked(path, **fields), headers=keyed())
+        assert answer.status_code == 422
+        assert answer.json()["error"]["code"] == "idempotency_key_reused"
+    other = await client.post(CHAT, json=asked(CHAT, seed=1), headers=keyed(tenant="two"))
+    assert other.status_code == 200
+    for key in ("", "x" * 256):
+        answer = await client.post(CHAT, json=asked(CHAT), headers=keyed(key))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Idempotency-Key")
+
+
+async def test_errors_are_not_kept(stage: Stage, client: httpx.AsyncClient) -> None:
+    for expected in (404, 200, 200):
+        name = "unknown" if expected == 404 else MODEL
+        answer = await client.post(CHAT, json=asked(CHAT, model=name), headers=keyed())
+        assert answer.status_code == expected
+    assert started(stage) == 1
+
+
+async def test_a_client_that_leaves_comes_back_to_its_answer(stage: Stage, client: httpx.AsyncClient) -> None:
+    script = stage.workers["d1"].script
+    script.interval_s = 0.02
+    body = asked(CHAT, stream=True)
+    async with client.stream("POST", CHAT, json=body, headers=keyed()) as first:
+        chunks = first.aiter_bytes()
+        beginning = await anext(chunks)
+    answer = await client.post(CHAT, json=body, headers=keyed())
+    assert answer.content.startswith(beginning)
+    assert answer.text.endswith("data: [DONE]\n\n")
+    texts = [json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in answer.text.split("\n\n")[:-2]]
+    assert "".join(texts) == HELLO
+    assert started(stage) == 1
+    assert not stage.workers["d1"].got(Cancel)

@@ -1,0 +1,109 @@
+"""Ranks that see transfers end at different times act on them together, in one order, and lose none."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.connectors.agreement import AgreedResults, RankAgreement
+from baton.connectors.rank import RankResults
+
+WAIT_S = 10.0
+
+
+class Ballot:
+    """The minimum over ranks that are threads."""
+
+    def __init__(self, ranks: int) -> None:
+        self._votes: list[list[int]] = [[] for _ in range(ranks)]
+        self._barrier = threading.Barrier(ranks, timeout=WAIT_S)
+
+    def cast(self, rank: int, votes: list[int]) -> list[int]:
+        self._votes[rank] = votes
+        self._barrier.wait()
+        least = [min(places) for places in zip(*self._votes, strict=True)]
+        self._barrier.wait()
+        return least
+
+
+def test_one_rank_acts_on_its_own_news_in_the_order_of_the_pulls() -> None:
+    agreement = RankAgreement(lambda votes: votes)
+    news = RankResults(sent={"s"}, received={"b", "a"}, failed={"a"})
+    assert agreement.settle(news, ["a", "c", "b"], ["s", "t"]) == AgreedResults(("a", "b"), frozenset("a"), ("s",))
+    assert agreement.settle(RankResults(), ["c"], ["t"]) == AgreedResults()
+
+
+def test_ranks_without_open_transfers_do_not_vote() -> None:
+    def vote(_votes: list[int]) -> list[int]:
+        raise AssertionError("an engine that hands nothing over pays nothing")
+
+    assert RankAgreement(vote).settle(RankResults(), [], []) == AgreedResults()
+
+
+def test_a_pull_that_failed_on_one_rank_is_known_to_all_while_others_still_run() -> None:
+    ballot = Ballot(2)
+    ranks = [RankAgreement(lambda votes, rank=rank: ballot.cast(rank, votes)) for rank in range(2)]
+
+    def both(*news: RankResults) -> list[AgreedResults]:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(rank.settle, one, ["p"], []) for rank, one in zip(ranks, news, strict=True)]
+            return [one.result() for one in asked]
+
+    failed = RankResults(received={"p"}, failed={"p"})
+    assert both(RankResults(), failed) == [AgreedResults(failed=frozenset("p"))] * 2
+    assert both(RankResults(), RankResults()) == [AgreedResults(failed=frozenset("p"))] * 2
+    ended = RankResults(received={"p"})
+    assert both(ended, RankResults()) == [AgreedResults(received=("p",), failed=frozenset("p"))] * 2
+
+
+Ends = list[tuple[int, bool]]
+"""When each rank's part of a transfer ends, as a step, and whether it fails."""
+
+
+@st.composite
+def transfers(draw: st.DrawFn) -> tuple[int, list[Ends], list[Ends]]:
+    ranks = draw(st.integers(1, 3))
+    ends = st.lists(st.tuples(st.integers(0, 6), st.booleans()), min_size=ranks, max_size=ranks)
+    return ranks, draw(st.lists(ends, max_size=5)), draw(st.lists(ends, max_size=5))
+
+
+@given(transfers())
+@pytest.mark.timeout(60)
+def test_all_ranks_act_alike_as_soon_as_the_last_one_has_ended(drawn: tuple[int, list[Ends], list[Ends]]) -> None:
+    ranks, pulls, leases = drawn
+    ballot = Ballot(ranks)
+
+    def run(rank: int) -> list[tuple[int, AgreedResults]]:
+        agreement = RankAgreement(lambda votes: ballot.cast(rank, votes))
+        open_pulls = [f"pull {number}" for number in range(len(pulls))]
+        open_leases = [f"lease {number}" for number in range(len(leases))]
+        acted: list[tuple[int, AgreedResults]] = []
+        for step in range(8):
+            news = RankResults(
+                sent={f"lease {number}" for number, ends in enumerate(leases) if ends[rank][0] == step},
+                received={f"pull {number}" for number, ends in enumerate(pulls) if ends[rank][0] == step},
+                failed={f"pull {number}" for number, ends in enumerate(pulls) if ends[rank] == (step, True)},
+            )
+            agreed = agreement.settle(news, open_pulls, open_leases)
+            open_pulls = [pull for pull in open_pulls if pull not in agreed.received]
+            open_leases = [lease for lease in open_leases if lease not in agreed.sent]
+            acted.append((step, agreed))
+        assert not open_pulls
+        assert not open_leases
+        return acted
+
+    with ThreadPoolExecutor(ranks) as pool:
+        first, *others = pool.map(run, range(ranks))
+    assert all(other == first for other in others)
+    for step, agreed in first:
+        assert list(agreed.received) == [f"pull {n}" for n, ends in enumerate(pulls) if max(ends)[0] == step]
+        assert list(agreed.sent) == [f"lease {n}" for n, ends in enumerate(leases) if max(ends)[0] == step]
+        assert agreed.failed == {
+            f"pull {n}"
+            for n, ends in enumerate(pulls)
+            if max(ends)[0] >= step and any(failed and at <= step for at, failed in ends)
+        }
