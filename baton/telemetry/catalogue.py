@@ -449,7 +449,7 @@ ENGINE_STEPS: Final = _counter(
     "Engine steps that generated tokens here; output tokens by these are the tokens per step.",
 )
 POOL_SLOTS: Final = _gauge(
-    "baton_kv_pool_blocks",
+    "baton_kv_pool_slots",
     PREFILL_DECODE,
     "Slots of the KV pool: `pinned` by readers, `ready` for them, `free` or being written.",
     "state",

@@ -86,8 +86,7 @@ class WorkerReadings:
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_promoted, ("promoted",))
         yield Reading(catalogue.ENGINE_PROMPT, load.prompt_tokens_pulled, ("pulled",))
         yield Reading(catalogue.PREEMPTIONS, load.preemptions)
-        if load.pool.slots:
-            yield from _pool(load.pool)
+        yield from _pool(load.pool)
         yield from _transfers(transfers)
 
 

@@ -171,7 +171,7 @@ async def test_a_killed_process_takes_only_its_own_streams_and_comes_back(nats_u
         assert all(stream.is_whole for stream, _ in streams[other.pid])
         assert statuses == [200] * 20
         await wait_ready(world.status_url)
-        await world.until(lambda: len(world.processes()) == 2)
+        await world.until(lambda: world.log.count("Started server process") == 3)
         await world.streams_on([process.pid for process in world.processes()])
 
 

@@ -42,6 +42,8 @@ read_metrics: Final = cast(
     "Callable[[str], Iterator[Metric]]",
     parser.text_string_to_metric_families,  # pyright: ignore[reportUnknownMemberType]
 )
+API_KEY: Final = "a-key-of-the-settings"
+AUTHORIZED: Final = {"authorization": f"Bearer {API_KEY}"}
 STORY: Final = " ".join(f"line {number}: the quick brown fox" for number in range(60))
 
 
@@ -85,7 +87,7 @@ def watch(cluster: Cluster, prometheus: Prometheus) -> None:
 
 
 async def ask(cluster: Cluster, prompt: str, *, tokens: int = 24, chat: bool = False, **more: Any) -> int:
-    async with httpx.AsyncClient(base_url=cluster.url, timeout=60.0) as client:
+    async with httpx.AsyncClient(base_url=cluster.url, headers=AUTHORIZED, timeout=60.0) as client:
         said = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
         path = "/v1/chat/completions" if chat else "/v1/completions"
         body = {"model": "tiny", "max_tokens": tokens, "temperature": 0, **said, **more}
@@ -113,7 +115,7 @@ async def work_and_fail(cluster: Cluster) -> None:
 async def watched(tmp_path_factory: pytest.TempPathFactory, model: Path) -> AsyncIterator[Watched]:
     folder = tmp_path_factory.mktemp("metrics")
     async with running_cluster(folder, model=model) as cluster:
-        await cluster.start_control_plane()
+        await cluster.start_control_plane(gateway_flags=("--api-keys", API_KEY))
         await start_worker(cluster, Role.PREFILL, 0)
         await start_worker(cluster, Role.PREFILL, 1, "--faults", '{"corrupt_every": 1}')
         for number in range(2):
@@ -201,7 +203,7 @@ async def test_points_of_latency_lead_to_traces(watched: Watched) -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_public_port_has_no_metrics(watched: Watched) -> None:
     async with httpx.AsyncClient() as client:
-        assert (await client.get(f"{watched.cluster.url}/metrics")).status_code == 404
+        assert (await client.get(f"{watched.cluster.url}/metrics", headers=AUTHORIZED)).status_code == 404
 
 
 def test_promtool_accepts_what_is_deployed(tmp_path: Path) -> None:

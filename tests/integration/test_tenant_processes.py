@@ -33,21 +33,11 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
 PROMPT = "All that is gold does not glitter, not all those who wander are lost. " * 12
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """Install the entry point of `baton keys`, as the project's metadata does."""
-    folder = tmp_path / "site" / "gateway-1.dist-info"
-    folder.mkdir(parents=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: gateway\nVersion: 1\n")
-    (folder / "entry_points.txt").write_text("[baton.commands]\nkeys = baton_gateway.tenants.command\n")
-    return folder.parent
-
-
 class Keys:
     """`baton keys` as an operator uses it."""
 
-    def __init__(self, site: Path, redis_url: str) -> None:
-        self._environ = {**os.environ, "REDIS_URL": redis_url, "PYTHONPATH": f"{site}:{os.environ['PYTHONPATH']}"}
+    def __init__(self, redis_url: str) -> None:
+        self._environ = {**os.environ, "REDIS_URL": redis_url}
         self.shown: list[str] = []
 
     async def run(self, *arguments: str) -> tuple[int, str]:
@@ -92,11 +82,11 @@ async def metric(client: httpx.AsyncClient, port: int, name: str) -> float:
     return float(value)
 
 
-async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: str, site: Path) -> None:
+async def test_gateways_share_limits_and_do_without_redis_as_wanted(nats_url: str) -> None:
     async with AsyncExitStack() as stack:
         redis = stack.enter_context(start_redis())
         await stack.enter_async_context(actors(nats_url))
-        keys = Keys(site, redis.url)
+        keys = Keys(redis.url)
         logs: dict[str, list[bytes]] = {"open": [], "closed": []}
         ports = {name: free_port() for name in logs}
         flags = ("--stored-keys", "--redis-url", redis.url, "--redis-timeout-s", "10")
@@ -174,7 +164,7 @@ async def sniffed(nats_url: str) -> AsyncGenerator[list[bytes]]:
         await connection.close()
 
 
-async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, model: Path, site: Path) -> None:
+async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, model: Path) -> None:
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(running_cluster(tmp_path, model=model))
         carried = await stack.enter_async_context(sniffed(cluster.nats_url))
@@ -184,7 +174,7 @@ async def test_tenants_share_no_cache_and_no_output_has_a_key(tmp_path: Path, mo
         for role, name in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
             await cluster.start_worker(role, name)
         await cluster.wait_ready()
-        keys = Keys(site, cluster.redis_url)
+        keys = Keys(cluster.redis_url)
         one, two = await keys.create("one"), await keys.create("two", "--tokens-per-minute", "100000")
         shared = [await keys.create(name, "--allow", "share-prefix-cache") for name in ("three", "four")]
 
