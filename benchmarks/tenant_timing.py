@@ -27,7 +27,7 @@ from benchmarks.report import Row, report
 
 AUC_MAX: Final = 0.55
 CONTROL_MIN: Final = 0.9
-WORDS: Final = 500
+WORDS: Final = 150
 KEYS: Final = {"victim": "the-key-of-the-victim", "prober": "the-key-of-the-prober"}
 PLACES: Final = {"aggregated": "never", "separated": "always"}
 
