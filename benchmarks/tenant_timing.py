@@ -64,7 +64,7 @@ class Prober:
         return first_s, int(usage["prompt_tokens_details"]["cached_tokens"])
 
     def pair(self, owner: str) -> tuple[float, float, int]:
-        """Have `owner` ask a prompt; return the prober's time for that, the one for a fresh one, and its cached tokens."""
+        """Have `owner` ask a prompt; return the prober's times for it and a fresh one, and the cached tokens of it."""
         known, fresh = self.prompt(), self.prompt()
         self.ask(owner, known)
         found = {prompt: self.ask("prober", prompt) for prompt in self._random.sample((known, fresh), 2)}
