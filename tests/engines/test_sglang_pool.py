@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)
 @dataclass
 class Turn:
     tokens: list[int]
-    last: EngineDelta
+    first: EngineDelta
     computed: int
     """Prompt tokens that the engine computed, by its own count."""
 
@@ -72,7 +72,7 @@ async def ask(
     deltas = [delta async for delta in running.engine.generate(request)]
     await settled(running)
     out = [token for delta in deltas for token in delta.tokens]
-    return Turn(out, deltas[-1], running.engine.load().prompt_tokens_computed - before)
+    return Turn(out, deltas[0], running.engine.load().prompt_tokens_computed - before)
 
 
 async def settled(running: Running) -> None:
@@ -99,8 +99,8 @@ async def test_second_turn_after_eviction_computes_hardly_more_than_with_an_endl
 
     endless = await second_turn("endless", evicted=False)
     evicted = await second_turn("evicted", evicted=True)
-    assert endless.last.promoted_tokens == 0
-    assert evicted.last.promoted_tokens == evicted.last.cached_tokens > 600
+    assert endless.first.promoted_tokens == 0
+    assert evicted.first.promoted_tokens == evicted.first.cached_tokens > 600
     assert evicted.tokens == endless.tokens
     assert evicted.computed <= endless.computed + PAGE_TOKENS + 1
 
@@ -109,11 +109,11 @@ async def test_another_salt_finds_nothing(sglang: Running) -> None:
     tokens = prompt(320, 13)
     await ask(sglang, tokens, 1, salt="mine")
     await evict(sglang)
-    assert (await ask(sglang, tokens, 1, salt="yours")).last.promoted_tokens == 0
+    assert (await ask(sglang, tokens, 1, salt="yours")).first.promoted_tokens == 0
     mine = await ask(sglang, tokens, 1, salt="mine")
-    assert (mine.last.promoted_tokens, mine.computed) == (319, 1)
-    assert mine.last.promoted_bytes == 319 * SLOT_BYTES // PAGE_TOKENS
-    assert mine.last.promotion_s > 0
+    assert (mine.first.promoted_tokens, mine.computed) == (319, 1)
+    assert mine.first.promoted_bytes == 10 * SLOT_BYTES, "whole pages are copied"
+    assert mine.first.promotion_s > 0
 
 
 async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sglang: Running) -> None:
@@ -153,10 +153,10 @@ async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sgla
     await settled(sglang)
     after = sglang.engine.load()
     assert [token for delta in deltas for token in delta.tokens] == expected
-    last = deltas[-1]
-    assert last.promoted_tokens == 12 * PAGE_TOKENS
-    assert last.transferred_tokens == 1000 - 20 * PAGE_TOKENS - 1
-    assert last.cached_tokens == 20 * PAGE_TOKENS
+    first = deltas[0]
+    assert first.promoted_tokens == 12 * PAGE_TOKENS
+    assert first.transferred_tokens == 1000 - 20 * PAGE_TOKENS - 1
+    assert first.cached_tokens == 20 * PAGE_TOKENS
     assert after.prompt_tokens_computed - before.prompt_tokens_computed == 1
 
 
@@ -185,7 +185,7 @@ async def test_an_aborted_promotion_leaves_nothing(sglang: Running) -> None:
     assert sglang.engine.load().pool.pinned == 0
     await evict(sglang)
     again = await ask(sglang, tokens)
-    assert (again.tokens, again.last.promoted_tokens > 0) == (first.tokens, True)
+    assert (again.tokens, again.first.promoted_tokens > 0) == (first.tokens, True)
 
 
 async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
