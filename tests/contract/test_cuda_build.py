@@ -32,7 +32,8 @@ def library(tools: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the library, built as a wheel's build does it."""
     build = tmp_path_factory.mktemp("cuda")
     cmake = str(Path(sys.executable).parent / "cmake")
-    configure = [cmake, "-S", str(NATIVE), "-B", str(build), "-DBATON_CUDA=ON", f"-DBATON_NVCC={tools / 'nvcc'}"]
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DBATON_CUDA=ON", f"-DBATON_NVCC={tools / 'nvcc'}"]
+    configure = [cmake, "-S", str(NATIVE), "-B", str(build), *options]
     subprocess.run(configure, check=True)
     subprocess.run([cmake, "--build", str(build), "--target", "baton_gpu"], check=True)
     return build / "libbaton_gpu.so"
