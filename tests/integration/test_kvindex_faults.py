@@ -147,7 +147,7 @@ async def differences(pair: Pair, workers: list[Worker]) -> list[str]:
         ]
     for worker in workers:
         with suppress(KeyError):
-            if all([await written(pair.redis.url, PREFIX, worker, tier) == worker.on(tier) for tier in Tier]):
+            if await written(pair.redis.url, PREFIX, worker) == {tier: worker.on(tier) for tier in Tier}:
                 continue
         found.append(f"Redis has not what {worker.name} holds")
     return found

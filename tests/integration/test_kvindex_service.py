@@ -13,7 +13,7 @@ from baton import subjects
 from baton.bus import NatsBus
 from baton.errors import ModelNotFound
 from baton.messages.base import Context, ErrorReport, Refused
-from baton.messages.index import Match
+from baton.messages.index import Match, Tier
 from baton.messages.workers import Goodbye
 from tests.harness.index.services import indexing, until
 from tests.harness.index.worker import MODEL, Cache, chain, match, until_held, working, written
@@ -111,7 +111,7 @@ async def test_planted_drift_is_found_and_repaired_within_seconds(
         await until_held(bus, worker, "xyz", 0)
         await asyncio.sleep(0.3)
         assert service.reconciler.counters.resyncs[ResyncReason.DRIFT] == 1, "it agrees again"
-    assert await written(redis_url, prefix, worker) == worker.held
+    assert (await written(redis_url, prefix, worker))[Tier.DEVICE] == worker.held
 
 
 async def test_a_goodbye_drops_a_worker_at_once(nats_url: str, redis_url: str, prefix: str, bus: NatsBus) -> None:
@@ -192,7 +192,7 @@ async def test_redis_may_die_and_come_back(nats_url: str, prefix: str, bus: Nats
             await worker.store("abcd", lost=False)
             await until_held(bus, worker, "abcd", 4)
             redis.start()
-        assert await written(redis.url, prefix, worker) == worker.held
+        assert (await written(redis.url, prefix, worker))[Tier.DEVICE] == worker.held
 
 
 async def test_a_redis_that_lost_everything_is_rewritten(nats_url: str, prefix: str, bus: NatsBus) -> None:
@@ -207,7 +207,7 @@ async def test_a_redis_that_lost_everything_is_rewritten(nats_url: str, prefix: 
             redis.start()
             await worker.store("x")
             await until_held(bus, worker, "x", 1)
-        assert await written(redis.url, prefix, worker) == worker.held
+        assert (await written(redis.url, prefix, worker))[Tier.DEVICE] == worker.held
 
 
 async def test_without_redis_it_starts_and_serves(nats_url: str, prefix: str, bus: NatsBus) -> None:

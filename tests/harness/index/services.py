@@ -16,6 +16,7 @@ from baton_kvindex.service import IndexService
 from baton_kvindex.store import RedisStore
 
 from baton.bus import NatsBus
+from baton.messages.index import Tier
 from baton.node.service import serve
 from baton.stop import Stop
 from tests.harness.cluster import Service
@@ -56,7 +57,7 @@ class Pair:
         """Wait until the worker's entries in Redis satisfy `condition`."""
         async with asyncio.timeout(15.0):
             while True:
-                if condition(await written(self.redis.url, PREFIX, self.worker)):
+                if condition((await written(self.redis.url, PREFIX, self.worker))[Tier.DEVICE]):
                     return
                 await asyncio.sleep(0.02)
 

@@ -210,12 +210,14 @@ async def load_all(store: Store) -> Saved:
     return Saved(await store.load(take), workers)
 
 
-async def written(redis_url: str, prefix: str, worker: Worker, tier: Tier = Tier.DEVICE) -> dict[bytes, bytes]:
-    """Return a worker's entries of one tier in Redis."""
+async def written(redis_url: str, prefix: str, worker: Worker) -> dict[Tier, dict[bytes, bytes]]:
+    """Return a worker's entries in Redis, by tier."""
     store = RedisStore(redis_url, clock=SystemClock(), prefix=prefix, timeout_s=1.0)
     try:
         saved = await load_all(store)
     finally:
         await store.close()
-    runs = [run for run in saved.workers[worker.name].runs if run.tier is tier]
-    return {block: parent for run in runs for block, parent in link(run.parent, run.blocks)}
+    found = {tier: dict[bytes, bytes]() for tier in Tier}
+    for run in saved.workers[worker.name].runs:
+        found[run.tier].update(link(run.parent, run.blocks))
+    return found
