@@ -34,6 +34,7 @@ from baton.engines.sglang.options import DIALECT as SGLANG
 from baton.engines.sglang.options import shared_cores, tensor_parallel_ranks
 from baton.engines.vllm.options import DIALECT, check_handoff, choose_executor
 from baton.errors import ConfigurationError, EngineFailed
+from baton.messages.index import Tier
 from baton.messages.workers import Role
 from baton.worker.settings import WorkerSettings, create_engine
 
@@ -229,7 +230,7 @@ def test_events_are_decoded() -> None:
             cache_salt="tenant",
         ),
         EngineBlocksRemoved(hashes=(b"\1" * 8,)),
-        EngineBlocksCleared(),
+        EngineBlocksCleared(tier=Tier.DEVICE),
     )
 
 
