@@ -131,27 +131,21 @@ async def test_a_forced_call_is_valid_with_either_engine_over_both_apis(
 
 
 async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) -> None:
-    await cluster.start_gateway("gateway-tenants", *PATIENCE, "--api-keys", "one,two")
+    await cluster.start_gateway("gateway-tenants", *PATIENCE, "--api-keys", "one,two", "--routing-headers")
     await cluster.wait_ready(gateway="gateway-tenants")
 
     async def cached(key: str, number: int, mode: str) -> tuple[int, str]:
         """Return what the worker that computed the prompt had of it, and which worker that was."""
-        answer = await clients[key].completions.create(
+        raw = await clients[key].completions.with_raw_response.create(
             model="tiny",
             prompt=f"tenants {number}: " + "they share the engines " * 60,
             max_tokens=4,
             extra_headers={"x-baton-disaggregation": mode},
         )
+        answer = raw.parse()
         assert answer.usage is not None
         assert answer.usage.prompt_tokens_details is not None
-        seen, request = cluster.observer, f"{answer.id.removeprefix('cmpl-')}-0"
-        role = "prefill" if mode == "always" else "decode"
-
-        def computing() -> list[str]:
-            return [worker for worker in seen.workers.get(request, ()) if worker.startswith(role)]
-
-        await seen.until(computing)  # The answer may overtake what the worker said of its prompt.
-        (worker,) = computing()
+        worker = raw.headers["x-baton-prefill" if mode == "always" else "x-baton-decode"]
         return answer.usage.prompt_tokens_details.cached_tokens or 0, worker
 
     url, numbers = f"{cluster.gateway_url('gateway-tenants')}/v1", itertools.count()

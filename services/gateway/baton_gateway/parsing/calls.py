@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from hashlib import blake2b
@@ -77,9 +78,17 @@ def _typed(text: object) -> object:
     if not isinstance(text, str):
         return text
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         return {"true": True, "false": False, "none": None}.get(text.strip().lower(), text)
+
+
+def _finite(text: str) -> float:
+    # Python reads `Infinity` and `1e999`, which cannot be written as JSON: they are text.
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError("no number of JSON")
+    return number
 
 
 def pythonic_calls(text: str) -> list[Call]:
