@@ -19,7 +19,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     reads: tuple[int, ...] = ()
     """GPUs whose memory this one can read directly."""
     nvlinks: tuple[int, ...] = ()
-    """Those of them that it reaches over NVLink."""
+    """GPUs among `reads` that it reaches over NVLink."""
 
 
 class Driver(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,7 @@ UNKNOWN_NODE = -1
 
 class PciPlace(msgspec.Struct, frozen=True, kw_only=True):
     address: str
-    """Such as 0000:3b:00.0; empty: no PCI device."""
+    """PCI address, such as 0000:3b:00.0; empty: no PCI device."""
     bridges: tuple[str, ...] = ()
     """Path from the root complex (pci0000:3a) down to the bridge above the device."""
     numa_node: int = UNKNOWN_NODE

@@ -15,7 +15,7 @@ class Nic(msgspec.Struct, frozen=True, kw_only=True):
     """A port of an RDMA adapter."""
 
     device: str
-    """Such as mlx5_0, as `agent_verbs_devices` names it."""
+    """Name of the adapter as in `agent_verbs_devices`, such as mlx5_0."""
     port: int
     up: bool
     gbit_per_s: float

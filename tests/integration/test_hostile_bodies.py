@@ -18,7 +18,7 @@ from msgspec import structs
 from baton.clock import SystemClock
 from benchmarks.intake import CHAT, COMPLETIONS, MODEL, System, bodies, running_system, stall_ms
 
-COMPUTATION_MS_MAX: Final = 50.0
+COMPUTATION_MS_MAX: Final = 25.0
 """Longest computation of the gateway's loop beside any of these bodies; on the loop, some would take up to 0.9 s."""
 GROWTH_MIB_MAX: Final = 96.0
 ROUNDS: Final = 3

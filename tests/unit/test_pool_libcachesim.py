@@ -63,8 +63,10 @@ def test_policies_hit_as_often_as_libcachesims(scans: bool) -> None:
     [
         *((slots, False, -MARGIN) for slots in SLOTS),
         *((slots, True, MARGIN) for slots in SLOTS[:2]),
-        # A third of all blocks that the trace ever names: LRU keeps nearly what will be asked for, too.
-        (SLOTS[2], True, 0.0),
+        pytest.param(
+            *(SLOTS[2], True, MARGIN),
+            marks=pytest.mark.xfail(strict=True, reason="a third of all blocks: LRU keeps nearly as much (+0.002)"),
+        ),
     ],
 )
 def test_s3_fifo_withstands_scans_and_loses_little_without(slots: int, scans: bool, margin: float) -> None:

@@ -88,7 +88,7 @@ class ParsingOptions(msgspec.Struct, frozen=True, kw_only=True):
     text_parameters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
     """Names of each tool's parameters that take text, for formats that write all arguments as text."""
     trimmed_parameters: dict[str, tuple[str, ...]] = msgspec.field(default_factory=dict[str, tuple[str, ...]])
-    """Those of them whose schemas do not allow any text: white space at its ends belongs to the tags."""
+    """Text parameters whose schemas do not allow any text: white space at its ends belongs to the tags."""
 
 
 def read_family(name: FormatName) -> FormatSpec:

@@ -43,7 +43,7 @@ if full_at + cost <= now + tonumber(ARGV[2]) then
 end
 return {fits, full_at - now}
 """
-"""As `bucket.take`. A double holds microseconds since 1970 exactly."""
+"""Script that does what `bucket.take` does. A double holds microseconds since 1970 exactly."""
 
 SETTLE: Final = """
 if not redis.call('SET', KEYS[1], 1, 'NX', 'EX', ARGV[1]) then return end
