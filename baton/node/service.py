@@ -109,10 +109,12 @@ class Process:
         # What is loaded by now stays. A full collection that visits it stops a service for 20 ms.
         gc.collect()
         gc.freeze()
+        usual = gc.get_threshold()
         gc.set_threshold(YOUNG_OBJECTS_MAX)
         try:
             await serve(service, self._stop)
         finally:
+            gc.set_threshold(*usual)
             gc.unfreeze()  # At the end of the process, cycles that hold native objects must go.
 
 
