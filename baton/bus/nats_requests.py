@@ -66,7 +66,8 @@ class Requests:
         # Cheaper than `asyncio.timeout`. Publishing, which it does not end, has a limit of its own (`flush_timeout`).
         timer = loop.call_later(timeout_s, _give_up, answer)
         try:
-            await self.client.publish(subject, payload, reply=reply, headers=headers)
+            if headers or not self.client.post(subject, payload, reply):
+                await self.client.publish(subject, payload, reply=reply, headers=headers)
             message = await answer
         except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"the message bus failed: {error}") from error
