@@ -394,3 +394,43 @@ async def test_only_messages_with_headers_take_the_way_of_nats_py(server: Server
     await asyncio.sleep(0)
     assert received == [data for data, _ in messages]
     assert client.taken_by_nats_py == 1
+
+
+async def test_messages_of_one_turn_are_written_at_once(server: Server, connect: Connect) -> None:
+    bus, inbox = await connect(), Inbox()
+    await bus.subscribe("a", inbox)
+    writes: list[int] = []
+    transport = cast("Any", bus._client._transport)
+    write = transport.writelines
+    transport.writelines = lambda commands: (writes.append(len(commands)), write(commands))
+    for label in "abc":
+        await bus.publish("a", message(label))
+    assert not writes, "nothing leaves before the end of the turn"
+    assert await inbox.wait(3) == ["a", "b", "c"]
+    assert writes == [3]
+
+
+async def test_messages_keep_their_order_when_the_socket_is_full(server: Server, connect: Connect) -> None:
+    """Some leave at the end of a turn, others by nats-py's task, which waits for the socket."""
+    bus, inbox = await connect(), Inbox()
+    await bus.subscribe("a", inbox)
+    taken: list[bool] = []
+    post = bus._client.post
+    cast("Any", bus._client).post = lambda *arguments: taken.append(post(*arguments)) or taken[-1]
+    sent: list[str] = []
+
+    async def publish() -> None:
+        sent.append(f"{len(sent)} " + "x" * (1 << 18 if len(sent) % 2 else 1))
+        await bus.publish("a", message(sent[-1]))
+        await asyncio.sleep(0)
+
+    server.pause()
+    try:
+        while all(taken) and len(sent) < 200:
+            await publish()
+    finally:
+        server.resume()
+    assert not all(taken)
+    while len(taken) < 20 or not any(taken[-10:]):
+        await publish()
+    assert await inbox.wait(len(sent)) == sent
