@@ -26,7 +26,6 @@ from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.aio.transport import TcpTransport
-from nats.protocol.command import pub_cmd
 from nats.protocol.parser import AWAITING_CONTROL_LINE
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ class DirectClient(Client):
         transport = self._transport
         if not (isinstance(transport, _DirectTransport) and self._status == Client.CONNECTED and transport.is_idle):
             return False
-        command = pub_cmd(subject, reply, payload)
+        command = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + _LINE_END
         if self._pending_data_size + len(command) > self._max_pending_size:
             return False
         self._pending.append(command)

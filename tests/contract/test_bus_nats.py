@@ -19,7 +19,6 @@ from bus_world import NOT_A_MESSAGE, Inbox, echo, eventually, label_of, message
 from nats.aio.client import Client
 from nats.aio.subscription import Subscription as ClientSubscription
 from nats.aio.transport import TcpTransport
-from nats.protocol.command import pub_cmd
 from nats.protocol.parser import Parser
 
 from baton.bus import BusLimits, Delivery, NatsBus
@@ -365,10 +364,9 @@ def test_nats_py_is_the_one_that_our_client_was_written_for() -> None:
         ClientSubscription.unsubscribe,
         Parser,
         TcpTransport,
-        pub_cmd,
     )
     source = "".join(map(inspect.getsource, relied_on))
-    assert blake2b(source.encode(), digest_size=8).hexdigest() == "e7e789bf5195aea3"
+    assert blake2b(source.encode(), digest_size=8).hexdigest() == "b7237ed398898c66"
 
 
 class Counting(DirectClient):
@@ -402,7 +400,12 @@ async def test_messages_of_one_turn_are_written_at_once(server: Server, connect:
     writes: list[int] = []
     transport = cast("Any", bus._client._transport)
     write = transport.writelines
-    transport.writelines = lambda commands: (writes.append(len(commands)), write(commands))
+
+    def count(commands: list[bytes]) -> None:
+        writes.append(len(commands))
+        write(commands)
+
+    transport.writelines = count
     for label in "abc":
         await bus.publish("a", message(label))
     assert not writes, "nothing leaves before the end of the turn"
@@ -416,7 +419,12 @@ async def test_messages_keep_their_order_when_the_socket_is_full(server: Server,
     await bus.subscribe("a", inbox)
     taken: list[bool] = []
     post = bus._client.post
-    cast("Any", bus._client).post = lambda *arguments: taken.append(post(*arguments)) or taken[-1]
+
+    def note(subject: str, payload: bytes, reply: str = "") -> bool:
+        taken.append(post(subject, payload, reply))
+        return taken[-1]
+
+    cast("Any", bus._client).post = note
     sent: list[str] = []
 
     async def publish() -> None:

@@ -104,13 +104,12 @@ async def test_answers_on_a_kept_connection_leave_nothing_to_collect() -> None:
     gc.collect()
     gc.disable()
     try:
-        async with open_stage() as stage:
-            async with httpx.AsyncClient(base_url=stage.base_url) as client:
-                for path in ("/v1/completions", "/v1/completions", "/v1/models"):
-                    body = None if path.endswith("models") else {"model": MODEL, "prompt": "hi", "stream": True}
-                    answer = await client.request("POST" if body else "GET", path, json=body)
-                    assert answer.status_code == 200
-                await stage.wait_for(lambda: len(left(AnswerDriver, RequestResponseCycle)) <= 1)
+        async with open_stage() as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
+            for path in ("/v1/completions", "/v1/completions", "/v1/models"):
+                body = None if path.endswith("models") else {"model": MODEL, "prompt": "hi", "stream": True}
+                answer = await client.request("POST" if body else "GET", path, json=body)
+                assert answer.status_code == 200
+            await stage.wait_for(lambda: len(left(AnswerDriver, RequestResponseCycle)) <= 1)
     finally:
         gc.enable()
 
