@@ -12,6 +12,10 @@ from types import TracebackType
 from typing import Final, Protocol
 
 
+class Timer(Protocol):
+    def cancel(self) -> object: ...
+
+
 class Clock(Protocol):
     """A monotonic clock, with the time of day beside it.
 
@@ -32,6 +36,10 @@ class Clock(Protocol):
         """Return a context that raises TimeoutError once `duration_s` have passed inside it."""
         ...
 
+    def call_later(self, duration_s: float, fire: Callable[[], None]) -> Timer:
+        """Call `fire` from the event loop after `duration_s`, unless the timer is cancelled before."""
+        ...
+
 
 class SystemClock:
     def now_s(self) -> float:
@@ -46,6 +54,9 @@ class SystemClock:
     def timeout(self, duration_s: float | None) -> AbstractAsyncContextManager[object]:
         return asyncio.timeout(duration_s)
 
+    def call_later(self, duration_s: float, fire: Callable[[], None]) -> Timer:
+        return asyncio.get_running_loop().call_later(duration_s, fire)
+
 
 _SETTLE_ROUNDS: Final = 64
 """Passes of the event loop after each timer: the longest chain of tasks that one timer may start."""
@@ -57,6 +68,9 @@ class _Timer:
     order: int
     fire: Callable[[], None] = field(compare=False)
     cancelled: bool = field(default=False, compare=False)
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
 
 class ManualClock:
@@ -79,14 +93,14 @@ class ManualClock:
             await asyncio.sleep(0)
             return
         woken = asyncio.get_running_loop().create_future()
-        timer = self._start(duration_s, lambda: None if woken.done() else woken.set_result(None))
+        timer = self.call_later(duration_s, lambda: None if woken.done() else woken.set_result(None))
         try:
             await woken
         finally:
-            timer.cancelled = True
+            timer.cancel()
 
     def timeout(self, duration_s: float | None) -> AbstractAsyncContextManager[object]:
-        return _ManualTimeout(self._start, duration_s)
+        return _ManualTimeout(self.call_later, duration_s)
 
     async def advance(self, duration_s: float) -> None:
         """Move time on. Each timer on the way fires at its own instant; tasks it wakes run before the next timer.
@@ -108,7 +122,7 @@ class ManualClock:
         for _ in range(_SETTLE_ROUNDS):
             await asyncio.sleep(0)
 
-    def _start(self, duration_s: float, fire: Callable[[], None]) -> _Timer:
+    def call_later(self, duration_s: float, fire: Callable[[], None]) -> Timer:
         self._timers_made += 1
         timer = _Timer(self._now_s + duration_s, self._timers_made, fire)
         heapq.heappush(self._timers, timer)
@@ -118,10 +132,10 @@ class ManualClock:
 class _ManualTimeout:
     """`asyncio.timeout` with its deadline kept by a ManualClock."""
 
-    def __init__(self, start_timer: Callable[[float, Callable[[], None]], _Timer], duration_s: float | None) -> None:
+    def __init__(self, start_timer: Callable[[float, Callable[[], None]], Timer], duration_s: float | None) -> None:
         self._start_timer = start_timer
         self._duration_s = duration_s
-        self._timer: _Timer | None = None
+        self._timer: Timer | None = None
         self._scope = asyncio.timeout(None)
 
     async def __aenter__(self) -> _ManualTimeout:
@@ -136,7 +150,7 @@ class _ManualTimeout:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         if self._timer is not None:
-            self._timer.cancelled = True
+            self._timer.cancel()
         return await self._scope.__aexit__(kind, error, trace)
 
     def _expire(self) -> None:

@@ -192,6 +192,8 @@ class NatsBus:
             raise BusUnavailable(f"the message bus at {_public(self._url)} accepts no more messages")
 
     async def _send(self, subject: str, payload: bytes) -> None:
+        if self._client.post(subject, payload):
+            return
         try:
             await self._client.publish(subject, payload)
         except (nats.errors.Error, OSError) as error:

@@ -1,9 +1,12 @@
-"""nats-py's client with a shorter way from the socket to a handler.
+"""nats-py's client with a shorter way from the socket to a handler, and from a publisher to the socket.
 
 nats-py reads into a buffer, parses that in one task, and queues each message for the task of its subscription. Here a
 `Mailbox` is that queue, and whole messages go to their receivers as they come from the socket. Everything else (long
 messages that are cut, those with headers, the server's own) goes nats-py's way up to the receiver, and so do messages
 that follow while it is there: the order is kept.
+
+nats-py wakes a task of its own to write. Here messages of one turn of the event loop leave together without one, as
+long as the socket takes all; otherwise nats-py's task writes them, and publishers wait for it as ever.
 """
 
 # nats-py leaves some of its parameters without types.
@@ -41,6 +44,35 @@ class DirectClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self._receivers: dict[int, Receiver] = {}
+        self._writes_soon = False
+
+    def post(self, subject: str, payload: bytes, reply: str = "") -> bool:
+        """Write a message at the end of this turn of the event loop.
+
+        Return False if `publish` has to: there is no connection, or the socket does not take all that it gets.
+        """
+        transport = self._transport
+        if not (isinstance(transport, _DirectTransport) and self._status == Client.CONNECTED and transport.is_idle):
+            return False
+        command = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + _LINE_END
+        if self._pending_data_size + len(command) > self._max_pending_size:
+            return False
+        self._pending.append(command)
+        self._pending_data_size += len(command)
+        self.stats["out_msgs"] += 1
+        self.stats["out_bytes"] += len(payload)
+        if not self._writes_soon:
+            self._writes_soon = True
+            asyncio.get_running_loop().call_soon(self._write_pending)
+        return True
+
+    def _write_pending(self) -> None:
+        self._writes_soon = False
+        transport = self._transport
+        # Without a connection, messages wait for the next one.
+        if self._pending and self._status == Client.CONNECTED and transport is not None:
+            pending, self._pending, self._pending_data_size = self._pending, [], 0
+            transport.writelines(pending)
 
     async def listen(self, subject: str, receiver: Receiver, *, group: str = "") -> Subscription:
         """Subscribe; the subscription outlives reconnects, and its `unsubscribe` ends it."""
@@ -104,6 +136,12 @@ class _DirectTransport(TcpTransport):
     def __init__(self, client: DirectClient) -> None:
         super().__init__()
         self._client = client
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the socket has taken everything, and can take more."""
+        transport = self._io_writer.transport if self._io_writer is not None else None
+        return transport is not None and not transport.get_write_buffer_size() and not transport.is_closing()
 
     async def connect(self, uri: ParseResult, buffer_size: int, connect_timeout: int) -> None:
         loop = asyncio.get_running_loop()

@@ -27,7 +27,7 @@ class Requests:
         self.client = client
         self._inbox = client.new_inbox()
         self._asked = 0
-        self._waiting: dict[str, asyncio.Future[Msg]] = {}
+        self._waiting: dict[str, asyncio.Future[Msg | None]] = {}
 
     async def open(self) -> None:
         await self.client.listen(f"{self._inbox}.*", self._on_answer)
@@ -60,18 +60,23 @@ class Requests:
         self, answer_to: str, timeout_s: float, subject: str, payload: bytes, reply: str, headers: dict[str, str] | None
     ) -> Msg:
         """Publish, and return the first message that arrives at `answer_to`."""
-        answer: asyncio.Future[Msg] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[Msg | None] = loop.create_future()
         self._waiting[answer_to] = answer
+        # Cheaper than `asyncio.timeout`. Publishing, which it does not end, has a limit of its own (`flush_timeout`).
+        timer = loop.call_later(timeout_s, _give_up, answer)
         try:
-            async with asyncio.timeout(timeout_s):
+            if headers or not self.client.post(subject, payload, reply):
                 await self.client.publish(subject, payload, reply=reply, headers=headers)
-                return await answer
-        except TimeoutError:
-            raise
+            message = await answer
         except (nats.errors.Error, OSError) as error:
             raise BusUnavailable(f"the message bus failed: {error}") from error
         finally:
+            timer.cancel()
             del self._waiting[answer_to]
+        if message is None:
+            raise TimeoutError
+        return message
 
     def fail(self, reason: str) -> None:
         """Fail all open requests: the connection is lost, so no answer can come."""
@@ -83,3 +88,8 @@ class Requests:
         answer = self._waiting.get(message.subject)
         if answer is not None and not answer.done():
             answer.set_result(message)
+
+
+def _give_up(answer: asyncio.Future[Msg | None]) -> None:
+    if not answer.done():
+        answer.set_result(None)

@@ -8,8 +8,8 @@ every run.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, TypeVarTuple
@@ -66,7 +66,7 @@ class Ports:
 
 
 def new_system_id() -> str:
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 def system_ports(bus: Bus, *, seed: int | None = None) -> Ports:

@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from os import getpid
 from typing import TYPE_CHECKING, Final
 
@@ -200,12 +200,13 @@ class Tracing:
 
         A `parent` that is empty or malformed begins a new trace. `links` are the `trace` of spans of the same trace.
         """
-        known = _TRACEPARENT.fullmatch(parent)
+        known = _parse(parent)
         if self._recorder is None:
             # A sender's trace is passed on, for services behind us that trace.
-            trace, above = known[0] if known else "", ""
-        elif known:
-            trace, above = f"00-{known[1]}-{_random_hex(64)}-{int(known[3], 16) & 1:02x}", known[2]
+            trace, above = parent if known else "", ""
+        elif known is not None:
+            before, above, after = known
+            trace = f"{before}{_random_hex(64)}{after}"
         else:
             begun = _random_hex(128)
             sampled = int(begun[-_ID_BITS // 4 :], 16) < self._sampled_below
@@ -242,6 +243,13 @@ class Tracing:
         """Export the remaining spans and stop; a collector that does not answer gets about a second."""
         if self._collector is not None:
             self._collector.close()
+
+
+@lru_cache(maxsize=1024)  # A span is the parent of several.
+def _parse(parent: str) -> tuple[str, str, str] | None:
+    """Return what a child's `traceparent` has before its id, the parent's id, and what it has after its own."""
+    known = _TRACEPARENT.fullmatch(parent)
+    return known and (f"00-{known[1]}-", known[2], f"-{int(known[3], 16) & 1:02x}")
 
 
 def _random_hex(bits: int) -> str:

@@ -100,6 +100,20 @@ async def test_an_answer_that_its_client_gave_up_leaves_nothing_to_collect() -> 
         gc.enable()
 
 
+async def test_answers_on_a_kept_connection_leave_nothing_to_collect() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        async with open_stage() as stage, httpx.AsyncClient(base_url=stage.base_url) as client:
+            for path in ("/v1/completions", "/v1/completions", "/v1/models"):
+                body = None if path.endswith("models") else {"model": MODEL, "prompt": "hi", "stream": True}
+                answer = await client.request("POST" if body else "GET", path, json=body)
+                assert answer.status_code == 200
+            await stage.wait_for(lambda: len(left(AnswerDriver, RequestResponseCycle)) <= 1)
+    finally:
+        gc.enable()
+
+
 def left(*kinds: type[object]) -> list[object]:
     return [each for each in gc.get_objects() if type(each) in kinds]
 

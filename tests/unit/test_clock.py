@@ -115,3 +115,20 @@ async def test_a_cancel_inside_a_manual_timeout_stays_a_cancel() -> None:
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def test_a_timer_of_the_manual_clock_fires_once_unless_it_is_cancelled() -> None:
+    clock, fired = ManualClock(), list[float]()
+    clock.call_later(2.0, lambda: fired.append(clock.now_s()))
+    clock.call_later(1.0, lambda: fired.append(-1.0)).cancel()
+    await clock.advance(1.9)
+    assert fired == []
+    await clock.advance(10.0)
+    assert fired == [2.0]
+
+
+async def test_a_timer_of_the_system_clock_fires_unless_it_is_cancelled() -> None:
+    clock, fired = SystemClock(), asyncio.Event()
+    clock.call_later(0.0, pytest.fail).cancel()
+    clock.call_later(0.01, fired.set)
+    await asyncio.wait_for(fired.wait(), 5.0)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
 from contextlib import aclosing
 from functools import partial
-from typing import Final
 
 from baton.node.service import Process, run
 from baton.processes.group import ProcessGroup
@@ -19,9 +17,6 @@ from baton_gateway.models import Models
 from baton_gateway.server import LAST_WORDS_S, listen, make_server, reserve
 from baton_gateway.service import Gateway
 from baton_gateway.tokenise import load_to_stay
-
-YOUNG_OBJECTS_MAX: Final = 20_000
-"""New objects after which the garbage collector looks for cycles: its usual 700 cost a twentieth of a request."""
 
 
 async def main(settings: Settings, process: Process) -> None:
@@ -46,7 +41,6 @@ def process_group(settings: Settings, *, port: int) -> ProcessGroup:
 
 
 async def serve(settings: Settings, process: Process) -> None:
-    gc.set_threshold(YOUNG_OBJECTS_MAX)
     # A stream is an open file, and the usual soft limit is 1024: fewer than `requests_max`.
     files_max = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (files_max, files_max))

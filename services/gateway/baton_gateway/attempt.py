@@ -201,7 +201,9 @@ class AttemptMachine:
 
         None: the frame needs `step`, and nothing has changed.
         """
-        is_next = frame.attempt == self.attempt and frame.index == self.output.emitted
+        output = self.output
+        # Written out: a property would be a call for each token.
+        is_next = frame.attempt == self.attempt and frame.index == len(output.tokens) - output.starts_at
         is_plain = frame.finish is None and frame.usage is None and frame.tokens and not len(frame.tokens) % TOKEN_BYTES
         if not (self.phase is Phase.STREAMING and is_next and is_plain and self._is_decode(worker, generation)):
             return None
@@ -324,7 +326,7 @@ class AttemptMachine:
         self._resend_at_s = inf
         output = self.output
         output.tokens += tokens
-        if output.emitted >= JUST_BEGUN_TOKENS:
+        if self._search.is_suspected and output.emitted >= JUST_BEGUN_TOKENS:
             self._search.clear()
         ends = frame.finish is not None and frame.finish.reason is FinishReason.STOP
         return ev.Deliver(tokens, frame.logprobs[known:], ends or output.is_ended)

@@ -98,7 +98,11 @@ class ChoiceText:
         if self._options.stops:
             return self._feed_until_stop(tokens, logprobs, ends=ends)
         self.tokens += len(tokens)
-        piece = Piece("".join(map(self._detokeniser.feed, tokens[:-1] if ends else tokens)), len(tokens))
+        if len(tokens) == 1 and not ends:  # As in most frames.
+            text = self._detokeniser.feed(tokens[0])
+        else:
+            text = "".join(map(self._detokeniser.feed, tokens[:-1] if ends else tokens))
+        piece = Piece(text, len(tokens))
         if self._detailed:
             self._detail(piece, tokens, logprobs)
         return piece

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Final, Protocol, assert_never
@@ -15,7 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from baton import subjects
 from baton.bus import Bus
-from baton.clock import Clock
+from baton.clock import Clock, Timer
 from baton.errors import (
     AttemptFailed,
     BatonError,
@@ -99,7 +98,7 @@ class Links:
 
 
 class AnswerDriver:
-    """Produces one answer. `post` steps the machine at once, without a task switch; `run` only adds ticks."""
+    """Produces one answer. `post` steps the machine at once, without a task switch, and a timer posts its ticks."""
 
     def __init__(self, order: Order, new_text: Callable[[], ChoiceText], sink: Sink, links: Links) -> None:
         self._order = order
@@ -121,8 +120,10 @@ class AnswerDriver:
         self._report = AnswerReport(links.publisher.post, self.machine, order, links.clock, gateway=links.gateway)
         self._events: deque[ev.Event] = deque()
         self._stepping = False
-        self._wake = asyncio.Event()
-        self._sleeps_until_s = inf
+        self._over = asyncio.Event()
+        self._timer: Timer | None = None
+        self._ticks_at_s = inf
+        """Time for which the timer is set."""
         self._outcome: Outcome | None = None
         self._error: Exception | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -180,26 +181,25 @@ class AnswerDriver:
             self._error = error
         finally:
             self._stepping = False
-        if self._is_over() or self.machine.wake_at_s < self._sleeps_until_s:
-            self._wake.set()
+        self._await_next()
 
-    async def run(self) -> Outcome:
-        """Produce the answer. Raises the error that ended it; both workers are told in any case."""
+    async def run(self, tasks: asyncio.TaskGroup) -> Outcome:
+        """Produce the answer. Raises the error that ended it; both workers are told in any case.
+
+        `tasks` gets questions to schedulers and workers; those that are left at the end are cancelled.
+        """
         links, order = self._links, self._order
         links.routes.enter(order.request, self)
         links.retries.budget.begin()
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
-                self._perform(self.machine.start(links.clock.now_s()))
-                self._pump()
-                while not self._is_over():
-                    await self._sleep()
-                    if links.clock.now_s() >= self.machine.wake_at_s:
-                        self.post(ev.Tick())
-                for child in self._children:
-                    child.cancel()
+            self._tasks = tasks
+            self._perform(self.machine.start(links.clock.now_s()))
+            self._pump()
+            await self._over.wait()
         finally:
+            for child in self._children:
+                child.cancel()
+            self._set_timer(inf)
             links.routes.leave(order.request)
             links.retries.budget.end(links.clock.now_s())
             # After a cancellation or a bug, the workers must not go on with an answer that has no reader.
@@ -214,14 +214,29 @@ class AnswerDriver:
     def _is_over(self) -> bool:
         return self.machine.ended or self._error is not None
 
-    async def _sleep(self) -> None:
-        """Wait until the machine's next deadline, or until that deadline moves earlier."""
-        self._sleeps_until_s = self.machine.wake_at_s
-        with suppress(TimeoutError):
-            async with self._links.clock.timeout(max(0.0, self._sleeps_until_s - self._links.clock.now_s())):
-                await self._wake.wait()
-        self._sleeps_until_s = inf
-        self._wake.clear()
+    def _await_next(self) -> None:
+        """End the answer if it is over, else make sure that a tick comes at the machine's next deadline."""
+        if self._is_over():
+            self._over.set()
+        elif self.machine.wake_at_s < self._ticks_at_s:
+            self._set_timer(self.machine.wake_at_s)
+
+    def _set_timer(self, at_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._ticks_at_s = at_s
+        if at_s < inf:
+            clock = self._links.clock
+            self._timer = clock.call_later(max(0.0, at_s - clock.now_s()), self._tick)
+
+    def _tick(self) -> None:
+        """Post a tick if it is due. Deadlines that move back move no timer, so it may be too early."""
+        self._timer, self._ticks_at_s = None, inf
+        if self._links.clock.now_s() >= self.machine.wake_at_s:
+            self.post(ev.Tick())
+        else:
+            self._await_next()
 
     # ------------------------------------------------------------ actions
 

@@ -297,13 +297,13 @@ class Production:
 
     def _start(self, group: asyncio.TaskGroup) -> None:
         for choice, driver in enumerate(self._drivers):
-            group.create_task(self._produce(choice, driver))
+            group.create_task(self._produce(choice, driver, group))
 
-    async def _produce(self, choice: int, driver: AnswerDriver) -> None:
+    async def _produce(self, choice: int, driver: AnswerDriver, group: asyncio.TaskGroup) -> None:
         outcome: Outcome | None = None
         failure: BatonError | None = None
         try:
-            outcome = await driver.run()
+            outcome = await driver.run(group)
         except BatonError as error:
             failure = error.with_traceback(None)
             self._outlet.put(choice, Ending(failure))

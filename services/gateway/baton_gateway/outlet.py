@@ -65,13 +65,16 @@ class Outlet:
         return True
 
     async def take(self) -> list[tuple[int, Piece | Ending]]:
-        """Wait for items and return all that have gathered."""
+        """Wait for items, or for `wake_reader`, and return all that have gathered."""
         self._reader_waits = True
         try:
             await self._filled.wait()
         finally:
             self._reader_waits = False
         return self._take()
+
+    def wake_reader(self) -> None:
+        self._filled.set()
 
     async def take_whole(self, choices: int) -> list[tuple[int, Piece | Ending]]:
         """Wait until `choices` choices have ended, or one has failed, and return all items."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from baton.clock import Timer
 from baton.errors import BatonError, ClientGone
 from baton_gateway.answers import Events, WholeChoice, usage_of
 from baton_gateway.choice import Piece
@@ -49,6 +51,9 @@ class AnswerResponse:
         """Choices of which a stream has sent the beginning."""
         self._silent = False
         """Whether nothing was written since this was last looked at."""
+        self._comment_due = False
+        """Whether the stream has been silent for as long as it may be."""
+        self._timer: Timer | None = None
         self._write_now: Callable[[bytes], bool] = lambda _part: False
         self._outcomes: dict[int, Outcome] = {}
         self._failure: Exception | None = None
@@ -68,12 +73,15 @@ class AnswerResponse:
             watch = group.create_task(_watch(receive, production))
             try:
                 if self._stream:
+                    self._look_later(outlet)
                     await self._send_stream(outlet, production, scope, receive, send)
                 else:
                     await self._send_whole(outlet, production, scope, receive, send)
             finally:
                 production.abort(ClientGone("the answer was given up"))
                 watch.cancel()
+                if self._timer is not None:
+                    self._timer.cancel()
                 if self._failure is not None:
                     # The error is kept by frames that its traceback keeps: a cycle that would hold the whole request
                     # until the next full collection, which comes after some 16,000 streams.
@@ -118,7 +126,7 @@ class AnswerResponse:
         while len(self._outcomes) < choices:
             events: list[bytes] = []
             try:
-                items, before = await self._take(outlet), frozenset(self._opened)
+                items, before = await outlet.take(), frozenset(self._opened)
                 for choice, item in items:
                     self._render(choice, item, events)
                 for choice in self._opened - before:
@@ -133,33 +141,35 @@ class AnswerResponse:
                 events.append(self._events.failure(error))
                 await send_body(send, b"".join(events), more=False)
                 return
-            if not items:
+            if not events:
+                if not self._comment_due:
+                    continue
                 events.append(KEEP_ALIVE)
-            elif not events:
-                continue
             if not started:
                 headers = SSE_HEADERS + self._routing(production)
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 started = True
-            self._silent = False
+            self._silent = self._comment_due = False
             if is_last := len(self._outcomes) == choices:
                 events.append(self._events.end(self._usage()))
             # One write carries all events since the previous one.
             await send_body(send, b"".join(events), more=not is_last)
 
-    async def _take(self, outlet: Outlet) -> list[tuple[int, Piece | Ending]]:
-        """Wait for items and return them; nothing once a stream has been silent for as long as it may be."""
-        keep_alive_s = self._gateway.settings.stream_keep_alive_s
-        while True:
-            with suppress(TimeoutError):
-                # Pieces that are passed on do not come here, so it is looked twice whether there were any.
-                async with self._gateway.clock.timeout(keep_alive_s / 2 or None):
-                    while not (items := await outlet.take()):
-                        pass
-                    return items
-            if self._silent:
-                return []
-            self._silent = True
+    def _look_later(self, outlet: Outlet) -> None:
+        half_s = self._gateway.settings.stream_keep_alive_s / 2
+        if half_s:
+            self._timer = self._gateway.clock.call_later(half_s, partial(self._look, outlet))
+
+    def _look(self, outlet: Outlet) -> None:
+        """Wake the stream's reader if nothing was written for as long as that may be.
+
+        Pieces that are passed on set no timer, so it is looked twice whether there were any.
+        """
+        if self._silent:
+            self._comment_due = True
+            outlet.wake_reader()
+        self._silent = True
+        self._look_later(outlet)
 
     def _routing(self, production: Production) -> list[tuple[bytes, bytes]]:
         """Return headers that name the workers of each choice, if the operator allows it."""

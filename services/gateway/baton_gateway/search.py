@@ -69,7 +69,8 @@ class Search:
         """Latest reason for having no placement."""
         self._retry_begun: bool | None = None
         """Set while a retry is not allowed yet: whether the answer has begun."""
-        self._suspected = False
+        self.is_suspected = False
+        """Whether the request may have ended a worker."""
         self._failed: dict[str, None] = {}
         self._unavailable: dict[str, None] = {}
         """Workers that were busy or not reached in the present search."""
@@ -113,7 +114,7 @@ class Search:
         """
         self._retry_begun = begun
         verdict = Verdict.FREE
-        if self._suspected:
+        if self.is_suspected:
             verdict, workers = self._retries.suspects.judge(self._request, now_s)
             if verdict is Verdict.STOP:
                 lost = ", ".join(workers)
@@ -209,11 +210,11 @@ class Search:
 
     def note_suspect(self, worker: Worker, now_s: float) -> None:
         """Note that an attempt that had just begun on this worker failed: see `Suspects`."""
-        self._suspected = True
+        self.is_suspected = True
         self._retries.suspects.note_failed(self._request, worker, now_s)
 
     def clear(self) -> None:
         """Drop all suspicion: an attempt gives tokens, or the answer ends."""
-        if self._suspected:
-            self._suspected = False
+        if self.is_suspected:
+            self.is_suspected = False
             self._retries.suspects.clear(self._request)

@@ -56,7 +56,7 @@ class Protocol(HttpToolsProtocol):
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is not None:
             extensions: dict[str, Any] = cycle.scope["extensions"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
-            extensions.clear()  # One of them holds the cycle, which holds them.
+            extensions.clear()  # As in `_end_response`.
 
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None or not self._is_reading_body():
@@ -81,11 +81,17 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         scope: dict[str, Any] = self.scope  # pyright: ignore[reportAssignmentType]
         # Bound to this request's cycle: the next request may arrive before this one is answered.
-        scope["extensions"][WRITE_EXTENSION] = partial(write_part, self.cycle)
+        extensions: dict[str, Any] = scope["extensions"]
+        extensions[WRITE_EXTENSION] = partial(write_part, self.cycle)
+        self.cycle.on_response = partial(self._end_response, extensions)
 
     def on_message_complete(self) -> None:
         self._head_bytes = 0  # Bytes after the end of this request begin the next one.
         super().on_message_complete()
+
+    def _end_response(self, extensions: dict[str, Any]) -> None:
+        extensions.clear()  # One of them holds the cycle, which holds them: the garbage collector would have to look.
+        self.on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         self._refuse("400 Bad Request", "this is not a valid HTTP request")
