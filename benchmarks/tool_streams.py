@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=10, help="pairs of windows (default 10)")
     arguments = parser.parse_args()
     tools: list[dict[str, Any]] = [{"type": "function", "function": TOOL}]
+    no_tools: list[dict[str, Any]] = []
     sides: list[tuple[float, float]] = []
     events_per_token: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +96,7 @@ def main() -> None:
             for number in range(2):
                 cost_s(-1 - number, tools[number:])
             for number in range(arguments.pairs):
-                orders: tuple[list[dict[str, Any]], ...] = ((tools, []), ([], tools))[number % 2]
+                orders = (no_tools, tools) if number % 2 else (tools, no_tools)
                 costs = {bool(offered): cost_s(2 * number + bool(offered), offered) for offered in orders}
                 sides.append((costs[True], costs[False]))
     ratio, low, high = ratio_of(sides, Random(1))
