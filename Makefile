@@ -30,7 +30,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-hostile bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tool-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -49,7 +49,7 @@ help:
 	@echo 'make test-faults   random processes killed and stopped under streams: FAULTS_S=60, FAULTS_FLAGS="--seed 1"'
 	@echo 'make test-nightly  for hours: many examples of each property, the C++ core with both sanitizers, fuzzers, all tests with engines, planted faults'
 	@echo 'make test-compose  the images and compose.yaml, with a Docker engine (see docs/compose.md)'
-	@echo 'make bench-…       burst, engines, fairness, gateway, gateway-processes, index, index-restart, intake, interference, layout, overlap, peer-routing, placement, prediction, replay, replay-ablation, roles, scheduler, separation, streams, tracing, transfer, transfer-wake, worker: a table, and benchmarks/results/<name>.json'
+	@echo 'make bench-…       burst, engines, fairness, gateway, gateway-processes, hostile, index, index-restart, intake, interference, layout, overlap, peer-routing, placement, prediction, replay, replay-ablation, roles, scheduler, separation, streams, tenant-timing, tool-streams, tracing, transfer, transfer-wake, worker: a table, and benchmarks/results/<name>.json'
 	@echo 'make check         linters, types, import rules, formatting'
 	@echo 'make format        format all code'
 	@echo 'make lock          bring the lock files in line with pyproject.toml (newest: LOCK_FLAGS=--upgrade)'
@@ -296,6 +296,12 @@ bench-gateway-processes: environment
 
 bench-intake: environment
 	.venv/bin/python -m benchmarks.intake
+
+bench-hostile: environment
+	.venv/bin/python -m benchmarks.hostile
+
+bench-tool-streams: environment
+	.venv/bin/python -m benchmarks.tool_streams
 
 bench-tenant-timing: environment
 	.venv/bin/python -m benchmarks.tenant_timing
