@@ -173,6 +173,10 @@ def check_deployment(deployment: Deployment) -> None:
     """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
     if deployment.prefill < 0 or deployment.counts[Role.DECODE] < 1:
         raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
+    if deployment.kv_file_bytes < 0:
+        raise ConfigurationError(f"KV_FILE_BYTES={deployment.kv_file_bytes} is no number of bytes")
+    if deployment.kv_file_bytes and deployment.kv_pool_bytes == 0:
+        raise ConfigurationError("KV_FILE_BYTES is the size of a file under the KV pool: it needs KV_POOL_BYTES, too")
     if deployment.workers > WORKERS_MAX:
         raise ConfigurationError(
             f"{deployment.workers} workers are too many for one machine: PREFILL and DECODE are "
