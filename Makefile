@@ -14,12 +14,14 @@ DISAGGREGATION =
 ENGINE_OPTIONS =
 ANSWER_FORMAT  =
 KV_POOL_BYTES  = 0
+KV_FILE_BYTES  = 0
+KV_FOLDER      =
 PROMPT         =
 API_KEY       ?=
 STORED_KEYS    =
 PYTHON         = python3
 
-export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES ID PROMPT
+export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -36,7 +38,7 @@ help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
 	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 (on GPUs: one each) MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
-	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto NATS_URL= REDIS_URL= (use running servers)'
+	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto KV_FILE_BYTES=0|N KV_FOLDER= NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
@@ -90,7 +92,7 @@ up: environment $(patsubst %,environment-%$(ON_CUDA),$(sort $(filter vllm sglang
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
-	  --kv-pool-bytes "$$KV_POOL_BYTES" $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
+	  --kv-pool-bytes "$$KV_POOL_BYTES" --kv-file-bytes "$$KV_FILE_BYTES" $(if $(KV_FOLDER),--kv-folder "$$KV_FOLDER") $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
 	  --sglang-python .venv-sglang$(ON_CUDA)/bin/python
 
 index: environment
