@@ -101,6 +101,29 @@ def test_calls_that_are_told_from_json_by_their_beginning() -> None:
     assert unlike[FormatName.MISTRAL_V3] == "[T"
 
 
+@pytest.mark.parametrize(
+    ("family", "mark"),
+    [
+        (FormatName.HERMES, ["</tool_call>"]),
+        (FormatName.KIMI_K2, ["<|tool_call_end|>"]),
+        (FormatName.DEEPSEEK_V3, ["<｜tool▁call▁end｜>"]),
+        (FormatName.QWEN3_CODER, ["</function>"]),
+        (FormatName.MISTRAL, None),
+    ],
+)
+def test_the_mark_that_ends_a_call_is_kept_out_of_its_texts(family: FormatName, mark: list[str] | None) -> None:
+    def excluded(text: dict[str, Any]) -> object:
+        tools = {"f": {"type": "object", "properties": {"a": {"anyOf": [{"type": "null"}, text]}}}}
+        form = calls_format(syntax_of(family), tools, parallel=False)
+        calls = next(part for part in form["elements"] if part["type"] == "tags_with_separator")
+        (arguments,) = (part for part in calls["tags"][0]["content"]["elements"] if part["type"] == "json_schema")
+        return arguments.get("excludes")
+
+    assert excluded({"type": "string"}) == mark
+    # xgrammar would not bound the length then.
+    assert excluded({"type": "string", "maxLength": 5}) is None
+
+
 def test_one_call_where_parallel_calls_are_not_wanted() -> None:
     for family in FORCED:
         syntax = syntax_of(family)

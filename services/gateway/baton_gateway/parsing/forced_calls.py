@@ -6,13 +6,15 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from baton_gateway.parsing.formats import CallSyntax
 
 SPACES_MAX: Final = 8
 """Most white space between two parts of the arguments: models with any weights come to the end of it."""
 _PLACES: Final = re.compile(r"\{(index|arguments)\}")
+_MARK: Final = re.compile(r"<[^<>]+>")
+_LENGTHS: Final = frozenset({"minLength", "maxLength"})
 _INDEX: Final = {"type": "regex", "pattern": "[0-9]{1,3}"}
 _JSON_BEGINS: Final = re.compile(r'["{0-9tfn-]|\[[\s"{\[\]0-9tfn-]')
 """Beginning of a JSON value, of one or two characters."""
@@ -69,9 +71,20 @@ def _tag(syntax: CallSyntax, name: str, schema: object) -> dict[str, Any]:
         arguments |= {"style": syntax.style, "max_whitespace_cnt": 1}
     places = {"index": _INDEX, "arguments": arguments}
     begin, *between, end = _PLACES.split(syntax.call.replace("{name}", name))
+    if (mark := _MARK.search(end)) and not _bounds_length(schema):
+        # Within a text the mark would end the call. xgrammar 0.2.7 ignores this, and 0.2.8 does not bound the length
+        # of texts beside it.
+        arguments["excludes"] = [mark[0]]
     # Every second part is a place.
     content = _sequence([_text(part) if number % 2 else places[part] for number, part in enumerate(between)])
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def _bounds_length(schema: object) -> bool:
+    if isinstance(schema, dict):
+        keywords = cast("dict[str, object]", schema)
+        return not _LENGTHS.isdisjoint(keywords) or any(map(_bounds_length, keywords.values()))
+    return isinstance(schema, list) and any(map(_bounds_length, cast("list[object]", schema)))
 
 
 def _reasoning(syntax: CallSyntax, reasoning: Reasoning) -> list[dict[str, Any]]:
