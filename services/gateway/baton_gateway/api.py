@@ -230,11 +230,11 @@ class GenerationResponse(Response):
             tracing, gateway.publisher, gateway.clock, self._operation, request, figures.note_request
         ) as trace:
             facts = _facts_of(gateway, request, self._operation, trace)
-            with tracing.span("read", parent=trace.trace):
-                payload = await gateway.bodies.read(request)
             creation: endpoint.ResponseCreation | None = None
             if self._responses is not None and self._operation == "responses":
                 creation = endpoint.ResponseCreation(gateway, self._responses, facts, trace)
+            with tracing.span("read", parent=trace.trace):
+                payload = await gateway.bodies.read(request)
             try:
                 if creation is not None:
                     job = await creation.prepare(payload, receive)
