@@ -150,7 +150,8 @@ async def responses_until(
     async with asyncio.timeout(240):
         while not is_enough(seen):
             cluster.observer.workers.clear()
-            await asyncio.gather(*(check_response(client, next(RESPONSES)) for _ in range(2)))
+            # Placement is free to choose; several new prompts at once are spread over all workers.
+            await asyncio.gather(*(check_response(client, next(RESPONSES)) for _ in range(4)))
             seen |= {tuple(sorted(workers, reverse=True)) for workers in cluster.observer.workers.values()}
     await wait_idle(cluster)
 

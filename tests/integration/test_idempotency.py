@@ -17,6 +17,7 @@ from tests.harness.gateway.responses import with_store
 from tests.harness.gateway.stage import Stage, open_stage
 
 CHAT = "/v1/chat/completions"
+MESSAGES = "/v1/messages"
 HELLO = "Hello! And then it stops."
 
 
@@ -34,7 +35,11 @@ async def client(stage: Stage) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def asked(path: str, **fields: Any) -> dict[str, Any]:
-    said = {"input": "hi"} if path == "/v1/responses" else {"messages": [{"role": "user", "content": "hi"}]}
+    said: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+    if path == "/v1/responses":
+        said = {"input": "hi"}
+    elif path == MESSAGES:
+        said["max_tokens"] = 100
     return {"model": MODEL, **said, **fields}
 
 
@@ -46,7 +51,7 @@ def started(stage: Stage) -> int:
     return len(stage.workers["d1"].got(DecodeTask))
 
 
-@pytest.mark.parametrize("path", [CHAT, "/v1/responses"])
+@pytest.mark.parametrize("path", [CHAT, "/v1/responses", MESSAGES])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_same_request_gets_the_same_answer(
     stage: Stage, client: httpx.AsyncClient, path: str, stream: bool
@@ -57,7 +62,8 @@ async def test_the_same_request_gets_the_same_answer(
     answers.append(await client.post(path, json=body, headers=keyed()))
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.content for answer in answers}) == 1
-    assert answers[0].text.endswith("data: [DONE]\n\n") if stream else HELLO in answers[0].text
+    end = 'data: {"type":"message_stop"}\n\n' if path == MESSAGES else "data: [DONE]\n\n"
+    assert answers[0].text.endswith(end) if stream else HELLO in answers[0].text
     assert len({answer.headers["content-type"] for answer in answers}) == 1
     assert len({answer.headers["x-request-id"] for answer in answers}) == 4
     assert sum("idempotent-replayed" in answer.headers for answer in answers) == 3

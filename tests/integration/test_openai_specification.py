@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -67,6 +68,16 @@ def parts_of(schema: dict[str, Any], schemas: dict[str, Any]) -> tuple[dict[str,
     return properties, required
 
 
+def properties_in(value: Any) -> set[str]:
+    """Return the names of all properties in a schema, at any depth."""
+    if isinstance(value, dict):
+        schema = cast("dict[str, Any]", value)
+        own = schema.get("properties")
+        names = set(cast("dict[str, Any]", own)) if isinstance(own, dict) else set[str]()
+        return names.union(*map(properties_in, schema.values()))
+    return set[str]().union(*map(properties_in, cast("list[Any]", value))) if isinstance(value, list) else set()
+
+
 def listed(heading: str) -> set[tuple[str, str]]:
     """Return the first two cells of each row of a table in the document."""
     section = DOCUMENT.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
@@ -84,6 +95,8 @@ class Observed:
 
     def __init__(self, path: str, document: dict[str, Any]) -> None:
         self.path = path
+        self._properties = NAMES | properties_in(document)
+        """Names of fields at any depth; what else an error names was made up."""
         self.request = validator(document, REQUESTS[path])
         self.whole, self.chunk = (validator(document, name) for name in ANSWERS[path])
         self.statuses: Counter[tuple[bool, int]] = Counter()
@@ -126,7 +139,10 @@ class Observed:
     def place_of(self, param: str) -> str:
         """Return the field that an error names, as the document lists it."""
         place = pattern_of(param)
-        return place if re.split(r"[.\[]", place)[0] in NAMES else "any other name"
+        if re.split(r"[.\[]", place)[0] not in NAMES:
+            return "any other name"
+        known = takewhile(lambda part: part.partition("[")[0] in self._properties, place.split("."))
+        return ".".join(known)
 
 
 def pattern_of(path: str) -> str:
