@@ -147,16 +147,17 @@ class LendingSuite:
         await check_borrowed(pair, "borrowed")
 
     async def test_a_busy_lender_lends(self, pair: Pair) -> None:
+        tokens, salt = pair.prompt(PROMPT_TOKENS), "lent by a busy one"
+        alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
+        blocks = pair.prefill.load().pool.saved_blocks + PROMPT_TOKENS // pair.prefill_facts.block_tokens
         busy = [
-            asyncio.create_task(collect(pair.prefill, pair.request(pair.prompt(200), LONG, salt="busy")))
+            asyncio.create_task(collect(pair.prefill, pair.request(pair.prompt(31), LONG, salt="busy")))
             for _ in range(3)
         ]
         try:
-            tokens, salt = pair.prompt(PROMPT_TOKENS), "lent by a busy one"
             await collect(pair.prefill, pair.request(tokens, salt=salt))
-            alone = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
             # The copy into the pool follows the step.
-            await eventually(lambda: pair.prefill.load().pool.saved_blocks * 32 >= PROMPT_TOKENS // 2)
+            await eventually(lambda: pair.prefill.load().pool.saved_blocks >= blocks)
             loan = await lend(pair, tokens, salt)
             assert not all(task.done() for task in busy)
             answer = await collect(pair.decode, replace(pair.request(tokens, salt=salt), loan=loan))
