@@ -214,6 +214,8 @@ def _outcome(report: AttemptReport, predicted: Candidate) -> Iterator[Row]:
     yield "cached tokens", str(predicted.cached_tokens), str(report.cached_tokens)
     if predicted.promoted_tokens or report.promoted_tokens:
         yield "of them promoted", str(predicted.promoted_tokens), str(report.promoted_tokens)
+    if predicted.lender:
+        yield f"borrowed from {predicted.lender}", str(predicted.borrowed_tokens), ""
     yield "output tokens", "", str(report.output_tokens)
 
 

@@ -22,6 +22,7 @@ _WAITS: Final = {
     ("gateway", "first token"): "for the workers",
     ("gateway", "stream"): "for the tokens after it",
     ("gateway", "send"): "for the client to take the rest",
+    ("worker", "borrow"): "for a prefix from a lender",
     ("worker", "queue"): "for the engine to begin",
     ("worker", "compute"): "for the prompt to be computed",
     ("worker", "first token"): "for the engine's next step",

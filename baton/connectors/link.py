@@ -23,6 +23,8 @@ from baton.transfer import AgentOptions, TransferFaults
 ADDRESS_VARIABLE: Final = "BATON_ENGINE_LINK"
 HANDOFF_PARAMETER: Final = "baton"
 """Key of a request's `Handoff`, as JSON, in the parameters that SGLang passes on unread (`custom_params`)."""
+LOAN_PARAMETER: Final = "baton_loan"
+"""Key of a request's `Loan` there, as JSON."""
 DELIVERED_PARAMETER: Final = "baton_delivered_tokens"
 """Key of `Sampling.delivered_tokens` there."""
 KV_DID_NOT_ARRIVE: Final = "the prompt's KV did not arrive"
@@ -44,6 +46,14 @@ class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):
     key: bytes
 
 
+class LendPrefix(msgspec.Struct, tag="lend", frozen=True, kw_only=True):
+    """Order to lend what the KV pool holds; see `baton.engines.engine.Engine.lend`. Answered by `PrefixLent`."""
+
+    key: bytes
+    blocks: bytes
+    sink_ranks: int
+
+
 class SetFaults(msgspec.Struct, tag="set_faults", frozen=True, kw_only=True):
     faults: TransferFaults
     rank: int | None = None
@@ -54,7 +64,7 @@ class AskStats(msgspec.Struct, tag="ask_stats", frozen=True, kw_only=True):
     """Request for `Stats`, for tests and benchmarks."""
 
 
-Order = Setup | EndLease | SetFaults | AskStats
+Order = Setup | EndLease | LendPrefix | SetFaults | AskStats
 
 
 class Joined(msgspec.Struct, tag="joined", frozen=True, kw_only=True):
@@ -75,6 +85,8 @@ class Opened(msgspec.Struct, tag="opened", frozen=True, kw_only=True):
     blocks: int
     pool_blocks: int
     """Slots of the KV pool; 0: there is none."""
+    pool_endpoint: str = ""
+    """Address of the pool's agent."""
     block_bytes: int
     """Size of a block on this rank, all layers."""
     running_max: int
@@ -90,6 +102,11 @@ class Failed(msgspec.Struct, tag="failed", frozen=True, kw_only=True):
     """Last message of a process that fails."""
 
     reason: str
+
+
+class PrefixLent(msgspec.Struct, tag="lent", frozen=True, kw_only=True):
+    key: bytes
+    tokens: int
 
 
 class Stats(msgspec.Struct, tag="stats", frozen=True, kw_only=True):
@@ -118,7 +135,7 @@ class StepReport(msgspec.Struct, tag="step", frozen=True, kw_only=True):
     transfers: TransferReport | None = None
 
 
-Report = Joined | Opened | Failed | Stats | RankReport | StepReport
+Report = Joined | Opened | Failed | PrefixLent | Stats | RankReport | StepReport
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Order)

@@ -11,17 +11,20 @@ pulled into slots of this engine's pool, before the engine is promised anything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from baton.connectors.handoff import LeaseStep, PullStep
+from baton.connectors.pool_report import Borrowed
 from baton.pool.directory import PoolDirectory
 
 LENT_SHARE_MAX: Final = 0.5
 """Share of the slots that may be in use by readers when another loan is granted."""
+UNCLAIMED_LOAN_TTL_S: Final = 2.0
+"""Time after which a loan that was granted and is not read ends."""
 
 
 class Loan(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,8 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True):
     """Addresses of the agents of the lender's pools, by tensor-parallel rank."""
     tokens: int
     """Leading tokens of the prompt that are lent."""
+    lender: str = ""
+    """Worker that lends."""
     deadline_s: float
     """Instant, on this machine's monotonic clock, after which computing them is faster."""
 
@@ -40,7 +45,6 @@ class Loan(msgspec.Struct, frozen=True, kw_only=True):
 class LendingPlan:
     """One step's orders for the pools' agents."""
 
-    held: tuple[bytes, ...] = ()
     leases: tuple[LeaseStep, ...] = ()
     cancel: tuple[bytes, ...] = ()
     pulls: tuple[PullStep, ...] = ()
@@ -68,7 +72,10 @@ class PoolLending:
         self._ended = Counter[bytes]()
         """Ranks on which a loan has ended that still runs on others."""
         self._failed: set[bytes] = set()
-        self._held: list[bytes] = []
+        self._cancelled: set[bytes] = set()
+        """Loans whose requests are gone."""
+        self._arrived: dict[bytes, Borrowed] = {}
+        """What loans have brought, until their requests ask."""
         self._leases: list[LeaseStep] = []
         self._cancel: list[bytes] = []
         self._pulls: list[PullStep] = []
@@ -134,27 +141,32 @@ class PoolLending:
 
     def cancel(self, loan: Loan) -> None:
         """Note that the request that borrows is gone."""
+        self._arrived.pop(loan.key, None)
         if loan.key in self._borrowed:
             self._cancel.append(loan.key)
+            self._cancelled.add(loan.key)
 
     # Both.
 
     def plan(self) -> LendingPlan:
         """Return this step's orders and forget them."""
-        plan = LendingPlan(
-            held=tuple(self._held),
-            leases=tuple(self._leases),
-            cancel=tuple(self._cancel),
-            pulls=tuple(self._pulls),
-        )
-        # A rank reports the end of a lease once it is told that nothing else uses its blocks.
-        self._held = [step.key for step in self._leases]
+        plan = LendingPlan(leases=tuple(self._leases), cancel=tuple(self._cancel), pulls=tuple(self._pulls))
         self._leases, self._cancel, self._pulls = [], [], []
         return plan
 
-    def progress(self, ended: Counter[bytes], failed: frozenset[bytes]) -> None:
+    def take_borrowed(self, loan: Loan) -> Borrowed | None:
+        """Return what a loan has brought, once; None where it failed, or its agents cannot tell."""
+        return self._arrived.pop(loan.key, None)
+
+    def progress(
+        self, ended: Counter[bytes], failed: frozenset[bytes], borrowed: Mapping[bytes, Borrowed] | None = None
+    ) -> None:
         """Note the loans that have ended on ranks."""
         self._failed |= failed & self._borrowed.keys()
+        for key, each in (borrowed or {}).items():
+            if key in self._borrowed:
+                known = self._arrived.get(key)
+                self._arrived[key] = each if known is None else known.joined(each)
         for key, ranks in ended.items():
             self._ended[key] += ranks
             if self._ended[key] == self._ranks:
@@ -166,6 +178,9 @@ class PoolLending:
             self._directory.unpin(lent.keys)
         if (keys := self._borrowed.pop(key, None)) is None:
             return
+        if key in self._failed or key in self._cancelled:
+            self._arrived.pop(key, None)
+        self._cancelled.discard(key)
         if key in self._failed:
             self._failed.remove(key)
             self.borrows_failed += 1

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from baton.connectors.handoff import StepPlan
+from baton.connectors.handoff import PullOutcome, StepPlan
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_filing import FilePlan, FileProgress
+from baton.connectors.pool_report import Borrowed
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress
 from baton.connectors.rank import HandoffRank, RankResults
 from baton.errors import ConfigurationError
@@ -94,9 +95,9 @@ class PoolRank:
         self._begin_filing(plan.filing)
         if self.lending is not None:
             orders = plan.lending
-            self.lending.begin(
-                StepPlan(held=orders.held, leases=orders.leases, cancel=orders.cancel, pulls=orders.pulls)
-            )
+            self.lending.begin(StepPlan(leases=orders.leases, cancel=orders.cancel, pulls=orders.pulls))
+            # A lease's end is reported once nothing else uses its blocks; of a loan's, nothing does.
+            self.lending.begin(StepPlan(held=tuple(step.key for step in orders.leases)))
 
     @property
     def is_active(self) -> bool:
@@ -195,14 +196,28 @@ class PoolRank:
             self._progress = self._progress.joined(PoolProgress(filing=filing))
 
     def _take_loans(self, lending: HandoffRank) -> None:
-        ended = lending.end()
+        ended, report = lending.end(), lending.report()
+        borrowed: dict[bytes, Borrowed] = {}
+        for outcome in report.pulls if report is not None else ():
+            if outcome.failed:
+                _log.info("a loan did not arrive (%s): %s", outcome.cause, outcome.detail)
+            elif outcome.groups:
+                borrowed[outcome.key] = _borrowed(outcome)
         if ended.sent or ended.received:
             progress = PoolProgress(
                 loans=Counter(bytes.fromhex(name) for name in (*ended.sent, *ended.received)),
                 failed_loans=frozenset(map(bytes.fromhex, ended.failed)),
+                borrowed=borrowed,
             )
             self._progress = self._progress.joined(progress)
-        if (report := lending.report()) is not None:
-            for outcome in report.pulls:
-                if outcome.failed:
-                    _log.info("a loan did not arrive (%s): %s", outcome.cause, outcome.detail)
+
+
+def _borrowed(outcome: PullOutcome) -> Borrowed:
+    return Borrowed(
+        tokens=outcome.tokens,
+        moved_bytes=outcome.moved_bytes,
+        moving_s=outcome.moving_s,
+        began_s=min(group.began_s for group in outcome.groups),
+        ended_s=max(group.ended_s for group in outcome.groups),
+        backend=outcome.groups[-1].backend,
+    )

@@ -5,6 +5,29 @@ from __future__ import annotations
 import msgspec
 
 
+class Borrowed(msgspec.Struct, frozen=True, kw_only=True):
+    """A loan whose blocks have arrived. Instants are on this machine's monotonic clock."""
+
+    tokens: int
+    moved_bytes: int
+    moving_s: float
+    """Time in which these bytes moved."""
+    began_s: float
+    ended_s: float
+    backend: str
+
+    def joined(self, other: Borrowed) -> Borrowed:
+        """Return what two ranks have borrowed as one: the sum of bytes, and the slower's time."""
+        return Borrowed(
+            tokens=self.tokens,
+            moved_bytes=self.moved_bytes + other.moved_bytes,
+            moving_s=max(self.moving_s, other.moving_s),
+            began_s=min(self.began_s, other.began_s),
+            ended_s=max(self.ended_s, other.ended_s),
+            backend=self.backend,
+        )
+
+
 class Promotion(msgspec.Struct, frozen=True, kw_only=True):
     """A promotion that has ended, for the request's usage and the worker's rates."""
 
@@ -13,6 +36,8 @@ class Promotion(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     copied_bytes: int
     copying_s: float
+    borrowed: Borrowed | None = None
+    """The loan that part of it came from."""
     loaded_tokens: int = 0
     """Part of `tokens` that the request had read from the file first."""
 

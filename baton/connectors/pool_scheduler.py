@@ -17,10 +17,10 @@ from typing import Final
 
 import msgspec
 
-from baton.blocks import root_key
+from baton.blocks import BLOCK_TOKENS_DEFAULT, root_key, split_ids
 from baton.connectors.pool_filing import FilePlan, FileProgress, PoolFiling
 from baton.connectors.pool_lending import LendingPlan, Loan, PoolLending
-from baton.connectors.pool_report import PoolReport, Promotion
+from baton.connectors.pool_report import Borrowed, PoolReport, Promotion
 from baton.pool.chain import BlockChain
 from baton.pool.copier import CopyJob
 from baton.pool.directory import PoolDirectory, SlotState
@@ -63,6 +63,8 @@ class PoolProgress:
     loans: Counter[bytes] = field(default_factory=Counter[bytes])
     """Number of ranks on which a loan has ended, by its key."""
     failed_loans: frozenset[bytes] = frozenset()
+    borrowed: dict[bytes, Borrowed] = field(default_factory=dict[bytes, Borrowed])
+    """What has arrived, by the key of its loan."""
     filing: FileProgress = field(default_factory=FileProgress)
 
     def joined(self, other: PoolProgress) -> PoolProgress:
@@ -76,6 +78,13 @@ class PoolProgress:
             },
             loans=self.loans + other.loans,
             failed_loans=self.failed_loans | other.failed_loans,
+            borrowed={
+                **self.borrowed,
+                **{
+                    key: self.borrowed[key].joined(each) if key in self.borrowed else each
+                    for key, each in other.borrowed.items()
+                },
+            },
             filing=self.filing.joined(other.filing),
         )
 
@@ -105,6 +114,8 @@ class _Sequence:
     loan: Loan | None = None
     """None once it was used, or turned out to be of no use."""
     borrowing: bool = False
+    borrowed: Borrowed | None = None
+    """What the loan has brought, until it is told with the promotion."""
     token_s: float = 0.0
     """Predicted time to compute a token; 0: not known."""
     load: int = 0
@@ -205,7 +216,18 @@ class PoolScheduler:
         if sequence is not None and sequence.loan is not None and self.lending is not None:
             self.lending.cancel(sequence.loan)
 
-    # Promotion.
+    # Loans.
+
+    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        """Lease what the pool holds of a prefix to a peer; see `baton.engines.engine.Engine.lend`."""
+        if self.lending is None:
+            return 0
+        per_block = self._block_tokens // BLOCK_TOKENS_DEFAULT
+        return self.lending.lend(key, split_ids(blocks)[per_block - 1 :: per_block], sink_ranks)
+
+    def has_loan(self, request: str) -> bool:
+        """Return whether `borrows` has to be asked."""
+        return (sequence := self._sequences.get(request)) is not None and sequence.loan is not None
 
     def borrows(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
         """Return whether a request waits for blocks that another worker's pool lends. Asked until it does not."""
@@ -221,6 +243,7 @@ class PoolScheduler:
             self._describe(sequence, tokens, borrowed)
         if sequence.borrowing and self.lending.pulls(sequence.loan):
             return True
+        sequence.borrowed = self.lending.take_borrowed(sequence.loan)
         sequence.loan = None
         return False
 
@@ -244,6 +267,8 @@ class PoolScheduler:
                 break
         sequence.loads = False
         return False
+
+    # Promotion.
 
     def offer(self, request: str, tokens: Sequence[int], computed_tokens: int) -> int:
         """Return how many tokens beyond `computed_tokens` the pool holds. Asked any number of times.
@@ -296,12 +321,14 @@ class PoolScheduler:
         copying_s = self._copying_s.pop(promotion.job.job, 0.0)
         self._promoting_s += copying_s
         if promotion.tokens:
+            sequence = self._sequences.get(request)
             ended = Promotion(
                 request=request,
                 tokens=promotion.tokens,
                 copied_bytes=len(promotion.keys) * self._block_bytes,
                 copying_s=copying_s,
                 loaded_tokens=promotion.loaded_tokens,
+                borrowed=sequence.borrowed if sequence is not None else None,
             )
             self._promotions_ended.append(ended)
 
@@ -365,7 +392,7 @@ class PoolScheduler:
                 self.directory, block_tokens=self._block_tokens, ranks=self._ranks, policy=self._policy
             )
         if self.lending is not None:
-            self.lending.progress(progress.loans, progress.failed_loans)
+            self.lending.progress(progress.loans, progress.failed_loans, progress.borrowed)
         files = self._early_files.joined(progress.filing)
         if self.filing is None:
             self._early_files = files

@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,9 @@ from baton.connectors.link import (
     AskStats,
     EndLease,
     Failed,
+    LendPrefix,
     Opened,
+    PrefixLent,
     RankReport,
     SchedulerEnd,
     SetFaults,
@@ -43,6 +45,7 @@ from baton.connectors.link import (
     StepReport,
 )
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
@@ -55,7 +58,7 @@ from baton.identity import KvIdentity, describe_rope
 from baton.pool.chain import check_block_tokens
 from baton.pool.copier import ThreadCopier
 from baton.pool.memory import KvPool
-from baton.transfer import NativeAgent, Pool
+from baton.transfer import AgentOptions, NativeAgent, Pool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -100,12 +103,12 @@ class BatonScheduler(Scheduler):
         pool, identity = self.token_to_kv_pool_allocator.get_kvcache(), ""
         if setup.agent is not None:
             kv = self._read_kv(pool)
-            agent, identity = self.make_agent(setup), self._identity(kv, setup.model_digest)
+            agent, identity = self.make_agent(setup.agent), self._identity(kv, setup.model_digest)
             described = kv.described(identity)
             agent.set_pool(described)
             place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
-            kv_pool = self._kv_pool(described, rank, setup)
+            kv_pool = self._kv_pool(described, rank, place, setup)
             self.handoffs = Handoffs(self.tree_cache, pool, rank, agreement, self._enqueue, kv_pool)
         self.output_streamer.report = self._report
         if self.load_snapshot_writer is not None:
@@ -120,6 +123,7 @@ class BatonScheduler(Scheduler):
             block_tokens=self.page_size,
             blocks=self.max_total_num_tokens // self.page_size,
             pool_blocks=self.handoffs.kv_pool.slots if self.handoffs and self.handoffs.kv_pool else 0,
+            pool_endpoint=self.handoffs.kv_pool.endpoint if self.handoffs and self.handoffs.kv_pool else "",
             block_bytes=sum(tensor[: self.page_size].nbytes for tensor in kv_tensors(pool)),
             running_max=self.max_running_requests,
             step_tokens_max=self.chunked_prefill_size or self.max_prefill_tokens,
@@ -129,9 +133,9 @@ class BatonScheduler(Scheduler):
         )
         self._link.tell(opened)
 
-    def _kv_pool(self, cache: Pool, rank: HandoffRank, setup: Setup) -> SglangPool | None:
+    def _kv_pool(self, cache: Pool, rank: HandoffRank, place: RankPlace, setup: Setup) -> SglangPool | None:
         """Return the KV pool; None if there is to be none, or no memory for it."""
-        if not setup.kv_pool_bytes:
+        if not setup.kv_pool_bytes or setup.agent is None:
             return None
         if self.tp_size > 1:
             _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
@@ -143,17 +147,20 @@ class BatonScheduler(Scheduler):
             _log.warning("this engine runs without a KV pool: %s", refusal)
             return None
         copier = ThreadCopier(pool)
-        rank.watch(copier.fileno())
-        if self.idle_sleeper is not None:
-            self.idle_sleeper.poller.register(copier.fileno(), zmq.POLLIN)
+        agent = self.make_agent(replace(setup.agent, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
+        agent.set_pool(pool.pool)
+        for source in (copier, agent):
+            rank.watch(source.fileno())
+            if self.idle_sleeper is not None:
+                self.idle_sleeper.poller.register(source.fileno(), zmq.POLLIN)
         block_bytes = cache.block_bytes * len(cache.layer_addresses)
         scheduler = PoolScheduler(block_tokens=self.page_size, block_bytes=block_bytes, blocks=cache.blocks, ranks=1)
-        return SglangPool(self.tree_cache, scheduler, PoolRank(pool.slots, copier), setup.model_digest)
+        pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place))
+        return SglangPool(self.tree_cache, scheduler, pool_rank, setup.model_digest)
 
-    def make_agent(self, setup: Setup) -> NativeAgent:
-        """Return this process's agent; tests may bring their own."""
-        assert setup.agent is not None
-        return NativeAgent(setup.agent)
+    def make_agent(self, options: AgentOptions) -> NativeAgent:
+        """Return an agent of this process; tests may bring their own."""
+        return NativeAgent(options)
 
     def _read_kv(self, pool: KVCache) -> SglangKv:
         if not isinstance(self.tree_cache, HandoffCache):
@@ -253,6 +260,10 @@ class BatonScheduler(Scheduler):
             match order:
                 case EndLease(key=key) if rank is not None:
                     rank.end_lease(key)
+                case LendPrefix(key=key):
+                    pool = self.handoffs.kv_pool if self.handoffs is not None else None
+                    tokens = pool.lend(key, order.blocks, order.sink_ranks) if pool is not None else 0
+                    self._link.tell(PrefixLent(key=key, tokens=tokens))
                 case SetFaults(faults=faults, rank=wanted) if rank is not None:
                     if wanted in (None, self._tp_rank):
                         rank.agent.set_faults(faults)

@@ -4,6 +4,7 @@ decode    parked ──room for its KV──▶ pulling ──all of it is here�
                                          └──failed, aborted──▶ slots freed once nothing writes them
 pooled    the same for any request with a prefix in the KV pool: what is there is promoted, and a decode leg pulls
           the rest. Without room, or if the copy fails, it enters SGLang's queue at once
+borrows   parked until what another worker's pool lends is in this one, or does not come in time; then pooled
 prefill   SGLang's queue ──chosen──▶ leased, each layer posted as it is written ──▶ held until no peer reads
 """
 
@@ -24,7 +25,8 @@ from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from baton.connectors.agreement import RankAgreement
 from baton.connectors.handoff import Handoff, HandoffLeg, HandoffScheduler, LeaseStep, TransferReport
-from baton.connectors.link import HANDOFF_PARAMETER
+from baton.connectors.link import HANDOFF_PARAMETER, LOAN_PARAMETER
+from baton.connectors.pool_lending import Loan
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.connectors.sglang_cache import Arrival, HandoffCache
 from baton.connectors.sglang_pool import SglangPool
@@ -70,7 +72,7 @@ class Handoffs:
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
         self._new: deque[Req] = deque()
-        """Other requests, of which the pool may hold a prefix."""
+        """Other requests, of which the pool may hold a prefix, or may borrow one."""
         self._pulling: dict[str, _Pulling] = {}
         self._leased_pages: dict[str, torch.Tensor] = {}
         self._moved: list[LeaseStep] = []
@@ -92,13 +94,13 @@ class Handoffs:
 
     def admit(self, req: Req) -> bool:
         """Note a new request; return whether it has to wait for KV."""
-        parameters = req.sampling_params.custom_params
-        text = parameters.get(HANDOFF_PARAMETER) if parameters else None
+        parameters = req.sampling_params.custom_params or {}
+        text, loan = parameters.get(HANDOFF_PARAMETER), parameters.get(LOAN_PARAMETER)
         # SGLang ends a request that it refuses, such as for its grammar, in the queue of those to be computed.
         if req.is_retracted or req.to_finish is not None:
             return False
         if self.kv_pool is not None:
-            self.kv_pool.admit(req)
+            self.kv_pool.admit(req, None if loan is None else msgspec.json.decode(loan, type=Loan))
         if text is not None:
             handoff = msgspec.json.decode(text, type=Handoff)
             self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))
@@ -106,7 +108,7 @@ class Handoffs:
                 self._parked.append(req)
                 return True
         # Asked again once its cached prefix is known.
-        if self.kv_pool is None or not self.kv_pool.offer(req, 0):
+        if self.kv_pool is None or (loan is None and not self.kv_pool.offer(req, 0)):
             return False
         self._new.append(req)
         return True
@@ -170,9 +172,12 @@ class Handoffs:
             self._decisions.freed(rid)
             self._leased_pages.pop(rid, None)
             self._cache.free_leased(rid)
-        while self._new:
+        for _ in range(len(self._new)):
             req = self._new.popleft()
-            if not self._start_promotion(req):
+            cached_tokens = self._cache.match_prompt(req)
+            if self.kv_pool is not None and self.kv_pool.borrows(req, cached_tokens):
+                self._new.append(req)
+            elif not self._start_promotion(req, cached_tokens):
                 self._enqueue(req)
         while self._parked and self._start_pull(self._parked[0]):
             self._parked.popleft()
@@ -218,10 +223,9 @@ class Handoffs:
             self._enqueue(req)
         return True
 
-    def _start_promotion(self, req: Req) -> bool:
+    def _start_promotion(self, req: Req, cached_tokens: int) -> bool:
         """Promote what the pool holds beyond the cache; return False if that is nothing, or has no room."""
         assert self.kv_pool is not None
-        cached_tokens = self._cache.match_prompt(req)
         promoted = self.kv_pool.offer(req, cached_tokens)
         spare = self._spare_tokens(req)
         arrival = self._make_room(req, cached_tokens + promoted, spare) if promoted else None

@@ -1,4 +1,4 @@
-"""The KV pool in SGLang's scheduler process: what is promoted before a request is queued, and what is saved.
+"""The KV pool in SGLang's scheduler process: what is borrowed and promoted before a request is queued, what is saved.
 
 Both parts of the pool are here, the decisions and the copies, since SGLang's scheduler holds the KV itself. The pages
 of a save are locked in the tree until they are copied.
@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
+from baton.connectors.pool_events import take_pool_events
+from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import RankResults
-from baton.engines.kv_events import POOL_MEDIUM
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -47,11 +48,18 @@ class SglangPool:
     def is_busy(self) -> bool:
         return self._scheduler.is_busy or self._rank.is_active
 
-    def admit(self, req: Req) -> None:
+    def admit(self, req: Req, loan: Loan | None) -> None:
         """Note a new request."""
         # Block ids know tokens and salts only.
         if req.multimodal_inputs is None and req.lora_id is None:
-            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "")
+            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", loan)
+
+    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
+        return self._scheduler.lend(key, blocks, sink_ranks)
+
+    def borrows(self, req: Req, cached_tokens: int) -> bool:
+        """Return whether a request waits for what another worker's pool lends beyond `cached_tokens`."""
+        return self._scheduler.borrows(req.rid, req.origin_input_ids, cached_tokens)
 
     def offer(self, req: Req, cached_tokens: int) -> int:
         """Return how many tokens of the prompt the pool holds beyond `cached_tokens`, but for the last one."""
@@ -91,22 +99,21 @@ class SglangPool:
     def slots(self) -> int:
         return self._rank.slots
 
+    @property
+    def endpoint(self) -> str:
+        """Address of the pool's agent, which lends."""
+        return self._rank.lending.agent.endpoint if self._rank.lending is not None else ""
+
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """Yield what the pool has stored and dropped, in SGLang's own form."""
+        """Return what the pool has stored and dropped, in SGLang's own form."""
         # SGLang's hashes are numbers; on their way they may be bytes as well.
-        runs, removed = self._scheduler.take_changes()
-        if removed:
-            yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
-        for run in runs:
-            yield BlockStored(
-                block_hashes=list(run.keys),
-                parent_block_hash=run.parent or None,
-                token_ids=list(run.tokens),
-                block_size=self._cache.page_size,
-                lora_id=None,
-                medium=POOL_MEDIUM,
-                cache_salt=run.salt or None,
-            )
+        return take_pool_events(
+            self._scheduler,
+            self._cache.page_size,
+            BlockStored,
+            BlockRemoved,
+            lambda salt: {"cache_salt": salt or None},
+        )
 
     def report(self) -> PoolReport | None:
         return self._scheduler.report()

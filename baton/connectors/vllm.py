@@ -34,7 +34,7 @@ from vllm.v1.request import RequestStatus
 from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
-from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S, Loan
 from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolPlan, PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
@@ -75,7 +75,6 @@ TOKEN_TIME_PARAMETER = "computing_token_s"
 """Key of `EngineRequest.computing_token_s` beside a request's `Handoff`."""
 LOAN_PARAMETER = "loan"
 """Key of a request's `Loan` beside its `Handoff`, which may be absent."""
-UNCLAIMED_LOAN_TTL_S = 2.0
 
 HANDED_OFF = (FullAttentionSpec, MLAAttentionSpec)
 """Kinds of caches that keep all blocks of a prompt. Others free those outside of a window, or have states instead."""
@@ -268,7 +267,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
         """See `baton.engines.engine.Engine.lend`; `baton.engines.vllm.lending` calls it between two steps."""
-        return 0 if self._pool_scheduler is None else self._pool_scheduler.lend(key, blocks, sink_ranks)
+        return 0 if self._pool_scheduler is None else self._pool_scheduler.scheduler.lend(key, blocks, sink_ranks)
 
     # ------------------------------------------------------------------ worker
 

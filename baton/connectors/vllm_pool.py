@@ -9,11 +9,12 @@ import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from baton.blocks import BLOCK_TOKENS_DEFAULT, split_ids
+from baton.blocks import BLOCK_TOKENS_DEFAULT
+from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
-from baton.engines.kv_events import FILE_MEDIUM, POOL_MEDIUM
+from baton.engines.kv_events import FILE_MEDIUM
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -54,12 +55,6 @@ class VllmPool:
     def loads(self, request: Request, computed_tokens: int) -> bool:
         return self.scheduler.loads(request.request_id, request.all_token_ids, computed_tokens)
 
-    def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
-        if self.scheduler.lending is None:
-            return 0
-        per_block = self._block_tokens // BLOCK_TOKENS_DEFAULT
-        return self.scheduler.lending.lend(key, split_ids(blocks)[per_block - 1 :: per_block], sink_ranks)
-
     def offer(self, request: Request, computed_tokens: int) -> int:
         return self.scheduler.offer(request.request_id, request.all_token_ids, computed_tokens)
 
@@ -99,20 +94,13 @@ class VllmPool:
     def take_events(self) -> Iterator[KVCacheEvent]:
         """Yield what the pool and its file have stored and dropped, in vLLM's own form."""
         yield from self._file_events()
-        runs, removed = self.scheduler.take_changes()
-        if removed:
-            yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
-        for run in runs:
-            yield BlockStored(
-                block_hashes=list(run.keys),
-                parent_block_hash=run.parent or None,
-                token_ids=list(run.tokens),
-                block_size=self._block_tokens,
-                lora_id=None,
-                medium=POOL_MEDIUM,
-                lora_name=None,
-                extra_keys=[(run.salt,)] if run.salt else None,
-            )
+        yield from take_pool_events(
+            self.scheduler,
+            self._block_tokens,
+            BlockStored,
+            BlockRemoved,
+            lambda salt: {"extra_keys": [(salt,)] if salt else None},
+        )
 
     def _file_events(self) -> Iterator[KVCacheEvent]:
         if self.scheduler.filing is None:

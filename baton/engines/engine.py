@@ -10,7 +10,7 @@ from typing import Protocol
 import msgspec
 
 from baton.connectors.pool_lending import Loan
-from baton.connectors.pool_report import PoolReport
+from baton.connectors.pool_report import Borrowed, PoolReport
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
@@ -79,6 +79,8 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True):
     promoted_bytes: int = 0
     promotion_s: float = 0.0
     """Time in which these bytes were copied; 0: the engine cannot tell."""
+    borrowed: Borrowed | None = None
+    """The loan that part of the promoted tokens came from."""
     transferred_tokens: int = 0
     """Prompt tokens whose KV was pulled."""
     transferred_bytes: int = 0

@@ -85,6 +85,10 @@ class Candidate(Part, frozen=True, kw_only=True):
     promoted_tokens: int = 0
     """Part of `cached_tokens` that is promoted from the worker's pool."""
     decode_promoted_tokens: int = 0
+    borrowed_tokens: int = 0
+    """Further tokens whose KV the worker that would prefill borrows from `lender`."""
+    lender: str = ""
+    """Worker whose KV pool lends them; empty: none."""
     speculative_tokens: int = 0
     """Part of `cached_tokens` that is still being prefilled."""
     predicted_ttft_s: float

@@ -177,6 +177,8 @@ class PoolDirectory:
             entry.ready = True
             self._ready += 1
             self._policy.insert(key)
+        for key in keys:
+            # Told in order: whoever follows the changes knows a block's predecessor first.
             self._note_change(key, ready=True)
         self.counts.stored += len(keys)
 

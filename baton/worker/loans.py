@@ -77,5 +77,5 @@ class Loans:
         if lent_tokens <= 0:
             return request
         deadline_s = began_s + self._rates.prefill_s(lent_tokens, min(answer.tokens, len(tokens)))
-        loan = Loan(key=key, endpoints=answer.agents, tokens=answer.tokens, deadline_s=deadline_s)
+        loan = Loan(key=key, endpoints=answer.agents, tokens=answer.tokens, lender=answer.worker, deadline_s=deadline_s)
         return replace(request, loan=loan)

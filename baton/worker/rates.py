@@ -104,7 +104,7 @@ class Rates:
     ) -> None:
         """Record that a prompt is done, with 0 computed tokens if it was stopped.
 
-        `promotion_s`: for how long it waited for its prefix to be promoted, before it was computed.
+        `promotion_s`: for how long it waited for its prefix to be borrowed and promoted, before it was computed.
         """
         self._advance(now_s)
         self._prefilling -= 1

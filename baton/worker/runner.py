@@ -72,6 +72,7 @@ class Runner:
                 token_s = self._rates.prefill_s(attempt.prompt_tokens, attempt.prompt_tokens) / attempt.prompt_tokens
                 request = replace(request, computing_token_s=token_s)
                 request = await self._loans.borrow(lender, request, expected_tokens)
+                leg.borrow(lender, request.loan)
                 # An abort that came meanwhile found nothing in the engine.
                 reason = FinishReason.CANCELLED
                 if not attempt.stopping:
@@ -170,6 +171,7 @@ class _Meter:
     ) -> None:
         self._attempt = attempt
         self._peer = request.source.worker if request.source else ""
+        self._loan = request.loan
         self._rates = rates
         self._metrics = metrics
         self._clock = clock
@@ -193,8 +195,14 @@ class _Meter:
             self._metrics.observe(catalogue.FIRST_OUTPUT, now_s - self._entered_s, attempt.leg, trace=self._trace)
         if self._prefilling:
             self._prefilling = False
-            computed_tokens = 0 if cancelled else attempt.prompt_tokens - delta.cached_tokens
-            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s, promotion_s=delta.promotion_s)
+            borrowed = delta.borrowed
+            # For how long a loan that failed was waited for is not known.
+            unknown = cancelled or (self._loan is not None and borrowed is None)
+            computed_tokens = 0 if unknown else attempt.prompt_tokens - delta.cached_tokens
+            waited_s = delta.promotion_s + (borrowed.ended_s - borrowed.began_s if borrowed else 0.0)
+            rates.prefill_ended(computed_tokens, attempt.prompt_tokens, now_s, promotion_s=waited_s)
+            if self._loan is not None and borrowed is not None:
+                rates.transfer_ended(self._loan.lender, borrowed.backend, borrowed.moved_bytes, borrowed.moving_s)
         if delta.promotion_s:
             rates.promotion_ended(delta.promoted_bytes, delta.promotion_s)
         if delta.transfer_s:

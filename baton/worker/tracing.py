@@ -3,6 +3,7 @@
     prefill                  queue, compute
     decode                   queue, transfer (with one span for each group of layers), first token, generate
     whole                    queue, compute, generate
+    prefill and whole        borrow, beside the queue, where the prompt's prefix came from another worker's pool
 
 There is no work per token: the spans below the leg are made afterwards, from a few instants.
 """
@@ -14,7 +15,9 @@ from contextlib import contextmanager
 
 from opentelemetry.trace import SpanKind
 
+from baton.connectors.pool_lending import Loan
 from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
+from baton.engines.stages import BACKEND
 from baton.telemetry import Span, Tracing
 from baton.worker.attempt import Attempt
 
@@ -32,7 +35,16 @@ class LegTrace:
     def note(self, delta: EngineDelta, now_s: float) -> None:
         if self._generating_s is None:
             self._generating_s = now_s
+            if (borrowed := delta.borrowed) is not None:
+                facts = {"baton.transfer.bytes": borrowed.moved_bytes, BACKEND: borrowed.backend}
+                loan = Stage(name="borrow", began_s=borrowed.began_s, ended_s=borrowed.ended_s, facts=facts)
+                self._record((loan,), self.trace)
             self._record(delta.stages, self.trace)
+
+    def borrow(self, lender: str, loan: Loan | None) -> None:
+        """Note the worker that was asked for a loan, and what it lends."""
+        if lender:
+            self._span.set({"baton.lender": lender, "baton.lent_tokens": loan.tokens if loan is not None else 0})
 
     def finish(self, attempt: Attempt, reason: str) -> None:
         usage = attempt.usage()

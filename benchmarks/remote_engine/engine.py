@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from baton.connectors.pool_lending import Loan
 from baton.engines.engine import (
     EngineBlockEvent,
     EngineBlocksCleared,
@@ -41,6 +43,12 @@ LINE_BYTES_MAX = 16 << 20
 _EVENTS: Mapping[str, type[EngineBlockEvent]] = {
     kind.__name__: kind for kind in (EngineBlocksStored, EngineBlocksRemoved, EngineBlocksCleared)
 }
+
+
+def _loan(loan: Loan) -> dict[str, Any]:
+    """Return a loan as a command states it, with the time that is left instead of an instant."""
+    fields = msgspec.to_builtins(loan, builtin_types=(bytes,))
+    return fields | {"key": loan.key.hex(), "budget_s": max(0.0, loan.deadline_s - time.monotonic())}
 
 
 def _error(code: str, detail: str) -> BatonError:
@@ -101,6 +109,7 @@ class RemoteEngine:
             agents=list(request.source.agents) if request.source else [],
             sink_ranks=request.sink_ranks,
             budget_s=request.budget_s,
+            loan=None if request.loan is None else _loan(request.loan),
             computing_token_s=request.computing_token_s,
         )
         ended = False

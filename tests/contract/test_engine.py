@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 import pytest
 
 from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
-from baton.errors import ModelMismatch, TransferFailed
+from baton.errors import ConfigurationError, ModelMismatch, TransferFailed
 from baton.transfer import AgentOptions, Cause, Corruption, NativeAgent, TransferAgent, TransferFaults
 from baton.transfer.memory import MemoryFabric
-from tests.contract.engine_suite import EngineSuite, Pair, collect, shadowed
+from tests.contract.engine_suite import GREEDY, EngineSuite, Pair, changed, collect, shadowed
+from tests.contract.lending_suite import LendingSuite
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]
 AGENT = AgentOptions()
@@ -30,10 +31,13 @@ async def open_pair(
     *,
     prefill_agent: AgentOptions = AGENT,
     decode_agent: AgentOptions = AGENT,
+    prefill_options: Mapping[str, object] | None = None,
     **decode_options: object,
 ) -> AsyncGenerator[Pair]:
-    options = {"step_tokens_max": 512}
-    prefill = SimulatedEngine("a model", options=options, agent=prefill_agent, make_agent=make_agent)
+    options: dict[str, object] = {"step_tokens_max": 512}
+    prefill = SimulatedEngine(
+        "a model", options={**options, **(prefill_options or {})}, agent=prefill_agent, make_agent=make_agent
+    )
     decode = SimulatedEngine(
         "a model", options={**options, **decode_options}, agent=decode_agent, make_agent=make_agent
     )
@@ -116,3 +120,82 @@ async def test_a_lease_that_expires_is_freed_and_its_late_sink_is_told(make_agen
         await pair.settled()
         with pytest.raises(TransferFailed, match="expired"):
             await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request))
+
+
+POOL_BYTES = 300 * 32 * 512
+"""Three hundred blocks of 32 tokens, 512 bytes each."""
+
+
+@asynccontextmanager
+async def open_pools(make_agent: MakeAgent, *, blocks: int = 1024, block_tokens: int = 32) -> AsyncGenerator[Pair]:
+    """Start a pair with KV pools; the options are of the decode engine."""
+    prefill_options = {"kv_pool_bytes": POOL_BYTES}
+    async with (
+        open_pair(
+            make_agent,
+            prefill_options=prefill_options,
+            kv_pool_bytes=POOL_BYTES,
+            blocks=blocks,
+            block_tokens=block_tokens,
+        ) as pair,
+        shadowed(pair),
+    ):
+        yield pair
+
+
+class TestSimulatedWithPool(EngineSuite):
+    @pytest.fixture
+    async def pair(self) -> AsyncGenerator[Pair]:
+        async with open_pools(NativeAgent) as pair:
+            yield pair
+
+
+class TestSimulatedLoans(LendingSuite):
+    @pytest.fixture(params=[("native", 32), ("memory", 64)], ids=str)
+    async def pair(self, request: pytest.FixtureRequest) -> AsyncGenerator[Pair]:
+        agent, block_tokens = request.param
+        async with open_pools(
+            NativeAgent if agent == "native" else MemoryFabric().agent, block_tokens=block_tokens
+        ) as pair:
+            yield pair
+
+
+async def test_the_pool_has_what_the_device_evicted(make_agent: MakeAgent) -> None:
+    # 64 blocks on the device; two prompts of 1,500 tokens need all of them.
+    async with open_pools(make_agent, blocks=64) as pair:
+        tokens, more = pair.prompt(700), pair.prompt(45)
+        first = await collect(pair.decode, pair.request(tokens))
+        expected = await collect(pair.prefill, pair.request([*tokens, *first.tokens, *more]))
+        for _ in range(2):
+            await collect(pair.decode, pair.request(pair.prompt(1500)))
+        computed = (await pair.settled())[1].prompt_tokens_computed
+        second = await collect(pair.decode, pair.request([*tokens, *first.tokens, *more]))
+        load = (await pair.settled())[1]
+        assert second.tokens == expected.tokens
+        assert second.deltas[0].promoted_tokens == second.deltas[0].cached_tokens == 704
+        assert load.prompt_tokens_computed - computed == 700 + 12 + 45 - 704
+        assert load.prompt_tokens_promoted == load.pool.promoted_tokens == 704
+        assert load.pool.pinned == 0
+
+
+async def test_device_pool_and_hand_off_serve_one_request(make_agent: MakeAgent) -> None:
+    async with open_pools(make_agent, blocks=64) as pair:
+        tokens = pair.prompt(1000)
+        expected = await collect(pair.prefill, pair.request(tokens, salt="alone"))
+        await collect(pair.decode, pair.request(tokens[:641]))
+        for _ in range(2):
+            await collect(pair.decode, pair.request(pair.prompt(1500)))
+        await collect(pair.decode, pair.request(tokens[:257], changed(GREEDY, max_tokens=1)))
+        await pair.settled()
+        answer = await pair.hand_off(tokens)
+        first = answer.deltas[0]
+        assert answer.tokens == expected.tokens
+        assert (first.cached_tokens, first.promoted_tokens, first.transferred_tokens) == (640, 384, 359)
+        await pair.settled()
+
+
+async def test_blocks_that_a_pool_cannot_store_stop_the_start() -> None:
+    engine = SimulatedEngine("a model", options={"block_tokens": 16, "kv_pool_bytes": POOL_BYTES}, agent=AGENT)
+    with pytest.raises(ConfigurationError, match="multiple of 32 tokens, not of 16"):
+        await engine.start()
+    await engine.close()

@@ -84,6 +84,10 @@ class Engines:
         self._running[name] = running
         return running
 
+    async def lose(self, name: str) -> None:
+        """Forget an engine that was killed; the next `get` starts another one."""
+        await self._running.pop(name).stack.aclose()
+
     def log(self, name: str) -> str:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 

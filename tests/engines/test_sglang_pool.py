@@ -1,28 +1,35 @@
-"""The KV pool behind real SGLang: what the engine forgot comes back from the pool, and what is there is not pulled."""
+"""The KV pool behind real SGLang: what the engine forgot comes back from the pool, and what is there is not pulled.
+
+vLLM and SGLang lend prefixes to each other, too; all pairs and what can go wrong are in `test_lending_pairs.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from random import Random
 
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, Running
+from cross_engines import Engines, Running, make_pair
+from struck_lenders import check_struck
 
 from baton.engines.engine import EngineDelta, EngineRequest, Leg
 from baton.messages.attempts import Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
 from baton.worker.shadow import ShadowMap
+from tests.contract.lending_suite import check_borrowed
 
 PAGE_TOKENS = 32
 SLOT_BYTES = 4 * PAGE_TOKENS * 2 * 2 * 64 * 4
 """Four layers of 32 tokens, K and V, two heads of 64 numbers, four bytes each."""
 DEVICE_TOKENS = 2048
 OPTIONS = {"max_total_tokens": DEVICE_TOKENS, "kv_pool_bytes": 512 * SLOT_BYTES, "context_length": 1984}
+VLLM_OPTIONS = {"num_gpu_blocks_override": 64, "max_model_len": 1984, "kv_pool_bytes": 512 * SLOT_BYTES}
 NUMBERS = itertools.count()
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
@@ -38,7 +45,7 @@ class Turn:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
-    engines = Engines(tmp_path_factory.mktemp("engines"), sglang=OPTIONS)
+    engines = Engines(tmp_path_factory.mktemp("engines"), sglang=OPTIONS, vllm=VLLM_OPTIONS)
     try:
         yield engines
     finally:
@@ -158,6 +165,18 @@ async def test_device_pool_and_hand_off_serve_one_request(engines: Engines, sgla
     assert first.transferred_tokens == 1000 - 20 * PAGE_TOKENS - 1
     assert first.cached_tokens == 20 * PAGE_TOKENS
     assert after.prompt_tokens_computed - before.prompt_tokens_computed == 1
+
+
+@pytest.mark.parametrize("names", [("vllm-32", "sglang-32"), ("sglang-32", "vllm-32")], ids="-to-".join)
+async def test_a_prefix_that_only_the_other_engine_computed_is_borrowed(
+    engines: Engines, names: tuple[str, str]
+) -> None:
+    await check_borrowed(await make_pair(engines, *names), "from the other engine")
+
+
+@pytest.mark.parametrize("names", [("vllm-32", "sglang-32"), ("sglang-32", "vllm-32")], ids="-to-".join)
+async def test_a_lender_that_stops_changes_no_answer(engines: Engines, names: tuple[str, str]) -> None:
+    await check_struck(engines, names, signal.SIGSTOP)
 
 
 async def test_requests_under_pressure_get_the_tokens_they_get_alone(sglang: Running) -> None:

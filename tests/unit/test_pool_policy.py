@@ -153,3 +153,14 @@ def test_a_scan_costs_s3_fifo_less_than_lru() -> None:
         keys.append(b"hot %d" % int(random.paretovariate(0.9)))
         keys.append(b"once %d" % number)
     assert hit_ratio(PolicyName.S3_FIFO, 200, keys) > hit_ratio(PolicyName.LRU, 200, keys) + 0.01
+
+
+def test_a_used_key_that_leaves_the_small_queue_is_found_in_the_main_one() -> None:
+    policy = S3Fifo[str](5)
+    for key in "abcde":
+        policy.insert(key)
+    assert policy.evict(lambda _: False) == "a"
+    policy.insert("a")
+    policy.touch("b")
+    # The main queue is longer than its share, all of it is pinned, and the small queue's only key is in use.
+    assert policy.evict(lambda key: key != "b") == "b"

@@ -18,6 +18,7 @@ import pytest
 from baton.blocks import hash_blocks, root_key, split_ids
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_report import Borrowed
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.errors import ConfigurationError
@@ -302,6 +303,9 @@ def _once(save: CopyJob) -> Counter[int]:
     return Counter({save.job: 1})
 
 
+BORROWED = Borrowed(tokens=96, moved_bytes=960, moving_s=0.1, began_s=1.0, ended_s=1.2, backend="tcp")
+
+
 @dataclass
 class Lending:
     """A pool of twelve slots that holds four blocks of a prompt, and lends and borrows on one rank."""
@@ -321,7 +325,11 @@ class Lending:
         self.keys = split_ids(hash_blocks(ROOT, b"".join(token.to_bytes(4, "little") for token in self.tokens), 32))
 
     def end(self, key: bytes, *, failed: bool = False) -> None:
-        progress = PoolProgress(loans=Counter({key: 1}), failed_loans=frozenset({key} if failed else ()))
+        progress = PoolProgress(
+            loans=Counter({key: 1}),
+            failed_loans=frozenset({key} if failed else ()),
+            borrowed={} if failed else {key: BORROWED},
+        )
         assert self.scheduler.progress(progress) == ()
 
 
@@ -332,7 +340,7 @@ def test_a_loan_pins_slots_until_it_ends_and_is_granted_once() -> None:
     assert pool.directory.pinned == 4
     plan = pool.scheduler.plan().lending
     assert [(step.key, step.tokens, len(step.blocks)) for step in plan.leases] == [(b"k", 128, 4)]
-    assert pool.scheduler.plan().lending.held == (b"k",)
+    assert not pool.scheduler.plan().lending.leases
     assert pool.scheduler.is_busy
     pool.end(b"k")
     assert (pool.directory.pinned, pool.scheduler.is_busy) == (0, False)
@@ -360,7 +368,12 @@ def test_a_borrowed_prefix_is_promoted_once_it_is_here() -> None:
     assert not pool.scheduler.borrows("r", tokens, 0)
     assert pool.scheduler.offer("r", tokens, 0) == 224
     runs, _ = pool.scheduler.take_changes()
-    assert sum(len(run.keys) for run in runs) == 7
+    assert [len(run.keys) for run in runs] == [7], "in order, each the successor of the one before"
+    pool.scheduler.promote("r", list(range(8)), with_pull=False, again=False)
+    pool.scheduler.received("r")
+    report = pool.scheduler.report()
+    assert report is not None
+    assert [(each.tokens, each.borrowed) for each in report.ended] == [(224, BORROWED)]
 
 
 def test_a_loan_that_fails_leaves_what_was_here() -> None:

@@ -1,16 +1,20 @@
-"""The worker that lends a prefix: the one that saves most time beside computing, if any does."""
+"""Loans in placements: who lends, that it counts in the ranking, and only where it is faster than to compute."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from random import Random
 from typing import Any
 
 import pytest
+from baton_scheduler.lenders import ASK_S, find_lenders
 from baton_scheduler.placement import PlacementOptions, choose
 from baton_scheduler.policies.predicted import Predicted
-from baton_scheduler.prediction import Demand, PrefixMatch
-from baton_scheduler.team import Serving
+from baton_scheduler.prediction import Demand, Prediction, PrefixMatch
+from baton_scheduler.team import Serving, prefill_s
 from baton_scheduler.worker_load import WorkerLoad
+from hypothesis import given
+from hypothesis import strategies as st
 
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Heartbeat, PromotionFit, Role, StepFit, TransferFit
@@ -88,3 +92,107 @@ def test_a_prefill_worker_borrows_from_one_that_decodes() -> None:
 def test_nobody_lends(match: PrefixMatch, busy: dict[str, Any], idle: dict[str, Any]) -> None:
     beats = [beat("busy", prefill_tokens_queued=50_000, **busy), beat("idle", **idle)]
     assert lender(match, *beats)[1] == ""
+
+
+def test_a_lender_of_another_role_has_the_same_kv() -> None:
+    beats = [beat("p", Role.PREFILL), beat("d"), beat("other", kv_identity="dtype=bfloat16")]
+    assert lender(PrefixMatch({"other": 20}), *beats, mode=Disaggregation.ALWAYS)[1] == ""
+    assert lender(PrefixMatch({"other": 20, "d": 10}), *beats, mode=Disaggregation.ALWAYS) == ("p", "d")
+
+
+def test_a_loan_counts_in_the_ranking() -> None:
+    """The holder has half a second of prompts ahead: waiting there is faster than computing elsewhere, a loan more."""
+    match, holder = PrefixMatch({"a": 31}), beat("a", prefill_tokens_queued=500)
+    assert lender(match, holder, beat("b", pool=False)) == ("a", "")
+    assert lender(match, holder, beat("b")) == ("b", "a")
+
+
+def test_a_placement_tells_of_its_loan() -> None:
+    demand = Demand(model="tiny", prompt_tokens=1000, output_tokens_max=1, disaggregation=Disaggregation.NEVER)
+    beats = [beat("busy", prefill_tokens_queued=5000), beat("idle")]
+    serving = Serving([WorkerLoad(each) for each in beats])
+    placement = choose(demand, serving, PrefixMatch({"busy": 20}), Predicted(), PlacementOptions(), Random(0), 0.0)
+    chosen = placement.predicted
+    assert (chosen.cached_tokens, chosen.borrowed_tokens, chosen.lender) == (0, 640, "busy")
+    assert placement.reason.startswith("everything on idle: 360 of 1000 tokens to compute, 640 to borrow from busy, ")
+    assert chosen.predicted_ttft_s == pytest.approx(0.36 + ASK_S + 640 * 1000 / 4e9 + 640 * 1000 / 1e9, rel=0.01)
+    without = PlacementOptions(loans=False)
+    assert choose(demand, serving, PrefixMatch({"busy": 20}), Predicted(), without, Random(0), 0.0).lender == ""
+
+
+@given(
+    workers=st.lists(
+        st.fixed_dictionaries(
+            {
+                "pool": st.booleans(),
+                "draining": st.booleans(),
+                "held": st.integers(0, 40),
+                "more_pooled": st.integers(0, 20),
+                "identity": st.sampled_from(["dtype=float32", "dtype=bfloat16"]),
+                "bytes_per_s": st.lists(st.sampled_from([5e5, 5e7, 4e9]), min_size=4, max_size=4),
+            }
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    prompt_tokens=st.integers(2, 1500),
+)
+def test_each_worker_takes_the_fastest_of_computing_promoting_and_borrowing(
+    workers: list[dict[str, Any]], prompt_tokens: int
+) -> None:
+    names = [f"w{number}" for number in range(len(workers))]
+    loads = [
+        WorkerLoad(
+            beat(
+                name,
+                pool=each["pool"],
+                draining=each["draining"],
+                kv_identity=each["identity"],
+                transfers=tuple(
+                    TransferFit(peer=peer, backend="tcp", bytes_per_s=rate, samples=9)
+                    for peer, rate in zip(names, each["bytes_per_s"], strict=False)
+                ),
+            )
+        )
+        for name, each in zip(names, workers, strict=True)
+    ]
+    held = {name: each["held"] for name, each in zip(names, workers, strict=True) if each["held"]}
+    pooled = {
+        name: each["held"] + each["more_pooled"]
+        for name, each in zip(names, workers, strict=True)
+        if each["pool"] and each["more_pooled"]
+    }
+    serving, match = Serving(loads), PrefixMatch(held, {}, pooled)
+    demand = Demand(model="tiny", prompt_tokens=prompt_tokens, output_tokens_max=1, disaggregation=Disaggregation.NEVER)
+    predict = Prediction(demand, match, 512, 0.0, find_lenders(serving, held, pooled))
+    team = serving.teams[Role.DECODE]
+    leg = predict.compute(predict.room(team, team.every, Role.DECODE))
+
+    def reach(name: str, known: Mapping[str, int]) -> int:
+        return min(known.get(name, 0) * 32, prompt_tokens - 1)
+
+    def compute_s(load: WorkerLoad, own_tokens: int) -> float:
+        return prefill_s(load, prompt_tokens - own_tokens, prompt_tokens)[1]
+
+    for row, load in enumerate(team.loads):
+        device = reach(load.worker, held)
+        own = max(device, reach(load.worker, pooled))
+        options = [compute_s(load, device)]
+        if pooled:
+            options.append((own - device) * load.promoted_token_s + compute_s(load, own))
+        for peer in team.loads:
+            lent = max(reach(peer.worker, held), reach(peer.worker, pooled))
+            able = peer is not load and peer.promotion_bytes_per_s and peer.ready and peer.identity == load.identity
+            if able and lent > own:
+                pull_s = (lent - own) * KV_BYTES_PER_TOKEN / load.bandwidths[peer.worker]
+                promote_s = (lent - device) * load.promoted_token_s
+                options.append(ASK_S + pull_s + promote_s + compute_s(load, lent))
+        # Few enough for all lenders to be considered.
+        assert leg.own_s.item(row) == pytest.approx(min(options), rel=1e-9)
+        if lender := predict.lender(leg, row):
+            peer = team.loads[team.rows[lender]]
+            assert peer.identity == load.identity
+            assert leg.borrowed(row) == max(reach(lender, held), reach(lender, pooled)) - own > 0
+            assert load.promotion_bytes_per_s
+        else:
+            assert leg.borrowed(row) == 0

@@ -98,6 +98,7 @@ async def test_a_loan_is_asked_for_with_the_prefix_and_ends_when_computing_would
     assert asked.sink_ranks == 2
     assert isinstance(request.loan, Loan)
     assert (request.loan.key, request.loan.tokens, request.loan.endpoints) == (asked.key, 16_000, ("a", "b"))
+    assert request.loan.lender == "lender"
     compute_s = Rates(512).prefill_s(16_000, 16_000)
     assert began_s <= request.loan.deadline_s - compute_s <= SystemClock().now_s()
     assert replace(request, loan=None) == REQUEST

@@ -14,9 +14,12 @@ from baton.connectors.link import (
     DELIVERED_PARAMETER,
     HANDOFF_PARAMETER,
     KV_DID_NOT_ARRIVE,
+    LOAN_PARAMETER,
     AskStats,
     EndLease,
+    LendPrefix,
     Opened,
+    PrefixLent,
     RankReport,
     Report,
     SetFaults,
@@ -45,6 +48,7 @@ from baton.transfer import AgentOptions, TransferFaults
 
 EVENTS_CONNECT_TIMEOUT_S: Final = 10.0
 STATS_TIMEOUT_S: Final = 10.0
+LEND_TIMEOUT_S: Final = 10.0
 
 _FINISH_REASONS: Final = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
 
@@ -70,6 +74,8 @@ class SglangEngine:
         self._recorder.on_lease_ended = self._attempts.lease_ended
         self._begun_s: dict[bytes, float] = {}
         """Instants at which attempts were first computed, kept until their first token."""
+        self._lending: dict[bytes, asyncio.Future[int]] = {}
+        """Loans that the scheduler has not answered yet, by key."""
         self._stats: dict[int, Stats] = {}
         """Answers to `AskStats`, by rank."""
         self._all_stats = asyncio.Event()
@@ -105,6 +111,7 @@ class SglangEngine:
             agents=agents,
             parameters=tuple(sorted(PARAMETERS)) if opened.grammars else (),
             pool_blocks=opened.pool_blocks,
+            pool_agents=tuple(rank.pool_endpoint for rank in ranks if rank.pool_endpoint),
         )
 
     def check_sampling(self, sampling: Sampling) -> None:
@@ -139,7 +146,17 @@ class SglangEngine:
             host.tell(EndLease(key=key))
 
     async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
-        return 0
+        host, _ = self._alive()
+        if (lent := self._lending.get(key)) is None:
+            lent = self._lending[key] = asyncio.get_running_loop().create_future()
+            host.tell(LendPrefix(key=key, blocks=blocks, sink_ranks=sink_ranks))
+        try:
+            async with asyncio.timeout(LEND_TIMEOUT_S):
+                return await asyncio.shield(lent)
+        except TimeoutError as error:
+            raise EngineFailed(f"SGLang did not answer within {LEND_TIMEOUT_S:g} s") from error
+        finally:
+            self._lending.pop(key, None)
 
     def load(self) -> EngineLoad:
         self._alive()
@@ -191,6 +208,9 @@ class SglangEngine:
     def _end(self, failure: str) -> None:
         self._failure = self._failure or failure
         self._died.set()
+        for lent in self._lending.values():
+            if not lent.done():
+                lent.set_exception(EngineFailed(self._failure))
         if self._listener is not None:
             self._listener.close()
 
@@ -231,6 +251,8 @@ class SglangEngine:
         custom: dict[str, object] = {}
         if handoff is not None:
             custom[HANDOFF_PARAMETER] = msgspec.json.encode(handoff).decode()
+        if request.loan is not None:
+            custom[LOAN_PARAMETER] = msgspec.json.encode(request.loan).decode()
         if sampling.constraint is not None and request.leg is not Leg.PREFILL:
             custom[DELIVERED_PARAMETER] = sampling.delivered_tokens
         params["custom_params"] = custom or None
@@ -275,6 +297,7 @@ class SglangEngine:
             promoted_bytes=promotion.copied_bytes if promotion else 0,
             loaded_tokens=promotion.loaded_tokens if promotion else 0,
             promotion_s=promotion.copying_s if promotion else 0.0,
+            borrowed=promotion.borrowed if promotion else None,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,
@@ -299,6 +322,9 @@ class SglangEngine:
                     self._recorder.record_transfers(report.transfers)
             case RankReport():
                 self._recorder.record_transfers(report.transfers)
+            case PrefixLent(key=key, tokens=tokens):
+                if (lent := self._lending.get(key)) is not None and not lent.done():
+                    lent.set_result(tokens)
             case Stats():
                 self._stats[rank] = report
                 if len(self._stats) == self._ranks:

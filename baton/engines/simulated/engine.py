@@ -19,6 +19,7 @@ from typing import Final
 
 from baton.blocks import model_digest
 from baton.clock import Clock, SystemClock
+from baton.connectors.pool_report import PoolReport
 from baton.engines.engine import (
     EngineDelta,
     EngineEventBatch,
@@ -32,6 +33,7 @@ from baton.engines.simulated.blocks import HASH_BYTES, BlockCache
 from baton.engines.simulated.handoff import SimulatedHandoff
 from baton.engines.simulated.kv import ContextReader, KvChunk, KvPool, read_contexts
 from baton.engines.simulated.options import SimulatedOptions, parse_options
+from baton.engines.simulated.pool import SimulatedPool
 from baton.engines.simulated.sampling import SimulatedModel, check_sampling, choose_token, read_model, stop_tokens
 from baton.engines.simulated.scheduler import Chunk, Scheduler, SimulatedAttempt, SimulatedPhase, Step
 from baton.engines.simulated.stream import Stream, check_request
@@ -44,7 +46,8 @@ from baton.errors import (
     TransferFailed,
 )
 from baton.messages.attempts import FinishReason, Sampling, TokenLogprob
-from baton.transfer import AgentOptions, NativeAgent, TransferAgent
+from baton.pool.chain import check_block_tokens
+from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent
 
 ENGINE: Final = "simulated 1"
 _EVENT_BATCHES_MAX: Final = 65_536
@@ -88,6 +91,8 @@ class SimulatedEngine:
         self._cache: BlockCache
         self._scheduler: Scheduler
         self._handoff: SimulatedHandoff
+        self._kv_pool: SimulatedPool | None = None
+        self._model_digest = ""
 
     # ------------------------------------------------------------ lifecycle
 
@@ -107,14 +112,22 @@ class SimulatedEngine:
         self._cache = BlockCache(
             blocks=options.blocks, block_tokens=options.block_tokens, nonce=self._random.randbytes(HASH_BYTES)
         )
+        identity = self._pool.identity(ENGINE, digest)
+        described = self._pool.describe(identity)
+        pool = self._kv_pool = self._open_pool(described)
         self._scheduler = Scheduler(
-            self._cache, running_max=options.running_max, step_tokens_max=options.step_tokens_max
+            self._cache,
+            running_max=options.running_max,
+            step_tokens_max=options.step_tokens_max,
+            pool=pool.decisions if pool else None,
         )
         agent = self._make_agent(self._agent_options)
-        identity = self._pool.identity(ENGINE, digest)
-        agent.set_pool(self._pool.describe(identity))
+        agent.set_pool(described)
+        self._model_digest = digest
         self._handoff = SimulatedHandoff(agent, self._pull_over, self._lease_over, self._agent_broke)
         self._handoff.watch(asyncio.get_running_loop())
+        if pool is not None:
+            pool.watch(asyncio.get_running_loop(), self._settle_pool)
         self._failure = None
         self._step_end_s = self._clock.now_s()
         self._steps = asyncio.create_task(self._run(), name="simulated engine")
@@ -129,7 +142,19 @@ class SimulatedEngine:
             context_tokens_max=self._context_tokens_max,
             kv_identity=identity,
             agents=(agent.endpoint,),
+            pool_blocks=pool.slots if pool else 0,
+            pool_agents=(pool.endpoint,) if pool else (),
             parameters=tuple(sorted(options.parameters)),
+        )
+
+    def _open_pool(self, cache: Pool) -> SimulatedPool | None:
+        """Return the KV pool; None: there is to be none. Raises ConfigurationError."""
+        budget_bytes = self._options.kv_pool_bytes
+        if not budget_bytes:
+            return None
+        check_block_tokens(self._options.block_tokens)
+        return SimulatedPool(
+            cache, budget_bytes, agent=self._agent_options, make_agent=self._make_agent, now_s=self._clock.now_s
         )
 
     async def check_health(self) -> None:
@@ -146,6 +171,8 @@ class SimulatedEngine:
         self._steps = None
         # The agent writes into the pool until it is closed, so it goes first.
         await asyncio.to_thread(self._handoff.close)
+        if self._kv_pool is not None:
+            await asyncio.to_thread(self._kv_pool.close)
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -155,6 +182,8 @@ class SimulatedEngine:
         self._failure = failure
         if self._steps is not None:
             self._handoff.unwatch(asyncio.get_running_loop())
+            if self._kv_pool is not None:
+                self._kv_pool.unwatch(asyncio.get_running_loop())
         for stream in self._streams.values():
             if stream.finish is None and stream.error is None:
                 stream.error = failure
@@ -195,11 +224,17 @@ class SimulatedEngine:
             stream.changed.set()
 
     async def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
-        return 0
+        self._check_alive()
+        if self._kv_pool is None:
+            return 0
+        tokens = self._kv_pool.decisions.lend(key, blocks, sink_ranks)
+        self._work.set()
+        return tokens
 
     def load(self) -> EngineLoad:
         self._check_alive()
         leased = self._scheduler.leased
+        pool = self._kv_pool.report if self._kv_pool is not None else PoolReport()
         return EngineLoad(
             running=self._scheduler.running,
             waiting=self._scheduler.waiting,
@@ -212,6 +247,8 @@ class SimulatedEngine:
             bytes_pulled=self._handoff.bytes_pulled,
             preemptions=self._scheduler.preemptions,
             pulls_failed=self._handoff.pulls_failed,
+            prompt_tokens_promoted=pool.promoted_tokens,
+            pool=pool,
         )
 
     def transfers(self) -> TransferFigures:
@@ -237,6 +274,9 @@ class SimulatedEngine:
         stop = stop_tokens(self._model, request.sampling)
         stream = Stream.of(request, ContextReader(self._pool), stop, self._clock.now_s())
         self._streams[stream.attempt.key] = self._leases[stream.lease.key] = stream
+        if self._kv_pool is not None:
+            name, salt = stream.attempt.name, request.cache_salt
+            self._kv_pool.decisions.admit(name, self._model_digest, salt, request.loan)
         self._scheduler.submit(stream.attempt)
         self._work.set()
         return stream
@@ -263,6 +303,8 @@ class SimulatedEngine:
 
     def _forget_ended(self, stream: Stream) -> None:
         if stream.attempt.phase is SimulatedPhase.ENDED:
+            if self._kv_pool is not None:
+                self._kv_pool.decisions.finished(stream.attempt.name)
             del self._streams[stream.attempt.key], self._leases[stream.lease.key]
         self._work.set()
 
@@ -272,6 +314,31 @@ class SimulatedEngine:
         stream = self._leases.get(key)
         if stream is None:
             return
+        if self._kv_pool is None:
+            self._arrived(stream, error)
+            return
+        stream.pull_error = error
+        self._kv_pool.pulled(stream.attempt.name, failed=error is not None)
+        self._settle_pool()
+
+    def _settle_pool(self) -> None:
+        """Take the copies and loans that have ended."""
+        assert self._kv_pool is not None
+        changes = self._kv_pool.settle()
+        if changes.is_empty:
+            return
+        self._scheduler.copied(changes.unread)
+        for promotion in self._kv_pool.take_promotions():
+            if (stream := self._leases.get(bytes.fromhex(promotion.request))) is not None:
+                stream.promotion = promotion
+        for name, failed in changes.arrived.items():
+            if (stream := self._leases.get(bytes.fromhex(name))) is not None:
+                error = stream.pull_error or TransferFailed("a prefix could not be copied from the KV pool")
+                self._arrived(stream, error if failed else None)
+        self._work.set()
+
+    def _arrived(self, stream: Stream, error: BatonError | None) -> None:
+        """Go on with an attempt whose pull and promotion are over."""
         if error is None:
             self._scheduler.pull_done(stream.attempt)
         else:
@@ -303,10 +370,12 @@ class SimulatedEngine:
             while True:
                 self._work.clear()
                 step = self._scheduler.plan_step()
+                self._begin_pool()
                 self._begin(step)
                 if step.chunks:
                     await self._compute(step)
                     self._scheduler.complete_step(step)
+                    self._begin_pool()
                     self._hold(step)
                     self._sample(step)
                 self._publish_events()
@@ -317,6 +386,12 @@ class SimulatedEngine:
         except Exception as error:  # noqa: BLE001 - the one boundary of the engine's own task.
             _log.exception("the simulated engine died")
             self._fail(EngineFailed(f"the simulated engine died: {error!r}"))
+
+    def _begin_pool(self) -> None:
+        """Start the promotions, saves and loans that were ordered."""
+        if self._kv_pool is not None:
+            self._kv_pool.begin()
+            self._settle_pool()
 
     def _begin(self, step: Step) -> None:
         """Revoke what was preempted, before its blocks are written again, then tell the agent of the rest."""
@@ -417,6 +492,8 @@ class SimulatedEngine:
 
     def _publish_events(self) -> None:
         events = self._cache.drain_events()
+        if self._kv_pool is not None:
+            events += tuple(self._kv_pool.take_events())
         if events:
             self._batches_made += 1
             self._batches.append(EngineEventBatch(sequence=self._batches_made, events=events))

@@ -124,7 +124,8 @@ class SimulatedHandoff:
             self._pulls[lease.key] = lease
 
     def cancel_pull(self, lease: SimulatedLease) -> None:
-        self._agent.cancel_pull(lease.key)
+        if lease.key in self._pulls:
+            self._agent.cancel_pull(lease.key)
 
     # Events.
 

@@ -40,6 +40,8 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Share of contexts after which the end of the sequence is the most likely token."""
     parameters: Annotated[dict[ParameterName, tuple[object, ...] | None], Meta(max_length=PARAMETERS_MAX)] = {}
     """Extension parameters that the engine accepts and ignores: name → accepted values; null: any."""
+    kv_pool_bytes: Annotated[int, Meta(ge=0)] = 0
+    """Size of the KV pool (`docs/kv-pool.md`); 0: none."""
     seed: int | None = None
     """Seed of everything random: unseeded sampling and the root of the block hashes. Default: fresh each start."""
 

@@ -7,17 +7,20 @@ the counts on, running attempts first. When blocks run out, the attempt that cam
 blocks and later computes them again.
 
     WAITING ──▶ RUNNING ──▶ ENDED          a whole request; preemption leads back to WAITING
-    WAITING ──▶ PULLING ──▶ RUNNING        decode; an aborted pull is FENCING until nothing writes any more
+    WAITING ──▶ PULLING ──▶ RUNNING        decode, and prefixes promoted from the KV pool; an aborted one is FENCING
+                                           until nothing writes any more
                 RUNNING ──▶ HELD           prefill, until its lease is over
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
 
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.engines.engine import Leg
 from baton.engines.simulated.blocks import BlockCache
 
@@ -39,6 +42,8 @@ class SimulatedAttempt:
     leg: Leg
     tokens: list[int]
     prompt_tokens: int
+    name: str = ""
+    """Name by which the KV pool knows it."""
     cache_salt: str = ""
     phase: SimulatedPhase = SimulatedPhase.WAITING
     computed: int = 0
@@ -46,8 +51,12 @@ class SimulatedAttempt:
     hashes: list[bytes] = field(default_factory=list[bytes])
     """Hashes of the full blocks of `tokens`."""
     cached_tokens: int = 0
-    """Tokens found in the prefix cache when first admitted."""
+    """Tokens found in the prefix cache and in the KV pool when first admitted."""
     pulled_tokens: int = 0
+    arriving_tokens: int = 0
+    """Tokens that it has once its promotion and pull are over, while it is PULLING."""
+    promoting_tokens: int = 0
+    """Part of them that is promoted."""
     admitted: bool = False
     """True once it has run or pulled; a preempted decode must not pull again from a lease that is gone."""
 
@@ -85,8 +94,12 @@ class Step:
 
 
 class Scheduler:
-    def __init__(self, cache: BlockCache, *, running_max: int, step_tokens_max: int) -> None:
+    def __init__(
+        self, cache: BlockCache, *, running_max: int, step_tokens_max: int, pool: PoolScheduler | None = None
+    ) -> None:
+        """`pool`: decisions of the KV pool; None: there is none."""
         self._cache = cache
+        self._pool = pool
         self._running_max = running_max
         self._step_tokens_max = step_tokens_max
         self._waiting: deque[SimulatedAttempt] = deque()
@@ -135,14 +148,15 @@ class Scheduler:
         self._free(attempt, SimulatedPhase.ENDED)
 
     def pull_done(self, attempt: SimulatedAttempt) -> None:
-        """Note that the pull that `plan_step` asked for has filled its blocks."""
+        """Note that the pull and the promotion that `plan_step` asked for have filled their blocks."""
         self._pulling.remove(attempt)
         if attempt.phase is SimulatedPhase.FENCING:
             self._free(attempt, SimulatedPhase.ENDED)
             return
-        attempt.pulled_tokens = attempt.prompt_tokens - 1 - attempt.computed
-        self.prompt_tokens_pulled += attempt.pulled_tokens
-        self._advance(attempt, attempt.prompt_tokens - 1)
+        pulled_tokens = attempt.arriving_tokens - attempt.computed - attempt.promoting_tokens
+        attempt.pulled_tokens += pulled_tokens
+        self.prompt_tokens_pulled += pulled_tokens
+        self._advance(attempt, attempt.arriving_tokens)
         attempt.phase = SimulatedPhase.RUNNING
         self._running.append(attempt)
 
@@ -150,6 +164,10 @@ class Scheduler:
         """Note that a pull has failed: nothing writes its blocks any more, and their content is invalid."""
         self._pulling.remove(attempt)
         self._free(attempt, SimulatedPhase.ENDED)
+
+    def copied(self, blocks: Sequence[int]) -> None:
+        """Let go of blocks that were saved in the KV pool."""
+        self._cache.give_back(blocks)
 
     # Steps.
 
@@ -170,13 +188,12 @@ class Scheduler:
             index += 1
         pulls: list[Pull] = []
         # After a preemption the blocks are reserved: the preempted attempt is the next to come back.
-        while (
-            self._waiting and budget and not preempted and len(self._running) + len(self._pulling) < self._running_max
-        ):
-            admitted = self._admit(self._waiting[0], budget, pulls)
+        while budget and not preempted and len(self._running) + len(self._pulling) < self._running_max:
+            waiting = next((attempt for attempt in self._waiting if not self._borrows(attempt)), None)
+            admitted = self._admit(waiting, budget, pulls) if waiting is not None else None
             if admitted is None:
                 break
-            self._waiting.popleft()
+            self._waiting.remove(admitted)
             if admitted.phase is SimulatedPhase.RUNNING:
                 end = min(len(admitted.tokens), admitted.computed + budget)
                 chunks.append(Chunk(admitted, admitted.computed, end, _samples(admitted, end)))
@@ -212,32 +229,50 @@ class Scheduler:
         attempt.blocks += self._cache.take_fresh(max(0, fresh))
         return True
 
-    def _admit(self, attempt: SimulatedAttempt, budget: int, pulls: list[Pull]) -> SimulatedAttempt | None:
-        """Give a waiting attempt its first blocks; None: there are too few."""
-        length = len(attempt.tokens)
+    def _cached(self, attempt: SimulatedAttempt) -> list[int]:
+        """Return the blocks of an attempt's prefix that the cache holds."""
         self._cache.extend_hashes(attempt.hashes, attempt.tokens, attempt.cache_salt)
         # The last token is computed here whatever the cache holds, since the next one is sampled from it.
-        cached = self._cache.match(attempt.hashes[: (length - 1) // self._cache.block_tokens])
+        return self._cache.match(attempt.hashes[: (len(attempt.tokens) - 1) // self._cache.block_tokens])
+
+    def _borrows(self, attempt: SimulatedAttempt) -> bool:
+        """Return whether an attempt waits for blocks that another worker's KV pool lends."""
+        if self._pool is None or not self._pool.has_loan(attempt.name):
+            return False
+        cached_tokens = len(self._cached(attempt)) * self._cache.block_tokens
+        return self._pool.borrows(attempt.name, attempt.tokens, cached_tokens)
+
+    def _admit(self, attempt: SimulatedAttempt, budget: int, pulls: list[Pull]) -> SimulatedAttempt | None:
+        """Give a waiting attempt its first blocks; None: there are too few."""
+        length, cached = len(attempt.tokens), self._cached(attempt)
         cached_tokens = len(cached) * self._cache.block_tokens
+        promoted = self._pool.offer(attempt.name, attempt.tokens, cached_tokens) if self._pool is not None else 0
+        ready_tokens = cached_tokens + promoted
         pulling = attempt.leg is Leg.DECODE and not attempt.admitted
-        end = length if pulling else min(length, cached_tokens + budget)
+        end = length if pulling else min(length, ready_tokens + budget)
         fresh = self._blocks(end) - len(cached)
         if not self._cache.can_take(cached, fresh):
             return None
         self._cache.take(cached)
         attempt.blocks = cached + self._cache.take_fresh(fresh)
         attempt.computed = cached_tokens
-        if not attempt.admitted:
-            attempt.admitted = True
-            attempt.cached_tokens = cached_tokens
+        again, attempt.admitted = attempt.admitted, True
+        if not again:
+            attempt.cached_tokens = ready_tokens
             self.prompt_tokens_cached += cached_tokens
+        lacking: tuple[int, ...] = ()
         if pulling:
-            lacking = tuple(attempt.blocks[len(cached) : self._blocks(length - 1)])
-            pulls.append(Pull(attempt, cached_tokens, length - 1, lacking))
-            if lacking:
-                attempt.phase = SimulatedPhase.PULLING
-                self._pulling.add(attempt)
-                return attempt
+            if ready_tokens < length - 1:
+                first = ready_tokens // self._cache.block_tokens
+                lacking = tuple(attempt.blocks[first : self._blocks(length - 1)])
+            pulls.append(Pull(attempt, ready_tokens, length - 1, lacking))
+        if self._pool is not None and promoted:
+            self._pool.promote(attempt.name, attempt.blocks, with_pull=bool(lacking), again=again)
+        if promoted or lacking:
+            attempt.promoting_tokens, attempt.arriving_tokens = promoted, length - 1 if lacking else ready_tokens
+            attempt.phase = SimulatedPhase.PULLING
+            self._pulling.add(attempt)
+            return attempt
         attempt.phase = SimulatedPhase.RUNNING
         self._running.append(attempt)
         return attempt
@@ -249,6 +284,8 @@ class Scheduler:
         if full > first:
             self._cache.extend_hashes(attempt.hashes, attempt.tokens, attempt.cache_salt)
             self._cache.register(attempt.blocks, attempt.hashes[:full], attempt.tokens, first, attempt.cache_salt)
+            if self._pool is not None:
+                self._cache.take(self._pool.computes(attempt.name, attempt.tokens, attempt.blocks, computed))
 
     def _free(self, attempt: SimulatedAttempt, phase: SimulatedPhase) -> None:
         self._cache.give_back(attempt.blocks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from baton.connectors.pool_report import Promotion
 from baton.engines.engine import EngineDelta, EngineRequest, Leg, Stage
 from baton.engines.simulated.handoff import SimulatedLease
 from baton.engines.simulated.kv import ContextReader
@@ -29,6 +30,9 @@ class Stream:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     finish: FinishReason | None = None
     error: BatonError | None = None
+    pull_error: BatonError | None = None
+    """Failure of its hand-off, while a promotion still runs."""
+    promotion: Promotion | None = None
     begun_s: float | None = None
     """Start of its first step or of its pull."""
     delta_taken: bool = False
@@ -45,6 +49,7 @@ class Stream:
             cache_salt=request.cache_salt,
         )
         lease = SimulatedLease(lease_key(request.request, request.attempt, request.tokens))
+        attempt.name = lease.key.hex()
         return cls(request, attempt, lease, reader, stops, now_s)
 
     @property
@@ -63,11 +68,16 @@ class Stream:
             if self.error is not None:
                 raise self.error
             return None
+        promotion = None if self.delta_taken else self.promotion
         delta = EngineDelta(
             tokens=self.tokens,
             logprobs=self.logprobs,
             finish=self.finish,
             cached_tokens=self.attempt.cached_tokens,
+            promoted_tokens=promotion.tokens if promotion else 0,
+            promoted_bytes=promotion.copied_bytes if promotion else 0,
+            promotion_s=promotion.copying_s if promotion else 0.0,
+            borrowed=promotion.borrowed if promotion else None,
             transferred_tokens=self.attempt.pulled_tokens,
             transferred_bytes=self.lease.pulled_bytes,
             transfer_s=self.lease.moving_s,

@@ -275,6 +275,7 @@ class VllmEngine:
             promoted_bytes=promotion.copied_bytes if promotion else 0,
             loaded_tokens=promotion.loaded_tokens if promotion else 0,
             promotion_s=promotion.copying_s if promotion else 0.0,
+            borrowed=promotion.borrowed if promotion else None,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,
             transfer_s=pulled.moving_s if pulled else 0.0,

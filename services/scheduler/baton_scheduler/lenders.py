@@ -1,55 +1,107 @@
-"""The choice of a worker whose KV pool lends the prompt's prefix to the one that computes it. Pure.
+"""Loans between KV pools in predictions: for each worker, the lender that shortens the prompt most. Pure.
 
-It follows the placement and does not change it: a loan saves time where the placement would compute what another worker
-has. The borrower gives it up when it takes longer than to compute (`baton.worker.loans`).
+A loan counts only where it is predicted to take less time than computing its tokens. The borrower gives it up when it
+takes longer (`baton.worker.loans`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from baton.messages.placement import Candidate
-from baton_scheduler.prediction import Demand, PrefixMatch
-from baton_scheduler.team import Serving, prefill_s
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from baton_scheduler.team import Figures, Rows, Serving, Team, Vector, prefill_s
 from baton_scheduler.worker_load import WorkerLoad
 
 ASK_S: Final = 0.005
 """Time to ask for a loan, and of the engine's steps until its blocks are promised."""
+LENDERS_MAX: Final = 4
+"""Lenders considered of each KV identity: those with the longest prefixes."""
 
 
-def choose_lender(serving: Serving, match: PrefixMatch, chosen: Candidate, demand: Demand) -> str:
-    """Return the worker whose loan saves most of the predicted time; empty if none saves any."""
-    borrower = _load(serving, chosen.prefill or chosen.decode)
-    if borrower is None or not borrower.promotion_bytes_per_s:
-        return ""
-    best, best_s = "", ASK_S
-    for worker in sorted(match.held.keys() | match.pooled.keys()):
-        lender = _load(serving, worker)
-        if lender is None or lender is borrower or lender.identity != borrower.identity:
+class Lender(msgspec.Struct, frozen=True, eq=False):
+    """A worker whose KV pool could lend the first `tokens` of the prompt."""
+
+    load: WorkerLoad
+    tokens: int
+
+
+class Borrowing(msgspec.Struct, frozen=True, eq=False):
+    """The best loan of each worker of a leg, one element per worker; 0 tokens where none pays."""
+
+    tokens: Vector
+    loan_s: Vector
+    """Time to ask for it and to pull and promote its tokens."""
+    rest_s: Vector
+    """Time to compute the tokens after it, with the sequences in its steps."""
+    rest_prompt_s: Vector
+    """The same without these sequences."""
+    lenders: Rows
+    """Index of the lender."""
+
+    def where(self, holds: NDArray[np.bool], other: Borrowing | None) -> Borrowing:
+        """Return these loans where `holds`, and elsewhere the other ones, or none."""
+        tokens = self.tokens * 0.0 if other is None else other.tokens
+        rest = self if other is None else other
+        return Borrowing(
+            tokens=np.where(holds, self.tokens, tokens),
+            loan_s=np.where(holds, self.loan_s, 0.0 if other is None else other.loan_s),
+            rest_s=np.where(holds, self.rest_s, rest.rest_s),
+            rest_prompt_s=np.where(holds, self.rest_prompt_s, rest.rest_prompt_s),
+            lenders=np.where(holds, self.lenders, rest.lenders),
+        )
+
+
+def find_lenders(serving: Serving, held: Mapping[str, int], pooled: Mapping[str, int]) -> list[Lender]:
+    """Return the workers that could lend most of the prompt, the longest prefix first.
+
+    `held`, `pooled`: leading blocks on a worker's device, and in its pool.
+    """
+    reach = dict(held)
+    for name, blocks in pooled.items():
+        reach[name] = max(blocks, reach.get(name, 0))
+    teams = serving.teams.values()
+    wanted = Counter({identity: LENDERS_MAX for team in teams for identity in team.identities if identity})
+    lenders: list[Lender] = []
+    for name in sorted(reach, key=lambda name: (-reach[name], name)):
+        load = next((team.loads[team.rows[name]] for team in teams if name in team.rows), None)
+        if load is None or not load.promotion_bytes_per_s or not load.ready or not load.identity:
             continue
-        if not lender.promotion_bytes_per_s or not lender.ready:
+        if wanted[load.identity] and reach[name]:
+            wanted[load.identity] -= 1
+            lenders.append(Lender(load, reach[name] * load.block_tokens))
+            if not any(wanted.values()):
+                break
+    return lenders
+
+
+def borrow(
+    lenders: Sequence[Lender], team: Team, rows: Rows, figures: Figures, own_tokens: Vector, prompt_tokens: int
+) -> Borrowing:
+    """Return the best loan of each worker, which has `own_tokens` of the prompt already, on its device or pool."""
+    nothing = np.zeros(len(rows))
+    best_prompt_s, best_s = prefill_s(figures, prompt_tokens - own_tokens, prompt_tokens)
+    best = Borrowing(nothing, nothing, best_s, best_prompt_s, np.full(len(rows), -1))
+    loads = team.at(rows)
+    is_alike = len(team.identities) == 1
+    for number, lender in enumerate(lenders):
+        if lender.load.identity not in team.identities:
             continue
-        blocks = max(match.held.get(worker, 0), match.pooled.get(worker, 0))
-        saved_s = _saved_s(borrower, worker, blocks * lender.block_tokens, chosen.cached_tokens, demand.prompt_tokens)
-        if saved_s > best_s:
-            best, best_s = worker, saved_s
+        # The last token is always computed.
+        tokens = np.maximum(min(lender.tokens, prompt_tokens - 1) - own_tokens, 0.0)
+        if not is_alike:
+            tokens *= [load.identity == lender.load.identity for load in loads]
+        if not tokens.any():
+            continue
+        name = lender.load.worker
+        bandwidth = np.array([load.bandwidths.get(name, load.bandwidth) for load in loads])
+        loan_s = ASK_S + tokens * (figures.kv_bytes_per_token / bandwidth + figures.promoted_token_s)
+        rest_prompt_s, rest_s = prefill_s(figures, prompt_tokens - own_tokens - tokens, prompt_tokens)
+        is_faster = (tokens > 0) & (loan_s + rest_s < best.loan_s + best.rest_s)
+        loan = Borrowing(tokens, loan_s, rest_s, rest_prompt_s, np.full(len(rows), number))
+        best = loan.where(is_faster, best)
     return best
-
-
-def _saved_s(borrower: WorkerLoad, lender: str, lent_tokens: int, own_tokens: int, prompt_tokens: int) -> float:
-    # The last token is always computed.
-    tokens = min(lent_tokens, prompt_tokens - 1) - own_tokens
-    if tokens <= 0:
-        return 0.0
-    missing_tokens = prompt_tokens - own_tokens
-    _, alone_s = prefill_s(borrower, missing_tokens, prompt_tokens)
-    _, rest_s = prefill_s(borrower, missing_tokens - tokens, prompt_tokens)
-    bandwidth = borrower.bandwidths.get(lender, borrower.bandwidth)
-    return alone_s - rest_s - tokens * (borrower.kv_bytes_per_token / bandwidth + borrower.promoted_token_s)
-
-
-def _load(serving: Serving, worker: str) -> WorkerLoad | None:
-    for team in serving.teams.values():
-        if (row := team.rows.get(worker)) is not None:
-            return team.loads[row]
-    return None

@@ -19,7 +19,7 @@ from baton.messages.base import WorkerAddress
 from baton.messages.placement import Candidate, Disaggregation, Placed, Placement
 from baton.messages.workers import Role
 from baton.node.ports import Randomness
-from baton_scheduler.lenders import choose_lender
+from baton_scheduler.lenders import find_lenders
 from baton_scheduler.loads import Loads
 from baton_scheduler.policies.protocol import Policy, Pool, Question
 from baton_scheduler.prediction import Demand, Prediction, PrefixMatch, Room
@@ -33,6 +33,8 @@ class PlacementOptions:
     """Workers reserve KV for the prompt and at most this much output."""
     candidates_max: int = 4
     """Most candidates listed in the answer."""
+    loans: bool = True
+    """Whether workers with KV pools can borrow prefixes."""
 
 
 def choose(
@@ -51,7 +53,8 @@ def choose(
     """
     if not serving:
         raise ModelNotFound(f"no live worker serves the model {demand.model}")
-    predict = Prediction(demand, match, options.output_headroom_tokens, now_s)
+    lenders = find_lenders(serving, match.held, match.pooled) if options.loans else ()
+    predict = Prediction(demand, match, options.output_headroom_tokens, now_s, lenders)
     decodes = _admit(Role.DECODE, serving, predict)
     prefills = np.empty(0, dtype=np.intp)
     if demand.disaggregation is not Disaggregation.NEVER:
@@ -70,15 +73,13 @@ def choose(
         why = misfit or "their agents cannot reach each other"
         raise NoWorkers(f"no prefill worker of {demand.model} can hand over to a decode worker: {why}")
     chosen = ranked[0]
-    lender = choose_lender(serving, match, chosen, demand)
-    loan = f" {lender} lends of its pool." if lender else ""
     return Placement(
         decode=_address(serving, Role.DECODE, chosen.decode),
         prefill=_address(serving, Role.PREFILL, chosen.prefill) if chosen.prefill else None,
-        reason=_explain(ranked, demand, misfit) + loan,
+        reason=_explain(ranked, demand, misfit),
         predicted=chosen,
         candidates=tuple(ranked[: options.candidates_max]),
-        lender=lender,
+        lender=chosen.lender,
     )
 
 
@@ -94,7 +95,8 @@ def soft_placements(
     computes = chosen.prefill or chosen.decode
 
     def taken(worker: str, need_tokens: int, cached_tokens: int, until_s: float) -> SoftPlacement:
-        uncached_tokens = placed.prompt_tokens - chosen.cached_tokens if worker == computes else 0
+        lacking_tokens = placed.prompt_tokens - chosen.cached_tokens - chosen.borrowed_tokens
+        uncached_tokens = lacking_tokens if worker == computes else 0
         prompt_s, prefill_s = loads.prefill_s(worker, uncached_tokens, placed.prompt_tokens)
         return SoftPlacement(
             attempt=attempt,
@@ -201,13 +203,15 @@ def _misfit(serving: Serving, prefills: Rows, decodes: Rows) -> str:
 
 def _explain(ranked: Sequence[Candidate], demand: Demand, misfit: str) -> str:
     chosen = ranked[0]
-    uncached_tokens = demand.prompt_tokens - chosen.cached_tokens
+    uncached_tokens = demand.prompt_tokens - chosen.cached_tokens - chosen.borrowed_tokens
     where = f"everything on {chosen.decode}"
     if chosen.prefill:
         where = f"prefill on {chosen.prefill}, decode on {chosen.decode}"
     cost = f"{uncached_tokens} of {demand.prompt_tokens} tokens to compute, "
     if chosen.promoted_tokens:
         cost += f"{chosen.promoted_tokens} to promote from the pool, "
+    if chosen.lender:
+        cost += f"{chosen.borrowed_tokens} to borrow from {chosen.lender}, "
     cost += f"{chosen.predicted_ttft_s:.3f} s predicted"
     if demand.disaggregation is not Disaggregation.AUTO:
         return f"{where}: {cost}; disaggregation is {demand.disaggregation}."

@@ -9,7 +9,8 @@ The prediction is plain time, which is reported and compared with what happens:
 The tail of a pull is what is left of it when the prompt is computed: KV moves while prefill computes.
 
 What a worker has in its pool only is promoted, and what it has in the pool's file only is read and promoted, where
-that takes less time than to compute it, or to pull it.
+that takes less time than to compute it, or to pull it. What only another worker's pool has is borrowed where that takes
+less time than to compute it (`lenders.py`).
 
 The cost adds what the placement does to other requests, in seconds as well; its weights are in `worker_load.py`. It
 leaves out the half step, with which placements were no better (`docs/replay.md`).
@@ -17,7 +18,7 @@ leaves out the half step, with which placements were no better (`docs/replay.md`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -28,6 +29,7 @@ from baton.blocks import ID_BYTES
 from baton.messages.index import Tier
 from baton.messages.placement import Candidate, Disaggregation, Place
 from baton.messages.workers import Role
+from baton_scheduler.lenders import Borrowing, Lender, borrow
 from baton_scheduler.team import Figures, Rows, Team, Vector, prefill_s
 from baton_scheduler.worker_load import WorkerLoad
 
@@ -130,15 +132,23 @@ class Computing(Leg, frozen=True, eq=False):
     queue_s: Vector
     """Time until the prompt's turn: of the prompts that are placed there already, or of the present step."""
     own_s: Vector
-    """Time of the prompt itself: of the promotion, and of computing the rest."""
+    """Time of the prompt itself: of the loan, of the promotion, and of computing the rest."""
     promotion_s: Vector | None
     """Part of `own_s` in which tokens are promoted, and read for that."""
+    borrowing: Borrowing | None = None
+    """Loans that are part of it; None: no worker could borrow."""
+
+    def borrowed(self, index: int) -> int:
+        """Return the tokens that a worker borrows."""
+        return 0 if self.borrowing is None else int(self.borrowing.tokens.item(index))
 
     def terms(self) -> dict[str, Vector]:
         """Return the parts of the cost by name."""
         own = {"waiting_s": self.waiting_s, "queue_s": self.queue_s, "own_s": self.own_s}
         if self.promotion_s is not None:
             own |= {"own_s": self.own_s - self.promotion_s, "promotion_s": self.promotion_s}
+        if self.borrowing is not None:
+            own |= {"own_s": own["own_s"] - self.borrowing.loan_s, "loan_s": self.borrowing.loan_s}
         others_s = self.cost_s - sum(own.values()) - self.pressure_s
         return {**own, "others_s": others_s, "pressure_s": self.pressure_s}
 
@@ -160,8 +170,16 @@ class Receiving(Leg, frozen=True, eq=False):
 class Prediction:
     """Predicted times and costs of one demand on the workers at one instant."""
 
-    def __init__(self, demand: Demand, match: PrefixMatch, output_headroom_tokens: int, now_s: float) -> None:
+    def __init__(
+        self,
+        demand: Demand,
+        match: PrefixMatch,
+        output_headroom_tokens: int,
+        now_s: float,
+        lenders: Sequence[Lender] = (),
+    ) -> None:
         self.demand = demand
+        self._lenders = lenders
         self._held = match.held
         self._blocks = match.held
         if match.speculative:
@@ -210,6 +228,20 @@ class Prediction:
             promotion_s = np.where(is_faster, fetching_s, 0.0 if promotion_s is None else promotion_s)
             prompt_s = np.where(is_faster, rest_prompt_s, prompt_s)
             own_s = np.where(is_faster, fetching_s + rest_s, own_s)
+        borrowing = None
+        if self._lenders:
+            nothing = np.zeros(len(room.rows))
+            # A borrower promotes what its own pool has, too.
+            for tokens, fetching_s in room.stored or (Stored(nothing, nothing),):
+                own_tokens = room.cached_tokens + tokens
+                loan = borrow(self._lenders, room.team, room.rows, figures, own_tokens, prompt_tokens)
+                pays = (loan.tokens > 0) & (fetching_s + loan.loan_s + loan.rest_s < own_s)
+                if promoted_tokens is not None and promotion_s is not None:
+                    promoted_tokens = np.where(pays, tokens, promoted_tokens)
+                    promotion_s = np.where(pays, fetching_s, promotion_s)
+                prompt_s = np.where(pays, loan.rest_prompt_s, prompt_s)
+                own_s = np.where(pays, fetching_s + loan.loan_s + loan.rest_s, own_s)
+                borrowing = loan.where(pays, borrowing)
         cost_s = room.waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + room.pressure_s
         found = astuple(_promoting(room, promoted_tokens))
         return Computing(
@@ -219,7 +251,15 @@ class Prediction:
             queue_s=queue_s,
             own_s=own_s,
             promotion_s=promotion_s,
+            borrowing=borrowing,
         )
+
+    def lender(self, leg: Computing, index: int) -> str:
+        """Return the worker that lends to one of a leg; empty: none."""
+        if not leg.borrowed(index):
+            return ""
+        assert leg.borrowing is not None
+        return self._lenders[leg.borrowing.lenders.item(index)].load.worker
 
     def free(self, leg: Computing) -> int:
         """Return the number of workers that have room for the attempt, and no prompt ahead."""
@@ -255,6 +295,8 @@ class Prediction:
             decode_cached_tokens=cached_tokens,
             promoted_tokens=promoted_tokens,
             decode_promoted_tokens=promoted_tokens,
+            borrowed_tokens=leg.borrowed(index),
+            lender=self.lender(leg, index),
             speculative_tokens=self._speculative_tokens(load, cached_tokens - promoted_tokens),
             predicted_ttft_s=waiting_s + (queue_s + leg.own_s.item(index)),
             predicted_token_interval_s=load.answer_interval_s,
@@ -277,6 +319,8 @@ class Prediction:
             decode_cached_tokens=int(sink.cached_tokens.item(sink_index)),
             promoted_tokens=promoted_tokens,
             decode_promoted_tokens=sink.promoted(sink_index),
+            borrowed_tokens=source.borrowed(source_index),
+            lender=self.lender(source, source_index),
             speculative_tokens=self._speculative_tokens(prefill, cached_tokens - promoted_tokens),
             predicted_ttft_s=waiting_s + (queue_s + own_s) + left_s + decode.half_interval_s + decode.next_interval_s,
             predicted_token_interval_s=decode.answer_interval_s,

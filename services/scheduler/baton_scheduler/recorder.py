@@ -203,6 +203,8 @@ def pack_leg(noted: NotedLeg, chosen: Collection[str]) -> Considered:
     columns = {"cost_s": leg.cost_s, **leg.terms(), "cached_tokens": leg.cached_tokens}
     if leg.promoted_tokens is not None:
         columns["promoted_tokens"] = leg.promoted_tokens
+    if isinstance(leg, Computing) and leg.borrowing is not None:
+        columns["borrowed_tokens"] = leg.borrowing.tokens
     rows, values, left_out = leg.rows, list(columns.values()), max(0, len(leg) - ROWS_MAX)
     if left_out:
         ranks = leg.cost_s.copy()

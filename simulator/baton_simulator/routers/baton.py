@@ -55,7 +55,8 @@ class BatonOptions:
     """Objectives by which requests are admitted."""
     held_max: int = 4096
     age_s: float = 5.0
-    placement: PlacementOptions = field(default_factory=PlacementOptions)
+    placement: PlacementOptions = field(default_factory=lambda: PlacementOptions(loans=False))
+    """Replayed workers do not lend."""
 
 
 class BatonRouter:

@@ -1,0 +1,58 @@
+"""Lenders that are stopped or killed once they have granted a loan, for every pair of engines."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from contextlib import suppress
+from dataclasses import replace
+
+import psutil
+from cross_engines import Engines, make_pair
+
+from benchmarks.remote_engine.engine import RemoteEngine
+from tests.contract.engine_suite import Pair, collect
+from tests.contract.lending_suite import PROMPT_TOKENS, lend
+
+DEADLINE_S = 3.0
+
+
+async def check_struck(engines: Engines, names: tuple[str, str], how: signal.Signals) -> None:
+    """Borrow from a lender that is struck; its answer is the same, and late by the loan's deadline at most."""
+    pair = await make_pair(engines, *names)
+    tokens, salt = pair.prompt(PROMPT_TOKENS), f"struck by {how.name}"
+    alone_s, expected = await _timed(pair, pair.prompt(PROMPT_TOKENS), tokens, salt)
+    await collect(pair.prefill, pair.request(tokens, salt=salt))
+    await pair.settled()
+    loan = await lend(pair, tokens, salt, budget_s=DEADLINE_S)
+    assert loan.tokens >= PROMPT_TOKENS // 2
+    assert isinstance(pair.prefill, RemoteEngine)
+    lender = psutil.Process(pair.prefill.pid)
+    struck = [lender, *lender.children(recursive=True)]
+    for process in struck:
+        process.send_signal(how)
+    try:
+        began_s = time.monotonic()
+        answer = await collect(pair.decode, replace(pair.request(tokens, salt=salt), loan=loan))
+        took_s = time.monotonic() - began_s
+    finally:
+        if how is signal.SIGKILL:
+            await engines.lose(names[0])
+        for process in struck:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+    assert answer.tokens == expected
+    # On a busy machine, one answer takes up to twice the time of another.
+    assert took_s <= DEADLINE_S + 2 * alone_s
+    async with asyncio.timeout(10.0):
+        while pair.decode.load().pool.pinned or pair.decode.load().kv_usage:  # noqa: ASYNC110 - another process.
+            await asyncio.sleep(0.02)
+
+
+async def _timed(pair: Pair, other: list[int], tokens: list[int], salt: str) -> tuple[float, list[int]]:
+    """Return the time that the borrower takes for a prompt alone, and what it says to `tokens`."""
+    await collect(pair.decode, pair.request(other))
+    began_s = time.monotonic()
+    answer = await collect(pair.decode, pair.request(tokens, salt=f"{salt}, alone"))
+    return time.monotonic() - began_s, answer.tokens

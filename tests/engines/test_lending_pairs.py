@@ -1,0 +1,51 @@
+"""Real engines that lend prefixes to each other: vLLM and SGLang, each alone and both ways, of different block sizes.
+
+All of it is for `make test-nightly`; `test_vllm_pool.py` and `test_sglang_pool.py` have the cases of `make test`.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import AsyncGenerator
+
+import pytest
+import pytest_asyncio
+from cross_engines import Engines, make_pair
+from struck_lenders import check_struck
+
+from tests.contract.engine_suite import Pair
+from tests.contract.lending_suite import LendingSuite
+
+SLOT_BYTES = 4 * 32 * 2 * 2 * 64 * 4
+"""Four layers of 32 tokens, K and V, two heads of 64 numbers, four bytes each."""
+POOL = {"kv_pool_bytes": 512 * SLOT_BYTES}
+PAIRS = ("vllm-32-to-vllm-128", "sglang-32-to-sglang-64", "vllm-128-to-sglang-32", "sglang-64-to-vllm-32")
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncGenerator[Engines]:
+    engines = Engines(tmp_path_factory.mktemp("engines"), vllm=POOL, sglang=POOL)
+    try:
+        yield engines
+    finally:
+        await engines.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
+    return await make_pair(engines, *request.param.split("-to-"))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True, scope="module")
+class TestLoans(LendingSuite):
+    pass
+
+
+# These come last: the lender ends.
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("names", PAIRS)
+async def test_a_struck_lender_changes_no_answer(engines: Engines, names: str, how: signal.Signals) -> None:
+    lender, borrower = names.split("-to-")
+    await check_struck(engines, (lender, borrower), how)

@@ -1,0 +1,121 @@
+"""The whole of Baton over real vLLM engines with KV pools: a prefix that one worker computed serves another one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import openai
+import pytest
+import pytest_asyncio
+from serving import PATIENCE, wait_idle
+
+from baton.messages.workers import Role
+from tests.harness.cluster import Cluster, running_cluster
+from tests.harness.lending import IN_TURN, Lending, Loan
+
+SLOT_BYTES = 4 * 32 * 2 * 2 * 64 * 4
+"""Four layers of 32 tokens, K and V, two heads of 64 numbers, four bytes each."""
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 4096,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 256,
+    "block_size": 32,
+    "kv_pool_bytes": 300 * SLOT_BYTES,
+}
+WORKERS = ("decode-0", "decode-1")
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> AsyncIterator[Cluster]:
+    async with running_cluster(tmp_path_factory.mktemp("lending"), model=tiny_model) as cluster:
+        await cluster.start_control_plane(
+            gateway_flags=(*PATIENCE, "--routing-headers"), scheduler_flags=IN_TURN, disaggregation="never"
+        )
+        for name in WORKERS:
+            await cluster.start_worker(Role.DECODE, name, "--digest-s", "0.1", engine="vllm", options=OPTIONS)
+            await cluster.wait_worker(name, timeout_s=300)
+        await cluster.wait_ready()
+        yield cluster
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def lending(cluster: Cluster) -> AsyncIterator[Lending]:
+    async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+        yield Lending(cluster, client)
+
+
+def check_borrowed(loan: Loan) -> None:
+    assert loan.second.text == loan.first.text
+    tail = loan.second.prompt_tokens - min(loan.borrowed_tokens, loan.second.prompt_tokens - 1)
+    assert loan.borrowed_tokens >= loan.second.prompt_tokens // 32 * 32
+    assert (loan.computed_tokens, loan.second.cached_tokens) == (tail, loan.second.prompt_tokens - tail)
+
+
+async def test_a_worker_answers_from_a_prefix_that_only_another_one_computed(
+    cluster: Cluster, lending: Lending
+) -> None:
+    check_borrowed(await lending.borrow())
+    await wait_idle(cluster)
+
+
+@pytest.mark.nightly
+async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
+    async with asyncio.TaskGroup() as group:
+        for number in range(2):
+            group.create_task(lending.ask(f"busy {number}: " + "so busy " * 50, output_tokens=300))
+        check_borrowed(await lending.borrow())
+    await wait_idle(cluster)
+
+
+@pytest.mark.nightly
+async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
+    """The lender's pool holds about six prompts; it computes eight others while it lends."""
+    filling: list[asyncio.Task[object]] = []
+
+    async def evict(_worker: str) -> None:
+        filling.extend(asyncio.create_task(lending.ask(lending.prompt(), output_tokens=1)) for _ in range(16))
+        await asyncio.sleep(0)
+
+    for _ in range(3):
+        loan = await lending.lend(evict)
+        await asyncio.gather(*filling)
+        assert loan.second.text == loan.first.text
+    await wait_idle(cluster)
+
+
+@pytest.mark.nightly
+async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lending: Lending) -> None:
+    """The delay is at most the time to compute what is lent."""
+    for _ in range(3):
+        alone, _ = [await lending.ask(lending.prompt()) for _ in WORKERS]
+        async with lending.stopping() as stop:
+            loan = await lending.lend(stop)
+        assert loan.second.text == loan.first.text
+        assert (loan.borrowed_tokens, loan.computed_tokens) == (0, loan.second.prompt_tokens)
+        assert loan.second.ttft_s <= 2 * alone.ttft_s + 0.5
+        await cluster.wait_ready()
+    check_borrowed(await lending.borrow())
+    await wait_idle(cluster)
+
+
+# This comes last: a killed worker is not replaced.
+@pytest.mark.nightly
+async def test_a_killed_lender_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
+    async def kill(worker: str) -> None:
+        cluster.services[worker].signal(signal.SIGKILL)
+        killed.append(worker)
+
+    killed: list[str] = []
+    loan = await lending.lend(kill)
+    await cluster.services.pop(killed[0]).end()
+    del cluster.observer.heartbeats[killed[0]]
+    assert loan.second.text == loan.first.text
+    assert (loan.borrowed_tokens, loan.computed_tokens) == (0, loan.second.prompt_tokens)
+    await wait_idle(cluster)
