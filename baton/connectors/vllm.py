@@ -12,7 +12,7 @@ Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sche
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -157,8 +157,8 @@ class BatonConnector(KVConnectorBase_V1):
                 f"vLLM keeps this model's KV by {kind.__name__}, under which a prompt's blocks do not stay until a "
                 "peer has read them (engine option handoff=false serves it whole)"
             )
+        self._block_tokens = block_tokens = vllm_config.cache_config.block_size
         if role is KVConnectorRole.SCHEDULER:
-            block_tokens = vllm_config.cache_config.block_size
             self._scheduler = HandoffScheduler(block_tokens)
             if self._pool_bytes:
                 ranks = vllm_config.parallel_config.tensor_parallel_size
@@ -220,18 +220,36 @@ class BatonConnector(KVConnectorBase_V1):
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        after = {name: computed[name] + new for name, new in scheduler_output.num_scheduled_tokens.items()}
         leases: list[LeaseStep] = []
-        for request, tokens in scheduler_output.num_scheduled_tokens.items():
-            if scheduler.leases(request):
-                assert self._kv_cache_manager is not None
-                table = self._kv_cache_manager.get_block_ids(request)[0]
-                leases.append(scheduler.computes(request, table, computed[request], computed[request] + tokens))
+        for request in filter(scheduler.leases, after):
+            assert self._kv_cache_manager is not None
+            table = self._kv_cache_manager.get_block_ids(request)[0]
+            step = scheduler.computes(request, table, computed[request], after[request])
+            if step.opens and step.ready_before:
+                step = replace(step, ready_before=self._ready_before(step, table, computed, after))
+            leases.append(step)
         metadata = StepMetadata(scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0))
         if self._pool_scheduler is not None:
             assert self._kv_cache_manager is not None
-            after = {name: computed[name] + new for name, new in scheduler_output.num_scheduled_tokens.items()}
             metadata.pool = self._pool_scheduler.plan(self._kv_cache_manager, after)
         return metadata
+
+    def _ready_before(
+        self, step: LeaseStep, table: Sequence[int], computed: Mapping[str, int], after: Mapping[str, int]
+    ) -> int:
+        """Return how many of a prompt's cached tokens are there before the step.
+
+        vLLM counts a block as cached once it is scheduled, so another request of this very step may write it.
+        """
+        assert self._kv_cache_manager is not None
+        size, manager = self._block_tokens, self._kv_cache_manager
+        written: set[int] = set()
+        for request, end in after.items():
+            if request != step.request:
+                written.update(manager.get_block_ids(request)[0][computed[request] // size : -(-end // size)])
+        cached = table[: step.ready_before // size]
+        return size * next((number for number, block in enumerate(cached) if block in written), len(cached))
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._scheduler is not None:

@@ -76,8 +76,10 @@ class Pair:
         self.decode.settled()
 
     def hold(self, layer: int, passes: int = 0) -> None:
-        """Stop prefill's next step before `layer`, after it has gone by it `passes` times."""
-        (self.prefill.gate / "hold").write_text(f'{{"layer": {layer}, "pass": {passes}}}')
+        """Stop prefill's next step before `layer`, after it has gone by it `passes` times; let go what is held."""
+        order = self.prefill.gate / "order"
+        order.write_text(f'{{"layer": {layer}, "pass": {passes}}}')
+        order.rename(self.prefill.gate / "hold")
 
     def held(self) -> None:
         until((self.prefill.gate / "held").exists, 20)
