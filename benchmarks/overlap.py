@@ -2,7 +2,8 @@
 
 Real vLLM on CPU, prompts of 1,500 tokens in three chunks of at most 512. The figure is the share of bytes that
 have arrived on decode when prefill reports the end of the prompt; without layer-wise pulling it would be zero.
-TTFT is compared with that of the decode engine alone, aggregated, in interleaved runs.
+TTFT is compared with that of the decode engine alone, aggregated, and with that of a pair that stages its KV through
+host memory, in interleaved runs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import asyncio
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,28 +70,38 @@ async def hand_off(pair: VllmPair, number: int) -> HandOff:
 
 async def measure(model: Path, runs: int) -> list[Row]:
     handed: list[HandOff] = []
+    staged: list[HandOff] = []
     whole_s: list[float] = []
-    async with running_pair(model) as pair:
+    async with running_pair(model) as pair, running_pair(model, kv_path="staged") as staged_pair:
         await hand_off(pair, 0)
+        await hand_off(staged_pair, 0)
         for number in range(1, runs + 1):
             handed.append(await hand_off(pair, 2 * number))
+            staged.append(await hand_off(staged_pair, 2 * number))
             began_s = time.monotonic()
             came_s, _ = await first_token_s(pair, Leg.WHOLE, 2 * number + 1)
             whole_s.append(came_s - began_s)
-    ttft_ms, whole_ms = statistics.median(run.ttft_s for run in handed) * 1e3, statistics.median(whole_s) * 1e3
+    whole_ms = statistics.median(whole_s) * 1e3
+    (ttft_ms, after_ms), (staged_ttft_ms, staged_after_ms) = medians_ms(handed), medians_ms(staged)
     return [
         Row(
             name="bytes on decode when prefill ended",
             unit="share",
             ours=statistics.median(run.arrived_share for run in handed),
         ),
-        Row(
-            name="prefill's end to decode's first token",
-            unit="ms",
-            ours=statistics.median(run.after_prefill_s for run in handed) * 1e3,
-        ),
+        Row(name="prefill's end to decode's first token", unit="ms", ours=after_ms),
         Row.against("time to first token, prefill to decode", "ms", ttft_ms, aggregated=whole_ms),
+        Row.against("prefill's end to decode's first token, staged", "ms", staged_after_ms, direct=after_ms),
+        Row.against("time to first token, prefill to decode, staged", "ms", staged_ttft_ms, direct=ttft_ms),
     ]
+
+
+def medians_ms(runs: Sequence[HandOff]) -> tuple[float, float]:
+    """Return the time to the first token, and the part of it after prefill's end."""
+    return (
+        statistics.median(run.ttft_s for run in runs) * 1e3,
+        statistics.median(run.after_prefill_s for run in runs) * 1e3,
+    )
 
 
 def main() -> None:

@@ -46,13 +46,14 @@ class VllmPair:
 
 
 @asynccontextmanager
-async def running_pair(model: Path) -> AsyncGenerator[VllmPair]:
+async def running_pair(model: Path, **options: object) -> AsyncGenerator[VllmPair]:
     engines: dict[Role, VllmEngine] = {}
     try:
         facts: dict[Role, EngineFacts] = {}
         for role in Role:
             began_s = time.monotonic()
-            engines[role] = VllmEngine(str(model), role=role, options=OPTIONS, agent=AgentOptions(secret="bench"))
+            agent = AgentOptions(secret="bench")
+            engines[role] = VllmEngine(str(model), role=role, options=OPTIONS | options, agent=agent)
             facts[role] = await engines[role].start()
             print(f"{role}: vLLM started in {time.monotonic() - began_s:.0f} s", flush=True)
         yield VllmPair(engines, facts[Role.PREFILL])

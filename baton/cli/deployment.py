@@ -21,7 +21,7 @@ from baton.cli.gpu_shares import GpuShare, ranks_of, share_gpus
 from baton.cli.servers import LOOPBACK, free_ports
 from baton.cli.tiny_model import make_tiny_model
 from baton.config import is_loopback
-from baton.engines.options import WHOLE_ON_CUDA, local_model
+from baton.engines.options import WHOLE_ON_CUDA, KvPath, local_model
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
@@ -72,6 +72,7 @@ class Deployment:
     """Options for every engine; those under an engine's name are for that engine only."""
     kv_pool_bytes: int | None = 0
     """Host memory for each worker's KV pool; None: `KV_POOL_SHARE` of what is free, divided by the workers."""
+    kv_path: KvPath = KvPath.AUTO
     kv_file_bytes: int = 0
     """Size of the file under each worker's KV pool; 0: no file."""
     kv_folder: Path | None = None
@@ -154,18 +155,21 @@ def resolve(
         device = "cuda" if gpu and engines == {"vllm"} else "cpu"
     if device == "cpu" or engines == {"simulated"}:
         return replace(deployment, device="cpu", disaggregation=deployment.disaggregation or Disaggregation.AUTO)
-    if deployment.disaggregation is Disaggregation.ALWAYS:
+    staged = deployment.kv_path is KvPath.STAGED
+    if deployment.disaggregation is Disaggregation.ALWAYS and not staged:
         raise ConfigurationError(
             f"DISAGGREGATION=always is not for GPUs: {WHOLE_ON_CUDA}; choose DISAGGREGATION=never, or DEVICE=cpu"
         )
     gpus = tuple(find_gpus())
+    prefill = deployment.prefill if staged else 0
+    free = len(gpus) // _ranks(deployment) - prefill
     return replace(
         deployment,
         device=device,
         gpus=gpus,
-        disaggregation=Disaggregation.NEVER,
-        prefill=0,
-        decode=max(1, len(gpus) // _ranks(deployment)) if deployment.decode is None else deployment.decode,
+        disaggregation=(deployment.disaggregation or Disaggregation.AUTO) if staged else Disaggregation.NEVER,
+        prefill=prefill,
+        decode=max(1, free) if deployment.decode is None else deployment.decode,
     )
 
 
@@ -305,6 +309,8 @@ def engine_settings(
         pool_bytes = int(available_bytes() * KV_POOL_SHARE) // deployment.workers
     if pool_bytes:
         options |= {"kv_pool_bytes": pool_bytes}
+    if deployment.kv_path is not KvPath.AUTO and engine != "simulated":
+        options |= {"kv_path": deployment.kv_path.value}
     return EngineSettings(
         model=str(model_path),
         model_name=deployment.model_name,

@@ -25,6 +25,7 @@ from baton.cli.trace import trace
 from baton.cli.up import up
 from baton.cli.waterfall import Look
 from baton.devices.survey import read_survey
+from baton.engines.options import KvPath
 from baton.errors import BatonError, ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.messages.workers import Role
@@ -91,6 +92,7 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
         engine_options=parse_engine_options(parsed.engine_options),
         kv_pool_bytes=parse_pool_bytes(parsed.kv_pool_bytes),
+        kv_path=KvPath(parsed.kv_path or KvPath.AUTO),
         kv_file_bytes=parsed.kv_file_bytes,
         kv_folder=parsed.kv_folder.absolute() if parsed.kv_folder else None,
         answer_format=parsed.answer_format,
@@ -164,7 +166,7 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--disaggregation",
         **_optional([placement.value for placement in Disaggregation]),
         help="whether prefill runs on another worker than decode; auto: where that is predicted to be faster; "
-        "default: auto, but never on GPUs, whose KV is not handed off yet",
+        "default: auto; on GPUs never, unless --kv-path is staged",
     )
     add(
         "--engine-options",
@@ -178,6 +180,12 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         metavar="N",
         help="host memory in which each worker keeps KV that its engine forgets; auto: a quarter of what is free, "
         "divided by the workers; default: %(default)s, no pool",
+    )
+    add(
+        "--kv-path",
+        **_optional([path.value for path in KvPath]),
+        help="how KV of hand-offs leaves an engine: direct, peers read its memory; staged, it is copied to host memory "
+        "first, as from a GPU (docs/gpu.md); default: auto, direct on a CPU; on GPUs KV is handed off with staged only",
     )
     add(
         "--kv-file-bytes",

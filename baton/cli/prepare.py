@@ -16,6 +16,7 @@ from typing import cast
 
 from baton.cli.deployment import ENGINES, Deployment, engine_settings, model_folder, resolve
 from baton.cli.main import parse_engine_options
+from baton.engines.options import KvPath
 from baton.errors import BatonError
 from baton.messages.placement import Disaggregation
 from baton.stop import EXIT_MISCONFIGURED
@@ -59,6 +60,9 @@ def main() -> int:
     parser.add_argument(
         "--kv-pool-bytes", type=int, default=0, metavar="N", help="host memory for each worker's KV pool; 0: no pool"
     )
+    parser.add_argument(
+        "--kv-path", type=KvPath, choices=list(KvPath), default=KvPath.AUTO, help="how KV of hand-offs leaves an engine"
+    )
     parsed = parser.parse_args()
     try:
         deployment = Deployment(
@@ -69,6 +73,7 @@ def main() -> int:
             disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
             engine_options=parse_engine_options(parsed.engine_options),
             kv_pool_bytes=parsed.kv_pool_bytes,
+            kv_path=parsed.kv_path,
             pythons={},
             prefill=0,
         )

@@ -58,7 +58,8 @@ def up(deployment: Deployment, environ: Mapping[str, str], tell: Tell) -> None:
     deployment = resolve(deployment, gpu=survey is not None, find_gpus=lambda: visible_gpus(gpus, environ.get(VISIBLE)))
     check_deployment(deployment)
     if deployment.device == "cuda":
-        tell(f"{WHOLE_ON_CUDA}: no prefill workers are started")
+        if not deployment.prefill:
+            tell(f"{WHOLE_ON_CUDA}: no prefill workers are started")
         for line in describe_gpus(deployment, survey):
             tell(line)
     if deployment.tiny and not deployment.tiny_model_folder.exists():

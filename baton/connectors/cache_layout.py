@@ -1,4 +1,4 @@
-"""Layout of vLLM's KV cache on a CPU, in the terms of `baton.transfer.layout`: see docs/wire-layout.md."""
+"""Layout of vLLM's KV cache, in the terms of `baton.transfer.layout`: see docs/wire-layout.md."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import Final
 
 from baton.transfer.layout import Layout
 
-PACKINGS: Final = {"vec": "vec", "vec16": "vec", "amx": "amx"}
-"""Packing by the instruction set that a layer's attention was compiled for."""
+PACKINGS: Final = {"vec": "vec", "vec16": "vec", "amx": "amx", "plain": "plain"}
+"""Packing by the instruction set that a layer's attention was compiled for; "plain" on a GPU."""
 DTYPES: Final = frozenset({"float32", "bfloat16", "float16", "float8_e4m3"})
 FLOAT8: Final = {"fp8": "float8_e4m3", "fp8_e4m3": "float8_e4m3"}
 """Type by vLLM's name: it keeps such caches as plain bytes. `baton.identity` compares their scales."""
@@ -20,6 +20,7 @@ def describe_cache(
     dim: int,
     dtype: str,
     isa: str,
+    order: str,
     latent: bool,
     block_tokens: int,
     block_bytes: int,
@@ -36,7 +37,7 @@ def describe_cache(
             kv_heads=1 if latent else kv_heads,
             dim=dim,
             dtype=dtype,
-            order="NHD" if latent else "HND",
+            order="NHD" if latent else order,
             form="latent" if latent else "fused",
             packing=packing,
             block_tokens=block_tokens,

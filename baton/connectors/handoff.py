@@ -4,23 +4,29 @@ One `HandoffScheduler` runs beside an engine's scheduler. It is told what the sc
 answers two questions (how many tokens will come from elsewhere, may blocks be freed) and, once per step,
 with the `StepPlan` for the workers' agents. It knows no engine; `baton.connectors.vllm` feeds it.
 
-    prefill   new ──first scheduled──▶ leased ──prompt computed──▶ held ──lease ended on all ranks──▶ gone
+    prefill   new ──first scheduled──▶ leased ──prompt computed──▶ held ──lease ended or staged on all ranks──▶ gone
                                          └──preempted──▶ revoked ──scheduled again──▶ leased (generation + 1)
                                          └──aborted──▶ revoked for good ──▶ gone
     decode    new ──blocks allocated──▶ pulling ──done or failed──▶ consumed
+                ├──no slots in time, where KV is staged──▶ computed here, lease released
                 └──nothing lacks──▶ consumed, lease released      └──aborted──▶ pull cancelled, then freed
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final
 
 import msgspec
 
 from baton.connectors.pool_report import PoolReport
 from baton.transfer import AgentStats, Cause, LayerGroup
+
+STAGING_WAIT_S: Final = 1.0
+"""Time for which a request waits for slots, in seconds, before it is computed here."""
 
 
 class HandoffLeg(StrEnum):
@@ -151,7 +157,10 @@ class _Sink:
     tokens: int
     consumed: bool = False
     """Whether the source has been asked, or told that it is not needed; this happens once."""
-    pulling: bool = False
+    pulled_blocks: int = 0
+    """Blocks that a pull fills; 0: none runs."""
+    compute_at_s: float | None = None
+    """Instant from which on it does not wait for slots any more."""
 
 
 @dataclass(slots=True)
@@ -167,8 +176,19 @@ class _Orders:
 class HandoffScheduler:
     """Decides the orders for each step. Requests go by the engine's ids; ids without a hand-off are ignored."""
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        *,
+        staging_slots: int = 0,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`staging_slots`: slots of each rank's host memory through which KV is staged; 0: peers use the cache."""
         self._block_tokens = block_tokens
+        self._staging_slots = staging_slots
+        self._now_s = now_s
+        self.leases_open = 0
+        """Leases of all ranks that peers read though the engine has freed their blocks; it has to go on stepping."""
         self._prompts: dict[str, _Prompt] = {}
         self._sinks: dict[str, _Sink] = {}
         self._orders = _Orders()
@@ -181,7 +201,7 @@ class HandoffScheduler:
 
     @property
     def is_idle(self) -> bool:
-        return not self._prompts and not self._sinks
+        return not self._prompts and not self._sinks and not self.leases_open
 
     def admit(self, request: str, handoff: Handoff, prompt_tokens: int) -> None:
         if handoff.leg is HandoffLeg.PREFILL:
@@ -195,15 +215,31 @@ class HandoffScheduler:
 
     # Decode.
 
-    def tokens_from_source(self, request: str, computed_tokens: int) -> int:
+    def tokens_from_source(self, request: str, computed_tokens: int) -> int | None:
         """Return how many tokens beyond `computed_tokens` will be pulled. Asked any number of times.
 
-        The last token of the prompt is always computed here: its forward pass samples the first token.
+        None: ask again, it waits for slots. The last token of the prompt is always computed here: its forward pass
+        samples the first token.
         """
         sink = self._sinks.get(request)
         if sink is None or sink.consumed:
             return 0
-        return max(sink.tokens - 1 - computed_tokens, 0)
+        tokens = max(sink.tokens - 1 - computed_tokens, 0)
+        if tokens == 0 or self._has_slots(-(-tokens // self._block_tokens)):
+            return tokens
+        now_s = self._now_s()
+        if sink.compute_at_s is None:
+            sink.compute_at_s = now_s + STAGING_WAIT_S
+        if now_s < sink.compute_at_s:
+            return None
+        # Its source may wait for slots as well, which others of its leases hold until they are pulled here.
+        sink.consumed = True
+        self._orders.release.append((sink.handoff.key, sink.handoff.endpoints))
+        return 0
+
+    def _has_slots(self, blocks: int) -> bool:
+        used = sum(sink.pulled_blocks for sink in self._sinks.values())
+        return not self._staging_slots or used + blocks <= self._staging_slots
 
     def allocated(self, request: str, blocks: Sequence[int], external_tokens: int, promoted_tokens: int = 0) -> bool:
         """Note that the engine allocated `blocks`, the request's whole table, whose last tokens are to be pulled.
@@ -218,10 +254,10 @@ class HandoffScheduler:
         if external_tokens == 0:
             self._orders.release.append((sink.handoff.key, sink.handoff.endpoints))
             return False
-        sink.pulling = True
         tokens = sink.tokens - 1
         first_token = tokens - external_tokens
-        first_block = first_token // self._block_tokens
+        first_block, end_block = first_token // self._block_tokens, -(-tokens // self._block_tokens)
+        sink.pulled_blocks = end_block - first_block
         self._orders.pulls.append(
             PullStep(
                 request=request,
@@ -229,7 +265,7 @@ class HandoffScheduler:
                 endpoints=sink.handoff.endpoints,
                 first_token=first_token,
                 tokens=tokens,
-                blocks=tuple(blocks[first_block : -(-tokens // self._block_tokens)]),
+                blocks=tuple(blocks[first_block:end_block]),
                 deadline_s=sink.handoff.deadline_s,
             )
         )
@@ -238,7 +274,7 @@ class HandoffScheduler:
     def pulled(self, request: str) -> None:
         """Note that all ranks have ended their pull, successful or not."""
         if sink := self._sinks.get(request):
-            sink.pulling = False
+            sink.pulled_blocks = 0
 
     # Prefill.
 
@@ -277,7 +313,7 @@ class HandoffScheduler:
         `computed`: the prompt was computed in full, as opposed to aborted or failed.
         """
         if sink := self._sinks.pop(request, None):
-            if sink.pulling:
+            if sink.pulled_blocks:
                 self._orders.cancel.append(sink.handoff.key)
             elif not sink.consumed:
                 self._orders.release.append((sink.handoff.key, sink.handoff.endpoints))
@@ -294,7 +330,7 @@ class HandoffScheduler:
         return True
 
     def freed(self, request: str) -> None:
-        """Note that the lease has ended on all ranks, and that the engine frees the blocks."""
+        """Note that the lease has ended on all ranks, or was staged, and that the engine frees the blocks."""
         self._prompts.pop(request, None)
 
     def plan(self, leases: Sequence[LeaseStep], *, computes: bool = True) -> StepPlan:

@@ -40,6 +40,8 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     model_digest: str
     kv_pool_bytes: int = 0
     """0: no KV pool."""
+    staging_tokens: int | None = None
+    """Tokens of hand-offs that are staged at a time, 0 for the default; None: KV is not staged."""
 
 
 class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):

@@ -1,8 +1,9 @@
 """The rank's side of the hand-off: carries out a step's plan on this process's transfer agent.
 
 One `HandoffRank` runs in each of an engine's worker processes, beside its part of the KV memory. Each
-request is reported exactly once: as sent when its lease has ended *and* the engine has said that it is
-done with it, whichever comes first; as received when its pull has ended, with its failure if it failed.
+request is reported exactly once: as sent when no peer reads its blocks any more, since its lease has ended
+or was staged, *and* the engine has said that it is done with it, whichever comes first; as received when its
+pull has ended, with its failure if it failed.
 
 An error in here must not end the engine: it ends the one request that it belongs to.
 """
@@ -38,8 +39,12 @@ class _Lease:
     blocks: int = 0
     ended: bool = False
     """True once no peer reads the blocks any more, for good."""
+    staged: bool = False
+    """True once all of it was copied to memory of the agent, where peers read it."""
     held: bool = False
-    """True once the engine is done with the request and waits for the lease's end."""
+    """True once the engine is done with the request and waits to free its blocks."""
+    sent: bool = False
+    """True once the engine was told that it may."""
 
 
 @dataclass(slots=True)
@@ -60,6 +65,8 @@ class RankResults:
     sent: set[str] = field(default_factory=set[str])
     received: set[str] = field(default_factory=set[str])
     failed: set[str] = field(default_factory=set[str])
+    leases_open: int = 0
+    """Change in the number of leases that peers read although their requests are `sent`: the staged ones."""
 
 
 class HandoffRank:
@@ -89,6 +96,7 @@ class HandoffRank:
         for key in plan.revoke:
             if (lease := self._leases.get(key)) and not lease.ended:
                 lease.blocks = 0
+                lease.staged = False
                 with self._ending_lease_on_error(key):
                     for reader in lease.generations:
                         self.agent.revoke_lease(reader, final=False)
@@ -183,7 +191,7 @@ class HandoffRank:
         with self._ending_lease_on_error(step.key):
             for reader, generation in lease.generations.items():
                 if step.opens:
-                    generation = lease.generations[reader] = self.agent.open_lease(reader)  # noqa: PLW2901
+                    generation = lease.generations[reader] = self.agent.open_lease(reader, tokens=step.tokens)  # noqa: PLW2901
                 if step.blocks:
                     self.agent.extend_lease(reader, generation, step.blocks)
                 if step.ready_after == step.tokens:
@@ -245,6 +253,10 @@ class HandoffRank:
                 self.layers_arrived[key] = min(pull.layers.values())
             case EventKind.PULL_DONE | EventKind.PULL_FAILED:
                 self._part_ended(self._pulls[key], event)
+            case EventKind.LEASE_STAGED:
+                lease = self._leases[key]
+                lease.staged, lease.blocks = True, 0
+                self._settle(key, lease)
             case EventKind.LEASE_RELEASED | EventKind.LEASE_ENDED:
                 # A revocation that we asked for ends nothing: the prompt may be computed again, and an end
                 # for good was noted when we asked.
@@ -296,9 +308,14 @@ class HandoffRank:
         self._settle(key, lease)
 
     def _settle(self, key: bytes, lease: _Lease) -> None:
-        if lease.ended and lease.held:
-            del self._leases[key]
+        was_sent = lease.sent
+        if lease.held and not was_sent and (lease.ended or lease.staged):
+            lease.sent = True
             self._results.sent.add(lease.request)
+        if lease.sent:
+            self._results.leases_open += (not lease.ended) - was_sent
+            if lease.ended:
+                del self._leases[key]
 
     # The boundary: whatever an agent raises ends one request, never the engine.
 

@@ -58,7 +58,10 @@ from baton.identity import KvIdentity, describe_rope
 from baton.pool.chain import check_block_tokens
 from baton.pool.copier import ThreadCopier
 from baton.pool.memory import KvPool
-from baton.transfer import AgentOptions, NativeAgent, Pool
+from baton.pool.slot_queue import staging_slots
+from baton.pool.staging import StagedAgent
+from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent
+from baton.transfer.device import CopyEngine, cuda_copies, host_copies
 
 if TYPE_CHECKING:
     from sglang.srt.managers.io_struct import AbortReq
@@ -102,14 +105,21 @@ class BatonScheduler(Scheduler):
     def _open(self, setup: Setup) -> None:
         pool, identity = self.token_to_kv_pool_allocator.get_kvcache(), ""
         if setup.agent is not None:
-            kv = self._read_kv(pool)
-            agent, identity = self.make_agent(setup.agent), self._identity(kv, setup.model_digest)
-            described = kv.described(identity)
+            kv = self._read_kv(pool, setup)
+            identity = self._identity(kv, setup.model_digest)
+            described, slots = kv.described(identity), self._staging_slots(setup)
+            agent: TransferAgent = self.make_agent(setup.agent)
+            if slots:
+                agent = StagedAgent(agent, self.make_copies(described.device), slots, stream=self._stream)
             agent.set_pool(described)
-            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=kv.layout)
+            # Staged pages are copied as a whole, so heads of theirs cannot come from several peers.
+            place = RankPlace(rank=self._tp_rank, size=self.tp_size, layout=None if slots else kv.layout)
             rank, agreement = HandoffRank(agent, place), RankAgreement(self._vote)
             kv_pool = self._kv_pool(described, rank, place, setup)
-            self.handoffs = Handoffs(self.tree_cache, pool, rank, agreement, self._enqueue, kv_pool)
+            self.handoffs = Handoffs(self.tree_cache, rank, agreement, self._enqueue, kv_pool, staging_slots=slots)
+            if described.device is None:
+                # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
+                pool.baton_layer_saved = lambda layer: rank.layer_saved(layer - pool.start_layer)  # pyright: ignore
         self.output_streamer.report = self._report
         if self.load_snapshot_writer is not None:
             # Shared memory with figures for SGLang's own server, which SGLang leaves behind.
@@ -137,6 +147,9 @@ class BatonScheduler(Scheduler):
         """Return the KV pool; None if there is to be none, or no memory for it."""
         if not setup.kv_pool_bytes or setup.agent is None:
             return None
+        if cache.device is not None:
+            _log.warning("this engine runs without a KV pool: its copies do not reach a GPU's memory")
+            return None
         if self.tp_size > 1:
             _log.warning("this engine runs without a KV pool: SGLang has one without tensor parallelism only")
             return None
@@ -162,14 +175,46 @@ class BatonScheduler(Scheduler):
         """Return an agent of this process; tests may bring their own."""
         return NativeAgent(options)
 
-    def _read_kv(self, pool: KVCache) -> SglangKv:
+    def make_copies(self, device: int | None) -> CopyEngine:
+        """Return the engine that copies between the cache and host memory; tests may bring their own."""
+        return host_copies() if device is None else cuda_copies(device)
+
+    def _stream(self) -> int | None:
+        """Return the CUDA stream in which the model runs; None on a CPU, whose writes have ended."""
+        if self.device != "cuda":
+            return None
+        return (self.forward_stream if self.enable_overlap else self.schedule_stream).cuda_stream
+
+    def _staging_slots(self, setup: Setup) -> int:
+        if setup.staging_tokens is None:
+            return 0
+        if self.tp_size > 1:
+            raise ConfigurationError(
+                "SGLang hands off staged KV without tensor parallelism only (engine option kv_path=direct)",
+                param="kv_path",
+            )
+        return staging_slots(
+            setup.staging_tokens,
+            min(self.model_config.context_len, self.max_total_num_tokens),
+            blocks=self.max_total_num_tokens // self.page_size,
+            block_tokens=self.page_size,
+        )
+
+    def _read_kv(self, pool: KVCache, setup: Setup) -> SglangKv:
         if not isinstance(self.tree_cache, HandoffCache):
             raise ConfigurationError(
                 f"SGLang keeps this model's prefixes in a {type(self.tree_cache).__name__}, "
                 f"through which Baton cannot hand off {SERVES_WHOLE}"
             )
         heads = self.model_config.get_total_num_kv_heads()
-        return read_kv(pool, page_tokens=self.page_size, kv_heads=heads, rank=self._tp_rank, ranks=self.tp_size)
+        return read_kv(
+            pool,
+            page_tokens=self.page_size,
+            kv_heads=heads,
+            rank=self._tp_rank,
+            ranks=self.tp_size,
+            staged=setup.staging_tokens is not None,
+        )
 
     def _vote(self, votes: list[int]) -> list[int]:
         if self.tp_size == 1:

@@ -33,7 +33,6 @@ from baton.connectors.sglang_pool import SglangPool
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
-    from sglang.srt.mem_cache.memory_pool import KVCache
 
 
 @dataclass(slots=True)
@@ -53,11 +52,12 @@ class Handoffs:
     def __init__(
         self,
         cache: HandoffCache,
-        pool: KVCache,
         rank: HandoffRank,
         agreement: RankAgreement,
         enqueue: Callable[[Req], None],
         kv_pool: SglangPool | None = None,
+        *,
+        staging_slots: int = 0,
     ) -> None:
         self.rank = rank
         self.kv_pool = kv_pool
@@ -68,7 +68,7 @@ class Handoffs:
         self._cache = cache
         self._agreement = agreement
         self._enqueue = enqueue
-        self._decisions = HandoffScheduler(cache.page_size)
+        self._decisions = HandoffScheduler(cache.page_size, staging_slots=staging_slots)
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
         self._new: deque[Req] = deque()
@@ -77,8 +77,6 @@ class Handoffs:
         self._leased_pages: dict[str, torch.Tensor] = {}
         self._moved: list[LeaseStep] = []
         cache.retention = self
-        # Read by the hook on SGLang's `set_kv_buffer`: see `baton.engines.sglang.plugins`.
-        pool.baton_layer_saved = lambda layer: rank.layer_saved(layer - pool.start_layer)  # pyright: ignore
 
     @property
     def waiting(self) -> int:
@@ -172,6 +170,7 @@ class Handoffs:
             self._decisions.freed(rid)
             self._leased_pages.pop(rid, None)
             self._cache.free_leased(rid)
+        self._decisions.leases_open += news.leases_open
         for _ in range(len(self._new)):
             req = self._new.popleft()
             cached_tokens = self._cache.match_prompt(req)
@@ -210,6 +209,12 @@ class Handoffs:
         if arrival is None:
             return False
         external = self._decisions.tokens_from_source(req.rid, arrival.cached_tokens)
+        if external is None or (not external and arrival.tokens > arrival.cached_tokens):
+            # It waits for slots to be staged in, or does not any more: then it is computed here.
+            self._cache.give_up(arrival)
+            if external is not None:
+                self._enqueue(req)
+            return external is not None
         promoted = self.kv_pool.offer(req, arrival.cached_tokens) if self.kv_pool is not None and external else 0
         pages = self._pages(arrival.slots)
         pulls = self._decisions.allocated(req.rid, pages, external, promoted)

@@ -41,6 +41,7 @@ class SglangKv:
             block_stride_bytes=page.nbytes,
             block_tokens=self.layout.block_tokens,
             fingerprint=identity,
+            device=self.tensors[0].device.index or 0 if self.tensors[0].device.type == "cuda" else None,
             layout=str(self.layout),
         )
 
@@ -55,10 +56,11 @@ def kv_tensors(pool: KVCache) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-def read_kv(pool: KVCache, *, page_tokens: int, kv_heads: int, rank: int, ranks: int) -> SglangKv:
+def read_kv(pool: KVCache, *, page_tokens: int, kv_heads: int, rank: int, ranks: int, staged: bool = False) -> SglangKv:
     """Return the pool of one of so many ranks; `kv_heads` are the whole model's.
 
-    Raises ConfigurationError if Baton cannot hand off from it.
+    `staged`: peers read copies in host memory, so the pool may lie on a device. Raises ConfigurationError if Baton
+    cannot hand off from it.
     """
     tensors, latent = kv_tensors(pool), type(pool) is MLATokenToKVPool
     if not tensors:
@@ -66,9 +68,10 @@ def read_kv(pool: KVCache, *, page_tokens: int, kv_heads: int, rank: int, ranks:
             f"SGLang keeps this model's KV in a {type(pool).__name__}, which Baton cannot hand off {SERVES_WHOLE}"
         )
     first = tensors[0]
-    if first.device.type != "cpu":
+    device = first.device.type
+    if device not in ("cpu", "cuda") or (device == "cuda" and not staged):
         raise ConfigurationError(
-            f"the KV cache lies on {first.device.type}, and this build moves host memory only {SERVES_WHOLE}"
+            f"the KV cache lies on {device}, from where KV is handed off staged only (engine option kv_path=staged)"
         )
     if first.element_size() == 1:
         raise ConfigurationError(

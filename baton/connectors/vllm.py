@@ -12,7 +12,7 @@ Source: `vllm/distributed/kv_transfer/kv_connector/v1/base.py` and `v1/core/sche
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -31,23 +31,25 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.request import RequestStatus
 
-from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S, Loan
 from baton.connectors.pool_rank import PoolRank, open_file
-from baton.connectors.pool_scheduler import PoolPlan, PoolScheduler
+from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
+from baton.connectors.vllm_kv import read_kv
 from baton.connectors.vllm_pool import ProgressMetadata, VllmPool
 from baton.engines.processes import bind_to_parent
 from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
-from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
 from baton.pool.copier import Copier, ThreadCopier
 from baton.pool.file_io import FileTier
 from baton.pool.memory import KvPool
+from baton.pool.slot_queue import staging_slots
+from baton.pool.staging import StagedAgent
 from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent, TransferFaults
-from baton.transfer.layout import Layout, read_layout
+from baton.transfer.device import CopyEngine, cuda_copies, host_copies
+from baton.transfer.layout import read_layout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,6 +70,8 @@ AGENT_SETTING = "agent"
 DIGEST_SETTING = "model_digest"
 POOL_SETTING = "kv_pool_bytes"
 """Bytes of the KV pool of all ranks; 0: no pool."""
+STAGING_SETTING = "kv_staging_tokens"
+"""Tokens of hand-offs that are staged at a time, 0 for the default; None: KV is not staged."""
 FILE_SETTING = "kv_file"
 """Path of the KV pool's file; empty: none."""
 FILE_BYTES_SETTING = "kv_file_bytes"
@@ -141,6 +145,11 @@ class BatonConnector(KVConnectorBase_V1):
         """Size of one block of the cache, all layers of this rank."""
         self.kv_identity = ""
         self._pool_bytes = int(settings.get(POOL_SETTING, 0))  # pyright: ignore[reportArgumentType]
+        self._staging_slots = 0
+        """Slots of host memory through which KV is handed off; 0: peers read the cache itself."""
+        self._device: int | None = None
+        self._leases_open = 0
+        """Change in the number of open leases that was not told yet, see `RankResults`."""
         self._pool_scheduler: VllmPool | None = None
         self._pool_rank: PoolRank | None = None
         if self._agent_options is None:
@@ -156,11 +165,18 @@ class BatonConnector(KVConnectorBase_V1):
                 f"vLLM keeps this model's KV by {kind.__name__}, under which a prompt's blocks do not stay until a "
                 "peer has read them (engine option handoff=false serves it whole)"
             )
+        self._block_tokens = block_tokens = vllm_config.cache_config.block_size
+        if settings.get(STAGING_SETTING) is not None:
+            self._staging_slots = staging_slots(
+                int(settings[STAGING_SETTING]),  # pyright: ignore[reportArgumentType]
+                vllm_config.model_config.max_model_len,
+                blocks=kv_cache_config.num_blocks,
+                block_tokens=block_tokens,
+            )
         if role is KVConnectorRole.SCHEDULER:
-            block_tokens = vllm_config.cache_config.block_size
-            self._scheduler = HandoffScheduler(block_tokens)
+            ranks = vllm_config.parallel_config.tensor_parallel_size
+            self._scheduler = HandoffScheduler(block_tokens, staging_slots=self._staging_slots)
             if self._pool_bytes:
-                ranks = vllm_config.parallel_config.tensor_parallel_size
                 pool = PoolScheduler(
                     block_tokens=block_tokens,
                     block_bytes=ranks
@@ -196,6 +212,8 @@ class BatonConnector(KVConnectorBase_V1):
         ):
             return None, False
         tokens = self._scheduler.tokens_from_source(request.request_id, num_computed_tokens)
+        if tokens is None:
+            return None, False
         if self._pool_scheduler is not None:
             tokens = max(tokens, self._pool_scheduler.offer(request, num_computed_tokens))
         return tokens, tokens > 0
@@ -219,28 +237,49 @@ class BatonConnector(KVConnectorBase_V1):
         computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
         cached = scheduler_output.scheduled_cached_reqs
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        after = {name: computed[name] + new for name, new in scheduler_output.num_scheduled_tokens.items()}
         leases: list[LeaseStep] = []
-        for request, tokens in scheduler_output.num_scheduled_tokens.items():
-            if scheduler.leases(request):
-                assert self._kv_cache_manager is not None
-                table = self._kv_cache_manager.get_block_ids(request)[0]
-                leases.append(scheduler.computes(request, table, computed[request], computed[request] + tokens))
+        for request in filter(scheduler.leases, after):
+            assert self._kv_cache_manager is not None
+            table = self._kv_cache_manager.get_block_ids(request)[0]
+            step = scheduler.computes(request, table, computed[request], after[request])
+            if step.opens and step.ready_before:
+                step = replace(step, ready_before=self._ready_before(step, table, computed, after))
+            leases.append(step)
         metadata = StepMetadata(scheduler.plan(leases, computes=scheduler_output.total_num_scheduled_tokens > 0))
         if self._pool_scheduler is not None:
             assert self._kv_cache_manager is not None
-            after = {name: computed[name] + new for name, new in scheduler_output.num_scheduled_tokens.items()}
             metadata.pool = self._pool_scheduler.plan(self._kv_cache_manager, after)
         return metadata
 
+    def _ready_before(
+        self, step: LeaseStep, table: Sequence[int], computed: Mapping[str, int], after: Mapping[str, int]
+    ) -> int:
+        """Return how many of a prompt's cached tokens are there before the step.
+
+        vLLM counts a block as cached once it is scheduled, so another request of this very step may write it.
+        """
+        assert self._kv_cache_manager is not None
+        size, manager = self._block_tokens, self._kv_cache_manager
+        written: set[int] = set()
+        for request, end in after.items():
+            if request != step.request:
+                written.update(manager.get_block_ids(request)[0][computed[request] // size : -(-end // size)])
+        cached = table[: step.ready_before // size]
+        return size * next((number for number, block in enumerate(cached) if block in written), len(cached))
+
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        progress = connector_output.kv_connector_worker_meta
         if self._scheduler is not None:
             for request in connector_output.finished_recving or ():
                 self._scheduler.pulled(request)
             for request in connector_output.finished_sending or ():
                 self._scheduler.freed(request)
+            if isinstance(progress, ProgressMetadata):
+                self._scheduler.leases_open += progress.leases_open
         if self._pool_scheduler is not None:
             assert self._kv_cache_manager is not None
-            self._pool_scheduler.progress(self._kv_cache_manager, connector_output.kv_connector_worker_meta)
+            self._pool_scheduler.progress(self._kv_cache_manager, progress)
             for request in connector_output.finished_recving or ():
                 self._pool_scheduler.scheduler.received(request)
 
@@ -256,7 +295,8 @@ class BatonConnector(KVConnectorBase_V1):
         """Keep the engine stepping while orders wait for the workers."""
         if self._pool_scheduler is not None and self._pool_scheduler.scheduler.is_busy:
             return True
-        return self._scheduler is not None and self._scheduler.has_orders
+        scheduler = self._scheduler
+        return scheduler is not None and (scheduler.has_orders or scheduler.leases_open > 0)
 
     def reset_cache(self) -> bool | None:
         """Refuse what vLLM asks after a change of weights: Baton starts such an engine anew."""
@@ -281,13 +321,25 @@ class BatonConnector(KVConnectorBase_V1):
         if self._agent_options is None:
             return
         agent = self.make_agent(self._agent_options)
-        pool = self._pool(tensors, blocks)
+        pool = read_kv(
+            tensors,
+            [self._vllm_config.compilation_config.static_forward_context[name] for name in names],
+            self._vllm_config,
+            blocks=blocks,
+            model_digest=self._model_digest,
+            tp_rank=get_tensor_model_parallel_rank(),
+            staged=self._staging_slots > 0,
+        )
+        self._device = pool.device
         self.kv_identity = pool.fingerprint
+        if self._staging_slots:
+            agent = StagedAgent(agent, self.make_copies(), self._staging_slots, stream=self.stream)
         agent.set_pool(pool)
         place = RankPlace(
             rank=get_tensor_model_parallel_rank(),
             size=self._vllm_config.parallel_config.tensor_parallel_size,
-            layout=read_layout(pool.layout) if pool.layout else None,
+            # Staged blocks are copied as a whole, so heads of theirs cannot come from several peers.
+            layout=read_layout(pool.layout) if pool.layout and not self._staging_slots else None,
         )
         self._rank = HandoffRank(agent, place)
         if self._pool_bytes:
@@ -323,6 +375,14 @@ class BatonConnector(KVConnectorBase_V1):
             place,
         )
 
+    def make_copies(self) -> CopyEngine:
+        """Return the engine that copies between the cache and host memory; tests may bring their own."""
+        return host_copies() if self._device is None else cuda_copies(self._device)
+
+    def stream(self) -> int | None:
+        """Return the CUDA stream in which the model runs; None on a CPU, whose writes have ended."""
+        return None if self._device is None else torch.cuda.current_stream(self._device).cuda_stream
+
     def make_copier(self, pool: KvPool) -> Copier:
         """Return the copier of this rank's pool; tests may bring their own."""
         return ThreadCopier(pool)
@@ -330,68 +390,6 @@ class BatonConnector(KVConnectorBase_V1):
     def make_agent(self, options: AgentOptions) -> TransferAgent:
         """Return this rank's agent; tests may bring their own."""
         return NativeAgent(options)
-
-    def _pool(self, tensors: list[torch.Tensor], blocks: int) -> Pool:
-        """Describe the cache's memory. One block of one layer is one contiguous span in vLLM's CPU layout."""
-        first = tensors[0]
-        block_bytes = first.nbytes // blocks
-        for tensor in tensors:
-            if tensor.device.type != "cpu":
-                raise ConfigurationError(
-                    f"the KV cache lies on {tensor.device.type}, and this build moves host memory only "
-                    "(engine option handoff=false serves requests whole)"
-                )
-            if tensor.shape != first.shape or tensor.shape[0] != blocks or not tensor[0].is_contiguous():
-                raise ConfigurationError(
-                    f"the KV cache is not one contiguous span per block and layer: {tuple(tensor.shape)}, "
-                    f"strides {tensor.stride()}"
-                )
-        layout, identity = self._describe(tensors, block_bytes)
-        return Pool(
-            layer_addresses=tuple(tensor.data_ptr() for tensor in tensors),
-            blocks=blocks,
-            block_bytes=block_bytes,
-            block_stride_bytes=first.stride(0) * first.element_size(),
-            block_tokens=self._vllm_config.cache_config.block_size,
-            fingerprint=str(identity),
-            layout="" if layout is None else str(layout),
-        )
-
-    def _describe(self, tensors: list[torch.Tensor], block_bytes: int) -> tuple[Layout | None, KvIdentity]:
-        """Return a block's layout, None if it cannot be described, and the KV identity."""
-        first = tensors[0]
-        model, tp_size = self._vllm_config.model_config, self._vllm_config.parallel_config.tensor_parallel_size
-        block_tokens = self._vllm_config.cache_config.block_size
-        kv_heads = 1 if model.use_mla else model.get_total_num_kv_heads()
-        dim = first.shape[-1] if model.use_mla else model.get_head_size()
-        layers = [self._vllm_config.compilation_config.static_forward_context[name] for name in self._layers]
-        isa = str(getattr(layers[0], "isa", "unknown"))
-        dtype = FLOAT8.get(layers[0].kv_cache_dtype, str(first.dtype).removeprefix("torch."))
-        layout = describe_cache(
-            layers=len(tensors),
-            kv_heads=kv_heads,
-            dim=dim,
-            dtype=dtype,
-            isa=isa,
-            latent=model.use_mla,
-            block_tokens=block_tokens,
-            block_bytes=block_bytes,
-            tp_rank=get_tensor_model_parallel_rank(),
-            tp_size=tp_size,
-        )
-        config = model.hf_text_config.to_dict()
-        scales = ((layer._k_scale_float, layer._v_scale_float) for layer in layers)
-        return layout, KvIdentity(
-            model=str(config.get("model_type")),
-            digest=self._model_digest,
-            layers=len(tensors),
-            kv_heads=kv_heads,
-            dim=dim,
-            dtype=dtype,
-            scales=describe_scales(scales) if first.element_size() == 1 else NONE,
-            rope=describe_rope(config),
-            blocks=DESCRIBED if layout else f"{'x'.join(map(str, first.shape[1:]))},inner={isa},tp={tp_size}",
-        )
 
     @property
     def rank(self) -> HandoffRank | None:
@@ -423,7 +421,8 @@ class BatonConnector(KVConnectorBase_V1):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: object
     ) -> None:
-        if self._rank is not None:
+        # On a GPU the layer is only queued by now, or this is the capture of a graph: see `wait_for_save`.
+        if self._rank is not None and self._device is None:
             self._rank.layer_saved(self._layers[layer_name])
 
     def wait_for_save(self) -> None:
@@ -434,6 +433,7 @@ class BatonConnector(KVConnectorBase_V1):
         if self._rank is None:
             return KVConnectorTransferResults()
         results = self._rank.end(expecting=self._pool_rank is not None and self._pool_rank.is_active)
+        self._leases_open += results.leases_open
         if self._pool_rank is not None:
             self._pool_rank.end(results)
         return KVConnectorTransferResults(
@@ -442,7 +442,8 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         progress = self._pool_rank.take_progress() if self._pool_rank is not None else None
-        return None if progress is None else ProgressMetadata(progress)
+        leases_open, self._leases_open = self._leases_open, 0
+        return ProgressMetadata(progress or PoolProgress(), leases_open) if progress or leases_open else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return the figures of this rank, or in the scheduler's process those of the KV pool."""

@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class ProgressMetadata(KVConnectorWorkerMetadata):
-    """A `PoolProgress` on its way from the ranks to the scheduler."""
+    """What ranks have done, on its way to the scheduler."""
 
-    def __init__(self, progress: PoolProgress) -> None:
+    def __init__(self, progress: PoolProgress, leases_open: int) -> None:
         self.progress = progress
+        self.leases_open = leases_open
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, ProgressMetadata)
-        return ProgressMetadata(self.progress.joined(other.progress))
+        return ProgressMetadata(self.progress.joined(other.progress), self.leases_open + other.leases_open)
 
 
 class VllmPool:

@@ -29,7 +29,20 @@ class Device(StrEnum):
     CUDA = "cuda"
 
 
-WHOLE_ON_CUDA: Final = "KV in GPU memory is not handed off yet, so on CUDA decode workers serve requests whole"
+class KvPath(StrEnum):
+    """How KV of hand-offs gets from the engine's cache to a peer."""
+
+    AUTO = "auto"
+    """Direct from host memory, staged from a device's."""
+    DIRECT = "direct"
+    """Peers read the cache itself."""
+    STAGED = "staged"
+    """It is copied to host memory, which peers read (`docs/gpu.md`)."""
+
+
+WHOLE_ON_CUDA: Final = (
+    "on CUDA decode workers serve requests whole, unless kv_path=staged asks for hand-offs, which have not run on a GPU"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +56,25 @@ class OwnOptions:
     """`module:Class` of the connector, which runs beside the engine's KV memory; tests derive their own."""
     kv_pool_bytes: int = 0
     """Host memory for the KV pool, over all ranks (`docs/kv-pool.md`). 0: no pool."""
+    kv_path: KvPath = KvPath.AUTO
+    kv_staging_tokens: int = 0
+    """Tokens of hand-offs that are staged at a time; 0: twice the longest context."""
     kv_file: str = ""
     """Path of the pool's file; further ranks append their number."""
     kv_file_bytes: int = 0
     """Size of that file, over all ranks. 0: no file."""
 
 
-OWN_OPTIONS: Final = ("device", "handoff", "connector", "kv_pool_bytes", "kv_file", "kv_file_bytes")
+OWN_OPTIONS: Final = (
+    "device",
+    "handoff",
+    "connector",
+    "kv_pool_bytes",
+    "kv_path",
+    "kv_staging_tokens",
+    "kv_file",
+    "kv_file_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +121,9 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
     connector = options.get("connector", dialect.connector)
     if not isinstance(connector, str) or connector.count(":") != 1:
         raise ConfigurationError(f"engine option connector is 'module:Class', not {connector!r}", param="connector")
+    path = options.get("kv_path", KvPath.AUTO)
+    if path not in list(KvPath):
+        raise ConfigurationError(f"engine option kv_path is one of {', '.join(KvPath)}, not {path!r}", param="kv_path")
     kv_file = options.get("kv_file", "")
     if not isinstance(kv_file, str):
         raise ConfigurationError(f"engine option kv_file is a path, not {kv_file!r}", param="kv_file")
@@ -103,9 +131,11 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
         device=Device(str(device)),
         handoff=handoff,
         connector=connector,
-        kv_pool_bytes=_bytes_of(options, "kv_pool_bytes"),
+        kv_pool_bytes=_number(options, "kv_pool_bytes", "bytes"),
+        kv_path=KvPath(str(path)),
+        kv_staging_tokens=_number(options, "kv_staging_tokens", "tokens"),
         kv_file=kv_file,
-        kv_file_bytes=_bytes_of(options, "kv_file_bytes"),
+        kv_file_bytes=_number(options, "kv_file_bytes", "bytes"),
     )
     if bool(own.kv_file) != bool(own.kv_file_bytes):
         raise ConfigurationError("engine options kv_file and kv_file_bytes need each other", param="kv_file")
@@ -114,24 +144,27 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
     return own, engine_options
 
 
-def _bytes_of(options: Mapping[str, object], name: str) -> int:
-    size = options.get(name, 0)
-    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise ConfigurationError(f"engine option {name} is a number of bytes, not {size!r}", param=name)
-    return size
+def _number(options: Mapping[str, object], name: str, unit: str) -> int:
+    number = options.get(name, 0)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ConfigurationError(f"engine option {name} is a number of {unit}, not {number!r}", param=name)
+    return number
 
 
-def choose_handoff(wanted: bool | None, role: Role, here: Device) -> bool:
-    """Return whether an engine hands off KV on the device that it found.
+def choose_handoff(own: OwnOptions, role: Role, here: Device) -> KvPath | None:
+    """Return the way by which an engine hands off KV on the device that it found; None: it serves requests whole.
 
-    Raises ConfigurationError if it cannot but must: by option, or as a prefill worker.
+    Raises ConfigurationError if it cannot hand off but must: by option, or as a prefill worker.
     """
     if here is not Device.CUDA:
-        return wanted is not False
-    if wanted or role is Role.PREFILL:
+        path = KvPath.STAGED if own.kv_path is KvPath.STAGED else KvPath.DIRECT
+        return None if own.handoff is False else path
+    if own.kv_path is KvPath.STAGED and own.handoff is not False:
+        return KvPath.STAGED
+    if own.handoff or role is Role.PREFILL:
         raise ConfigurationError(f"this worker cannot hand off: {WHOLE_ON_CUDA}", param="handoff")
     _log.warning(WHOLE_ON_CUDA)
-    return False
+    return None
 
 
 def choose_profile(wanted: Device, here: Device, dialect: Dialect) -> DeviceProfile:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
@@ -76,19 +77,7 @@ class KvPool:
             block_stride_bytes=stride_bytes,
             region=region,
         )
-        # Copies take blocks as bytes, also where nothing describes what is in them.
-        block = Layout(
-            layers=tensors,
-            kv_heads=1,
-            dim=cache.block_bytes // cache.block_tokens,
-            dtype="float8_e4m3",
-            order="NHD",
-            form="latent",
-            block_tokens=cache.block_tokens,
-        )
-        assert block.block_bytes == cache.block_bytes
-        self.cache_blocks = _as_bytes(block, cache)
-        self.slot_blocks = _as_bytes(block, self.pool)
+        self._cache = cache
         self.block_tokens = cache.block_tokens
         self.tensors = tensors
         self.stride_bytes = stride_bytes
@@ -96,9 +85,28 @@ class KvPool:
     def slot_address(self, slot: int) -> int:
         return self.pool.layer_addresses[0] + slot * self.stride_bytes
 
+    @cached_property
+    def cache_blocks(self) -> LayoutPool:
+        """The cache's blocks, as plain bytes."""
+        return self._as_bytes(self._cache)
 
-def _as_bytes(block: Layout, pool: Pool) -> LayoutPool:
-    return LayoutPool(block, pool.layer_addresses, pool.blocks, pool.block_stride_bytes)
+    @cached_property
+    def slot_blocks(self) -> LayoutPool:
+        return self._as_bytes(self.pool)
+
+    def _as_bytes(self, pool: Pool) -> LayoutPool:
+        # Copies take blocks as bytes, also where nothing describes what is in them.
+        block = Layout(
+            layers=self.tensors,
+            kv_heads=1,
+            dim=pool.block_bytes // pool.block_tokens,
+            dtype="float8_e4m3",
+            order="NHD",
+            form="latent",
+            block_tokens=pool.block_tokens,
+        )
+        assert block.block_bytes == pool.block_bytes
+        return LayoutPool(block, pool.layer_addresses, pool.blocks, pool.block_stride_bytes)
 
 
 def _ask_for_huge_pages(address: int, size: int) -> None:

@@ -200,7 +200,7 @@ class MemoryAgent:
             )
             self.pool, self._layout_pool = pool, layout_pool
 
-    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
         with self._fabric.changed:
             self._command(core.OpenLease(checked_key(key), -1.0 if unclaimed_ttl_s is None else unclaimed_ttl_s))
             return self._core.generation(key)

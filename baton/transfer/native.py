@@ -89,7 +89,7 @@ class NativeAgent:
                 pool.layout,
             )
 
-    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
         with _typed_failure():
             return self._agent.open_lease(checked_key(key), -1.0 if unclaimed_ttl_s is None else unclaimed_ttl_s)
 

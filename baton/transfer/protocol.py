@@ -176,6 +176,8 @@ class EventKind(StrEnum):
     """Sink: the pull failed and nothing writes the destination blocks any more; `cause` and `detail` say why."""
     LEASE_RELEASED = "lease_released"
     """Source: the sink is done, the blocks may be reused."""
+    LEASE_STAGED = "lease_staged"
+    """Source: the whole lease was copied to memory of the agent. The pool's blocks may be reused; the lease goes on."""
     LEASE_ENDED = "lease_ended"
     """Source: expired (`cause` = expired) or revoked; the blocks may be reused."""
 
@@ -197,6 +199,8 @@ class Cause(StrEnum):
     """One KV layout cannot be converted into the other; `detail` names both in full."""
     MODEL = "model"
     """The KV does not mean the same on both sides; `detail` names what differs."""
+    COPY = "copy"
+    """KV could not be copied between the pool and host memory, see `baton.pool.staging`."""
 
 
 def pull_failure(cause: Cause, detail: str) -> TransferFailed:
@@ -278,8 +282,11 @@ class TransferAgent(Protocol):
 
     # Source.
 
-    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
-        """Open a lease, or raise the generation of one that was revoked; return its generation, from 1."""
+    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
+        """Open a lease, or raise the generation of one that was revoked; return its generation, from 1.
+
+        `tokens`: its length once it is complete, for agents that reserve memory for it; 0: not known.
+        """
         ...
 
     def extend_lease(self, key: bytes, generation: int, blocks: Sequence[int]) -> None:

@@ -13,11 +13,15 @@ from bus_world import World, memory_world, nats_world
 from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, Fabric, MakeAgent, MakeNode, Node
 
 from baton.clock import SystemClock
+from baton.pool.staging import StagedAgent
 from baton.redis import RedisConnection
 from baton.transfer import NativeAgent, TransferAgent
+from baton.transfer.device import cuda_copies, host_copies
 from baton.transfer.memory import MemoryFabric
 from tests.contract.spilled_index import spilled_indexes
 from tests.harness.servers import Server, start_nats, start_redis
+
+STAGING_SLOTS = 64
 
 _names = (f"t{number}" for number in itertools.count())
 
@@ -76,6 +80,9 @@ async def world(request: pytest.FixtureRequest) -> AsyncIterator[World]:
         "cuda-ipc on a GPU",
         "cuda-put on a GPU",
         "direct",
+        "direct+staged",
+        "direct+staged with a device",
+        "tcp+staged",
         "cma",
         "shm",
         "verbs",
@@ -92,15 +99,22 @@ def way(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+def staged(agent: TransferAgent, gpu_library: str | None) -> StagedAgent:
+    """Return an agent whose pool is reached by copies: host memory, or that of a device."""
+    copies = host_copies() if gpu_library is None else cuda_copies(0, library=gpu_library)
+    return StagedAgent(agent, copies, STAGING_SLOTS)
+
+
 @pytest.fixture
-def make_agent(backend: str, fabric: Fabric) -> Iterator[MakeAgent]:
+def make_agent(way: str, backend: str, fabric: Fabric) -> Iterator[MakeAgent]:
     """Make agents that talk over one backend; close them afterwards."""
     agents: list[TransferAgent] = []
     memory_fabric = MemoryFabric()
 
     def make(**changes: object) -> TransferAgent:
         options = replace(OPTIONS, **{"backends": (backend,), **fabric, **changes})  # pyright: ignore[reportArgumentType]
-        agents.append(memory_fabric.agent(options) if backend == "memory" else NativeAgent(options))
+        agent = memory_fabric.agent(options) if backend == "memory" else NativeAgent(options)
+        agents.append(staged(agent, fabric.get("gpu_library")) if "staged" in way else agent)
         return agents[-1]
 
     yield make

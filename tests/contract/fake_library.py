@@ -54,11 +54,15 @@ class FakeLibrary:
     done: tuple[str, ...]
     """Counts of completed operations."""
 
-    def __init__(self, folders: pytest.TempPathFactory) -> None:
+    def __init__(self, tables: Path, *, here: bool = True) -> None:
+        """`tables`: folder of its control and counts. `here`: this process and those it starts use it."""
         self.library = self.compiled()
-        self.tables = folders.mktemp("tables")
-        (self.tables / "control").write_bytes(bytes(_WORD.size * len(self.controls)))
-        os.environ[self.folder_variable] = str(self.tables)
+        self.tables = tables
+        # A process that uses it already must not find it empty.
+        with (tables / "control").open("ab") as control:
+            control.truncate(_WORD.size * len(self.controls))
+        if here:
+            os.environ[self.folder_variable] = str(tables)
 
     @classmethod
     def compiled(cls) -> str:
@@ -89,10 +93,10 @@ class FakeLibrary:
                 file.seek(_WORD.size * len(self.open))
                 file.write(bytes(_WORD.size * len(self.done)))
 
-    def counts(self) -> dict[str, int]:
-        """Return counts of this process's open objects, and of the operations the fake has done for it."""
+    def counts(self, pid: int | None = None) -> dict[str, int]:
+        """Return counts of a process's open objects, and of the operations the fake has done for it; of this one's."""
         names = self.open + self.done
-        path = self.tables / str(os.getpid())
+        path = self.tables / str(pid or os.getpid())
         words = path.read_bytes()[: _WORD.size * len(names)] if path.exists() else bytes(_WORD.size * len(names))
         return dict(zip(names, (value for (value,) in _WORD.iter_unpack(words)), strict=True))
 

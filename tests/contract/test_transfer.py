@@ -81,9 +81,14 @@ def test_blocks_are_appended_while_the_pull_runs(source: Node, sink: Node) -> No
     assert sink.holds(SINK_BLOCKS)
 
 
-def test_a_last_block_that_is_not_full(source: Node, sink: Node) -> None:
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_last_block_that_is_not_full(source: Node, sink: Node, way: str, complete: bool) -> None:
     source.fill(SOURCE_BLOCKS)
     generation = source.lease(KEY, SOURCE_BLOCKS)
+    if complete:
+        source.agent.complete_lease(KEY, generation, TOKENS - 5)
+    elif "staged" in way:
+        pytest.skip("a block that may still grow is not staged")
     source.agent.post_ready(KEY, generation, -1, TOKENS - 5)
     sink.agent.pull(KEY, source.agent.endpoint, first_token=0, tokens=TOKENS - 5, blocks=SINK_BLOCKS, budget_s=5.0)
     assert sink.wait_end(KEY).kind == EventKind.PULL_DONE

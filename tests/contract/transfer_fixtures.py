@@ -15,7 +15,7 @@ from tests.contract.ucx_library import ucx_library
 
 @pytest.fixture(scope="session")
 def fake_verbs_library(tmp_path_factory: pytest.TempPathFactory) -> FakeVerbs:
-    return FakeVerbs(tmp_path_factory)
+    return FakeVerbs(tmp_path_factory.mktemp("tables"))
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def fake_verbs(fake_verbs_library: FakeVerbs) -> Iterator[FakeVerbs]:
 
 @pytest.fixture(scope="session")
 def fake_gpu_library(tmp_path_factory: pytest.TempPathFactory) -> FakeGpu:
-    return FakeGpu(tmp_path_factory)
+    return FakeGpu(tmp_path_factory.mktemp("tables"))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def fake_gpu(fake_gpu_library: FakeGpu) -> Iterator[FakeGpu]:
 
 @pytest.fixture
 def backend(way: str) -> str:
-    return way.split()[0]
+    return way.split()[0].removesuffix("+staged")
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def fabric(request: pytest.FixtureRequest, way: str, monkeypatch: pytest.MonkeyP
         except GpuUnavailable as error:
             pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
         return {"gpu_library": ""}
-    if way.startswith("cuda"):
+    if way.startswith("cuda") or way.endswith("with a device"):
         return {"gpu_library": request.getfixturevalue("fake_gpu").library}
     if way.startswith("ucx"):
         monkeypatch.setenv("UCX_TLS", way.split()[-1])

@@ -35,6 +35,8 @@ RUNNING_MAX = 4
 KINDS: Mapping[tuple[str, str | None], Mapping[str, object]] = {
     # On a CPU vLLM keeps latent rows in blocks of 16 tokens, whatever is asked for.
     ("vllm", "deepseek"): {"num_gpu_blocks_override": 512},
+    ("vllm", "staged"): {"kv_path": "staged"},
+    ("sglang", "staged"): {"kv_path": "staged"},
     ("vllm", "fp8"): {"kv_cache_dtype": "fp8"},
     ("sglang", "fp8"): {"kv_cache_dtype": "fp8_e4m3"},
     ("vllm", "lfm2"): {"load_format": "dummy"},
@@ -104,7 +106,7 @@ class Engines:
         assert parts is not None, name
         engine, kind, block_tokens, ranks = parts.groups()
         assert engine in ("vllm", "sglang")
-        model = self._folder / ("qwen3" if kind in (None, "bfloat16", "fp8") else kind)
+        model = self._folder / ("qwen3" if kind in (None, "bfloat16", "fp8", "staged") else kind)
         make_model(model, kind or "")
         python = engine_python(engine)
         if python is None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import pytest
@@ -76,8 +77,10 @@ class Pair:
         self.decode.settled()
 
     def hold(self, layer: int, passes: int = 0) -> None:
-        """Stop prefill's next step before `layer`, after it has gone by it `passes` times."""
-        (self.prefill.gate / "hold").write_text(f'{{"layer": {layer}, "pass": {passes}}}')
+        """Stop prefill's next step before `layer`, after it has gone by it `passes` times; let go what is held."""
+        order = self.prefill.gate / "order"
+        order.write_text(f'{{"layer": {layer}, "pass": {passes}}}')
+        order.rename(self.prefill.gate / "hold")
 
     def held(self) -> None:
         until((self.prefill.gate / "held").exists, 20)
@@ -88,12 +91,20 @@ class Pair:
 
 
 @contextmanager
-def started_pair(model: Path, tmp_path_factory: pytest.TempPathFactory, **options: Any) -> Generator[Pair]:
+def started_pair(
+    model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    *,
+    of_role: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    **options: Any,
+) -> Generator[Pair]:
+    """Start a pair. `of_role`: further options of one of the two."""
     started: list[EngineProcess] = []
     try:
         # One after another: an engine loads on one core, and the other has other tests.
         for role in ("prefill", "decode"):
-            settings = {"model": str(model), "role": role, "options": OPTIONS | options, "agent": AGENT}
+            own = OPTIONS | options | dict(of_role.get(role, {}))
+            settings = {"model": str(model), "role": role, "options": own, "agent": AGENT}
             engine = EngineProcess(settings, tmp_path_factory.mktemp(f"gate-{role}"))
             started.append(engine)
             engine.wait_started()

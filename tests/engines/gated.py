@@ -24,7 +24,8 @@ class GatedConnector(BatonConnector):
         if not hold.exists():
             self._passed = 0
             return
-        order = json.loads(hold.read_text())
+        text = hold.read_text()
+        order = json.loads(text)
         if self._layers[layer_name] != order["layer"]:
             return
         self._passed += 1
@@ -32,5 +33,5 @@ class GatedConnector(BatonConnector):
             return
         (gate / "held").touch()
         deadline_s = time.monotonic() + HOLD_TIMEOUT_S
-        while hold.exists() and time.monotonic() < deadline_s:
+        while hold.exists() and hold.read_text() == text and time.monotonic() < deadline_s:
             time.sleep(0.005)

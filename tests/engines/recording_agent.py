@@ -44,7 +44,7 @@ class RecordingAgent:
     def set_pool(self, pool: Pool) -> None:
         self._called("set_pool", pool)
 
-    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
         self._called("open_lease", key)
         self.generations[key] = self.generations.get(key, 0) + 1
         return self.generations[key]

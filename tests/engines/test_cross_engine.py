@@ -37,6 +37,15 @@ PAIRS = (
     "sglang-1-to-vllm-128",
 )
 """Engines, each with its block or page size in tokens; `x2`: with two tensor-parallel ranks."""
+STAGED = (
+    "vllm-staged-32-to-vllm-staged-128",
+    "vllm-staged-32-to-sglang-staged-1",
+    "sglang-staged-1-to-vllm-staged-32",
+    "sglang-staged-1-to-sglang-staged-64",
+    "vllm-32-to-sglang-staged-1",
+    "sglang-staged-1-to-vllm-128",
+)
+"""Both sides staged, then one of them."""
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
 
@@ -109,6 +118,14 @@ async def test_an_engine_refuses_a_constraint_and_serves_on(pair: Pair) -> None:
 @over(*PAIRS)
 @pytest.mark.parametrize("at_once", [nightly(False), True])
 async def test_answers_are_the_decode_engines_own_token_for_token(pair: Pair, at_once: bool) -> None:
+    await check_answers(pair, at_once=at_once)
+
+
+@pytest.mark.nightly
+@over(*STAGED)
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_answers_of_staged_kv(pair: Pair, at_once: bool) -> None:
+    """Whichever side copies through host memory, or both; copies go by a thread of the host."""
     await check_answers(pair, at_once=at_once)
 
 

@@ -23,6 +23,7 @@ from baton.engines.options import (
     WHOLE_ON_CUDA,
     Device,
     Dialect,
+    KvPath,
     choose_handoff,
     engine_arguments,
     engine_environment,
@@ -132,18 +133,31 @@ def test_sglangs_ranks_are_counted_and_share_the_cores() -> None:
     assert shared_cores(2, {3, 0, 1}) == "0,1,3|0,1,3"
 
 
-def test_on_a_gpu_nothing_is_handed_off(caplog: pytest.LogCaptureFixture) -> None:
-    assert choose_handoff(None, Role.DECODE, Device.CUDA) is False
+def chosen_path(role: Role, here: Device, **options: object) -> KvPath | None:
+    return choose_handoff(split_options(options, DIALECT)[0], role, here)
+
+
+def test_on_a_gpu_nothing_is_handed_off_unless_it_is_staged(caplog: pytest.LogCaptureFixture) -> None:
+    assert chosen_path(Role.DECODE, Device.CUDA) is None
     assert [record.getMessage() for record in caplog.records] == [WHOLE_ON_CUDA]
-    assert choose_handoff(False, Role.DECODE, Device.CUDA) is False
-    for wanted, role in ((True, Role.DECODE), (None, Role.PREFILL), (False, Role.PREFILL)):
+    assert chosen_path(Role.DECODE, Device.CUDA, handoff=False) is None
+    for handoff, role in ((True, Role.DECODE), (None, Role.PREFILL), (False, Role.PREFILL)):
         with pytest.raises(ConfigurationError, match=WHOLE_ON_CUDA):
-            choose_handoff(wanted, role, Device.CUDA)
+            chosen_path(role, Device.CUDA, handoff=handoff)
+    for role in Role:
+        assert chosen_path(role, Device.CUDA, kv_path="staged") is KvPath.STAGED
+    assert chosen_path(Role.DECODE, Device.CUDA, kv_path="staged", handoff=False) is None
 
 
 def test_on_a_cpu_kv_is_handed_off_unless_the_user_says_no() -> None:
     for role in Role:
-        assert [choose_handoff(wanted, role, Device.CPU) for wanted in (None, True, False)] == [True, True, False]
+        assert [chosen_path(role, Device.CPU, handoff=wanted) for wanted in (None, True, False)] == [
+            KvPath.DIRECT,
+            KvPath.DIRECT,
+            None,
+        ]
+        assert chosen_path(role, Device.CPU, kv_path="staged") is KvPath.STAGED
+        assert chosen_path(role, Device.CPU, kv_path="direct") is KvPath.DIRECT
 
 
 def test_ranks_that_divide_layers_or_tokens_hand_nothing_over() -> None:
@@ -179,6 +193,8 @@ def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:
         {"device": "tpu"},
         {"handoff": "yes"},
         {"connector": "module.Class"},
+        {"kv_path": "fast"},
+        {"kv_staging_tokens": -1},
         {"kv_pool_bytes": -1},
         {"kv_file_bytes": "much"},
         {"kv_file": 1},

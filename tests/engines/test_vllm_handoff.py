@@ -95,6 +95,32 @@ def test_layers_arrive_while_the_next_one_is_held_back(pair: Pair) -> None:
     assert output == pair.aggregated(ids, 8)
 
 
+def test_blocks_that_another_request_writes_in_the_same_step_are_not_ready_before_it(pair: Pair) -> None:
+    """vLLM counts them as cached when it schedules them."""
+    ids, name, other = prompt(200, seed=22), pair.name(), pair.name()
+    pair.hold(layer=0)
+    busy = pair.prefill.send(
+        "generate", request=pair.name(), leg="whole", tokens=prompt(10, seed=23), sampling={"max_tokens": 1}
+    )
+    pair.held()
+    first, second = pair.send_prefill(name, ids), pair.send_prefill(other, ids)
+    decode = pair.send_decode(other, ids, 8)
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 10)
+    for _ in range(2):
+        pair.prefill.ask("load")  # By its second answer, vLLM has what was sent before.
+    (pair.prefill.gate / "held").unlink()
+    # The step that is held goes by layer 2 as well.
+    pair.hold(layer=2, passes=2)
+    pair.held()
+    until(lambda: list(pair.decode.ask("stats")["layers_arrived"].values()) == [2], 10)
+    pair.let_go()
+    expected = pair.aggregated(ids, 8)
+    assert decode.tokens() == expected
+    assert pair.send_decode(name, ids, 8).tokens() == expected
+    for answer in (first, second, busy):
+        answer.wait()
+
+
 def test_decode_first_then_prefill(pair: Pair) -> None:
     ids = prompt(120, seed=21)
     name = pair.name()

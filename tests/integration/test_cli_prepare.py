@@ -62,7 +62,7 @@ def test_containers_on_a_gpu_are_told_to_serve_whole(tmp_path: Path) -> None:
     flags = ["--device", "cuda", "--engine", "vllm"]
     refused = run_prepare(tmp_path, *flags, "--disaggregation", "always")
     assert refused.returncode == EXIT_MISCONFIGURED
-    assert "KV in GPU memory is not handed off yet" in refused.stderr
+    assert "on CUDA decode workers serve requests whole" in refused.stderr
     assert "DISAGGREGATION=never" in refused.stderr
     assert run_prepare(tmp_path, *flags, "--disaggregation", "never").returncode == 0
     assert read(tmp_path / "worker.toml").device == "cuda"

@@ -20,12 +20,20 @@ LLAMA: dict[str, Any] = {
     "dim": 128,
     "dtype": "bfloat16",
     "isa": "amx",
+    "order": "HND",
     "latent": False,
     "block_tokens": 32,
     "block_bytes": 2 * 4 * 32 * 128 * 2,
     "tp_rank": 1,
     "tp_size": 2,
 }
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD"])
+def test_a_cache_on_a_gpu(order: str) -> None:
+    assert str(describe(isa="plain", order=order)) == (
+        f"layers=32 kv_heads=8 dim=128 dtype=bfloat16 order={order} form=fused packing=plain block_tokens=32 tp=1/2"
+    )
 
 
 @pytest.mark.parametrize(("isa", "packing"), [("amx", "amx"), ("vec", "vec"), ("vec16", "vec")])

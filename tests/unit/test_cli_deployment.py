@@ -31,6 +31,7 @@ from baton.cli.up import describe_gpus
 from baton.devices.gpus import Gpu, Gpus
 from baton.devices.pci import PciPlace
 from baton.devices.survey import Host, Survey
+from baton.engines.options import KvPath
 from baton.errors import ConfigurationError
 from baton.messages.placement import Disaggregation
 from baton.pool.memory import available_bytes
@@ -285,8 +286,30 @@ def test_the_start_says_which_gpu_a_worker_has_and_what_is_wrong_with_it(tmp_pat
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_handing_off_on_a_gpu_is_refused_with_the_reason(tmp_path: Path, device: str) -> None:
     deployment = make_deployment(tmp_path, device=device, disaggregation=Disaggregation.ALWAYS)
-    with pytest.raises(ConfigurationError, match="KV in GPU memory is not handed off yet"):
+    with pytest.raises(ConfigurationError, match="DISAGGREGATION=always is not for GPUs: on CUDA decode workers serve"):
         resolve(deployment, gpu=True)
+
+
+def test_kv_that_is_staged_is_handed_off_on_gpus(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path, device="cuda", kv_path=KvPath.STAGED, disaggregation=Disaggregation.ALWAYS)
+    deployment = resolve(deployment, gpu=True, find_gpus=lambda: visible_gpus(GPUS, None))
+    assert (deployment.disaggregation, deployment.prefill, deployment.decode) == (
+        Disaggregation.ALWAYS,
+        1,
+        len(GPUS) - 1,
+    )
+
+
+def test_the_way_of_kv_reaches_the_workers(tmp_path: Path) -> None:
+    def path(**changes: object) -> object:
+        deployment = make_deployment(tmp_path, device="cpu", **changes)
+        program = next(program for program in all_programs(deployment) if program.name == "prefill-0")
+        return json.loads(flags(program)["--engine-options"]).get("kv_path")
+
+    assert path() is None
+    assert path(kv_path=KvPath.STAGED) == "staged"
+    assert path(kv_path=KvPath.STAGED, engine_options={"kv_path": "direct"}) == "direct"
+    assert path(kv_path=KvPath.STAGED, engine="simulated") is None
 
 
 @pytest.mark.parametrize(

@@ -464,7 +464,7 @@ async def test_an_engine_that_was_not_started_serves_nothing_and_can_be_closed()
 
 
 class BrokenAgent(MemoryAgent):
-    def open_lease(self, key: bytes, *, unclaimed_ttl_s: float | None = None) -> int:
+    def open_lease(self, key: bytes, *, tokens: int = 0, unclaimed_ttl_s: float | None = None) -> int:
         raise RuntimeError("out of order")
 
 

@@ -25,6 +25,7 @@ from baton.connectors.link import ADDRESS_VARIABLE, Failed, HostEnd, Opened, Ord
 from baton.engines.host import EngineHost
 from baton.engines.options import (
     Device,
+    KvPath,
     OwnOptions,
     choose_handoff,
     choose_profile,
@@ -99,9 +100,12 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
             import torch
 
             here = Device.CUDA if torch.cuda.is_available() else Device.CPU
-        hands_off = choose_handoff(self._own.handoff, self._role, here)
+        path = choose_handoff(self._own, self._role, here)
         setup = Setup(
-            agent=self._agent if hands_off else None, model_digest=self.digest, kv_pool_bytes=self._own.kv_pool_bytes
+            agent=self._agent if path is not None else None,
+            model_digest=self.digest,
+            kv_pool_bytes=self._own.kv_pool_bytes,
+            staging_tokens=self._own.kv_staging_tokens if path is KvPath.STAGED else None,
         )
         connecting = threading.Thread(target=self._connect, args=(setup,), name="baton-sglang-link", daemon=True)
         connecting.start()

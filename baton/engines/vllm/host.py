@@ -11,6 +11,7 @@ from baton.engines.gpu_profiles import VLLM_FLAGS, gpu_options
 from baton.engines.host import EngineHost
 from baton.engines.options import (
     Device,
+    KvPath,
     OwnOptions,
     choose_handoff,
     choose_profile,
@@ -66,12 +67,12 @@ class VllmHost(EngineHost["AsyncLLM"]):
             arguments: dict[str, Any] = engine_arguments(
                 self._options, (field.name for field in fields(AsyncEngineArgs)), profile, DIALECT
             )
-            hands_off = choose_handoff(self._own.handoff, self._role, here)
-            if hands_off:
+            path = choose_handoff(self._own, self._role, here)
+            if path is not None:
                 check_handoff(arguments)
-            elif self._own.kv_pool_bytes:
+            if self._own.kv_pool_bytes and (path is None or here is Device.CUDA):
                 raise ConfigurationError(
-                    "engine option kv_pool_bytes needs an engine that hands off KV", param="kv_pool_bytes"
+                    "engine option kv_pool_bytes needs an engine that hands off KV, on a CPU", param="kv_pool_bytes"
                 )
             with engine_environment(DIALECT, profile):
                 choose_executor(arguments, os.environ)
@@ -86,7 +87,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
                     worker_extension_cls=WORKER_EXTENSION,
                     # Agents speak of one pool of blocks: one cache group for all layers.
                     disable_hybrid_kv_cache_manager=True,
-                    kv_transfer_config=self._transfer_config(hands_off=hands_off),
+                    kv_transfer_config=self._transfer_config(path),
                     kv_events_config=KVEventsConfig(
                         enable_kv_cache_events=True, publisher="zmq", endpoint=self.events_endpoint
                     ),
@@ -101,7 +102,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
         # It has every method of vLLM's class, which it does not inherit so as to exist before vLLM is imported.
         return cast("StatLoggerBase", self.recorder)
 
-    def _transfer_config(self, *, hands_off: bool) -> KVTransferConfig:
+    def _transfer_config(self, path: KvPath | None) -> KVTransferConfig:
         from vllm.config import KVTransferConfig
 
         from baton.connectors.vllm import (
@@ -110,6 +111,7 @@ class VllmHost(EngineHost["AsyncLLM"]):
             FILE_BYTES_SETTING,
             FILE_SETTING,
             POOL_SETTING,
+            STAGING_SETTING,
             AgentSetting,
         )
 
@@ -121,9 +123,10 @@ class VllmHost(EngineHost["AsyncLLM"]):
             kv_role="kv_both",
             kv_load_failure_policy="fail",
             kv_connector_extra_config={
-                AGENT_SETTING: AgentSetting(self._agent) if hands_off else None,
+                AGENT_SETTING: AgentSetting(self._agent) if path is not None else None,
                 DIGEST_SETTING: self.digest,
                 POOL_SETTING: self._own.kv_pool_bytes,
+                STAGING_SETTING: self._own.kv_staging_tokens if path is KvPath.STAGED else None,
                 FILE_SETTING: self._own.kv_file,
                 FILE_BYTES_SETTING: self._own.kv_file_bytes,
             },

@@ -1,0 +1,49 @@
+"""Two vLLM engines on one GPU, prefill to decode, staged through host memory: `make test-gpu` runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from baton_native import DeviceMemory, GpuUnavailable
+from engine_pair import Pair, prompt, started_pair
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["eager", "graphs"])
+def pair(request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    try:
+        DeviceMemory(1)
+    except GpuUnavailable as error:
+        pytest.skip(f"{error}: `make test-gpu`, on a machine with an NVIDIA GPU")
+    options: dict[str, Any] = {
+        "device": "cuda",
+        "connector": "baton.connectors.vllm:BatonConnector",
+        "kv_path": "staged",
+        "enforce_eager": request.param,
+        "gpu_memory_utilization": 0.2,
+    }
+    with started_pair(tiny_model, tmp_path_factory, **options) as pair:
+        yield pair
+
+
+@pytest.mark.parametrize("tokens", [33, 200, 1500])
+def test_output_equals_one_engines(pair: Pair, tokens: int) -> None:
+    ids = prompt(tokens, seed=tokens)
+    output, last = pair.disaggregated(ids, 24)
+    assert output == pair.aggregated(ids, 24)
+    assert last["transferred_tokens"] == tokens - 1
+    pair.settled()
+
+
+def test_several_at_once(pair: Pair) -> None:
+    prompts = [prompt(tokens, seed=10 + tokens) for tokens in (40, 333, 700, 90, 512, 513)]
+    names = [pair.name() for _ in prompts]
+    prefills = [pair.send_prefill(name, ids) for name, ids in zip(names, prompts, strict=True)]
+    decodes = [pair.send_decode(name, ids, 12) for name, ids in zip(names, prompts, strict=True)]
+    outputs = [decode.tokens() for decode in decodes]
+    for prefill in prefills:
+        prefill.wait()
+    assert outputs == [pair.aggregated(ids, 12) for ids in prompts]
+    pair.settled()

@@ -1,0 +1,201 @@
+"""Hand-offs of real vLLM staged through host memory, over the stand-in for GPUs: tokens equal one engine's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_pair import Pair, prompt, started_pair
+from engine_process import Answer, EngineError, EngineProcess, until
+
+from tests.contract.fake_library import FakeGpu
+
+CONTEXT_TOKENS = 1984
+LONG_TOKENS = 1500
+"""47 of the engine's 64 blocks: a second prompt takes those of the first."""
+STAGED: dict[str, Any] = {"connector": "staged:StagedConnector", "kv_path": "staged"}
+SMALL: dict[str, Any] = {
+    "num_gpu_blocks_override": 64,
+    "max_model_len": CONTEXT_TOKENS,
+    "kv_staging_tokens": 2 * CONTEXT_TOKENS,
+}
+
+
+class Gpu(FakeGpu):
+    """The stand-in of one engine."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        super().__init__(engine.gate, here=False)
+        self._fault = engine.gate / "fault"
+
+    def plant(self, fault: str) -> None:
+        self._fault.write_text(fault)
+
+    def copied(self, engine: EngineProcess) -> int:
+        """Return how many copies have ended in an engine's process."""
+        (pid,) = engine.worker_pids()
+        return self.counts(pid)["copies"]
+
+    def heal(self) -> None:
+        self._fault.unlink(missing_ok=True)
+        self.reset()
+
+
+@pytest.fixture(scope="module")
+def engines(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    os.environ["BATON_TEST_GPU"] = FakeGpu.compiled()
+    with started_pair(tiny_model, tmp_path_factory, **STAGED, **SMALL) as pair:
+        yield pair
+
+
+@pytest.fixture
+def pair(engines: Pair) -> Iterator[Pair]:
+    yield engines
+    for engine in (engines.prefill, engines.decode):
+        Gpu(engine).heal()
+    engines.settled()
+
+
+@pytest.fixture
+def source(pair: Pair) -> Gpu:
+    return Gpu(pair.prefill)
+
+
+@pytest.fixture
+def sink(pair: Pair) -> Gpu:
+    return Gpu(pair.decode)
+
+
+def begun(pair: Pair, tokens: list[int]) -> tuple[Answer, Answer]:
+    name = pair.name()
+    return pair.send_prefill(name, tokens), pair.send_decode(name, tokens, 16)
+
+
+def is_free(engine: EngineProcess) -> bool:
+    """Whether no block of the engine is in use, or counts as leased."""
+    load = engine.ask("load")
+    return not load["kv_usage"] and not load["leased_blocks"]
+
+
+@pytest.mark.parametrize("tokens", [1, 33, 200, LONG_TOKENS])
+def test_output_equals_aggregated_and_only_the_last_token_is_computed(pair: Pair, tokens: int) -> None:
+    ids = prompt(tokens, seed=tokens)
+    before = pair.decode.ask("load")
+    output, last = pair.disaggregated(ids, 24)
+    after = pair.decode.ask("load")
+    assert output == pair.aggregated(ids, 24)
+    assert after["prompt_tokens_computed"] - before["prompt_tokens_computed"] == 1
+    assert last["transferred_tokens"] == tokens - 1
+    if tokens > 1:
+        done = pair.decode.ask("transfers")["pulls"]["done"]
+        assert list(done) == ["direct+staged"], "metrics and traces name the way"
+
+
+def test_the_engines_blocks_are_free_once_they_are_copied(pair: Pair, source: Gpu) -> None:
+    """The lease goes on: peers read the slots, whatever becomes of the blocks."""
+    ids, name = prompt(LONG_TOKENS, seed=2), pair.name()
+    source.set(hold_copies=1)
+    prefill = pair.send_prefill(name, ids)
+    prefill.wait()
+    assert not is_free(pair.prefill)
+    source.set(hold_copies=0)
+    until(lambda: is_free(pair.prefill), 10)
+    assert pair.prefill.ask("stats")["leases"] == 1
+    overwrite(pair.prefill)
+    assert pair.send_decode(name, ids, 16).tokens() == pair.aggregated(ids, 16)
+
+
+def overwrite(engine: EngineProcess) -> None:
+    """Have an engine compute a prompt that takes most of its blocks."""
+    engine.send(
+        "generate", request=f"other-{engine.gate}", leg="whole", tokens=prompt(1900, 3), sampling={"max_tokens": 1}
+    ).wait()
+
+
+def test_nothing_is_posted_before_the_copies_end(pair: Pair, source: Gpu) -> None:
+    ids, before = prompt(LONG_TOKENS, seed=4), pair.decode.ask("stats")
+    source.set(hold_copies=1)
+    prefill, decode = begun(pair, ids)
+    prefill.wait()
+    until(lambda: pair.decode.ask("stats")["pulls"] == 1, 10)
+    assert pair.decode.ask("stats")["pulled_bytes"] == before["pulled_bytes"]
+    source.set(hold_copies=0)
+    assert decode.tokens() == pair.aggregated(ids, 16)
+
+
+def test_nothing_is_promised_before_the_copies_end(pair: Pair, sink: Gpu) -> None:
+    ids, before = prompt(LONG_TOKENS, seed=5), pair.decode.ask("stats")
+    sink.set(hold_copies=1)
+    prefill, decode = begun(pair, ids)
+    prefill.wait()
+    until(lambda: pair.decode.ask("stats")["pulls_done"] > before["pulls_done"], 10)
+    assert decode.lines.empty()
+    sink.set(hold_copies=0)
+    assert decode.tokens() == pair.aggregated(ids, 16)
+
+
+def test_reordered_and_late_copies_change_nothing(pair: Pair, source: Gpu, sink: Gpu) -> None:
+    prompts = [prompt(tokens, seed=100 + tokens) for tokens in (40, 333, 700, 90, 512)]
+    for gpu in (source, sink):
+        gpu.set(reorder_copies=1, delay_ms=5)
+    both = [begun(pair, ids) for ids in prompts]
+    outputs = [decode.tokens() for _, decode in both]
+    for prefill, _ in both:
+        prefill.wait()
+    assert outputs == [pair.aggregated(ids, 16) for ids in prompts]
+
+
+# ---------------------------------------------------------------- planted faults
+
+
+def test_a_post_before_the_copies_end_shows(pair: Pair, source: Gpu) -> None:
+    ids = prompt(LONG_TOKENS, seed=10)
+    source.plant("to_host")
+    source.set(hold_copies=1)
+    prefill, decode = begun(pair, ids)
+    output = decode.tokens()
+    prefill.wait()
+    source.heal()
+    assert output != pair.aggregated(ids, 16)
+
+
+def test_blocks_freed_before_the_copies_end_show(pair: Pair, source: Gpu) -> None:
+    """The peer reads after the copies; they have read blocks that hold another prompt by then."""
+    ids, name = prompt(LONG_TOKENS, seed=11), pair.name()
+    source.plant("to_host")
+    source.set(hold_copies=1)
+    pair.send_prefill(name, ids).wait()
+    until(lambda: is_free(pair.prefill), 10)
+    overwrite(pair.prefill)
+    copied = source.copied(pair.prefill)
+    source.set(hold_copies=0)
+    until(lambda: source.copied(pair.prefill) > copied, 10)
+    until(lambda: source.copied(pair.prefill) == source.copied(pair.prefill), 10)
+    source.heal()
+    assert pair.send_decode(name, ids, 16).tokens() != pair.aggregated(ids, 16)
+
+
+def test_a_promise_before_the_copies_end_shows(pair: Pair, sink: Gpu) -> None:
+    ids = prompt(LONG_TOKENS, seed=12)
+    sink.plant("to_device")
+    sink.set(hold_copies=1)
+    prefill, decode = begun(pair, ids)
+    output = decode.tokens()
+    prefill.wait()
+    sink.heal()
+    assert output != pair.aggregated(ids, 16)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_copies_that_follow_no_stream_are_refused(pair: Pair, role: str) -> None:
+    ids, gpu = prompt(LONG_TOKENS, seed=13), Gpu(getattr(pair, role))
+    pair.disaggregated(prompt(40, seed=14), 2)
+    gpu.plant("unordered")
+    _, decode = begun(pair, ids)
+    with pytest.raises(EngineError, match="not ordered after the last write" if role == "decode" else "revoked"):
+        decode.tokens()
+    gpu.heal()
+    assert pair.disaggregated(ids, 16)[0] == pair.aggregated(ids, 16)
