@@ -26,6 +26,7 @@ import uvloop
 from baton_decode.config import DecodeSettings
 from baton_gateway.api import make_app
 from baton_gateway.config import Settings
+from baton_gateway.idempotency_store import MemoryAnswers
 from baton_gateway.intake_pool import IntakePool, LocalPool, ProcessPool
 from baton_gateway.models import Models
 from baton_gateway.server import listen, make_server
@@ -56,7 +57,7 @@ ENGINE_OPTIONS: dict[str, object] = {
 STREAMS = 8
 TICK_S = 0.001
 MIB = 1 << 20
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
 def bodies() -> Mapping[str, tuple[str, bytes, int]]:
@@ -113,6 +114,16 @@ def bodies() -> Mapping[str, tuple[str, bytes, int]]:
         ),
         "8 MiB to tokenise": ("/tokenize", b'{"model":"tiny","prompt":"' + b"the fox " * MIB + b'"}', 200),
         "more than 16 MiB": (COMPLETIONS, head + b'"prompt":"' + b"x" * 16 * MIB + b'"}', 413),
+        "a response with five million empty lists": (
+            RESPONSES,
+            b'{"model":"tiny","input":"x","x":' + listed(b"[]", 5_000_000) + b"}",
+            400,
+        ),
+        "a response to 16 MiB of text": (
+            RESPONSES,
+            b'{"model":"tiny","truncation":"auto","input":"' + b"the fox " * (2 * MIB - 64) + b'"}',
+            400,
+        ),
         "a prompt of 4,000 tokens": (COMPLETIONS, head + b'"prompt":' + listed(b"5", 4_000) + b"}", 200),
     }
 
@@ -203,7 +214,7 @@ async def running_system(model: Path, intake: IntakePool) -> AsyncGenerator[Syst
         models = await stack.enter_async_context(aclosing(Models(ports=node.ports, intake=intake, load=load_to_stay)))
         gateway = Gateway(settings, gateway="gateway", node=node, models=models)
         listener = stack.enter_context(listen(settings))
-        server = make_server(make_app(gateway), gateway, listener)
+        server = make_server(make_app(gateway, answers=MemoryAnswers(node.ports.clock, ttl_s=60.0)), gateway, listener)
         await stack.enter_async_context(server.serving())
         stack.push_async_callback(server.drain)
         [served] = gateway.workers.models()

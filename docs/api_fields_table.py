@@ -51,7 +51,7 @@ NOTES: Final = {
     "stop_token_ids": "64 ids",
     "stream_options": "see below",
     "thinking_token_budget": "needs vLLM's own setting for reasoning",
-    "tool_choice": "`auto`, `none`, `required` or a function; not `allowed_tools`",
+    "tool_choice": "`auto`, `none`, `required`, a function or `allowed_tools`, which shows the model only these",
     "tools": "1024 tools",
     "top_logprobs": "at most 20",
     "truncate_prompt_tokens": "keeps the end of the prompt; -1: as much as leaves room for one token",

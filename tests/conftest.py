@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -16,6 +17,16 @@ pytest_plugins = ["tests.contract.transfer_fixtures"]
 
 LEFT_OUT: Final = pytest.StashKey[int]()
 """Number of nightly tests that this run leaves out."""
+
+# Thousands of tests are objects that live as long as the process: collections of garbage would look at all of them,
+# which is half of what each worker needs to begin and to end.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
 
 # `make test-nightly` runs many examples. No deadline per example: a busy machine must not fail a property.
 settings.register_profile("few", max_examples=50, deadline=None)

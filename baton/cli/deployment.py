@@ -72,6 +72,10 @@ class Deployment:
     """Options for every engine; those under an engine's name are for that engine only."""
     kv_pool_bytes: int | None = 0
     """Host memory for each worker's KV pool; None: `KV_POOL_SHARE` of what is free, divided by the workers."""
+    kv_file_bytes: int = 0
+    """Size of the file under each worker's KV pool; 0: no file."""
+    kv_folder: Path | None = None
+    """Folder for these files; None: `.cache/kv` in `folder`."""
     answer_format: str = ""
     """Format of reasoning and tool calls, one of the gateway's; empty: found by the model's chat template."""
     stored_keys: bool = False
@@ -169,6 +173,10 @@ def check_deployment(deployment: Deployment) -> None:
     """Raise ConfigurationError with a sentence that says what to do, before anything is started."""
     if deployment.prefill < 0 or deployment.counts[Role.DECODE] < 1:
         raise ConfigurationError("at least one decode worker is needed: DECODE=1 or more, PREFILL=0 or more")
+    if deployment.kv_file_bytes < 0:
+        raise ConfigurationError(f"KV_FILE_BYTES={deployment.kv_file_bytes} is no number of bytes")
+    if deployment.kv_file_bytes and deployment.kv_pool_bytes == 0:
+        raise ConfigurationError("KV_FILE_BYTES is the size of a file under the KV pool: it needs KV_POOL_BYTES, too")
     if deployment.workers > WORKERS_MAX:
         raise ConfigurationError(
             f"{deployment.workers} workers are too many for one machine: PREFILL and DECODE are "
@@ -355,6 +363,9 @@ def worker_programs(
             *("--model", settings.model, "--model-name", settings.model_name),
             *("--engine", settings.engine, "--device", settings.device),
         ]
+        if deployment.kv_file_bytes and engine != "simulated":
+            folder = deployment.kv_folder or deployment.folder / ".cache" / "kv"
+            flags += ["--kv-folder", str(folder), "--kv-file-bytes", str(deployment.kv_file_bytes)]
         return Program(
             name=name,
             command=(str(deployment.pythons.get(engine, sys.executable)), "-m", f"baton_{role}", *flags),

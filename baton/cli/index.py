@@ -108,7 +108,7 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
             ("shared by workers", "blocks", "last block"),
             [(str(each.workers), str(each.blocks), each.last.hex()) for each in model.prefixes],
         )
-    header = ("worker", "generation", "blocks", "pooled", "event", "state", "predicted hits", "found")
+    header = ("worker", "generation", "blocks", "pooled", "filed", "event", "state", "predicted hits", "found")
     yield from table(header, [_row(worker) for worker in report.workers])
     if report.left_out:
         yield f"    and {report.left_out} workers more"
@@ -119,11 +119,12 @@ def draw(report: IndexReport, asked_blocks: int) -> Iterator[str]:
         holds = report.held
         will_hold = holds | report.speculative
         with_pool = holds | report.pooled
+        with_file = with_pool | report.filed
         rows = [
-            (worker, str(holds.get(worker, 0)), str(with_pool.get(worker, 0)), str(will_hold.get(worker, 0)))
-            for worker in sorted(with_pool | will_hold)
+            (worker, *(str(each.get(worker, 0)) for each in (holds, with_pool, with_file, will_hold)))
+            for worker in sorted(with_file | will_hold)
         ]
-        yield from table(("worker", "holds", "with its pool", "will hold"), rows)
+        yield from table(("worker", "holds", "with its pool", "with its file", "will hold"), rows)
 
 
 def _row(worker: WorkerReport) -> tuple[str, ...]:
@@ -140,6 +141,7 @@ def _row(worker: WorkerReport) -> tuple[str, ...]:
         str(worker.generation),
         str(worker.held.blocks),
         str(worker.pooled.blocks),
+        str(worker.filed.blocks),
         str(worker.sequence),
         state,
         str(worker.predicted_tokens),

@@ -91,6 +91,8 @@ def run(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
         disaggregation=Disaggregation(parsed.disaggregation) if parsed.disaggregation else None,
         engine_options=parse_engine_options(parsed.engine_options),
         kv_pool_bytes=parse_pool_bytes(parsed.kv_pool_bytes),
+        kv_file_bytes=parsed.kv_file_bytes,
+        kv_folder=parsed.kv_folder.absolute() if parsed.kv_folder else None,
         answer_format=parsed.answer_format,
         stored_keys=parsed.stored_keys,
         nats_url=parsed.nats_url or environ.get("NATS_URL", ""),
@@ -177,6 +179,14 @@ def _parser(others: Mapping[str, Command]) -> argparse.ArgumentParser:
         help="host memory in which each worker keeps KV that its engine forgets; auto: a quarter of what is free, "
         "divided by the workers; default: %(default)s, no pool",
     )
+    add(
+        "--kv-file-bytes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="file in which each worker keeps KV beyond its pool and its own end; default: %(default)s, no file",
+    )
+    add("--kv-folder", type=Path, metavar="DIR", help="where these files are; default: .cache/kv")
     add(
         "--answer-format",
         default="",

@@ -125,6 +125,8 @@ def _notes(node: Node) -> Iterator[str]:
     if node.name != "attempt":
         if failure and not node.children:
             yield f"{node.name} ({node.span.instance}): {failure}"
+        if loaded := attributes.get("baton.loaded_tokens"):
+            yield f"{node.name} ({node.span.instance}): {loaded} of the promoted tokens were in the pool's file."
         return
     parts = [str(attributes.get("baton.placement.reason", "not placed"))]
     for what, unit, actual, predicted in (

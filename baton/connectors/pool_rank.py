@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from baton.connectors.handoff import StepPlan
+from baton.connectors.place import RankPlace
+from baton.connectors.pool_filing import FilePlan, FileProgress
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress
 from baton.connectors.rank import HandoffRank, RankResults
+from baton.errors import ConfigurationError
 from baton.pool.copier import Copier, CopyJob
+from baton.pool.file import KvFile
+from baton.pool.file_io import FileIo, FileTier
+from baton.pool.memory import KvPool
+
+FOUND_MAX: Final = 4096
+"""Blocks of an old file that are told with one step."""
 
 _log = logging.getLogger(__name__)
 
@@ -23,10 +36,37 @@ class _Arrival:
     failed: bool = False
 
 
+def open_file(path: str, budget_bytes: int, pool: KvPool, place: RankPlace) -> FileIo | None:
+    """Return this rank's part of the pool's file; None if there is to be none, or it cannot be had.
+
+    `budget_bytes`: of all ranks. Files of further ranks have their number after the path.
+    """
+    if not path:
+        return None
+    cache = pool.pool
+    content = (
+        f"{cache.fingerprint}, {cache.layout or 'layout not described'}, rank {place.rank} of {place.size}, "
+        f"{pool.tensors} tensors of {cache.block_bytes} bytes for {cache.block_tokens} tokens"
+    )
+    own = Path(f"{path}.{place.rank}" if place.rank else path)
+    try:
+        return FileIo(KvFile(own, pool, budget_bytes // place.size, content=content))
+    except ConfigurationError as refusal:
+        _log.warning("this engine's KV pool has no file: %s", refusal)
+        return None
+
+
 class PoolRank:
-    def __init__(self, slots: int, copier: Copier | None, lending: HandoffRank | None = None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        copier: Copier | None,
+        lending: HandoffRank | None = None,
+        file: FileTier | None = None,
+        now_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`copier`: None where this rank got no memory; then `slots` is 0. `lending`: the pool's agent, which lends and
-        borrows slots as an engine's agent leases and pulls blocks."""
+        borrows slots as an engine's agent leases and pulls blocks. `file`: the tier below the pool."""
         self.slots = slots
         self.lending = lending
         self._copier = copier
@@ -35,7 +75,14 @@ class PoolRank:
         self._requests: dict[int, str] = {}
         """Request by promotion."""
         self._running = 0
-        self._progress = PoolProgress(slots=(slots,))
+        self._file = file
+        self._now_s = now_s
+        self._scanning = file is not None
+        self._filing = 0
+        """Number of jobs of the file that run."""
+        self._late_s: dict[int, float] = {}
+        """Instants at which loads of the file are late, by job."""
+        self._progress = PoolProgress(slots=(slots,), filing=FileProgress(slots=(file.slots if file else 0,)))
 
     def begin(self, plan: PoolPlan) -> None:
         """Start the step's promotions: their blocks are no part of it. Saves wait until it has computed."""
@@ -44,6 +91,7 @@ class PoolRank:
             self._arrivals[step.request] = _Arrival(copying=True, pulling=step.with_pull)
             self._requests[step.copy.job] = step.request
             self._submit(step.copy)
+        self._begin_filing(plan.filing)
         if self.lending is not None:
             orders = plan.lending
             self.lending.begin(
@@ -52,8 +100,9 @@ class PoolRank:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is news to come: of copies, or of loans."""
-        return self._running > 0 or (self.lending is not None and self.lending.is_active)
+        """Whether there is news to come: of copies, of the file, or of loans."""
+        files = self._scanning or self._filing > 0
+        return files or self._running > 0 or (self.lending is not None and self.lending.is_active)
 
     def end(self, results: RankResults) -> None:
         """Start the step's saves, and put into `results` the requests whose KV has now arrived in full."""
@@ -63,6 +112,8 @@ class PoolRank:
             self._submit(job)
         self._saves = ()
         self._take_ended()
+        if self._file is not None:
+            self._take_filed(self._file)
         if self.lending is not None:
             self._take_loans(self.lending)
         for request in results.received & self._arrivals.keys():
@@ -81,9 +132,11 @@ class PoolRank:
     def take_progress(self) -> PoolProgress | None:
         """Return what has ended since the last call."""
         progress, self._progress = self._progress, PoolProgress()
-        return progress if progress.jobs or progress.loans or progress.slots else None
+        return progress if progress.jobs or progress.loans or progress.slots or progress.filing else None
 
     def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
         if self._copier is not None:
             self._copier.close()
         if self.lending is not None:
@@ -110,6 +163,36 @@ class PoolRank:
                 copying_s={end.job.job: end.copying_s for end in ended if end.job.promotes},
             )
             self._progress = self._progress.joined(progress)
+
+    def _begin_filing(self, plan: FilePlan) -> None:
+        for job in (*plan.writes, *(load.job for load in plan.loads)):
+            assert self._file is not None
+            self._filing += 1
+            self._file.submit(job)
+        now_s = self._now_s()
+        self._late_s |= {load.job.job: now_s + load.budget_s for load in plan.loads}
+
+    def _take_filed(self, file: FileTier) -> None:
+        found, scanned = file.take_found(FOUND_MAX) if self._scanning else ([], False)
+        self._scanning = self._scanning and not scanned
+        ended = file.poll()
+        self._filing -= len(ended)
+        for end in ended:
+            self._late_s.pop(end.job.job, None)
+        now_s = self._now_s()
+        late = frozenset(job for job, late_s in self._late_s.items() if late_s <= now_s)
+        for job in late:
+            del self._late_s[job]
+        filing = FileProgress(
+            found=tuple(found),
+            scanned=int(scanned),
+            jobs=Counter(end.job.job for end in ended),
+            done={end.job.job: end.done for end in ended},
+            moving_s={end.job.job: end.moving_s for end in ended},
+            late=late,
+        )
+        if filing:
+            self._progress = self._progress.joined(PoolProgress(filing=filing))
 
     def _take_loans(self, lending: HandoffRank) -> None:
         ended = lending.end()

@@ -18,6 +18,7 @@ from typing import Final
 import msgspec
 
 from baton.blocks import root_key
+from baton.connectors.pool_filing import FilePlan, FileProgress, PoolFiling
 from baton.connectors.pool_lending import LendingPlan, Loan, PoolLending
 from baton.connectors.pool_report import PoolReport, Promotion
 from baton.pool.chain import BlockChain
@@ -45,6 +46,7 @@ class PoolPlan:
     saves: tuple[CopyJob, ...] = ()
     """Copies of blocks that are written once this step has computed."""
     lending: LendingPlan = field(default_factory=LendingPlan)
+    filing: FilePlan = field(default_factory=FilePlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class PoolProgress:
     loans: Counter[bytes] = field(default_factory=Counter[bytes])
     """Number of ranks on which a loan has ended, by its key."""
     failed_loans: frozenset[bytes] = frozenset()
+    filing: FileProgress = field(default_factory=FileProgress)
 
     def joined(self, other: PoolProgress) -> PoolProgress:
         return PoolProgress(
@@ -73,6 +76,7 @@ class PoolProgress:
             },
             loans=self.loans + other.loans,
             failed_loans=self.failed_loans | other.failed_loans,
+            filing=self.filing.joined(other.filing),
         )
 
 
@@ -101,6 +105,34 @@ class _Sequence:
     loan: Loan | None = None
     """None once it was used, or turned out to be of no use."""
     borrowing: bool = False
+    token_s: float = 0.0
+    """Predicted time to compute a token; 0: not known."""
+    load: int = 0
+    """Job of the file for which the request waits."""
+    loads: bool = True
+    """Whether the file may hold more of it that is worth to read."""
+    loaded: range = range(0)
+    """Blocks that it had read from the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Promoting:
+    job: CopyJob
+    keys: tuple[bytes, ...]
+    """Keys of the pinned slots."""
+    tokens: int
+    """Tokens that count."""
+    loaded_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Save:
+    job: CopyJob
+    keys: tuple[bytes, ...]
+    chain: BlockChain
+    first: int
+    end: int
+    """The keys are among the chain's from `first` to `end`."""
 
 
 class PoolScheduler:
@@ -114,23 +146,30 @@ class PoolScheduler:
         blocks: int,
         ranks: int,
         policy: PolicyName = PolicyName.S3_FIFO,
+        has_file: bool = False,
     ) -> None:
-        """`block_bytes`: one block, all layers and ranks. `blocks`: those of the engine's own cache."""
+        """`block_bytes`: one block, all layers and ranks. `blocks`: those of the engine's own cache. `has_file`:
+        whether ranks look for an older file's blocks, which are told before the first request."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._saving_max = int(blocks * SAVING_SHARE_MAX)
         self._ranks = ranks
         self._policy = policy
+        self._has_file = has_file
         self._slots: list[int] = []
         self.directory: PoolDirectory | None = None
         """None until the pools of all ranks are ready."""
         self.lending: PoolLending | None = None
+        self.filing: PoolFiling | None = None
+        """Like the directory; without files, it never has anything."""
+        self._early_files = FileProgress()
+        """What files have told before the pools of all ranks were ready."""
         self._sequences: dict[str, _Sequence] = {}
         self._numbers = count(1)
-        self._saving: dict[int, tuple[CopyJob, tuple[bytes, ...]]] = {}
+        self._saving: dict[int, _Save] = {}
         self._saving_blocks = 0
-        self._promoting: dict[str, tuple[CopyJob, tuple[bytes, ...], int]] = {}
-        """Job, pinned keys, and tokens that count, by request."""
+        self._promoting: dict[str, _Promoting] = {}
+        """By request."""
         self._copying_s: dict[int, float] = {}
         self._promotions_ended: list[Promotion] = []
         self._described: dict[bytes, StoredRun] = {}
@@ -149,11 +188,16 @@ class PoolScheduler:
     def is_busy(self) -> bool:
         """Whether the engine has to go on stepping: there are orders, or its blocks are held until they are copied."""
         lends = self.lending is not None and self.lending.is_busy
-        return lends or bool(self._promotions or self._saves or self._saving)
+        # Of a rank without memory, nothing more comes.
+        files = self._has_file and not self._slots if self.filing is None else self.filing.is_busy
+        return lends or files or bool(self._promotions or self._saves or self._saving)
 
-    def admit(self, request: str, model_digest: str, salt: str = "", loan: Loan | None = None) -> None:
+    def admit(
+        self, request: str, model_digest: str, salt: str = "", loan: Loan | None = None, token_s: float = 0.0
+    ) -> None:
+        """Note a new request. `token_s`: predicted time to compute one of its tokens; 0: not known."""
         chain = BlockChain(root_key(model_digest, salt=salt), self._block_tokens)
-        self._sequences[request] = _Sequence(chain, salt, loan=loan)
+        self._sequences[request] = _Sequence(chain, salt, loan=loan, token_s=token_s)
 
     def finished(self, request: str) -> None:
         """Note that the engine is done with a request. Copies that run end by themselves."""
@@ -178,6 +222,27 @@ class PoolScheduler:
         if sequence.borrowing and self.lending.pulls(sequence.loan):
             return True
         sequence.loan = None
+        return False
+
+    def loads(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
+        """Return whether a request waits for blocks from the file. Asked until it does not, before `borrows`."""
+        sequence = self._sequences.get(request)
+        if sequence is None or self.directory is None or self.filing is None:
+            return False
+        while sequence.loads:
+            if self.filing.loads(sequence.load):
+                return True
+            if self.filing.is_late(sequence.load):
+                break
+            sequence.chain.extend(tokens)
+            first = computed_tokens // self._block_tokens
+            first += self.directory.match(sequence.chain.keys[first:])
+            sequence.load, added = self.filing.load(sequence.chain, first, sequence.token_s)
+            self._describe(sequence, tokens, added)
+            sequence.loaded = added or sequence.loaded
+            if not sequence.load:
+                break
+        sequence.loads = False
         return False
 
     def offer(self, request: str, tokens: Sequence[int], computed_tokens: int) -> int:
@@ -211,11 +276,15 @@ class PoolScheduler:
         sequence.offered_tokens = 0
         keys = tuple(sequence.chain.keys[first:end])
         slots = self.directory.pin(sequence.chain.keys, first, end)
+        if self.filing is not None:
+            self.filing.touch(sequence.chain.keys[:end])
         counted_tokens = 0 if again else offered
+        loaded_blocks = len(range(max(first, sequence.loaded.start), min(end, sequence.loaded.stop)))
+        loaded_tokens = min(loaded_blocks * self._block_tokens, counted_tokens)
         self._promotion_count += 1
         self._promoted_tokens += counted_tokens
         job = CopyJob(job=next(self._numbers), promotes=True, blocks=tuple(table[first:end]), slots=slots)
-        self._promoting[request] = job, keys, counted_tokens
+        self._promoting[request] = _Promoting(job, keys, counted_tokens, loaded_tokens)
         self._promotions.append(PromoteStep(request=request, copy=job, with_pull=with_pull))
 
     def received(self, request: str) -> None:
@@ -223,13 +292,17 @@ class PoolScheduler:
         if (promotion := self._promoting.pop(request, None)) is None:
             return
         assert self.directory is not None
-        job, keys, tokens = promotion
-        self.directory.unpin(keys)
-        copying_s = self._copying_s.pop(job.job, 0.0)
+        self.directory.unpin(promotion.keys)
+        copying_s = self._copying_s.pop(promotion.job.job, 0.0)
         self._promoting_s += copying_s
-        if tokens:
-            copied_bytes = len(keys) * self._block_bytes
-            ended = Promotion(request=request, tokens=tokens, copied_bytes=copied_bytes, copying_s=copying_s)
+        if promotion.tokens:
+            ended = Promotion(
+                request=request,
+                tokens=promotion.tokens,
+                copied_bytes=len(promotion.keys) * self._block_bytes,
+                copying_s=copying_s,
+                loaded_tokens=promotion.loaded_tokens,
+            )
             self._promotions_ended.append(ended)
 
     # Saving.
@@ -262,7 +335,8 @@ class PoolScheduler:
             blocks=tuple(table[index] for index, _ in reserved),
             slots=tuple(slot for _, slot in reserved),
         )
-        self._saving[job.job] = job, tuple(keys[index] for index, _ in reserved)
+        saved = tuple(keys[index] for index, _ in reserved)
+        self._saving[job.job] = _Save(job, saved, sequence.chain, reserved[0][0], reserved[-1][0] + 1)
         self._saving_blocks += len(reserved)
         self._saves.append(job)
         return job.blocks
@@ -275,6 +349,7 @@ class PoolScheduler:
             promotions=tuple(self._promotions),
             saves=tuple(self._saves),
             lending=self.lending.plan() if self.lending is not None else LendingPlan(),
+            filing=self.filing.plan() if self.filing is not None else FilePlan(),
         )
         self._promotions, self._saves = [], []
         return plan
@@ -286,8 +361,17 @@ class PoolScheduler:
         if self.directory is None and len(self._slots) == self._ranks and (slots := min(self._slots)):
             self.directory = PoolDirectory(slots, make_policy(self._policy, slots))
             self.lending = PoolLending(self.directory, self._block_tokens, self._ranks)
+            self.filing = PoolFiling(
+                self.directory, block_tokens=self._block_tokens, ranks=self._ranks, policy=self._policy
+            )
         if self.lending is not None:
             self.lending.progress(progress.loans, progress.failed_loans)
+        files = self._early_files.joined(progress.filing)
+        if self.filing is None:
+            self._early_files = files
+        else:
+            self.filing.progress(files)
+            self._early_files = FileProgress()
         self._failed |= progress.failed & self._saving.keys()
         free: list[int] = []
         for number, ranks in progress.jobs.items():
@@ -301,14 +385,16 @@ class PoolScheduler:
     def _end_save(self, number: int) -> tuple[int, ...]:
         assert self.directory is not None
         del self._ended[number]
-        job, keys = self._saving.pop(number)
-        self._saving_blocks -= len(job.blocks)
+        save = self._saving.pop(number)
+        self._saving_blocks -= len(save.job.blocks)
         if number in self._failed:
             self._failed.remove(number)
-            self.directory.abandon(keys)
+            self.directory.abandon(save.keys)
         else:
-            self.directory.filled(keys)
-        return job.blocks
+            self.directory.filled(save.keys)
+            if self.filing is not None:
+                self.filing.write(save.chain, save.first, save.end)
+        return save.job.blocks
 
     def take_changes(self) -> tuple[list[StoredRun], tuple[bytes, ...]]:
         """Return the blocks that the pool has stored since the last call, and the keys of those it has dropped."""
@@ -356,6 +442,7 @@ class PoolScheduler:
             lent_tokens=self.lending.lent_tokens,
             borrowed_tokens=self.lending.borrowed_tokens,
             borrows_failed=self.lending.borrows_failed,
+            file=None if self.filing is None else self.filing.report(),
         )
         ended, self._promotions_ended = tuple(self._promotions_ended), []
         if report == self._told and not ended:

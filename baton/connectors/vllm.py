@@ -35,7 +35,7 @@ from baton.connectors.cache_layout import FLOAT8, describe_cache
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import Loan
-from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolPlan, PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.connectors.vllm_pool import ProgressMetadata, VllmPool
@@ -44,6 +44,7 @@ from baton.engines.vllm.process import unname_shared_memory
 from baton.errors import ConfigurationError
 from baton.identity import DESCRIBED, NONE, KvIdentity, describe_rope, describe_scales
 from baton.pool.copier import Copier, ThreadCopier
+from baton.pool.file_io import FileTier
 from baton.pool.memory import KvPool
 from baton.transfer import AgentOptions, NativeAgent, Pool, TransferAgent, TransferFaults
 from baton.transfer.layout import Layout, read_layout
@@ -67,6 +68,11 @@ AGENT_SETTING = "agent"
 DIGEST_SETTING = "model_digest"
 POOL_SETTING = "kv_pool_bytes"
 """Bytes of the KV pool of all ranks; 0: no pool."""
+FILE_SETTING = "kv_file"
+"""Path of the KV pool's file; empty: none."""
+FILE_BYTES_SETTING = "kv_file_bytes"
+TOKEN_TIME_PARAMETER = "computing_token_s"
+"""Key of `EngineRequest.computing_token_s` beside a request's `Handoff`."""
 LOAN_PARAMETER = "loan"
 """Key of a request's `Loan` beside its `Handoff`, which may be absent."""
 UNCLAIMED_LOAN_TTL_S = 2.0
@@ -163,6 +169,7 @@ class BatonConnector(KVConnectorBase_V1):
                     // kv_cache_config.num_blocks,
                     blocks=kv_cache_config.num_blocks,
                     ranks=ranks,
+                    has_file=bool(settings.get(FILE_SETTING)),
                 )
                 self._pool_scheduler = VllmPool(pool, self._model_digest, block_tokens)
 
@@ -170,10 +177,12 @@ class BatonConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         parameters = dict(request.kv_transfer_params or {})
-        loan, handoff = parameters.pop(LOAN_PARAMETER, None), parameters or None
+        loan, token_s = parameters.pop(LOAN_PARAMETER, None), parameters.pop(TOKEN_TIME_PARAMETER, 0.0)
+        handoff = parameters or None
         try:
             if self._pool_scheduler is not None:
-                self._pool_scheduler.admit(request, msgspec.convert(loan, Loan | None))
+                loan, token_s = msgspec.convert(loan, Loan | None), msgspec.convert(token_s, float)
+                self._pool_scheduler.admit(request, loan, token_s)
             if self._scheduler is not None and handoff is not None:
                 self._scheduler.admit(request.request_id, msgspec.convert(handoff, Handoff), request.num_prompt_tokens)
         except msgspec.ValidationError:
@@ -183,7 +192,9 @@ class BatonConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         if self._scheduler is None:
             return 0, False
-        if self._pool_scheduler is not None and self._pool_scheduler.borrows(request, num_computed_tokens):
+        if (pool := self._pool_scheduler) is not None and (
+            pool.loads(request, num_computed_tokens) or pool.borrows(request, num_computed_tokens)
+        ):
             return None, False
         tokens = self._scheduler.tokens_from_source(request.request_id, num_computed_tokens)
         if self._pool_scheduler is not None:
@@ -294,11 +305,24 @@ class BatonConnector(KVConnectorBase_V1):
             self._pool_rank = PoolRank(0, None)
             return
         copier = self.make_copier(pool)
+        file = self._open_file(pool, place)
         agent = self.make_agent(replace(self._agent_options, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
         agent.set_pool(pool.pool)
         for source in (copier, agent):
             self._rank.watch(source.fileno())
-        self._pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place))
+        if file is not None:
+            self._rank.watch(file.fileno())
+        self._pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place), file)
+
+    def _open_file(self, pool: KvPool, place: RankPlace) -> FileTier | None:
+        """Open this rank's part of the pool's file; without it the pool goes on alone."""
+        settings: Mapping[str, object] = self._kv_transfer_config.kv_connector_extra_config
+        return open_file(
+            str(settings.get(FILE_SETTING, "")),
+            int(settings.get(FILE_BYTES_SETTING, 0)),  # pyright: ignore[reportArgumentType]
+            pool,
+            place,
+        )
 
     def make_copier(self, pool: KvPool) -> Copier:
         """Return the copier of this rank's pool; tests may bring their own."""

@@ -13,7 +13,7 @@ from baton.blocks import BLOCK_TOKENS_DEFAULT, split_ids
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
-from baton.engines.kv_events import POOL_MEDIUM
+from baton.engines.kv_events import FILE_MEDIUM, POOL_MEDIUM
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -40,16 +40,19 @@ class VllmPool:
         self._digest = model_digest
         self._requests: dict[str, Request] = {}
 
-    def admit(self, request: Request, loan: Loan | None) -> None:
+    def admit(self, request: Request, loan: Loan | None, token_s: float) -> None:
         # Keys stand for tokens and a salt, and for nothing else.
         more = request.prompt_embeds is not None or request.mm_features or request.lora_request
         if request.prompt_token_ids is None or more:
             return
         self._requests[request.request_id] = request
-        self.scheduler.admit(request.request_id, self._digest, request.cache_salt or "", loan)
+        self.scheduler.admit(request.request_id, self._digest, request.cache_salt or "", loan, token_s)
 
     def borrows(self, request: Request, computed_tokens: int) -> bool:
         return self.scheduler.borrows(request.request_id, request.all_token_ids, computed_tokens)
+
+    def loads(self, request: Request, computed_tokens: int) -> bool:
+        return self.scheduler.loads(request.request_id, request.all_token_ids, computed_tokens)
 
     def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
         if self.scheduler.lending is None:
@@ -94,7 +97,8 @@ class VllmPool:
         return msgspec.structs.replace(report, ended=tuple(ended))
 
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """Yield what the pool has stored and dropped, in vLLM's own form."""
+        """Yield what the pool and its file have stored and dropped, in vLLM's own form."""
+        yield from self._file_events()
         runs, removed = self.scheduler.take_changes()
         if removed:
             yield BlockRemoved(block_hashes=list(removed), medium=POOL_MEDIUM)
@@ -108,4 +112,21 @@ class VllmPool:
                 medium=POOL_MEDIUM,
                 lora_name=None,
                 extra_keys=[(run.salt,)] if run.salt else None,
+            )
+
+    def _file_events(self) -> Iterator[KVCacheEvent]:
+        if self.scheduler.filing is None:
+            return
+        runs, removed = self.scheduler.filing.take_changes()
+        if removed:
+            yield BlockRemoved(block_hashes=list(removed), medium=FILE_MEDIUM)
+        for run in runs:
+            yield BlockStored(
+                block_hashes=list(run.ids),
+                parent_block_hash=run.parent or None,
+                token_ids=[],
+                block_size=BLOCK_TOKENS_DEFAULT,
+                lora_id=None,
+                medium=FILE_MEDIUM,
+                lora_name=None,
             )

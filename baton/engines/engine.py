@@ -49,6 +49,8 @@ class EngineRequest:
     """W3C `traceparent` for engines that make spans of their own."""
     loan: Loan | None = None
     """A prefix that another worker's pool lends; engines without a pool ignore it."""
+    computing_token_s: float = 0.0
+    """Predicted time to compute one token of the prompt, the longest that one may be waited for. 0: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class EngineDelta(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt tokens this engine held before the request, on its device or in its pool; set from the first delta on."""
     promoted_tokens: int = 0
     """Part of `cached_tokens` that was promoted from the pool."""
+    loaded_tokens: int = 0
+    """Part of `promoted_tokens` that was read from the pool's file first."""
     promoted_bytes: int = 0
     promotion_s: float = 0.0
     """Time in which these bytes were copied; 0: the engine cannot tell."""
@@ -152,11 +156,11 @@ class EngineBlocksStored:
     parent: bytes | None
     hashes: tuple[bytes, ...]
     tokens: tuple[int, ...]
-    """Tokens of all blocks of the run, `block_tokens` each."""
+    """Tokens of all blocks of the run, `block_tokens` each; none where `tier` is FILE."""
     block_tokens: int
     cache_salt: str = ""
     tier: Tier = Tier.DEVICE
-    """The hashes of blocks in the pool are its keys, see `baton/pool/chain.py`."""
+    """The hashes of blocks in the pool are its keys, see `baton/pool/chain.py`; in its file, canonical ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

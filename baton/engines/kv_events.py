@@ -34,10 +34,12 @@ _log = logging.getLogger(__name__)
 
 POOL_MEDIUM: Final = "BATON_POOL"
 """Medium of the events about Baton's KV pool: no engine's own offloading has this name."""
+FILE_MEDIUM: Final = "BATON_FILE"
+"""Medium of the events about the pool's file. They name blocks by their canonical ids, without tokens."""
 BATCHES_MAX: Final = 10_000
 """Bound of the batches that wait for the consumer. Beyond it the newest are dropped, a gap in the sequence."""
 
-_TIERS: Final = {None: Tier.DEVICE, "GPU": Tier.DEVICE, POOL_MEDIUM: Tier.POOL}
+_TIERS: Final = {None: Tier.DEVICE, "GPU": Tier.DEVICE, POOL_MEDIUM: Tier.POOL, FILE_MEDIUM: Tier.FILE}
 """Tier of each medium; `GPU` is the engine's own cache in both engines, on a CPU too. Others are ignored."""
 
 _HASH_BITS: Final = 64

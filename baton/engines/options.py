@@ -43,9 +43,13 @@ class OwnOptions:
     """`module:Class` of the connector, which runs beside the engine's KV memory; tests derive their own."""
     kv_pool_bytes: int = 0
     """Host memory for the KV pool, over all ranks (`docs/kv-pool.md`). 0: no pool."""
+    kv_file: str = ""
+    """Path of the pool's file; further ranks append their number."""
+    kv_file_bytes: int = 0
+    """Size of that file, over all ranks. 0: no file."""
 
 
-OWN_OPTIONS: Final = ("device", "handoff", "connector", "kv_pool_bytes")
+OWN_OPTIONS: Final = ("device", "handoff", "connector", "kv_pool_bytes", "kv_file", "kv_file_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +96,29 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
     connector = options.get("connector", dialect.connector)
     if not isinstance(connector, str) or connector.count(":") != 1:
         raise ConfigurationError(f"engine option connector is 'module:Class', not {connector!r}", param="connector")
-    pool_bytes = options.get("kv_pool_bytes", 0)
-    if not isinstance(pool_bytes, int) or isinstance(pool_bytes, bool) or pool_bytes < 0:
-        raise ConfigurationError(
-            f"engine option kv_pool_bytes is a number of bytes, not {pool_bytes!r}", param="kv_pool_bytes"
-        )
-    own = OwnOptions(device=Device(str(device)), handoff=handoff, connector=connector, kv_pool_bytes=pool_bytes)
+    kv_file = options.get("kv_file", "")
+    if not isinstance(kv_file, str):
+        raise ConfigurationError(f"engine option kv_file is a path, not {kv_file!r}", param="kv_file")
+    own = OwnOptions(
+        device=Device(str(device)),
+        handoff=handoff,
+        connector=connector,
+        kv_pool_bytes=_bytes_of(options, "kv_pool_bytes"),
+        kv_file=kv_file,
+        kv_file_bytes=_bytes_of(options, "kv_file_bytes"),
+    )
+    if bool(own.kv_file) != bool(own.kv_file_bytes):
+        raise ConfigurationError("engine options kv_file and kv_file_bytes need each other", param="kv_file")
+    if own.kv_file and not own.kv_pool_bytes:
+        raise ConfigurationError("engine option kv_file needs a KV pool: kv_pool_bytes", param="kv_file")
     return own, engine_options
+
+
+def _bytes_of(options: Mapping[str, object], name: str) -> int:
+    size = options.get(name, 0)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ConfigurationError(f"engine option {name} is a number of bytes, not {size!r}", param=name)
+    return size
 
 
 def choose_handoff(wanted: bool | None, role: Role, here: Device) -> bool:

@@ -188,6 +188,8 @@ class Usage(Part, frozen=True, kw_only=True):
     """Prompt tokens that were in the prefix cache of the worker that computed the prompt, or in its pool."""
     promoted_tokens: int = 0
     """Part of `cached_tokens` that was promoted from the pool."""
+    loaded_tokens: int = 0
+    """Part of `promoted_tokens` that was read from the pool's file first."""
     transferred_tokens: int = 0
     """Prompt tokens whose KV decode pulled."""
     transferred_bytes: int = 0

@@ -17,6 +17,8 @@ class Tier(IntEnum):
     """The engine's own KV memory."""
     POOL = 1
     """The KV pool in host memory: blocks are promoted into the engine before they serve."""
+    FILE = 2
+    """The pool's file: blocks are read into the pool, then promoted."""
 
 
 class Match(Message, tag="match", frozen=True, kw_only=True):
@@ -33,6 +35,9 @@ class Matched(Message, tag="matched", frozen=True, kw_only=True):
     pooled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Worker → number of leading blocks it holds on its device or in its pool. Workers whose pool adds none are left
     out."""
+    filed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Worker → number of leading blocks it holds on its device, in its pool or in the pool's file. Workers whose file
+    adds none are left out."""
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     """Worker → number of leading blocks it will hold once recently placed prompts are computed: held and speculative
     blocks. Workers without speculative blocks are left out."""
@@ -138,6 +143,8 @@ class WorkerReport(Part, frozen=True, kw_only=True):
     """Blocks on its device."""
     pooled: Fingerprint = Fingerprint()
     """Blocks in its pool."""
+    filed: Fingerprint = Fingerprint()
+    """Blocks in the pool's file."""
     agreed_sequence: int
     """Sequence of the newest event after which worker and index agreed; -1: none yet, or none since they differed."""
     state: str
@@ -163,5 +170,6 @@ class IndexReport(Message, tag="index_report", frozen=True, kw_only=True):
     """Number of workers for which the message had no room."""
     held: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     pooled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    filed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     speculative: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """`held`, `pooled` and `speculative` are those of `Matched`, for the prompt in the query."""
+    """`held`, `pooled`, `filed` and `speculative` are those of `Matched`, for the prompt in the query."""

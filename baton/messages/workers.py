@@ -132,6 +132,8 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Bandwidths of the peers that were pulled from last."""
     promotion: PromotionFit | None = None
     """None: the worker has no KV pool."""
+    loading: PromotionFit | None = None
+    """Measured bandwidth of reads from the pool's file into the pool; None: there is no file."""
     kv_bytes_per_token: int
     computing: int = 0
     """Attempts that the engine has to advance: none that wait for room or for KV."""
@@ -147,12 +149,19 @@ class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
     """Fingerprint of all blocks held on the device after event `held_sequence`, which may not have been sent yet."""
     pooled: Fingerprint = Fingerprint()
     """The same of the blocks in the worker's pool."""
+    filed: Fingerprint = Fingerprint()
+    """The same of the blocks in the pool's file."""
     held_sequence: int = 0
     draining: bool = False
     next_role: Role | None = None
     """Role that a draining worker takes next; None: it leaves."""
     leaves_in_s: float = 0.0
     """Time until a draining worker leaves, or takes its next role: answers that would end later are moved."""
+
+    @property
+    def fingerprints(self) -> tuple[Fingerprint, ...] | None:
+        """Fingerprints by tier; None: not known."""
+        return None if self.held is None else (self.held, self.pooled, self.filed)
 
     def token_interval_s(self) -> float:
         """Return the token interval of the sequences that run now, without prompts."""

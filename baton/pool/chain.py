@@ -24,9 +24,15 @@ class BlockChain:
         """`root`: see `baton.blocks.root_key`. Blocks are a multiple of the canonical block, `unit_tokens`."""
         check_block_tokens(block_tokens, unit_tokens)
         self.keys: list[bytes] = []
+        self._units: list[bytes] = []
         self._root = root
         self._block_tokens = block_tokens
         self._unit_tokens = unit_tokens
+
+    def units(self, index: int) -> tuple[bytes, ...]:
+        """Return the ids of the canonical blocks of one block; the last one is its key."""
+        per_block = self._block_tokens // self._unit_tokens
+        return tuple(self._units[index * per_block : (index + 1) * per_block])
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Add the keys of the blocks that have become full; `tokens` is the whole sequence so far."""
@@ -37,4 +43,5 @@ class BlockChain:
         units = split_ids(hash_blocks(self._root, packed, self._unit_tokens, self.keys[-1] if self.keys else b""))
         per_block = self._block_tokens // self._unit_tokens
         self.keys.extend(units[per_block - 1 :: per_block])
+        self._units.extend(units)
         assert len(self.keys) == end and len(self.keys[-1]) == ID_BYTES

@@ -17,7 +17,7 @@ A prefix is usable only without gaps, hence:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -109,17 +109,24 @@ class PoolDirectory:
 
         The whole prefix counts as used, as far as it is stored, its last block first.
         """
-        for key in reversed(chain[:end]):
-            if self.state(key) is SlotState.READY:
-                self._policy.touch(key)
-        slots: list[int] = []
-        for key in chain[first:end]:
+        self.touch(chain[:end])
+        slots = self.hold(chain[first:end])
+        self.counts.hits += len(slots)
+        return slots
+
+    def hold(self, keys: Sequence[bytes]) -> tuple[int, ...]:
+        """Return the slots of READY keys, which stay until `unpin`, without counting this as a use."""
+        for key in keys:
             entry = self._entries[key]
             self._pinned += entry.pins == 0
             entry.pins += 1
-            slots.append(entry.slot)
-        self.counts.hits += len(slots)
-        return tuple(slots)
+        return tuple(self._entries[key].slot for key in keys)
+
+    def touch(self, chain: Sequence[bytes]) -> None:
+        """Count a use of a prefix, as far as it is stored, its last block first."""
+        for key in reversed(chain):
+            if self.state(key) is SlotState.READY:
+                self._policy.touch(key)
 
     def unpin(self, keys: Sequence[bytes]) -> None:
         for key in keys:
@@ -178,6 +185,27 @@ class PoolDirectory:
         for key in keys:
             assert not self._entries[key].ready, "abandoned what is READY"
             self._forget(key)
+
+    def drop(self, key: bytes) -> None:
+        """Free the slot of a READY key that nothing reads, for another reason than room."""
+        assert self._is_evictable(key), "dropped what is in use"
+        self._policy.remove(key)
+        self._note_change(key, ready=False)
+        self._ready -= 1
+        self._forget(key)
+
+    def restore(self, placed: Iterable[tuple[int, bytes, bytes]]) -> None:
+        """Make (slot, key, parent) READY in an empty directory; `parent` is empty at the start of a prompt."""
+        assert not self._entries, "restored into a directory in use"
+        for slot, key, parent in placed:
+            self._entries[key] = _Entry(slot, parent or None, ready=True)
+            if parent:
+                self._children[parent] = self._children.get(parent, 0) + 1
+            self._policy.insert(key)
+            self._note_change(key, ready=True)
+        self._ready = len(self._entries)
+        taken = {entry.slot for entry in self._entries.values()}
+        self._free = [slot for slot in self._free if slot not in taken]
 
     def take_changes(self) -> PoolChanges:
         """Return what has changed since the last call."""

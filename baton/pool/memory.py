@@ -91,6 +91,10 @@ class KvPool:
         self.slot_blocks = _as_bytes(block, self.pool)
         self.block_tokens = cache.block_tokens
         self.tensors = tensors
+        self.stride_bytes = stride_bytes
+
+    def slot_address(self, slot: int) -> int:
+        return self.pool.layer_addresses[0] + slot * self.stride_bytes
 
 
 def _as_bytes(block: Layout, pool: Pool) -> LayoutPool:

@@ -97,9 +97,9 @@ class S3Fifo(EvictionPolicy[Key]):
 
     def evict(self, pinned: Callable[[Key], bool]) -> Key | None:
         self._is_filling = False
-        if len(self._main) > self._main_max:
-            victim = self._evict_main(pinned)
-            return self._evict_small(pinned) if victim is None else victim
+        if len(self._main) > self._main_max and (victim := self._evict_main(pinned)) is not None:
+            return victim
+        # What the small queue holds but does not evict moves to the main queue, so that is looked through afterwards.
         victim = self._evict_small(pinned)
         return self._evict_main(pinned) if victim is None else victim
 

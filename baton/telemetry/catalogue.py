@@ -321,7 +321,7 @@ INDEX_BLOCKS: Final = _gauge("baton_index_blocks", KVINDEX, "Distinct blocks tha
 INDEX_HOLDINGS: Final = _gauge(
     "baton_index_holdings_blocks",
     KVINDEX,
-    "Blocks held on each tier, summed over workers: `device` or `pool`.",
+    "Blocks held on each tier, summed over workers: `device`, `pool` or `file`.",
     "tier",
 )
 INDEX_COLD: Final = _gauge(
@@ -472,6 +472,28 @@ POOL_LOANS_FAILED: Final = _counter(
     PREFILL_DECODE,
     "Loans that did not arrive, or not in time; their tokens were computed.",
 )
+FILE_SLOTS: Final = _gauge(
+    "baton_kv_file_slots", PREFILL_DECODE, "Slots of the KV pool's file: `ready` for readers, or `free`.", "state"
+)
+FILE_BLOCKS: Final = _counter(
+    "baton_kv_file_blocks_total",
+    PREFILL_DECODE,
+    "Blocks of the KV pool's file: `written`, `evicted`, `deferred` since the disk was busy with others, and `failed`: "
+    "they could not be written or read, or were not what had been written.",
+    "event",
+)
+FILE_LOADED: Final = _counter(
+    "baton_kv_file_loaded_tokens_total", PREFILL_DECODE, "Tokens whose KV was read from the file into the KV pool."
+)
+FILE_LOADING: Final = _counter(
+    "baton_kv_file_loading_seconds_total", PREFILL_DECODE, "Time in which the file was read."
+)
+FILE_UNREAD: Final = _counter(
+    "baton_kv_file_unread_prefixes_total",
+    PREFILL_DECODE,
+    "Prefixes in the file that were computed: reading was `late`, or `declined` since it was expected to be.",
+    "reason",
+)
 PRICE: Final = _gauge(
     "baton_worker_price_per_hour",
     PREFILL_DECODE,
@@ -553,7 +575,7 @@ EVENTS_WAITING: Final = _gauge(
     "baton_kv_waiting_messages", PREFILL_DECODE, "Messages of KV events that wait to be stored."
 )
 SHADOW: Final = _gauge(
-    "baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks held on each tier: `device` or `pool`.", "tier"
+    "baton_shadow_blocks", PREFILL_DECODE, "Canonical blocks held on each tier: `device`, `pool` or `file`.", "tier"
 )
 FRAMES_DROPPED: Final = _counter(
     "baton_frames_dropped_total", PREFILL_DECODE, "Frames that could not be sent; gateways ask for them again."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.transfer.native import NativeAgent, share_memory
+from baton.transfer.native import NativeAgent, checksum_bytes, checksum_memory, share_memory
 from baton.transfer.protocol import (
     KEY_BYTES,
     AgentOptions,
@@ -41,6 +41,8 @@ __all__ = [
     "TransferAgent",
     "TransferEvent",
     "TransferFaults",
+    "checksum_bytes",
+    "checksum_memory",
     "lease_key",
     "pull_failure",
     "rank_key",

@@ -156,6 +156,16 @@ def share_memory(size: int) -> SharedMemory:
         raise ConfigurationError(f"there is no shared memory for the pool: {failure}") from failure
 
 
+def checksum_bytes(data: bytes) -> int:
+    """Return the CRC-32C of some bytes."""
+    return baton_native.crc32c(data)
+
+
+def checksum_memory(address: int, size: int) -> int:
+    """Return the CRC-32C of memory of this process, computed without the GIL."""
+    return baton_native.crc32c_at(address, size)
+
+
 @contextmanager
 def _typed_failure() -> Generator[None]:
     try:

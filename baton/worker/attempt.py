@@ -109,6 +109,7 @@ class Attempt:
     logprobs: list[TokenLogprob] = field(default_factory=list[TokenLogprob])
     cached_tokens: int = 0
     promoted_tokens: int = 0
+    loaded_tokens: int = 0
     transferred_tokens: int = 0
     transferred_bytes: int = 0
     finish: Finish | None = None
@@ -120,6 +121,7 @@ class Attempt:
             completion_tokens=len(self.tokens),
             cached_tokens=self.cached_tokens,
             promoted_tokens=self.promoted_tokens,
+            loaded_tokens=self.loaded_tokens,
             transferred_tokens=self.transferred_tokens,
             transferred_bytes=self.transferred_bytes,
             computed_tokens=max(0, self.prompt_tokens - here_before),

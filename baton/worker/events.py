@@ -77,6 +77,8 @@ class EventPublisher:
         """Fingerprint of the shadow map after message `held_sequence`, stored or not."""
         self.pooled = Fingerprint()
         """The same of the blocks in the pool."""
+        self.filed = Fingerprint()
+        """The same of the blocks in the pool's file."""
         self.held_sequence = 0
 
     @property
@@ -93,7 +95,7 @@ class EventPublisher:
                 else:
                     changes = self._shadow.apply(batch)
                 messages = [self._number(part) for part in split_events(changes, MESSAGE_IDS_MAX)]
-                self.held, self.pooled = self._shadow.fingerprint(), self._shadow.fingerprint(Tier.POOL)
+                self.held, self.pooled, self.filed = map(self._shadow.fingerprint, Tier)
                 self.held_sequence = self._sequence
             for message in messages:
                 await self._queue.put(message)

@@ -7,9 +7,10 @@ from typing import Final
 
 import msgspec
 
+from baton.connectors.pool_report import FileReport
 from baton.engines.engine import EngineFacts, EngineLoad
 from baton.messages.attempts import AttemptState, FinishReason
-from baton.messages.workers import Heartbeat
+from baton.messages.workers import Heartbeat, PromotionFit
 from baton.worker.admission import Identity
 from baton.worker.events import EventPublisher
 from baton.worker.ledger import Ledger
@@ -18,6 +19,8 @@ from baton.worker.role import WorkerRole
 
 COMPUTING: Final = frozenset({AttemptState.QUEUED, AttemptState.RUNNING, AttemptState.COMPUTING})
 """States of attempts that the engine has to advance."""
+LOADED_BYTE_GUESS_S: Final = 1e-9
+"""Time per byte of a read from a disk."""
 ENDED_WELL: Final = (FinishReason.STOP, FinishReason.LENGTH, "held")
 
 
@@ -33,6 +36,14 @@ class WorkerState:
     rates: Rates
     publisher: EventPublisher
     leaves_at_s: float
+
+
+def _loading(file: FileReport, kv_bytes_per_token: int) -> PromotionFit:
+    """Return the bandwidth of all reads from the pool's file so far."""
+    if not file.loaded_tokens or file.loading_s <= 0:
+        return PromotionFit(bytes_per_s=1 / LOADED_BYTE_GUESS_S)
+    loaded_bytes = file.loaded_tokens * kv_bytes_per_token
+    return PromotionFit(bytes_per_s=loaded_bytes / file.loading_s, samples=file.loaded_tokens)
 
 
 def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
@@ -77,6 +88,7 @@ def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
         steps=rates.steps(),
         transfers=rates.transfers(),
         promotion=rates.promotion() if facts.pool_blocks else None,
+        loading=None if load.pool.file is None else _loading(load.pool.file, facts.kv_bytes_per_token),
         kv_bytes_per_token=facts.kv_bytes_per_token,
         computing=sum(state in COMPUTING for state in states),
         progress_tokens=load.prompt_tokens_computed + ledger.output_tokens,
@@ -85,6 +97,7 @@ def heartbeat_of(worker: WorkerState, now_s: float) -> Heartbeat:
         events_sequence=worker.publisher.published_sequence,
         held=worker.publisher.held,
         pooled=worker.publisher.pooled,
+        filed=worker.publisher.filed,
         held_sequence=worker.publisher.held_sequence,
         draining=ledger.draining,
         next_role=worker.role.next_role,

@@ -226,6 +226,7 @@ class Ledger:
             return None
         attempt.cached_tokens = max(attempt.cached_tokens, delta.cached_tokens)
         attempt.promoted_tokens = max(attempt.promoted_tokens, delta.promoted_tokens)
+        attempt.loaded_tokens = max(attempt.loaded_tokens, delta.loaded_tokens)
         attempt.transferred_tokens = max(attempt.transferred_tokens, delta.transferred_tokens)
         attempt.transferred_bytes = max(attempt.transferred_bytes, delta.transferred_bytes)
         index = len(attempt.tokens)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from baton.connectors.pool_report import PoolReport
+from baton.connectors.pool_report import FileReport, PoolReport
 from baton.engines.engine import Engine, EngineFacts, TransferFigures
 from baton.errors import BatonError
 from baton.messages.index import Tier
@@ -101,6 +101,20 @@ def _pool(pool: PoolReport) -> Iterator[Reading]:
     yield Reading(catalogue.POOL_LOANS, pool.lent_tokens, ("lent",))
     yield Reading(catalogue.POOL_LOANS, pool.borrowed_tokens, ("borrowed",))
     yield Reading(catalogue.POOL_LOANS_FAILED, pool.borrows_failed)
+    yield from _file(pool.file or FileReport())
+
+
+def _file(file: FileReport) -> Iterator[Reading]:
+    yield Reading(catalogue.FILE_SLOTS, file.ready, ("ready",))
+    yield Reading(catalogue.FILE_SLOTS, file.slots - file.ready, ("free",))
+    yield Reading(catalogue.FILE_BLOCKS, file.written_blocks, ("written",))
+    yield Reading(catalogue.FILE_BLOCKS, file.evicted_blocks, ("evicted",))
+    yield Reading(catalogue.FILE_BLOCKS, file.deferred_blocks, ("deferred",))
+    yield Reading(catalogue.FILE_BLOCKS, file.failed_blocks, ("failed",))
+    yield Reading(catalogue.FILE_LOADED, file.loaded_tokens)
+    yield Reading(catalogue.FILE_LOADING, file.loading_s)
+    yield Reading(catalogue.FILE_UNREAD, file.loads_late, ("late",))
+    yield Reading(catalogue.FILE_UNREAD, file.loads_declined, ("declined",))
 
 
 def _transfers(transfers: TransferFigures) -> Iterator[Reading]:

@@ -69,6 +69,8 @@ class Runner:
         try:
             with traced_leg(self._tracing, self._address.worker, request, trace) as leg:
                 expected_tokens = attempt.prompt_tokens - attempt.uncached_tokens
+                token_s = self._rates.prefill_s(attempt.prompt_tokens, attempt.prompt_tokens) / attempt.prompt_tokens
+                request = replace(request, computing_token_s=token_s)
                 request = await self._loans.borrow(lender, request, expected_tokens)
                 # An abort that came meanwhile found nothing in the engine.
                 reason = FinishReason.CANCELLED

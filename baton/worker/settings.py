@@ -50,6 +50,11 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
     device: Annotated[Literal["auto", "cpu", "cuda"], Meta(description="Where the engine runs: auto, cpu or cuda.")] = (
         "auto"
     )
+    kv_folder: Annotated[
+        str,
+        Meta(description="Folder for the file under the KV pool, named after worker or role; empty: no file."),
+    ] = ""
+    kv_file_bytes: Annotated[int, Meta(ge=0, description="Size of that file; 0: no file.")] = 0
     tensor_parallel: Annotated[
         int, Meta(ge=1, le=RANKS_MAX, description="Ranks over which the engine divides the model's heads.")
     ] = 1
@@ -133,6 +138,13 @@ class WorkerSettings(NodeSettings, frozen=True, kw_only=True, forbid_unknown_fie
         host = sub(r"[^A-Za-z0-9_-]", "-", socket.gethostname())[:40]
         return self.worker or f"{role}-{host}-{getpid()}"
 
+    def file_options(self, role: Role) -> dict[str, object]:
+        """Return the engine's options for the KV pool's file: a restarted worker finds its own again."""
+        if not self.kv_folder or not self.kv_file_bytes:
+            return {}
+        path = Path(self.kv_folder).absolute() / f"{self.worker or role}.kv"
+        return {"kv_file": str(path), "kv_file_bytes": self.kv_file_bytes}
+
     def public_model_name(self) -> str:
         return self.model_name or Path(self.model).name or self.model
 
@@ -167,13 +179,14 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
             from baton.engines.sglang.engine import SglangEngine
 
             ranks = {"tp_size": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}
-            options = {"device": settings.device, **ranks, **settings.engine_options}
+            options = {"device": settings.device, **ranks, **settings.file_options(role), **settings.engine_options}
             return SglangEngine(settings.model, role=role, options=options, agent=agent)
         from baton.engines.vllm.engine import VllmEngine
 
         traces = {"otlp_traces_endpoint": traces_url(settings.otlp_endpoint)} if settings.otlp_endpoint else {}
         ranks = {"tensor_parallel_size": settings.tensor_parallel} if settings.tensor_parallel > 1 else {}
-        options = {"device": settings.device, **ranks, **traces, **settings.engine_options}
+        options = {"device": settings.device, **ranks, **traces, **settings.file_options(role)}
+        options |= settings.engine_options
         return VllmEngine(settings.model, role=role, options=options, agent=agent)
     except ModuleNotFoundError as error:
         raise ConfigurationError(

@@ -13,7 +13,8 @@ covers may stand for the same canonical block, so these are counted as well. An 
 **tail**, the state of the chain of ids after it, as long as a child may come.
 
 The contents of the KV pool are kept beside those of the device. The pool's hashes are its keys, the canonical ids at
-the ends of its blocks, so a block of the pool needs no engine block before it: it may follow one of either tier.
+the ends of its blocks, so a block of the pool needs no engine block before it: it may follow one of any tier. Events of
+the pool's file name each canonical block by its id, and no tokens.
 """
 
 from __future__ import annotations
@@ -131,12 +132,23 @@ class ShadowMap:
             self._contents[each].clear()
 
     def _store(self, event: EngineBlocksStored, out: list[BlockEvent]) -> None:
+        if event.tier is Tier.FILE:
+            self._store_named(event, out)
+            return
         tail = self._tail_of(event)
         sizes_agree = len(event.tokens) == len(event.hashes) * event.block_tokens
         if tail is None or event.block_tokens != self.engine_block_tokens or not sizes_agree:
             self.ignored_blocks += len(event.hashes)
             return
         self._contents[event.tier].store(event, tail, out)
+
+    def _store_named(self, event: EngineBlocksStored, out: list[BlockEvent]) -> None:
+        parent = event.parent or b""
+        known = not parent or any(parent in contents.held for contents in self._contents.values())
+        if not known or event.block_tokens != self.block_tokens:
+            self.ignored_blocks += len(event.hashes)
+            return
+        self._contents[event.tier].store_named(parent, event.hashes, out)
 
     def _tail_of(self, event: EngineBlocksStored) -> _Tail | None:
         if event.parent is None:
@@ -204,6 +216,21 @@ class _Contents:
             block.copies += 1
             if block.copies == 1:
                 self._member_came(block, stored)
+        out.extend(stored.events())
+
+    def store_named(self, parent: bytes, ids: Iterable[bytes], out: list[BlockEvent]) -> None:
+        """Add a run of blocks that are named by their canonical ids."""
+        stored = _Runs(self._tier)
+        for canonical in ids:
+            block = self.blocks.get(canonical)
+            if block is None:
+                block = self.blocks[canonical] = _EngineBlock(_Tail(b"", canonical))
+                cover = _Cover(parent, (canonical,), (canonical,), missing=1)
+                block.covers.append(cover)
+            block.copies += 1
+            if block.copies == 1:
+                self._member_came(block, stored)
+            parent = canonical
         out.extend(stored.events())
 
     def _cover(self, cover: _Cover, before: _Tail) -> None:

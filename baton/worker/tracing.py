@@ -42,6 +42,7 @@ class LegTrace:
                 "baton.prompt_tokens": usage.prompt_tokens,
                 "baton.cached_tokens": usage.cached_tokens,
                 "baton.promoted_tokens": usage.promoted_tokens,
+                "baton.loaded_tokens": usage.loaded_tokens,
                 "baton.transferred_tokens": usage.transferred_tokens,
                 "baton.output_tokens": usage.completion_tokens,
             }

@@ -49,6 +49,7 @@ def engine_request(command: dict[str, Any]) -> EngineRequest:
         source=source,
         sink_ranks=command.get("sink_ranks", 0),
         budget_s=command.get("budget_s", 60.0),
+        computing_token_s=command.get("computing_token_s", 0.0),
         loan=read_loan(command["loan"]) if command.get("loan") else None,
     )
 

@@ -101,6 +101,7 @@ class RemoteEngine:
             agents=list(request.source.agents) if request.source else [],
             sink_ranks=request.sink_ranks,
             budget_s=request.budget_s,
+            computing_token_s=request.computing_token_s,
         )
         ended = False
         try:

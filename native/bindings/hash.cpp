@@ -70,6 +70,13 @@ void bind_hash(nb::module_& m) {
       "crc32c", [](const nb::bytes& data, std::uint32_t crc) { return baton::crc32c(crc, data.data(), data.size()); },
       "data"_a, "crc"_a = 0, "Extend `crc` over `data`.");
   m.def(
+      "crc32c_at",
+      [](std::uintptr_t address, std::size_t size, std::uint32_t crc) {
+        return baton::crc32c(crc, reinterpret_cast<const void*>(address), size);
+      },
+      "address"_a, "size"_a, "crc"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+      "Extend `crc` over memory, without the GIL.");
+  m.def(
       "crc32c_portable",
       [](const nb::bytes& data, std::uint32_t crc) { return baton::crc32c_portable(crc, data.data(), data.size()); },
       "data"_a, "crc"_a = 0, "Extend `crc` over `data` without the processor's instruction.");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -49,8 +50,9 @@ inline std::optional<Id> parent_in(const nb::bytes& parent) {
   return Ids(parent.data(), 1)[0];
 }
 
-inline Tier tier_of(bool is_history) {
-  return is_history ? Tier::history : Tier::active;
+inline Tier tier_of(std::uint32_t tier) {
+  if (tier >= kTiers) throw std::out_of_range("there is no tier " + std::to_string(tier));
+  return kAllTiers[tier];
 }
 
 inline nb::bytes to_bytes(const std::optional<Id>& id) {
@@ -66,11 +68,12 @@ class NamedIndex {
  public:
   using Part = typename Index<Core>::Part;
   using BytesRun = std::pair<nb::bytes, nb::bytes>;
-  using BytesBranch = std::tuple<nb::bytes, nb::bytes, std::vector<nb::str>, std::vector<nb::str>>;
+  using Names = std::array<std::vector<nb::str>, kTiers>;
+  using BytesBranch = std::tuple<nb::bytes, nb::bytes, Names>;
 
   explicit NamedIndex(bool counts_copies) : index_(counts_copies) {}
 
-  std::size_t store(const nb::str& name, bool is_history, const nb::bytes& parent, const nb::bytes& blocks) {
+  std::size_t store(const nb::str& name, std::uint32_t tier, const nb::bytes& parent, const nb::bytes& blocks) {
     const std::optional<Id> behind = parent_in(parent);
     const Ids ids = ids_in(blocks);
     Call call(*this, name);
@@ -78,19 +81,19 @@ class NamedIndex {
     Status status;
     {
       nb::gil_scoped_release release;
-      status = index_.store({call.worker, tier_of(is_history)}, behind, ids, fresh);
+      status = index_.store({call.worker, tier_of(tier)}, behind, ids, fresh);
     }
     check(status);
     call.may_hold_nothing = ids.empty();
     return fresh;
   }
 
-  std::size_t remove(const nb::str& name, bool is_history, const nb::bytes& blocks) {
+  std::size_t remove(const nb::str& name, std::uint32_t tier, const nb::bytes& blocks) {
     const Ids ids = ids_in(blocks);
     if (roster_.find(name) == kNone) return 0;
     const Call call(*this, name);
     nb::gil_scoped_release release;
-    return index_.remove({call.worker, tier_of(is_history)}, ids);
+    return index_.remove({call.worker, tier_of(tier)}, ids);
   }
 
   std::size_t clear(const nb::str& name) {
@@ -100,7 +103,7 @@ class NamedIndex {
     return index_.clear(call.worker);
   }
 
-  void load(const nb::str& name, bool is_history, const std::vector<BytesRun>& runs) {
+  void load(const nb::str& name, std::uint32_t tier, const std::vector<BytesRun>& runs) {
     std::vector<Part> parts;
     parts.reserve(runs.size());
     for (const auto& [parent, blocks] : runs) parts.push_back({parent_in(parent), ids_in(blocks)});
@@ -108,17 +111,17 @@ class NamedIndex {
     Status status;
     {
       nb::gil_scoped_release release;
-      status = index_.load({call.worker, tier_of(is_history)}, parts);
+      status = index_.load({call.worker, tier_of(tier)}, parts);
     }
     check(status);
   }
 
-  std::vector<BytesRun> dump(const nb::str& name, bool is_history) {
+  std::vector<BytesRun> dump(const nb::str& name, std::uint32_t tier) {
     std::vector<Run> runs;
     if (roster_.find(name) != kNone) {
       const Call call(*this, name);
       nb::gil_scoped_release release;
-      runs = index_.dump({call.worker, tier_of(is_history)});
+      runs = index_.dump({call.worker, tier_of(tier)});
     }
     std::vector<BytesRun> out;
     out.reserve(runs.size());
@@ -127,12 +130,12 @@ class NamedIndex {
   }
 
   // Returns the sum of the holder's ids, as an id, and their number.
-  std::pair<nb::bytes, std::size_t> sum(const nb::str& name, bool is_history) {
+  std::pair<nb::bytes, std::size_t> sum(const nb::str& name, std::uint32_t tier) {
     Sum sum;
     if (roster_.find(name) != kNone) {
       const Call call(*this, name);
       nb::gil_scoped_release release;
-      sum = index_.sum({call.worker, tier_of(is_history)});
+      sum = index_.sum({call.worker, tier_of(tier)});
     }
     return {to_bytes(Id{static_cast<std::uint64_t>(sum.ids), static_cast<std::uint64_t>(sum.ids >> 64)}), sum.blocks};
   }
@@ -172,18 +175,18 @@ class NamedIndex {
     } while (forgotten != roster_.forgotten());
     std::vector<BytesBranch> out;
     for (const Branch& branch : branches) {
-      std::vector<nb::str> names[kTiers];
+      Names names;
       for (const Holder holder : branch.holders) {
         names[static_cast<std::size_t>(holder.tier)].push_back(nb::borrow<nb::str>(roster_.name(holder.worker)));
       }
-      out.emplace_back(to_bytes(branch.run.parent), to_bytes(branch.run.blocks), names[0], names[1]);
+      out.emplace_back(to_bytes(branch.run.parent), to_bytes(branch.run.blocks), std::move(names));
     }
     return out;
   }
 
   std::size_t add(const std::vector<BytesBranch>& branches) {
     std::vector<typename Index<Core>::Shared> shared;
-    for (const auto& [parent, blocks, active, history] : branches) {
+    for (const auto& [parent, blocks, names] : branches) {
       shared.push_back({{parent_in(parent), ids_in(blocks)}, {}});
     }
     std::vector<std::unique_ptr<Call>> calls;
@@ -194,8 +197,7 @@ class NamedIndex {
           shared[at].holders.push_back({calls.back()->worker, tier});
         }
       };
-      enter(std::get<2>(branches[at]), Tier::active);
-      enter(std::get<3>(branches[at]), Tier::history);
+      for (const Tier tier : kAllTiers) enter(std::get<2>(branches[at])[static_cast<std::size_t>(tier)], tier);
     }
     std::size_t fresh = 0;
     Status status;
@@ -298,24 +300,26 @@ nb::class_<NamedIndex<Core>> bind_index(nb::module_& m, const char* name) {
   using This = NamedIndex<Core>;
   return nb::class_<This>(m, name)
       .def(nb::init<bool>(), "counts_copies"_a = false)
-      .def("store", &This::store, "worker"_a, "is_history"_a, "parent"_a, "blocks"_a)
-      .def("remove", &This::remove, "worker"_a, "is_history"_a, "blocks"_a)
+      .def("store", &This::store, "worker"_a, "tier"_a, "parent"_a, "blocks"_a)
+      .def("remove", &This::remove, "worker"_a, "tier"_a, "blocks"_a)
       .def("clear", &This::clear, "worker"_a)
-      .def("load", &This::load, "worker"_a, "is_history"_a, "runs"_a)
-      .def("dump", &This::dump, "worker"_a, "is_history"_a)
-      .def("sum", &This::sum, "worker"_a, "is_history"_a)
+      .def("load", &This::load, "worker"_a, "tier"_a, "runs"_a)
+      .def("dump", &This::dump, "worker"_a, "tier"_a)
+      .def("sum", &This::sum, "worker"_a, "tier"_a)
       .def(
           "match",
-          [](This& self, const nb::bytes& blocks, bool is_history) {
-            return self.match(blocks,
-                              [&](const Held& held) { return leading_blocks(is_history ? held.reach : held.active); });
+          [](This& self, const nb::bytes& blocks, std::uint32_t tier) {
+            return self.match(blocks, [&](const Held& held) {
+              return leading_blocks(held.reach[static_cast<std::size_t>(tier_of(tier))]);
+            });
           },
-          "blocks"_a, "is_history"_a)
+          "blocks"_a, "tier"_a)
       .def(
           "match_tiers",
           [](This& self, const nb::bytes& blocks) {
-            return self.match(blocks,
-                              [](const Held& held) -> nb::object { return nb::make_tuple(held.active, held.reach); });
+            return self.match(blocks, [](const Held& held) -> nb::object {
+              return nb::make_tuple(held.reach[0], held.reach[1], held.reach[2]);
+            });
           },
           "blocks"_a)
       .def("size", &This::size)

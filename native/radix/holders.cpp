@@ -52,7 +52,8 @@ SetNumber HolderSets::changed(SetNumber set, Holder holder) {
                                                                                   << (holder.worker % 64);
   const std::uint64_t* words = scratch_.data();
   const auto is_empty = [&](std::uint32_t at) {
-    return (scratch_[(at - first) * kTiers] | scratch_[(at - first) * kTiers + 1]) == 0;
+    const std::uint64_t* group_words = words + (at - first) * kTiers;
+    return std::all_of(group_words, group_words + kTiers, [](std::uint64_t word) { return word == 0; });
   };
   std::uint32_t used_first = first;
   while (used_first < end && is_empty(used_first)) ++used_first;

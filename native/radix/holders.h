@@ -1,16 +1,18 @@
 // Holders of nodes: sets of (worker, tier). Each set is stored once, however many nodes share it.
 //
-//   a set       groups of 64 workers from the first to the last that has a member, per group two words
-//               [ active: one bit per worker | history: one bit per worker ]   [ active | history ]   …
+//   a set       groups of 64 workers from the first to the last that has a member, per group three words
+//               [ active: one bit per worker | history: likewise | file: likewise ]   [ active | history | file ]   …
 //   a node      the number of its set: equal numbers mean equal holders
 //
 // There are few distinct sets: prompts of one worker share a set, and so do the parts of a prompt that all workers
 // hold. A set never changes: a node is given another set, and a set without nodes is freed.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -21,10 +23,11 @@ namespace baton::radix {
 using SetNumber = std::uint32_t;
 inline constexpr SetNumber kNoHolders = 0;
 inline constexpr std::uint32_t kWorkersMax = 1u << 16;
-inline constexpr std::uint32_t kTiers = 2;
+inline constexpr std::uint32_t kTiers = 3;
 
-// The two caches of a worker. Lower is nearer: a block of the history must be promoted before use.
-enum class Tier : std::uint32_t { active = 0, history = 1 };
+// The caches of a worker, the nearest first: a block of the history must be promoted before use, one of the file read.
+enum class Tier : std::uint32_t { active = 0, history = 1, file = 2 };
+inline constexpr Tier kAllTiers[kTiers] = {Tier::active, Tier::history, Tier::file};
 
 struct Holder {
   std::uint32_t worker;
@@ -50,13 +53,15 @@ class HolderSet {
     return group >= first_group_ && group < end_group() && (word(group, holder.tier) >> (holder.worker % 64) & 1) != 0;
   }
   bool contains(std::uint32_t worker) const {
-    return contains({worker, Tier::active}) || contains({worker, Tier::history});
+    return std::any_of(std::begin(kAllTiers), std::end(kAllTiers), [&](Tier tier) { return contains({worker, tier}); });
   }
   // Number of workers that have the block on any tier.
   std::uint32_t workers() const {
     int count = 0;
     for (std::uint32_t group = first_group(); group < end_group(); ++group) {
-      count += std::popcount(word(group, Tier::active) | word(group, Tier::history));
+      std::uint64_t any = 0;
+      for (const Tier tier : kAllTiers) any |= word(group, tier);
+      count += std::popcount(any);
     }
     return static_cast<std::uint32_t>(count);
   }

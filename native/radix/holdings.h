@@ -60,7 +60,9 @@ class Holdings {
   }
   Sum of(Holder holder) const { return holder.number() < sums_.size() ? sums_[holder.number()] : Sum{}; }
   std::size_t blocks(std::uint32_t worker) const {
-    return of({worker, Tier::active}).blocks + of({worker, Tier::history}).blocks;
+    std::size_t blocks = 0;
+    for (const Tier tier : kAllTiers) blocks += of({worker, tier}).blocks;
+    return blocks;
   }
   std::size_t all() const { return all_; }
 

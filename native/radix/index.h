@@ -50,12 +50,11 @@ class Index {
     return held;
   }
 
-  // Returns the number of blocks that the worker held, over both tiers.
+  // Returns the number of blocks that the worker held, over all tiers.
   std::size_t clear(std::uint32_t worker) {
     const std::lock_guard writer(writer_);
     const std::size_t held = core_.holdings().blocks(worker);
-    clear({worker, Tier::active});
-    clear({worker, Tier::history});
+    for (const Tier tier : kAllTiers) clear({worker, tier});
     return held;
   }
 

@@ -12,8 +12,7 @@ namespace baton::radix {
 
 struct Held {
   std::uint32_t worker;
-  std::uint32_t active;  // Leading blocks in the active cache.
-  std::uint32_t reach;   // Leading blocks each of which is in one of the caches.
+  std::array<std::uint32_t, kTiers> reach;  // Leading blocks each of which is on a tier or on a nearer one, by tier.
 };
 
 class Leading {
@@ -37,7 +36,7 @@ class Leading {
         note(at, tier, alive_[at][tier] & ~here[tier], blocks);
         alive_[at][tier] &= here[tier];
       }
-      left |= alive_[at][1];
+      left |= alive_[at].back();
     }
     return left != 0;
   }
@@ -46,21 +45,23 @@ class Leading {
   void finish(std::uint32_t blocks, std::vector<Held>& out) {
     for (std::size_t at = 0; at < alive_.size(); ++at) {
       for (std::size_t tier = 0; tier < kTiers; ++tier) note(at, tier, alive_[at][tier], blocks);
-      for (std::uint64_t bits = seen_[at][1]; bits != 0; bits &= bits - 1) {
+      for (std::uint64_t bits = seen_[at].back(); bits != 0; bits &= bits - 1) {
         const std::size_t worker = at * 64 + static_cast<std::size_t>(std::countr_zero(bits));
-        out.push_back({static_cast<std::uint32_t>(first_group_ * 64 + worker), counts_[worker][0], counts_[worker][1]});
+        out.push_back({static_cast<std::uint32_t>(first_group_ * 64 + worker), counts_[worker]});
       }
     }
   }
 
  private:
-  using Words = std::array<std::uint64_t, kTiers>;  // Holders in the active cache; in any.
+  using Words = std::array<std::uint64_t, kTiers>;  // Holders on a tier or on a nearer one, by tier.
 
   Words words_of(const HolderSet& set, std::size_t at) const {
     const std::uint32_t group = first_group_ + static_cast<std::uint32_t>(at);
     if (group < set.first_group() || group >= set.end_group()) return {};
-    const std::uint64_t active = set.word(group, Tier::active);
-    return {active, active | set.word(group, Tier::history)};
+    Words words{};
+    std::uint64_t nearer = 0;
+    for (std::size_t tier = 0; tier < kTiers; ++tier) words[tier] = nearer |= set.word(group, kAllTiers[tier]);
+    return words;
   }
 
   void note(std::size_t at, std::size_t tier, std::uint64_t workers, std::uint32_t blocks) {

@@ -90,7 +90,7 @@ std::vector<Branch> Tree::dump_behind(const Id& id) const {
       Branch& branch = branches.emplace_back(Branch{run_of(node, from), {}});
       const HolderSet& set = sets_[node.set];
       for (std::uint32_t worker = set.first_group() * 64; worker < set.end_group() * 64; ++worker) {
-        for (const Tier tier : {Tier::active, Tier::history}) {
+        for (const Tier tier : kAllTiers) {
           if (set.contains({worker, tier})) branch.holders.push_back({worker, tier});
         }
       }

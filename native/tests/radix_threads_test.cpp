@@ -29,9 +29,10 @@ TEST(readers_see_whole_batches_while_writers_change_the_tree) {
     while (!stop.load()) {
       const Prompt& prompt = prompts[mine() % prompts.size()];
       index.match(view(prompt), leading, held);
-      const bool has_first = !held.empty() && held[0].worker == 0 && held[0].active == prompt.size();
+      const bool has_first = !held.empty() && held[0].worker == 0 && held[0].reach.front() == prompt.size();
       const bool in_range = std::all_of(held.begin(), held.end(), [&](const Held& each) {
-        return each.worker <= kWriters && each.active <= each.reach && each.reach <= prompt.size();
+        return each.worker <= kWriters && std::is_sorted(each.reach.begin(), each.reach.end()) &&
+               each.reach.back() <= prompt.size();
       });
       if (!has_first || !in_range) ++wrong;
       ++matches;
@@ -41,7 +42,7 @@ TEST(readers_see_whole_batches_while_writers_change_the_tree) {
     std::mt19937_64 mine(worker);
     for (int step = 0; step < 150; ++step) {
       const Prompt& prompt = prompts[mine() % prompts.size()];
-      const Holder holder{worker, mine() % 3 == 0 ? Tier::history : Tier::active};
+      const Holder holder{worker, kAllTiers[mine() % kTiers]};
       std::size_t new_blocks = 0;
       switch (mine() % 6) {
         case 0:

@@ -51,16 +51,22 @@ class Oracle {
   Blocks& of(Holder holder) { return held_[holder.number()]; }
 
   bool holds(std::uint32_t worker, const Id& id) {
-    return of({worker, Tier::active}).contains(id) || of({worker, Tier::history}).contains(id);
+    return std::any_of(std::begin(kAllTiers), std::end(kAllTiers),
+                       [&](Tier tier) { return of({worker, tier}).contains(id); });
   }
 
   std::vector<Held> match(const Prompt& prompt, std::uint32_t workers) {
     std::vector<Held> out;
     for (std::uint32_t worker = 0; worker < workers; ++worker) {
-      Held held{worker, 0, 0};
-      while (held.active < prompt.size() && of({worker, Tier::active}).contains(prompt[held.active])) ++held.active;
-      while (held.reach < prompt.size() && holds(worker, prompt[held.reach])) ++held.reach;
-      if (held.reach > 0) out.push_back(held);
+      Held held{worker, {}};
+      for (std::size_t far = 0; far < kTiers; ++far) {
+        const auto is_near = [&](const Id& id) {
+          return std::any_of(kAllTiers, kAllTiers + far + 1,
+                             [&](Tier tier) { return of({worker, tier}).contains(id); });
+        };
+        while (held.reach[far] < prompt.size() && is_near(prompt[held.reach[far]])) ++held.reach[far];
+      }
+      if (held.reach.back() > 0) out.push_back(held);
     }
     return out;
   }
@@ -87,9 +93,8 @@ class Oracle {
 };
 
 inline bool same(const std::vector<Held>& mine, const std::vector<Held>& theirs) {
-  return std::equal(mine.begin(), mine.end(), theirs.begin(), theirs.end(), [](const Held& a, const Held& b) {
-    return a.worker == b.worker && a.active == b.active && a.reach == b.reach;
-  });
+  return std::equal(mine.begin(), mine.end(), theirs.begin(), theirs.end(),
+                    [](const Held& a, const Held& b) { return a.worker == b.worker && a.reach == b.reach; });
 }
 
 }  // namespace baton::tests

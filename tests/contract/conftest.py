@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
@@ -12,10 +12,12 @@ import pytest
 from bus_world import World, memory_world, nats_world
 from transfer_rig import BLOCK_BYTES, BLOCKS, OPTIONS, Fabric, MakeAgent, MakeNode, Node
 
+from baton.clock import SystemClock
+from baton.redis import RedisConnection
 from baton.transfer import NativeAgent, TransferAgent
 from baton.transfer.memory import MemoryFabric
 from tests.contract.spilled_index import spilled_indexes
-from tests.harness.servers import Server, start_nats
+from tests.harness.servers import Server, start_nats, start_redis
 
 _names = (f"t{number}" for number in itertools.count())
 
@@ -25,6 +27,28 @@ def nats_server() -> Iterator[Server]:
     """One NATS server for all tests that leave it running; take fresh subjects and streams."""
     with start_nats() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[Server]:
+    with start_redis() as server:
+        yield server
+
+
+Connect = Callable[[], RedisConnection]
+
+
+@pytest.fixture
+async def redis(redis_server: Server) -> AsyncIterator[Connect]:
+    """Return what makes connections to a Redis that all tests share; use keys that no other test has."""
+    async with AsyncExitStack() as stack:
+
+        def connect() -> RedisConnection:
+            connection = RedisConnection(redis_server.url, clock=SystemClock(), timeout_s=5.0)
+            stack.push_async_callback(connection.close)
+            return connection
+
+        yield connect
 
 
 @pytest.fixture

@@ -47,9 +47,9 @@ class SpilledIndex(ColdIndex):
     def match(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> dict[str, int]:
         return self._call(lambda: self._match(blocks, tier))
 
-    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
-        active, either = self.match(blocks), self.match(blocks, Tier.POOL)
-        return {worker: (active.get(worker, 0), reach) for worker, reach in either.items()}
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int, int]]:
+        device, pool, file = (self.match(blocks, tier) for tier in Tier)
+        return {worker: (device.get(worker, 0), pool.get(worker, 0), reach) for worker, reach in file.items()}
 
     def _match(self, blocks: bytes, tier: Tier) -> dict[str, int]:
         held = super().match(blocks, tier)

@@ -3,41 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from uuid import uuid4
 
 import pytest
 from baton_gateway.idempotency_store import AnswerStore, Claimed, MemoryAnswers, RedisAnswers, Running
 
 from baton.clock import SystemClock
-from baton.redis import RedisConnection
-from tests.harness.servers import Server, start_redis
+from tests.contract.conftest import Connect
 
 Make = Callable[..., AnswerStore]
 
 
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[Server]:
-    with start_redis() as server:
-        yield server
-
-
 @pytest.fixture(params=["memory", "redis"])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
-    """Make stores; those in Redis have keys that no other test uses."""
-    async with AsyncExitStack() as stack:
+def make(request: pytest.FixtureRequest) -> Make:
+    """Return what makes stores; those in Redis have keys that no other test uses."""
+    connect: Connect | None = request.getfixturevalue("redis") if request.param == "redis" else None
 
-        def make(*, ttl_s: float = 60.0, lease_s: float = 60.0) -> AnswerStore:
-            clock = SystemClock()
-            if request.param == "memory":
-                return MemoryAnswers(clock, ttl_s=ttl_s, lease_s=lease_s)
-            server: Server = request.getfixturevalue("redis_server")
-            connection = RedisConnection(server.url, clock=clock, timeout_s=5.0)
-            stack.push_async_callback(connection.close)
-            return RedisAnswers(connection, prefix=f"test:{uuid4().hex}", ttl_s=ttl_s, lease_s=lease_s)
+    def make(*, ttl_s: float = 60.0, lease_s: float = 60.0) -> AnswerStore:
+        clock = SystemClock()
+        if connect is None:
+            return MemoryAnswers(clock, ttl_s=ttl_s, lease_s=lease_s)
+        return RedisAnswers(connect(), prefix=f"test:{uuid4().hex}", ttl_s=ttl_s, lease_s=lease_s)
 
-        yield make
+    return make
 
 
 async def test_the_first_claims_and_others_get_its_answer(make: Make) -> None:

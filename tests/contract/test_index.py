@@ -171,7 +171,7 @@ def test_history_counts_behind_what_is_active(index: Index) -> None:
     index.remove("a", chain("abcd")[32:])
     assert index.match(chain("abcd")) == {"a": 2}
     assert index.match(chain("abcd"), Tier.POOL) == {"a": 4, "b": 2}
-    assert index.match_tiers(chain("abcd")) == {"a": (2, 4), "b": (0, 2)}
+    assert index.match_tiers(chain("abcd")) == {"a": (2, 4, 4), "b": (0, 2, 2)}
     assert index.size() == IndexSize(workers=2, blocks=4, holdings=6)
 
 
@@ -179,14 +179,26 @@ def test_a_hole_in_the_active_cache_is_bridged_by_history(index: Index) -> None:
     index.store("a", b"", chain("abc"))
     index.store("a", block("a"), block("ab"), Tier.POOL)
     index.remove("a", block("ab"))
-    assert index.match_tiers(chain("abc")) == {"a": (1, 3)}
+    assert index.match_tiers(chain("abc")) == {"a": (1, 3, 3)}
+
+
+def test_a_file_counts_behind_the_pool(index: Index) -> None:
+    index.store("a", b"", chain("a"))
+    index.store("a", b"", chain("abc"), Tier.FILE)
+    index.store("a", block("ab"), block("abc"), Tier.POOL)
+    index.store("a", block("abc"), block("abcd"), Tier.FILE)
+    assert index.match(chain("abcd"), Tier.POOL) == {"a": 1}
+    assert index.match_tiers(chain("abcd")) == {"a": (1, 1, 4)}
+    assert index.remove("a", block("ab"), Tier.FILE) == 1
+    assert index.match_tiers(chain("abcd")) == {"a": (1, 1, 1)}
+    assert index.clear("a") == 5
 
 
 def test_tiers_are_removed_dumped_and_loaded_apart(index: Index) -> None:
     index.store("a", b"", chain("ab"))
     index.store("a", b"", chain("ab"), Tier.POOL)
     assert index.remove("a", chain("ab"), Tier.POOL) == 2
-    assert index.match_tiers(chain("ab")) == {"a": (2, 2)}
+    assert index.match_tiers(chain("ab")) == {"a": (2, 2, 2)}
     index.load("a", [Run(parent=b"", blocks=chain("xyz"))], Tier.POOL)
     assert links(index.dump("a")).keys() == {block("a"), block("ab")}
     assert links(index.dump("a", Tier.POOL)).keys() == {block("x"), block("xy"), block("xyz")}
@@ -219,7 +231,7 @@ def test_copies_are_counted_on_each_tier(counting: Index) -> None:
     counting.store("a", b"", chain("a"))
     counting.store("a", b"", chain("a"), Tier.POOL)
     counting.remove("a", chain("a"))
-    assert counting.match_tiers(chain("a")) == {"a": (0, 1)}
+    assert counting.match_tiers(chain("a")) == {"a": (0, 1, 1)}
 
 
 def test_copies_survive_dump_and_load_and_end_with_clear(counting: Index) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Callable
 from uuid import uuid4
 
 import pytest
@@ -12,8 +11,7 @@ from baton_gateway.responses.redis_store import PAGE_ENTRIES, RedisStore
 from baton_gateway.responses.store import Key, MemoryStore, NewRecord, ResponseStore, Turn
 
 from baton.clock import SystemClock
-from baton.redis import RedisConnection
-from tests.harness.servers import Server, start_redis
+from tests.contract.conftest import Connect
 
 BYTES_MAX = 10_000
 OWNER = "gw-1"
@@ -25,28 +23,19 @@ ITEMS = (b'{"id":"i0"}', b'{"id":"i1"}')
 Make = Callable[..., ResponseStore]
 
 
-@pytest.fixture(scope="session")
-def redis_server() -> Iterator[Server]:
-    with start_redis() as server:
-        yield server
-
-
 @pytest.fixture(params=["memory", "redis"])
-async def make(request: pytest.FixtureRequest) -> AsyncIterator[Make]:
-    """Make stores; those in Redis have keys that no other test uses."""
-    async with AsyncExitStack() as stack:
+def make(request: pytest.FixtureRequest) -> Make:
+    """Return what makes stores; those in Redis have keys that no other test uses."""
+    connect: Connect | None = request.getfixturevalue("redis") if request.param == "redis" else None
 
-        def make(*, ttl_s: float = 60.0, lease_s: float = 60.0) -> ResponseStore:
-            clock = SystemClock()
-            if request.param == "memory":
-                return MemoryStore(clock, ttl_s=ttl_s, bytes_max=BYTES_MAX, lease_s=lease_s)
-            server: Server = request.getfixturevalue("redis_server")
-            connection = RedisConnection(server.url, clock=clock, timeout_s=5.0)
-            stack.push_async_callback(connection.close)
-            prefix = f"test:{uuid4().hex}"
-            return RedisStore(connection, clock=clock, prefix=prefix, ttl_s=ttl_s, bytes_max=BYTES_MAX, lease_s=lease_s)
+    def make(*, ttl_s: float = 60.0, lease_s: float = 60.0) -> ResponseStore:
+        clock = SystemClock()
+        if connect is None:
+            return MemoryStore(clock, ttl_s=ttl_s, bytes_max=BYTES_MAX, lease_s=lease_s)
+        prefix = f"test:{uuid4().hex}"
+        return RedisStore(connect(), clock=clock, prefix=prefix, ttl_s=ttl_s, bytes_max=BYTES_MAX, lease_s=lease_s)
 
-        yield make
+    return make
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -36,6 +38,26 @@ class DelayedCopier(ThreadCopier):
             queue = self._random.choice([queue for queue in (self._promotions, self._saves) if queue])
             queue.rotate(self._random.randrange(len(queue)))
             return queue.popleft()
+
+
+class HoldingCopier(ThreadCopier):
+    """Begins no save before `$BATON_TEST_GATE/copy` exists: it reads the engine's blocks then, not when it was told."""
+
+    def _next(self) -> CopyJob | None:
+        gate = Path(os.environ["BATON_TEST_GATE"]) / "copy"
+        with self._changed:
+            while not self._closed:
+                if self._promotions:
+                    return self._promotions.popleft()
+                if self._saves and gate.exists():
+                    return self._saves.popleft()
+                self._changed.wait(0.01)
+            return None
+
+
+class HoldingConnector(BatonConnector):
+    def make_copier(self, pool: KvPool) -> Copier:
+        return HoldingCopier(pool)
 
 
 class DelayedConnector(BatonConnector):
@@ -72,7 +94,7 @@ class PromisingConnector(DelayedConnector):
         self._pool_rank.__class__ = _PromisesEarly
 
 
-class FreeingConnector(DelayedConnector):
+class FreeingConnector(HoldingConnector):
     """Planted fault: blocks are free although a copy still reads them."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -7,8 +7,9 @@ import itertools
 import json
 import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ WORKERS: tuple[tuple[Role, str, EngineName], ...] = (
     (Role.DECODE, "decode-vllm", "vllm"),
 )
 STOP = "er"
+RESPONSES = itertools.count(4000)
+"""Numbers of conversations: greedy answers to new prompts, which no worker has cached."""
 PAIRS = {(p, d) for p in ("prefill-vllm", "prefill-sglang") for d in ("decode-vllm", "decode-sglang")}
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
@@ -128,6 +131,65 @@ async def test_a_forced_call_is_valid_with_either_engine_over_both_apis(
             assert 1 <= arguments["days"] <= 9
             seen |= {worker for workers in cluster.observer.workers.values() for worker in workers}
     await wait_idle(cluster)
+
+
+async def test_responses_with_either_engine(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    await responses_until(cluster, client, lambda seen: {"decode-vllm", "decode-sglang"} <= set().union(*seen))
+
+
+@pytest.mark.nightly
+async def test_responses_with_every_pair_of_engines(cluster: Cluster, client: openai.AsyncOpenAI) -> None:
+    await responses_until(cluster, client, lambda seen: seen >= PAIRS)
+
+
+async def responses_until(
+    cluster: Cluster, client: openai.AsyncOpenAI, is_enough: Callable[[set[tuple[str, ...]]], bool]
+) -> None:
+    """Check conversations until enough workers, or pairs of them, have answered."""
+    seen: set[tuple[str, ...]] = set()
+    async with asyncio.timeout(240):
+        while not is_enough(seen):
+            cluster.observer.workers.clear()
+            await asyncio.gather(*(check_response(client, next(RESPONSES)) for _ in range(2)))
+            seen |= {tuple(sorted(workers, reverse=True)) for workers in cluster.observer.workers.values()}
+    await wait_idle(cluster)
+
+
+async def check_response(client: openai.AsyncOpenAI, number: int) -> None:
+    """Check a streamed call, its continuation by the response's id, and the same in the background and sent whole."""
+    headers = {"x-baton-disaggregation": "always"}
+    # The client's types differ for each combination of arguments.
+    create: Any = partial(client.responses.create, model="tiny", temperature=0, extra_headers=headers)
+    tool = {"type": "function", "name": "get_weather", "parameters": TOOL, "strict": True}
+    question = {"role": "user", "content": f"story {number}: " + "weather in Rome? " * 100}
+    called: dict[str, Any] = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    streamed = [event async for event in await create(**called, input=[question], max_output_tokens=200, stream=True)]
+    assert [event.sequence_number for event in streamed] == list(range(len(streamed)))
+    first = streamed[-1].response
+    assert (streamed[-1].type, first.status) == ("response.completed", "completed")
+    call = first.output[-1]
+    assert (call.type, call.name) == ("function_call", "get_weather")
+    arguments = json.loads(call.arguments)
+    assert arguments["city"] in ("Paris", "Rome")
+    assert 1 <= arguments["days"] <= 9
+    assert (await client.responses.retrieve(first.id)).output == first.output
+
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    asked: dict[str, Any] = {"tools": [tool], "tool_choice": "none", "max_output_tokens": 20}
+    continued = await create(**asked, input=[result], previous_response_id=first.id)
+    items = [item.model_dump(exclude_none=True) for item in first.output]
+    whole = await create(**asked, input=[question, *items, result], store=False)
+    background = await create(**asked, input=[result], previous_response_id=first.id, background=True, stream=True)
+    events = [event async for event in background]
+    later = [
+        event
+        async for event in await client.responses.retrieve(
+            events[0].response.id, stream=True, starting_after=events[-3].sequence_number
+        )
+    ]
+    assert later == events[-2:]
+    assert continued.output_text == whole.output_text == events[-1].response.output_text
+    assert continued.usage.output_tokens == whole.usage.output_tokens
 
 
 async def test_no_engine_tells_a_tenant_of_anothers_prompts(cluster: Cluster) -> None:

@@ -173,11 +173,31 @@ def test_one_rank_with_free_threads_computes_beside_the_scheduler() -> None:
     assert chosen({}) is None, "vLLM does it by itself on a GPU"
 
 
-@pytest.mark.parametrize("options", [{"device": "tpu"}, {"handoff": "yes"}, {"connector": "module.Class"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "tpu"},
+        {"handoff": "yes"},
+        {"connector": "module.Class"},
+        {"kv_pool_bytes": -1},
+        {"kv_file_bytes": "much"},
+        {"kv_file": 1},
+    ],
+)
 def test_own_option_that_is_malformed_is_named(options: dict[str, object]) -> None:
     (name,) = options
     with pytest.raises(ConfigurationError, match=name):
         split_options(options, DIALECT)
+
+
+@pytest.mark.parametrize(
+    "options", [{"kv_file": "/kv"}, {"kv_file_bytes": 9}, {"kv_file": "/kv", "kv_file_bytes": 9}], ids=str
+)
+def test_a_file_needs_its_size_and_a_pool(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match="kv_file"):
+        split_options(options, DIALECT)
+    own, left = split_options({"kv_file": "/kv", "kv_file_bytes": 9, "kv_pool_bytes": 9}, DIALECT)
+    assert (own.kv_file, own.kv_file_bytes, left) == ("/kv", 9, {})
 
 
 def test_environment_is_restored_and_the_users_wins(monkeypatch: pytest.MonkeyPatch) -> None:

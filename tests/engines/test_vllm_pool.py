@@ -257,7 +257,7 @@ def test_without_memory_for_the_pool_the_engine_serves_without_it(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", [None, "PromisingConnector", "FreeingConnector"])
+@pytest.mark.parametrize("fault", [None, "PromisingConnector"])
 def test_late_copies_change_no_token_and_planted_faults_do(
     fault: str | None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -273,6 +273,35 @@ def test_late_copies_change_no_token_and_planted_faults_do(
         second = engine.ask(tokens, cache_salt="late")
         assert second.promoted == 22 * BLOCK_TOKENS - 1
         assert (second.tokens == first.tokens) is (fault is None)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", [None, "FreeingConnector"])
+def test_blocks_stay_until_a_save_has_read_them(
+    fault: str | None, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Saves read the blocks only after others have asked for all of the engine's 64. A connector that frees the blocks
+    of a save at once gives wrong tokens."""
+    gate = tmp_path_factory.mktemp("gate-held")
+    with started(tiny_model, gate, connector=f"delayed:{fault or 'HoldingConnector'}") as engine:
+
+        def answer(tokens: list[int], output_tokens: int, salt: str) -> list[int]:
+            fields = {"request": f"request-{next(NUMBERS)}", "leg": "whole", "cache_salt": salt}
+            return engine.process.send("generate", tokens=tokens, sampling=greedy(output_tokens), **fields).tokens()
+
+        tokens = prompt(22 * BLOCK_TOKENS, 85)
+        first = answer(tokens, 24, "held")
+        # Half of the blocks are free while saves hold the rest.
+        for seed in (86, 87, 88):
+            answer(prompt(30 * BLOCK_TOKENS, seed), 1, "others")
+        assert pool_of(engine)["ready"] == 0
+        (gate / "copy").touch()
+        until(lambda: pool_of(engine)["ready"] >= 22, 30)
+        engine.saved()
+        engine.forget()
+        second = engine.ask(tokens, cache_salt="held")
+        assert second.promoted == 22 * BLOCK_TOKENS - 1
+        assert (second.tokens == first) is (fault is None)
 
 
 def lend(

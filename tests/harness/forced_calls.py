@@ -9,11 +9,11 @@ from baton_gateway.constraints import format_constraint
 from baton_gateway.parsing.calls import Call
 from baton_gateway.parsing.forced_calls import calls_format
 from baton_gateway.parsing.formats import FormatName, ParsingOptions, read_family
-from baton_gateway.parsing.parser import AnswerFormat
 from baton_gateway.tool_bodies import Tool, schemas_of, text_parameters, trimmed_parameters
 from jsonschema import Draft202012Validator
 
 from baton.messages.attempts import Constraint
+from tests.harness.gateway.samples import form_of
 
 TOOLS: Final = [
     Tool.model_validate({"type": "function", "function": function})
@@ -45,11 +45,10 @@ def forced(family: FormatName, *, parallel: bool) -> Constraint:
 
 def calls_in(family: FormatName, text: str) -> list[Call]:
     """Return the calls of an answer, of which each is valid and nothing else is said."""
-    form = AnswerFormat(read_family(family))
     options = ParsingOptions(
         tools=True, text_parameters=text_parameters(TOOLS), trimmed_parameters=trimmed_parameters(TOOLS)
     )
-    parsed = form.parser(options).finish(text)
+    parsed = form_of(family).parser(options).finish(text)
     assert not parsed.content.strip(), text
     schemas: dict[str, Any] = schemas_of(TOOLS)
     for call in parsed.calls:

@@ -139,7 +139,7 @@ async def differences(pair: Pair, workers: list[Worker]) -> list[str]:
     found = [f"{len(reports)} indexes answered"] if len(reports) != len(pair.services) else []
     truth = {worker.name: (worker.generation, *map(worker.fingerprint, Tier)) for worker in workers}
     for report in reports:
-        known = {each.worker: (each.generation, each.held, each.pooled) for each in report.workers}
+        known = {each.worker: (each.generation, each.held, each.pooled, each.filed) for each in report.workers}
         found += [
             f"{report.instance}: {known.get(name)} of {name} is {its}"
             for name, its in truth.items()

@@ -90,7 +90,7 @@ async def test_nothing_is_left_in_redis_of_an_index_that_ended(nats_url: str, wo
 async def test_a_redis_that_hangs_delays_no_match(nats_url: str, bus: NatsBus, worker: Worker) -> None:
     with start_redis() as server:
         async with indexing(
-            nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=30.0, redis_timeout_s=5.0
+            nats_url, server.url, "p", memory_bytes_max=1, cold_patience_s=30.0, redis_timeout_s=30.0
         ) as service:
             await worker.store(PATHS[0])
             await until_held(bus, worker, PATHS[0], len(PATHS[0]))

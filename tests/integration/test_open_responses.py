@@ -1,6 +1,7 @@
 """The Open Responses specification: its acceptance cases, with every answer and event as its schema says.
 
-Deviations: images are refused, and the events of reasoning have OpenAI's names (`DEVIATIONS`).
+Its own program runs on Bun with packages of its own; these are its cases, each whole and streamed. What deviates is
+listed in `docs/responses-api.md`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tests.harness.gateway.actors import MODEL, tiny_model
 from tests.harness.gateway.responses import rebuilt, with_store
 from tests.harness.gateway.samples import chat_template, marks_of
 from tests.harness.gateway.stage import Stage, open_stage
+from tests.integration.test_openai_tools import prompt_of
 
 DEVIATIONS: Final = {
     "response.reasoning_text.delta": "response.reasoning.delta",
@@ -111,10 +113,42 @@ async def test_multi_turn_conversation(stage: Stage) -> None:
     assert response["output"]
 
 
-async def test_image_input_is_refused_by_name(stage: Stage) -> None:
-    image = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
+async def test_function_call_round_trip(stage: Stage) -> None:
+    stage.say(CALL.rpartition("</think>\n\nI look.\n")[2])
+    asked: dict[str, Any] = {"tools": [WEATHER], "tool_choice": {"type": "function", "name": "get_weather"}}
+    first = await create(stage, input=[{**USER, "content": "How warm is it in San Francisco?"}], **asked)
+    (call,) = first["output"]
+    assert (call["type"], call["name"]) == ("function_call", "get_weather")
+    stage.say(TEXT)
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": '{"celsius": 18}'}
+    second = await create(stage, input=[result], previous_response_id=first["id"], tools=[WEATHER])
+    assert second["status"] == "completed"
+    assert [item["type"] for item in second["output"]] == ["message"]
+
+
+async def test_previous_response_id(stage: Stage) -> None:
+    first = await create(stage, input="My name is Alice.")
+    second = await create(stage, input="What is my name?", previous_response_id=first["id"])
+    assert (second["status"], second["previous_response_id"]) == ("completed", first["id"])
+    assert second["output"]
+    assert "My name is Alice." in prompt_of(stage)
+
+
+def of_user(part: dict[str, str]) -> dict[str, Any]:
+    return {"input": [{**USER, "content": [part]}]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        (of_user({"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}), "'input_image'"),
+        (of_user({"type": "input_file", "filename": "a.pdf", "file_data": "data:;base64,JVBERg=="}), "'input_file'"),
+        ({"input": "Find it.", "tools": [{"type": "file_search", "vector_store_ids": ["v"]}]}, "'file_search'"),
+        ({"input": "Find it.", "tools": [{"type": "web_search", "external_web_access": False}]}, "'web_search'"),
+    ],
+)
+async def test_what_is_not_served_is_refused_by_name(stage: Stage, asked: dict[str, Any], named: str) -> None:
     async with httpx.AsyncClient(base_url=stage.base_url, verify=False) as client:
-        body = {"model": MODEL, "input": [{**USER, "content": [image]}]}
-        answer = await client.post("/v1/responses", json=body)
+        answer = await client.post("/v1/responses", json={"model": MODEL, **asked})
     assert answer.status_code == 400
-    assert "'input_image'" in answer.json()["error"]["message"]
+    assert named in answer.json()["error"]["message"]

@@ -259,6 +259,11 @@ def tool(**function: Any) -> dict[str, Any]:
     return {"type": "function", "function": {**FUNCTION, **function}}
 
 
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool()] * 10_000}, "tools"),
@@ -271,6 +276,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ({"tools": [tool(parameters={"not": {}})], "tool_choice": "required"}, "tools[0].function.parameters.not"),
     ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto")}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": allowed("any", "get_weather")}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": allowed("auto", "get_weather", "other")}, "tool_choice"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     ({"messages": [USER, {"role": "user", "content": "x", "tool_calls": [CALLED]}]}, "messages[1].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALLED] * 129}]}, "messages[0].tool_calls"),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -182,6 +183,8 @@ def test_the_users_environment_wins_over_the_thread_count(tmp_path: Path) -> Non
         ({"prefill": -1}, "PREFILL=0 or more"),
         ({"prefill": 0, "disaggregation": Disaggregation.ALWAYS}, "DISAGGREGATION=auto"),
         ({"prefill": 100, "decode": 29}, "129 workers are too many"),
+        ({"kv_file_bytes": 1 << 30}, "it needs KV_POOL_BYTES"),
+        ({"kv_file_bytes": -1}, "KV_FILE_BYTES=-1"),
         ({"port": 0}, "PORT=0 is no port"),
         ({"port": 70000}, "PORT=70000 is no port"),
         ({"host": "203.0.113.1", "api_key": "k"}, "cannot listen on 203.0.113.1"),
@@ -455,6 +458,18 @@ def test_the_kv_pool_is_off_unless_its_size_is_given(tmp_path: Path) -> None:
     shared = pool_bytes(kv_pool_bytes=None)
     assert isinstance(shared, int)
     assert 0 < shared < available_bytes() / 4
+
+
+def test_each_worker_has_its_own_file_in_one_folder(tmp_path: Path) -> None:
+    deployment = make_deployment(tmp_path, device="cpu", engine="vllm", kv_pool_bytes=1 << 30)
+    assert all("--kv-folder" not in program.command for program in all_programs(deployment))
+    for folder in (None, tmp_path / "kv"):
+        programs = all_programs(replace(deployment, kv_file_bytes=1 << 40, kv_folder=folder))
+        workers = [flags(program) for program in programs if "-" in program.name]
+        assert [worker["--worker"] for worker in workers] == ["prefill-0", "decode-0"]
+        for worker in workers:
+            assert worker["--kv-folder"] == str(folder or deployment.folder / ".cache" / "kv")
+            assert worker["--kv-file-bytes"] == str(1 << 40)
 
 
 @pytest.mark.parametrize("text", ["much", "-1", "1e9", ""])

@@ -11,16 +11,14 @@ from baton_gateway.bodies import ChatBody, parse
 from baton_gateway.intake import Intake
 from baton_gateway.parsing.forced_calls import Reasoning, calls_format, opening_of, reasoning_of
 from baton_gateway.parsing.formats import CallSyntax, FormatName, ParsingOptions, read_family
-from baton_gateway.parsing.parser import AnswerFormat
 from baton_gateway.tool_bodies import ENFORCED_MAX
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
-from tests.harness.gateway.samples import FAMILIES
+from tests.harness.gateway.samples import FAMILIES, form_of
 
 FORCED = [name for name in FAMILIES if read_family(name).calls]
-FORMS = {name: AnswerFormat(read_family(name)) for name in FORCED}
 WORDS = st.text(st.characters(exclude_categories=["C"], exclude_characters='<[`|"\\{}'), min_size=1, max_size=8)
 # Models write text in tags without its ends' white space.
 TEXTS = WORDS.map(str.strip).filter(bool)
@@ -73,9 +71,12 @@ def test_what_is_enforced_is_read(
     reasoned = reasoned and "thinking" in read_family(family).response_template["fields"]
     text = (f"{begin}Hm.{end}\n\n" if reasoned else "") + written(syntax, calls)
     texts = {
-        name: tuple(key for key, value in arguments.items() if isinstance(value, str)) for name, arguments in calls
+        name: tuple(
+            {key for of, arguments in calls if of == name for key, value in arguments.items() if isinstance(value, str)}
+        )
+        for name, _ in calls
     }
-    parser = FORMS[family].parser(ParsingOptions(tools=True, text_parameters=texts))
+    parser = form_of(family).parser(ParsingOptions(tools=True, text_parameters=texts))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     parts = [parser.feed(text[a:b]) for a, b in pairwise([0, *cuts, len(text)])]
     parts.append(parser.finish())
@@ -83,7 +84,7 @@ def test_what_is_enforced_is_read(
     found = [(call.name, json.loads(call.arguments)) for part in parts for call in part.calls]
     if syntax.style == "json":
         assert found == calls
-    else:  # Of two calls of one name, whose arguments differ in type, the schema tells one.
+    else:  # Where two calls of one name have a text and a number, the schema says text.
         assert [name for name, _ in found] == [name for name, _ in calls]
         assert [{key: str(value) for key, value in each.items()} for _, each in found] == [
             {key: str(value) for key, value in each.items()} for _, each in calls

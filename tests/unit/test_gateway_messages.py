@@ -14,8 +14,7 @@ from baton_gateway.anthropic.events import MessageEvents
 from baton_gateway.bodies import constraint_of
 from baton_gateway.choice import Piece, ToolCall
 from baton_gateway.order import Outcome
-from baton_gateway.parsing.formats import FormatName, ParsingOptions, read_family
-from baton_gateway.parsing.parser import AnswerFormat
+from baton_gateway.parsing.formats import FormatName, ParsingOptions
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,6 +33,7 @@ from baton.errors import (
     Unauthenticated,
 )
 from baton.messages.attempts import FinishReason
+from tests.harness.gateway.samples import form_of
 
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
 HI: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
@@ -211,7 +211,6 @@ def test_bodies_that_are_refused(fields: dict[str, Any], param: str, said: str) 
 
 # ---------------------------------------------------------------- answers
 
-FORM = AnswerFormat(read_family(FormatName.HERMES))
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": "é\\n"}}\n</tool_call>'
 PARTS = st.lists(
     st.sampled_from(["", " ", "\n", "Hm. ", "naïve 😀", CALL, "<tool_call>\n{no}\n</tool_call>"]), max_size=8
@@ -220,7 +219,7 @@ PARTS = st.lists(
 
 def pieces_of(text: str, cuts: list[int], *, thinks: bool) -> list[Piece]:
     """Return an answer's pieces, as `ParsedText` makes them."""
-    parser = FORM.parser(ParsingOptions(prefix="<think>" if thinks else "", tools=True))
+    parser = form_of(FormatName.HERMES).parser(ParsingOptions(prefix="<think>" if thinks else "", tools=True))
     parsed = [parser.feed(text[begin:end]) for begin, end in pairwise([0, *cuts, len(text)])]
     parsed.append(parser.finish())
     pieces: list[Piece] = []

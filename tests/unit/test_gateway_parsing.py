@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -16,14 +15,9 @@ from baton_gateway.tool_bodies import Tool, text_parameters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.harness.gateway.samples import FAMILIES, Sample, chat_template, samples_of
+from tests.harness.gateway.samples import FAMILIES, Sample, chat_template, form_of, samples_of
 
 SAMPLES = [(family, sample) for family in FAMILIES for sample in samples_of(family)]
-
-
-@cache
-def form_of(family: FormatName) -> AnswerFormat:
-    return AnswerFormat(read_family(family))
 
 
 def parse(form: AnswerFormat, pieces: Iterable[str], options: ParsingOptions) -> Parsed:

@@ -56,6 +56,18 @@ def test_a_tool_reaches_the_template_as_it_was_sent(render: Callable[..., str]) 
     assert second["function"] == {"name": "g", "parameters": {"type": "object", "properties": {}}}
 
 
+def test_the_model_is_told_of_allowed_tools_only(render: Callable[..., str]) -> None:
+    tools = [{"type": "function", "function": {"name": name}} for name in "abc"]
+    for mode, required in (("auto", []), ("required", ["a", "c"])):
+        named = [{"type": "function", "function": {"name": name}} for name in "ca"]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
+        shown = render(template(), tools=tools, tool_choice=choice).removesuffix("<tool_call></tool_call>")
+        assert [tool["function"]["name"] for tool in json.loads(shown[shown.index("[") :])] == ["a", "c"]
+        asked = {"model": "m", "messages": [USER], "tools": tools, "tool_choice": choice}
+        body = parse(ChatBody, json.dumps(asked).encode())
+        assert [tool.function.name for tool in body.required_tools()] == required
+
+
 IDIOMS: list[tuple[str, str]] = [
     (TO_JSON, '{"x": "é"}'),
     ("{{ '<sep>' + c.function.arguments }}", '<sep>{"x":  "é"}'),

@@ -100,12 +100,12 @@ def test_what_differs_is_not_written_down_as_the_state_after_an_event(worker: In
     worker.on_heartbeat(cache.heartbeat(), 0.0)
     assert worker.sound_sequence == 1
     assert worker.fingerprint_is_due
-    assert not worker.on_fingerprint(cache.fingerprint(), Fingerprint(blocks=7))
+    assert not worker.on_fingerprint((cache.fingerprint(), Fingerprint(blocks=7), Fingerprint()))
     assert (worker.sound_sequence, worker.drifts, worker.agreed_sequence) == (0, 1, -1)
     worker.start_resync(0.0)
     worker.on_pages(1)
     assert worker.fingerprint_is_due, "the claim is kept for what the resync brings"
-    assert worker.on_fingerprint(cache.fingerprint(), Fingerprint())
+    assert worker.on_fingerprint((cache.fingerprint(), Fingerprint(), Fingerprint()))
     assert (worker.sound_sequence, worker.drifts, worker.agreed_sequence) == (1, 0, 1)
 
 

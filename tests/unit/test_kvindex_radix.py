@@ -59,7 +59,7 @@ def test_a_branch_moves_with_all_its_holders(index: RadixIndex) -> None:
     index.store("b", b"", chain("abcx"))
     index.store("b", block("abc"), block("abcd"), Tier.POOL)
     branches = index.dump_behind(block("abc"))
-    assert branches[0] == Branch(block("ab"), block("abc"), ["a", "b"], [])
+    assert branches[0] == Branch(block("ab"), block("abc"), [["a", "b"], [], []])
     copy = RadixIndex()
     copy.store("a", b"", chain("ab"))
     copy.store("b", b"", chain("ab"))
@@ -83,7 +83,7 @@ def test_what_is_not_there_is_an_empty_branch(index: RadixIndex) -> None:
     with pytest.raises(MalformedMessage):
         index.dump_behind(b"")
     with pytest.raises(MalformedMessage):
-        index.add([Branch(b"", chain("a"), ["a"], []), Branch(b"", b"short", ["a"], [])])
+        index.add([Branch(b"", chain("a"), [["a"], [], []]), Branch(b"", b"short", [["a"], [], []])])
     assert index.size() == IndexSize(workers=0, blocks=0, holdings=0)
 
 
@@ -201,12 +201,12 @@ def test_wrong_types_are_refused_and_change_nothing(index: RadixIndex, wrong: An
         lambda: index.match(wrong),
         lambda: index.dump_behind(wrong),
         lambda: index.unheld(wrong),
-        lambda: index.add([Branch(b"", wrong, ["a"], [])]),
+        lambda: index.add([Branch(b"", wrong, [["a"], [], []])]),
     ]
     if not isinstance(wrong, str):
         calls.append(lambda: index.store(wrong, b"", chain("x")))
         calls.append(lambda: index.clear(wrong))
-        calls.append(lambda: index.add([Branch(b"", chain("x"), [wrong], [])]))
+        calls.append(lambda: index.add([Branch(b"", chain("x"), [[wrong], [], []])]))
     for call in calls:
         with pytest.raises(TypeError):
             call()

@@ -110,12 +110,15 @@ class ToyEngine:
         )
         pool = KvPool(self.cache, self.slots * slot_bytes(LAYERS, BLOCK_BYTES))
         self.copier = HeldCopier(pool, self.random)
-        self.rank = self.rank_class(pool.slots, self.copier)
+        self.rank = self.make_rank(pool)
         self.scheduler = make_scheduler(ranks=1)
         self.users = [0] * BLOCKS
         self.names = 0
         self.told: set[bytes] = set()
         self.step(())
+
+    def make_rank(self, pool: KvPool) -> PoolRank:
+        return self.rank_class(pool.slots, self.copier)
 
     def write(self, block: int, content: bytes) -> None:
         for layer in range(LAYERS):
@@ -130,13 +133,17 @@ class ToyEngine:
 
     def admit(self, tokens: list[int]) -> None:
         """Begin a request if there are blocks for it: promote what the pool has, compute the rest."""
+        self.names += 1
+        self.scheduler.admit(f"r{self.names}", "digest")
+        self.begin(f"r{self.names}", tokens)
+
+    def begin(self, name: str, tokens: list[int]) -> None:
         free = [block for block, users in enumerate(self.users) if not users]
         needed = -(-len(tokens) // BLOCK_TOKENS)
         if len(free) < needed:
+            self.scheduler.finished(name)
             return
-        self.names += 1
-        name, table = f"r{self.names}", self.random.sample(free, needed)
-        self.scheduler.admit(name, "digest")
+        table = self.random.sample(free, needed)
         offered = self.scheduler.offer(name, tokens, 0)
         for block in table:
             self.users[block] += 1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from baton_gateway.bodies import ChatBody, sampling_of
-from baton_gateway.responses.bodies import ResponseRequest, read_envelope, wrap
+from baton_gateway.responses.bodies import ResponseContext, ResponseRequest, read_envelope
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +31,7 @@ ITEMS = st.lists(ITEM, min_size=1, max_size=8)
 def request(history: list[Any] | None = None, **fields: Any) -> ResponseRequest:
     body = json.dumps({"model": "m", "input": "hi", **fields}).encode()
     read_envelope(body)
-    return ResponseRequest(wrap(body, json.dumps(history or []).encode(), "r"))
+    return ResponseRequest(body, ResponseContext(request="r", history=json.dumps(history or []).encode()))
 
 
 def chat(history: list[Any] | None = None, **fields: Any) -> ChatBody:
@@ -112,7 +112,7 @@ def test_allowed_tools_are_the_ones_that_the_model_sees() -> None:
 def test_bad_bodies_are_invalid_requests(body: bytes, param: str | None) -> None:
     with pytest.raises(InvalidRequest) as refused:
         read_envelope(body)
-        made = ResponseRequest(wrap(body, b"[]", "r"))
+        made = ResponseRequest(body, ResponseContext(request="r"))
         with made.naming():
             sampling_of(made.chat())
     assert param is None or refused.value.param == param

@@ -35,14 +35,21 @@ RATES = StepFit(
 """A thousand prompt tokens per second."""
 
 
-def beat(name: str, role: Role = Role.DECODE, *, promoted_tokens_per_s: float | None = None) -> Heartbeat:
-    rate = promoted_tokens_per_s
+def beat(
+    name: str,
+    role: Role = Role.DECODE,
+    *,
+    promoted_tokens_per_s: float | None = None,
+    loaded_tokens_per_s: float | None = None,
+) -> Heartbeat:
+    rate, loaded = promoted_tokens_per_s, loaded_tokens_per_s
     return heartbeat(
         name,
         role,
         steps=RATES,
         kv_bytes_per_token=KV_BYTES_PER_TOKEN,
         promotion=None if rate is None else PromotionFit(bytes_per_s=rate * KV_BYTES_PER_TOKEN, samples=1),
+        loading=None if loaded is None else PromotionFit(bytes_per_s=loaded * KV_BYTES_PER_TOKEN, samples=1),
     )
 
 
@@ -106,6 +113,46 @@ def test_a_prefix_costs_the_lesser_of_computing_and_promoting(
     if abs(computing_s - promoting_s) > 1e-6:
         promoted = offered if promoting_s < computing_s else 0
         assert (chosen.cached_tokens, chosen.promoted_tokens) == (held + promoted, promoted)
+
+
+@given(
+    device=st.integers(0, 31),
+    pooled=st.integers(0, 31),
+    filed=st.integers(0, 31),
+    rate=st.floats(1e2, 1e6),
+    loaded=st.floats(1e2, 1e6),
+)
+def test_a_prefix_in_the_file_is_read_where_that_is_fastest(
+    device: int, pooled: int, filed: int, rate: float, loaded: float
+) -> None:
+    pooled = max(device, pooled)
+    filed = max(pooled, filed)
+    match = PrefixMatch(
+        {"w": device} if device else {},
+        {},
+        {"w": pooled} if pooled > device else {},
+        {"w": filed} if filed > pooled else {},
+    )
+    chosen = place(match, beat("w", promoted_tokens_per_s=rate, loaded_tokens_per_s=loaded))
+    held, in_pool, in_file = (min(blocks * 32, PROMPT_TOKENS - 1) for blocks in (device, pooled, filed))
+    promoting_s = (in_pool - held) / rate
+    costs_s = {
+        held: (PROMPT_TOKENS - held) / 1000,
+        in_pool: promoting_s + (PROMPT_TOKENS - in_pool) / 1000,
+        in_file: promoting_s + (in_file - in_pool) * (1 / rate + 1 / loaded) + (PROMPT_TOKENS - in_file) / 1000,
+    }
+    assert chosen.predicted_ttft_s == pytest.approx(min(costs_s.values()), rel=1e-3)
+    assert costs_s[chosen.cached_tokens] == pytest.approx(min(costs_s.values()), rel=1e-3)
+    assert chosen.cached_tokens - chosen.promoted_tokens == held
+
+
+def test_a_decode_worker_reads_what_it_would_pull_more_slowly() -> None:
+    pair = [beat("p", Role.PREFILL), beat("d", promoted_tokens_per_s=1e9, loaded_tokens_per_s=1e9)]
+    chosen = place(PrefixMatch({"p": 20}, {}, {"d": 5}, {"d": 20}), *pair, mode=Disaggregation.ALWAYS)
+    assert (chosen.decode_cached_tokens, chosen.decode_promoted_tokens) == (640, 640)
+    pair[1] = beat("d", promoted_tokens_per_s=1e9, loaded_tokens_per_s=1.0)
+    chosen = place(PrefixMatch({"p": 20}, {}, {"d": 5}, {"d": 20}), *pair, mode=Disaggregation.ALWAYS)
+    assert (chosen.decode_cached_tokens, chosen.decode_promoted_tokens) == (160, 160)
 
 
 def test_what_is_promoted_takes_room_of_its_own() -> None:

@@ -93,3 +93,14 @@ def test_a_wrong_engine_option_is_named() -> None:
     settings = WorkerSettings(model="m", engine="simulated", engine_options={"colour": 1})
     with pytest.raises(ConfigurationError, match="colour"):
         create_engine(Role.PREFILL, settings)
+
+
+@BOTH
+def test_a_worker_finds_its_file_by_its_name_or_role(service: str, kind: type[WorkerSettings]) -> None:
+    def options(*argv: str) -> dict[str, object]:
+        return config.load(kind, service=service, argv=list(argv), environ={}).file_options(Role(service))
+
+    sized = ("--kv-folder", "/kv", "--kv-file-bytes", "4096")
+    assert options() == options(*sized[:2]) == options(*sized[2:]) == {}
+    assert options(*sized) == {"kv_file": f"/kv/{service}.kv", "kv_file_bytes": 4096}
+    assert options(*sized, "--worker", "w-7")["kv_file"] == "/kv/w-7.kv"

@@ -59,9 +59,10 @@ class Feed:
         self.index: dict[bytes, bytes] = {}
         """Blocks on the device."""
         self.pooled: dict[bytes, bytes] = {}
+        self.filed: dict[bytes, bytes] = {}
 
     def on(self, tier: Tier) -> dict[bytes, bytes]:
-        return self.index if tier is Tier.DEVICE else self.pooled
+        return (self.index, self.pooled, self.filed)[tier]
 
     def __call__(self, *events: EngineBlockEvent) -> list[BlockEvent]:
         self.sequence += 1
@@ -69,7 +70,7 @@ class Feed:
         for change in changes:
             match change:
                 case BlocksStored(parent=parent, blocks=blocks, tier=tier):
-                    assert not parent or parent in self.index or parent in self.pooled, "an index would refuse it"
+                    assert not parent or any(parent in self.on(each) for each in Tier), "an index would refuse it"
                     for block in split_ids(blocks):
                         assert block not in self.on(tier), "stored twice"
                         self.on(tier)[block] = parent
@@ -217,6 +218,32 @@ def pool_stored(ids: list[bytes], tokens: list[int], size: int, first: int, end:
         block_tokens=size,
         tier=Tier.POOL,
     )
+
+
+def file_stored(parent: bytes | None, ids: list[bytes]) -> EngineBlocksStored:
+    return EngineBlocksStored(parent=parent, hashes=tuple(ids), tokens=(), block_tokens=CANONICAL, tier=Tier.FILE)
+
+
+def file_removed(ids: list[bytes]) -> EngineBlocksRemoved:
+    return EngineBlocksRemoved(hashes=tuple(ids), tier=Tier.FILE)
+
+
+def test_the_file_names_canonical_blocks_and_counts_those_of_two_engine_blocks() -> None:
+    ids, feed = ids_of(list(range(256))), Feed(shadow_map(64))
+    other = ids_of([*range(224), *[9] * 32])[7]
+    assert feed(file_stored(None, ids[:6])) == [BlocksStored(parent=b"", blocks=b"".join(ids[:6]), tier=Tier.FILE)]
+    # Two engine blocks of 64 tokens share their first half.
+    feed(file_stored(ids[5], ids[6:8]))
+    feed(file_stored(ids[5], [ids[6], other]))
+    assert set(feed.filed) == {*ids, other}
+    feed(file_removed(ids[6:8]))
+    assert set(feed.filed) == {*ids[:7], other}
+    feed(file_removed([ids[6], other]))
+    assert list(feed.filed) == ids[:6]
+    assert feed.shadow.fingerprint(Tier.FILE).blocks == 6
+    assert [run.tier for run in feed.shadow.runs(100)] == [Tier.FILE]
+    assert feed(file_stored(b"unknown", ids[7:])) == []
+    assert feed.shadow.ignored_blocks == 1
 
 
 def test_the_pool_continues_what_only_the_device_holds_and_not_what_nothing_holds() -> None:

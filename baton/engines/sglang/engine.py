@@ -273,6 +273,7 @@ class SglangEngine:
             cached_tokens=max(meta.get("cached_tokens", 0) - attempt.pulled_tokens, 0),
             promoted_tokens=promotion.tokens if promotion else 0,
             promoted_bytes=promotion.copied_bytes if promotion else 0,
+            loaded_tokens=promotion.loaded_tokens if promotion else 0,
             promotion_s=promotion.copying_s if promotion else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,

@@ -222,13 +222,15 @@ class VllmEngine:
             raise EngineFailed(f"vLLM failed in {method}: {error}") from error
 
     def _params(self, attempt: EngineAttempt) -> SamplingParams:
-        from baton.connectors.vllm import LOAN_PARAMETER
+        from baton.connectors.vllm import LOAN_PARAMETER, TOKEN_TIME_PARAMETER
         from baton.engines.vllm.sampling import prefill_params, sampling_params
 
         handoff = handoff_of(attempt, context_tokens_max=self._context_tokens_max, enabled=self._hands_off)
         transfer: dict[str, object] = {} if handoff is None else msgspec.to_builtins(handoff, builtin_types=(bytes,))
         if attempt.request.loan is not None:
             transfer[LOAN_PARAMETER] = msgspec.to_builtins(attempt.request.loan, builtin_types=(bytes,))
+        if attempt.request.computing_token_s and self._own.kv_file:
+            transfer[TOKEN_TIME_PARAMETER] = attempt.request.computing_token_s
         if attempt.request.leg is Leg.PREFILL:
             return prefill_params(transfer)
         return sampling_params(attempt.request.sampling, transfer or None)
@@ -271,6 +273,7 @@ class VllmEngine:
             cached_tokens=max((output.num_cached_tokens or 0) - attempt.pulled_tokens, 0),
             promoted_tokens=promotion.tokens if promotion else 0,
             promoted_bytes=promotion.copied_bytes if promotion else 0,
+            loaded_tokens=promotion.loaded_tokens if promotion else 0,
             promotion_s=promotion.copying_s if promotion else 0.0,
             transferred_tokens=attempt.pulled_tokens,
             transferred_bytes=pulled.moved_bytes if pulled else 0,

@@ -104,7 +104,14 @@ class VllmHost(EngineHost["AsyncLLM"]):
     def _transfer_config(self, *, hands_off: bool) -> KVTransferConfig:
         from vllm.config import KVTransferConfig
 
-        from baton.connectors.vllm import AGENT_SETTING, DIGEST_SETTING, POOL_SETTING, AgentSetting
+        from baton.connectors.vllm import (
+            AGENT_SETTING,
+            DIGEST_SETTING,
+            FILE_BYTES_SETTING,
+            FILE_SETTING,
+            POOL_SETTING,
+            AgentSetting,
+        )
 
         module, _, connector = self._own.connector.partition(":")
         return KVTransferConfig(
@@ -117,6 +124,8 @@ class VllmHost(EngineHost["AsyncLLM"]):
                 AGENT_SETTING: AgentSetting(self._agent) if hands_off else None,
                 DIGEST_SETTING: self.digest,
                 POOL_SETTING: self._own.kv_pool_bytes,
+                FILE_SETTING: self._own.kv_file,
+                FILE_BYTES_SETTING: self._own.kv_file_bytes,
             },
         )
 

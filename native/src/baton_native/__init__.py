@@ -25,6 +25,7 @@ from baton_native._core import (
     blake3,
     blake3_keyed,
     crc32c,
+    crc32c_at,
     crc32c_portable,
     hash_blocks,
 )
@@ -50,6 +51,7 @@ __all__ = [
     "blake3_keyed",
     "core",
     "crc32c",
+    "crc32c_at",
     "crc32c_portable",
     "hash_blocks",
 ]

@@ -17,6 +17,9 @@ def hash_blocks(root: bytes, packed_tokens: bytes, block_tokens: int, parent: by
 def crc32c(data: bytes, crc: int = 0) -> int:
     """Extend `crc` over `data`."""
 
+def crc32c_at(address: int, size: int, crc: int = 0) -> int:
+    """Extend `crc` over memory, without the GIL."""
+
 def crc32c_portable(data: bytes, crc: int = 0) -> int:
     """Extend `crc` over `data` without the processor's instruction."""
 
@@ -570,27 +573,27 @@ class _Index:
     """
 
     def __init__(self, counts_copies: bool = False) -> None: ...
-    def store(self, worker: str, is_history: bool, parent: bytes, blocks: bytes) -> int:
+    def store(self, worker: str, tier: int, parent: bytes, blocks: bytes) -> int:
         """Raises UnknownBlock where the worker does not hold the parent, and IndexFull."""
 
-    def remove(self, worker: str, is_history: bool, blocks: bytes) -> int: ...
+    def remove(self, worker: str, tier: int, blocks: bytes) -> int: ...
     def clear(self, worker: str) -> int: ...
-    def load(self, worker: str, is_history: bool, runs: Sequence[tuple[bytes, bytes]]) -> None:
+    def load(self, worker: str, tier: int, runs: Sequence[tuple[bytes, bytes]]) -> None:
         """Raises IndexFull."""
 
-    def dump(self, worker: str, is_history: bool) -> list[tuple[bytes, bytes]]: ...
-    def sum(self, worker: str, is_history: bool) -> tuple[bytes, int]:
+    def dump(self, worker: str, tier: int) -> list[tuple[bytes, bytes]]: ...
+    def sum(self, worker: str, tier: int) -> tuple[bytes, int]:
         """Return the sum of the ids that a holder holds, as 128 bits, little-endian, and their number."""
 
-    def match(self, blocks: bytes, is_history: bool) -> dict[str, int]: ...
-    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]: ...
+    def match(self, blocks: bytes, tier: int) -> dict[str, int]: ...
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int, int]]: ...
     def size(self) -> RadixSize: ...
     @property
     def workers(self) -> int: ...
 
 class RadixTree(_Index):
-    def dump_behind(self, block: bytes) -> list[tuple[bytes, bytes, list[str], list[str]]]: ...
-    def add(self, branches: Sequence[tuple[bytes, bytes, Sequence[str], Sequence[str]]]) -> int:
+    def dump_behind(self, block: bytes) -> list[tuple[bytes, bytes, list[list[str]]]]: ...
+    def add(self, branches: Sequence[tuple[bytes, bytes, Sequence[Sequence[str]]]]) -> int:
         """Raises IndexFull."""
 
     def survey(self, top: int) -> tuple[int, list[tuple[bytes, int, int]]]:

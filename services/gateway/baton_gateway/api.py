@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -17,8 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import subjects
-from baton.clock import Clock
-from baton.errors import BatonError, ClientGone, InvalidRequest, PayloadTooLarge
+from baton.errors import BatonError, InvalidRequest
 from baton.messages.decisions import NamedRequest
 from baton.messages.placement import Disaggregation
 from baton_gateway.answers import AnswerHead, ChatFormat, CompletionFormat, Events, EventWriter, to_json
@@ -152,10 +152,12 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: Answ
         return GenerationResponse(gateway, "responses", int(gateway.clock.wall_s()), responses)
 
     async def convert(request: Request, conversion: Conversion) -> Response:
-        settings = gateway.settings
-        payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
-        work = answer_conversion(gateway, conversion, payload, request.state.access)
-        return Response(await while_connected(request.receive, work), media_type="application/json")
+        payload = await gateway.bodies.read(request)
+        try:
+            work = answer_conversion(gateway, conversion, payload, request.state.access)
+            return Response(await while_connected(request.receive, work), media_type="application/json")
+        finally:
+            gateway.bodies.release(payload)
 
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_reference(TokenizeBody))
@@ -186,9 +188,13 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: Answ
         if HEADER not in scope["state"]["headers"]:
             await answer(scope, receive, send)
             return
-        limits = gateway.settings
-        payload = await read_body(Request(scope, receive), limits.body_bytes_max, gateway.clock, limits.body_read_s)
-        await Once(gateway, answers, answer).answer(payload, scope, receive, send)
+        # Fed with each part as it comes: a body of 16 MiB at once would hold up every stream for 13 ms.
+        digest = hashlib.sha256(scope["path"].encode() + b"\0")
+        payload = await gateway.bodies.read(Request(scope, receive), digest.update)
+        try:
+            await Once(gateway, answers, answer).answer(payload, digest.hexdigest(), scope, receive, send)
+        finally:
+            gateway.bodies.release(payload)
 
     guard = Guard(
         route,
@@ -225,15 +231,23 @@ class GenerationResponse(Response):
         ) as trace:
             facts = _facts_of(gateway, request, self._operation, trace)
             with tracing.span("read", parent=trace.trace):
-                settings = gateway.settings
-                payload = await read_body(request, settings.body_bytes_max, gateway.clock, settings.body_read_s)
+                payload = await gateway.bodies.read(request)
+            creation: endpoint.ResponseCreation | None = None
             if self._responses is not None and self._operation == "responses":
                 creation = endpoint.ResponseCreation(gateway, self._responses, facts, trace)
-                await creation.answer(payload, scope, receive, send)
+            try:
+                if creation is not None:
+                    job = await creation.prepare(payload, receive)
+                else:
+                    job = prepare_here(gateway, payload, facts)
+                    if job is None:
+                        job = await while_connected(receive, prepare(gateway, payload, facts))
+            finally:
+                gateway.bodies.release(payload)
+                del payload  # An answer takes longer than its request.
+            if creation is not None:
+                await creation.answer(job, scope, receive, send)
                 return
-            job = prepare_here(gateway, payload, facts)
-            if job is None:
-                job = await while_connected(receive, prepare(gateway, payload, facts))
             if self._operation == "count_tokens":
                 await _json({"input_tokens": job.prompt_tokens})(scope, receive, send)
                 return
@@ -301,32 +315,6 @@ def _facts_of(gateway: Gateway, request: Request, operation: Operation, trace: R
         limit_headers=request.state.limit_headers,
         objectives=objectives,
     )
-
-
-async def read_body(request: Request, bytes_max: int, clock: Clock, timeout_s: float) -> bytearray:
-    """Return the request's body. Raises ClientGone, InvalidRequest, and PayloadTooLarge as soon as it is certain."""
-    headers: Mapping[str, str] = request.state.headers
-    if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
-        raise InvalidRequest(f"the body is sent as {encoding[:40]!r}; this server takes it unencoded only")
-    too_large = PayloadTooLarge(f"the body is longer than the {bytes_max} bytes that this server takes")
-    announced = headers.get("content-length", "")
-    if announced.isdecimal() and int(announced[:20]) > bytes_max:
-        raise too_large
-    body = bytearray()
-    try:
-        async with clock.timeout(timeout_s):
-            more = True
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone("the client disconnected while it sent the request")
-                body += message.get("body", b"")
-                if len(body) > bytes_max:
-                    raise too_large
-                more = message.get("more_body", False)
-    except TimeoutError as error:
-        raise InvalidRequest(f"the body did not arrive within {timeout_s:g} s") from error
-    return body
 
 
 def _response_store(gateway: Gateway) -> ResponseStore | None:

@@ -23,6 +23,7 @@ from baton_gateway.tool_bodies import (
     Tools,
     check_enforceable,
     check_tools,
+    offered_tools,
     required_tools,
 )
 
@@ -186,7 +187,7 @@ class ChatBody(GenerationBody):
 
     def active_tools(self) -> list[Tool]:
         """Return the tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+        return list(offered_tools(self.tools or (), self.tool_choice))
 
     def required_tools(self) -> Sequence[Tool]:
         """Return the tools of which the answer must call one; none if it need not."""

@@ -127,6 +127,14 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
     ] = 3600.0
 
     body_bytes_max: Annotated[int, Meta(ge=1024, description="Longest request body.")] = 16 << 20
+    bodies_bytes_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Total length of bodies over 256 KiB that are being received, or not yet tokenised; beyond "
+            "this, 429.",
+        ),
+    ] = 256 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0
     choices_max: Annotated[int, Meta(ge=1, le=1024, description="Most answers of one request: prompts times n.")] = 128
     unread_tokens_max: Annotated[

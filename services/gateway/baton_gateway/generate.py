@@ -36,6 +36,7 @@ from baton_gateway.order import Order, Outcome
 from baton_gateway.outlet import ChoiceOutlet, Ending, Outlet
 from baton_gateway.parsing.parsed_text import ParsedText
 from baton_gateway.parsing.parser import AnswerFormat
+from baton_gateway.responses.bodies import Envelope, ResponseContext
 from baton_gateway.service import Gateway
 from baton_gateway.tenants.keys import Usage
 from baton_gateway.tenants.quotas import Charge
@@ -85,15 +86,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return sum(order.prompt_tokens for order in self.orders[:: self.choices_per_prompt])
 
 
-def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Job | None:
+def prepare_here(
+    gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts, context: ResponseContext | None = None
+) -> Job | None:
     """Return the job of a short body at once, which is faster than a round trip to another process.
 
     None: the body is long, or the model's tokenizer is not in this process. Raises as `prepare`.
     """
-    if len(payload) > HERE_BYTES_MAX:
+    if len(payload) + (len(context.history) if context else 0) > HERE_BYTES_MAX:
         return None
     intake = Intake()
-    parsed = intake.parse(facts.operation, payload)
+    parsed = intake.parse(facts.operation, payload, context)
     model = _accept(gateway, parsed, facts.access)
     known = gateway.models.known(model.path, model.digest)
     # A client's template may run for long, and other streams must not wait.
@@ -106,7 +109,9 @@ def prepare_here(gateway: Gateway, payload: bytes | bytearray, facts: RequestFac
         return _job(gateway, facts, model, known, plan)
 
 
-async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Job:
+async def prepare(
+    gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts, context: ResponseContext | None = None
+) -> Job:
     """Return the job of any body, read and tokenised in another process.
 
     Raises InvalidRequest, ContextLengthExceeded, ModelNotFound, NoWorkers, Overloaded, DeadlineExceeded.
@@ -116,7 +121,7 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
         async with clock.timeout(facts.deadline_at_s - clock.now_s()):
             with gateway.tracing.span("tokenise", parent=facts.trace):
                 async with models.intake.lend(payload, facts.deadline_at_s) as worker:
-                    model = _accept(gateway, await worker.parse(facts.operation, payload), facts.access)
+                    model = _accept(gateway, await worker.parse(facts.operation, payload, context), facts.access)
                     if models.prepare(model.path, model.digest).done():
                         await models.get(model.path, model.digest)  # Raises where the model does not load.
                     plan = await worker.plan(
@@ -129,6 +134,22 @@ async def prepare(gateway: Gateway, payload: bytes | bytearray, facts: RequestFa
         raise DeadlineExceeded("the request's deadline passed before its prompt was read") from error
     except ConfigurationError as error:
         raise Unavailable(error.detail, retry_after_s=LOAD_RETRY_S) from error
+
+
+async def envelope_of(gateway: Gateway, payload: bytes | bytearray, facts: RequestFacts) -> Envelope:
+    """Return the envelope of a long body for /v1/responses, read in another process.
+
+    Raises InvalidRequest, Overloaded, DeadlineExceeded.
+    """
+    clock = gateway.clock
+    try:
+        async with (
+            clock.timeout(facts.deadline_at_s - clock.now_s()),
+            gateway.models.intake.lend(payload, facts.deadline_at_s) as worker,
+        ):
+            return await worker.read_envelope(payload)
+    except TimeoutError as error:
+        raise DeadlineExceeded("the request's deadline passed before it was read") from error
 
 
 async def answer_conversion(

@@ -63,8 +63,11 @@ class Once:
         self._app = app
         self._claim = gateway.ports.new_id()
 
-    async def answer(self, payload: bytes | bytearray, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request whose body was read. Raises InvalidRequest, KeyReused, KeyInUse and StoreUnavailable."""
+    async def answer(self, payload: bytes | bytearray, digest: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request whose body was read; `digest`: of its path and body.
+
+        Raises InvalidRequest, KeyReused, KeyInUse and StoreUnavailable.
+        """
         state = scope["state"]
         key: str = state["headers"][HEADER]
         if not 0 < len(key) <= KEY_CHARS_MAX:
@@ -73,7 +76,6 @@ class Once:
             said = "this server keeps no answers: it has no Redis (`--redis-url`)"
             raise InvalidRequest(f"`Idempotency-Key`: {said}", param="Idempotency-Key")
         name = hashlib.sha256(f"{state['access'].tenant}\0{key}".encode()).hexdigest()
-        digest = hashlib.sha256(scope["path"].encode() + b"\0" + payload).hexdigest()
         kept = await while_connected(receive, self._wait(self._store, name, digest))
         if kept is None:
             await self._make(self._store, name, payload, scope, send)
@@ -103,7 +105,7 @@ class Once:
 
     async def _make(self, store: AnswerStore, name: str, payload: bytes | bytearray, scope: Scope, send: Send) -> None:
         """Have the answer made, whether its client stays or not, and keep it."""
-        unread: list[Message] = [{"type": "http.request", "body": bytes(payload), "more_body": False}]
+        unread: list[Message] = [{"type": "http.request", "body": payload, "more_body": False}]
         answer, parts, room_bytes = Answer(), list[bytes](), ANSWER_BYTES_MAX
 
         async def receive() -> Message:

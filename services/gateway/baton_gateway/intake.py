@@ -29,7 +29,7 @@ from baton_gateway.bodies import (
     session_of,
 )
 from baton_gateway.conversion import Conversion, Converted, DetokenizeBody, TokenizeBody, convert, parse_conversion
-from baton_gateway.responses.bodies import Asked, ResponseRequest
+from baton_gateway.responses.bodies import Asked, ResponseContext, ResponseRequest
 from baton_gateway.tenants.tenant import request_salt
 from baton_gateway.tokenise import ModelTokenizer
 from baton_gateway.workers import Model
@@ -112,9 +112,14 @@ class Intake:
         self._request: ResponseRequest | None = None
         self._converted: TokenizeBody | DetokenizeBody | None = None
 
-    def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
-        """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body."""
-        self._request = None
+    def parse(
+        self,
+        operation: Operation | Conversion,
+        payload: bytes | bytearray,
+        context: ResponseContext | None = None,
+    ) -> Parsed:
+        """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body. `context`: for responses."""
+        self._request = self._body = self._converted = None
         if operation == "tokenize" or operation == "detokenize":
             converted = self._converted = parse_conversion(operation, payload)
             own_template = isinstance(converted, TokenizeBody) and converted.chat_template is not None
@@ -124,7 +129,8 @@ class Intake:
         self._refuses_long = operation != "messages"
         if operation != "responses":
             return self._parse(_PARSERS[operation](payload))
-        request = self._request = ResponseRequest(payload)
+        assert context is not None, "a response has a context"
+        request = self._request = ResponseRequest(payload, context)
         with request.naming():
             return self._parse(request.chat())
 

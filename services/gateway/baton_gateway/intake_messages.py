@@ -3,6 +3,7 @@
 gateway                                  intake process
   LoadModel ─────────────────────────────▶ ModelFacts | Failed
   ParseBody, then the body as a frame ───▶ Parsed | Failed
+  ReadEnvelope, then the body ───────────▶ EnvelopeRead | Failed
   Convert ───────────────────────────────▶ Converted | Failed
   MakePlan ──────────────────────────────▶ Plan without prompts, then one frame for each | Failed
 """
@@ -16,6 +17,7 @@ import msgspec
 from baton.messages.base import ErrorReport
 from baton_gateway.conversion import Conversion, Converted
 from baton_gateway.intake import Operation, Parsed, Plan, Prompt
+from baton_gateway.responses.bodies import Envelope, ResponseContext
 from baton_gateway.tokenise import ModelFacts
 from baton_gateway.workers import Model
 
@@ -29,6 +31,15 @@ class LoadModel(msgspec.Struct, frozen=True, tag=True):
 
 class ParseBody(msgspec.Struct, frozen=True, tag=True):
     operation: Operation | Conversion
+    context: ResponseContext | None = None
+
+
+class ReadEnvelope(msgspec.Struct, frozen=True, tag=True):
+    """Asks for the envelope of a body for /v1/responses, which follows as a frame."""
+
+
+class EnvelopeRead(msgspec.Struct, frozen=True, tag=True):
+    envelope: Envelope
 
 
 class MakePlan(msgspec.Struct, frozen=True, tag=True):
@@ -46,8 +57,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorReport
 
 
-Request = LoadModel | ParseBody | MakePlan | Convert
-Reply = ModelFacts | Parsed | Plan | Converted | Failed
+Request = LoadModel | ParseBody | ReadEnvelope | MakePlan | Convert
+Reply = ModelFacts | Parsed | EnvelopeRead | Plan | Converted | Failed
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_request: Final = msgspec.msgpack.Decoder(Request).decode

@@ -22,10 +22,12 @@ from baton_gateway.intake import Intake, Operation, Parsed, Plan
 from baton_gateway.intake_messages import (
     LENGTH_BYTES,
     Convert,
+    EnvelopeRead,
     Failed,
     LoadModel,
     MakePlan,
     ParseBody,
+    ReadEnvelope,
     Reply,
     Request,
     decode_prompt,
@@ -34,6 +36,7 @@ from baton_gateway.intake_messages import (
     frame_head,
     frame_length,
 )
+from baton_gateway.responses.bodies import Envelope, ResponseContext, read_envelope
 from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 from baton_gateway.workers import Model
 
@@ -52,7 +55,11 @@ Awaited = TypeVar("Awaited", bound=Reply)
 class IntakeWorker(Protocol):
     """Takes in one body, as `Intake` does: first `parse`, then `plan` or `convert`."""
 
-    async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed: ...
+    async def parse(
+        self, operation: Operation | Conversion, payload: bytes | bytearray, context: ResponseContext | None = None
+    ) -> Parsed: ...
+
+    async def read_envelope(self, payload: bytes | bytearray) -> Envelope: ...
 
     async def convert(self, model: Model, *, salt: str) -> Converted: ...
 
@@ -98,8 +105,13 @@ class LocalWorker:
         self._load = load
         self._intake = Intake()
 
-    async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
-        return self._intake.parse(operation, payload)
+    async def parse(
+        self, operation: Operation | Conversion, payload: bytes | bytearray, context: ResponseContext | None = None
+    ) -> Parsed:
+        return self._intake.parse(operation, payload, context)
+
+    async def read_envelope(self, payload: bytes | bytearray) -> Envelope:
+        return read_envelope(payload)
 
     async def plan(self, model: Model, *, model_defaults: bool, salt: str = "") -> Plan:
         return self._intake.plan(self._load(model.path), model, model_defaults=model_defaults, salt=salt)
@@ -234,8 +246,13 @@ class IntakeProcess:
     async def load(self, path: str, digest: str) -> ModelFacts:
         return await self._ask(ModelFacts, LoadModel(path, digest))
 
-    async def parse(self, operation: Operation | Conversion, payload: bytes | bytearray) -> Parsed:
-        parsed = await self._ask(Parsed, ParseBody(operation), payload)
+    async def read_envelope(self, payload: bytes | bytearray) -> Envelope:
+        return (await self._ask(EnvelopeRead, ReadEnvelope(), payload)).envelope
+
+    async def parse(
+        self, operation: Operation | Conversion, payload: bytes | bytearray, context: ResponseContext | None = None
+    ) -> Parsed:
+        parsed = await self._ask(Parsed, ParseBody(operation, context), payload)
         self._prompts = parsed.prompts
         return parsed
 

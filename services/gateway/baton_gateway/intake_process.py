@@ -5,6 +5,7 @@ It ends when the pipe that it reads from closes, and so with its gateway, howeve
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import os
@@ -20,14 +21,16 @@ import msgspec
 
 from baton.errors import BatonError
 from baton.messages.base import ErrorReport
-from baton_gateway.intake import Intake, Plan
+from baton_gateway.intake import Intake, Parsed, Plan
 from baton_gateway.intake_messages import (
     LENGTH_BYTES,
     Convert,
+    EnvelopeRead,
     Failed,
     LoadModel,
     MakePlan,
     ParseBody,
+    ReadEnvelope,
     Reply,
     Request,
     decode_request,
@@ -36,6 +39,7 @@ from baton_gateway.intake_messages import (
     frame_length,
 )
 from baton_gateway.parsing.formats import FormatName
+from baton_gateway.responses.bodies import read_envelope
 from baton_gateway.tokenise import ModelTokenizer, load_to_stay
 
 log = logging.getLogger(__name__)
@@ -43,11 +47,19 @@ log = logging.getLogger(__name__)
 MODELS_MAX: Final = 8
 """Number of models whose tokenizers are kept."""
 
+TRIMMED_BYTES: Final = 1 << 20
+"""Length of a body after which the allocator gives free memory back: of one of 8 MiB, 850 MiB would stay."""
+
 Receive = Callable[[], bytes]
 
 
-def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str], ModelTokenizer]) -> None:
-    """Answer requests for ever."""
+def serve(
+    receive: Receive,
+    send: Callable[[bytes], None],
+    load: Callable[[str], ModelTokenizer],
+    trim: Callable[[], object],
+) -> None:
+    """Answer requests for ever. `trim`: called when a long body is done, to give free memory back."""
 
     @lru_cache(MODELS_MAX)
     def tokenizer_of(path: str, digest: str) -> ModelTokenizer:
@@ -55,37 +67,52 @@ def serve(receive: Receive, send: Callable[[bytes], None], load: Callable[[str],
         return load(path)
 
     intake = Intake()
+    body_bytes = 0
+
+    def receive_body() -> bytes:
+        nonlocal body_bytes
+        body = receive()
+        body_bytes = len(body)
+        return body
 
     def answer(request: Request) -> Reply:
         match request:
             case LoadModel(path, digest):
                 return tokenizer_of(path, digest).facts
-            case ParseBody(operation):
-                return intake.parse(operation, receive())
+            case ParseBody(operation, context):
+                return intake.parse(operation, receive_body(), context)
+            case ReadEnvelope():
+                return EnvelopeRead(read_envelope(receive_body()))
             case Convert(model, salt):
                 return intake.convert(tokenizer_of(model.path, model.digest), model, salt=salt)
             case MakePlan(model, model_defaults, salt):
                 tokenizer = tokenizer_of(model.path, model.digest)
                 return intake.plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
 
-    while True:
-        request = decode_request(receive())
+    def respond() -> Reply:
         try:
-            reply = answer(request)
+            return answer(decode_request(receive()))
         except BatonError as error:
-            reply = Failed(ErrorReport.of(error))
+            return Failed(ErrorReport.of(error))
         except Exception:  # The boundary of every request: an unexpected error is a bug, and is logged as one.
             log.exception("a request's body could not be taken in")
-            reply = Failed(ErrorReport.of(BatonError("the server failed unexpectedly; its log has the details")))
+            return Failed(ErrorReport.of(BatonError("the server failed unexpectedly; its log has the details")))
+
+    while True:
+        reply = respond()
         if isinstance(reply, Plan):
             send(encode(msgspec.structs.replace(reply, prompts=())))
             for prompt in reply.prompts:
                 send(encode(prompt))
         else:
             send(encode(reply))
+        is_done, reply = not isinstance(reply, Parsed), None
         # Garbage is collected between requests only: while a long body is decoded, the collector would visit its many
         # objects again and again.
         gc.collect()
+        if is_done and body_bytes >= TRIMMED_BYTES:
+            body_bytes = 0
+            trim()
 
 
 def main(load: Callable[[str], ModelTokenizer]) -> None:
@@ -107,7 +134,13 @@ def main(load: Callable[[str], ModelTokenizer]) -> None:
         replies.write(payload)
         replies.flush()
 
-    serve(frames.get, send, load)
+    serve(frames.get, send, load, trimmer())
+
+
+def trimmer() -> Callable[[], object]:
+    """Return the C library's `malloc_trim`, where it has one."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return partial(trim, 0) if trim else lambda: None
 
 
 def _read(pipe: BinaryIO, frames: SimpleQueue[bytes]) -> None:

@@ -39,6 +39,7 @@ from baton_gateway.driver import AnswerDriver, Links
 from baton_gateway.metrics import RESULTS, GatewayMetrics
 from baton_gateway.models import Models
 from baton_gateway.publisher import Publisher
+from baton_gateway.request_body import BodyReader
 from baton_gateway.routes import Routes
 from baton_gateway.search import Retries
 from baton_gateway.tenants.tenancy import tenancy
@@ -98,6 +99,12 @@ class Gateway:
         self.background: set[asyncio.Task[None]] = set()
         """Work that no client waits for."""
         self._group: asyncio.TaskGroup | None = None
+        self.bodies = BodyReader(
+            self.clock,
+            body_bytes_max=settings.body_bytes_max,
+            bodies_bytes_max=settings.bodies_bytes_max,
+            timeout_s=settings.body_read_s,
+        )
         self.drain_state = DrainState.OPEN
         self._ready_until_s = 0.0
         self._probe = asyncio.Lock()

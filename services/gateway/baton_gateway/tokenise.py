@@ -22,7 +22,7 @@ from baton_gateway.parsing.formats import FormatName, FormatSpec, ParsingOptions
 from baton_gateway.parsing.parser import load_format
 from baton_gateway.segments import Segments, separators_of
 from baton_gateway.text_bound import chars_per_token_max
-from baton_gateway.tool_bodies import schemas_of, text_parameters, trimmed_parameters
+from baton_gateway.tool_bodies import names_one_tool, schemas_of, text_parameters, trimmed_parameters
 
 
 class ModelFacts(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -123,7 +123,7 @@ class ModelTokenizer:
         if (form := self._form) is None or (syntax := form.spec.calls) is None:
             said = "this server cannot enforce calls in the format of this model: `tool_choice` can be `auto` or `none`"
             raise InvalidRequest(said, param="tool_choice" if body.required_tools() else "tools")
-        parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
+        parallel = body.parallel_tool_calls is not False and not names_one_tool(body.tool_choice)
         if required := body.required_tools():
             reasoning = reasoning_of(syntax, form.prefix_of(prompt), reasons=form.spec.reasoning)
             calls = calls_format(syntax, schemas_of(required), parallel=parallel, reasoning=reasoning)

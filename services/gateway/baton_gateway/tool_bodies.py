@@ -78,6 +78,21 @@ class CalledTool(BaseModel):
     function: CalledFunction
 
 
+class NamedFunction(msgspec.Struct, frozen=True):
+    name: str
+
+
+class AllowedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
+    function: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, frozen=True):
+    """Part of the tools, of which the model may call, or must."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], msgspec.Meta(min_length=1, max_length=TOOLS_MAX)]
+
+
 Tools = Annotated[list[Tool], Field(max_length=TOOLS_MAX, fail_fast=True)]
 ToolChoice = Literal["none", "auto", "required"] | dict[str, Any]
 CalledTools = Annotated[list[CalledTool], Field(max_length=CALLS_MAX, fail_fast=True)]
@@ -92,7 +107,37 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             raise InvalidRequest(f"`{where}.name`: another tool has this name, too", param=f"{where}.name")
         names.add(tool.function.name)
         check_schema(tool.function.parameters, f"{where}.parameters")
+    offered_tools(tools, choice)
     check_enforceable(tools, {tool.function.name for tool in required_tools(tools, choice)})
+
+
+def offered_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence[Tool]:
+    """Return the tools that the model is told of. Raises InvalidRequest."""
+    if choice == "none":
+        return ()
+    if (allowed := _allowed_tools(choice)) is None:
+        return tools
+    names = {tool.function.name for tool in allowed.tools}
+    offered = [tool for tool in tools if tool.function.name in names]
+    if missing := names.difference(tool.function.name for tool in offered):
+        said = f"`tool_choice` allows {min(missing)[:80]!r}, which is none of `tools`"
+        raise InvalidRequest(said, param="tool_choice")
+    return offered
+
+
+def names_one_tool(choice: ToolChoice | None) -> bool:
+    return isinstance(choice, dict) and choice.get("type") == "function"
+
+
+def _allowed_tools(choice: ToolChoice | None) -> AllowedTools | None:
+    """Return the content of a choice of the type `allowed_tools`; None: it is another one."""
+    if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+        return None
+    try:
+        return msgspec.convert(choice.get("allowed_tools"), AllowedTools)
+    except msgspec.ValidationError as error:
+        said = f"`tool_choice.allowed_tools` has a `mode`, `auto` or `required`, and a list of `tools`: {error}"
+        raise InvalidRequest(said, param="tool_choice") from error
 
 
 def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence[Tool]:
@@ -108,8 +153,11 @@ def required_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> Sequence
             if named := [tool for tool in tools if tool.function.name == name]:
                 return named
             raise InvalidRequest(f"`tool_choice` names {name[:80]!r}, which is none of `tools`", param="tool_choice")
+        case {"type": "allowed_tools"}:
+            allowed = _allowed_tools(choice)
+            return offered_tools(tools, choice) if allowed and allowed.mode == "required" else ()
         case _:
-            known = '`auto`, `none`, `required` or {"type": "function", "function": {"name": …}}'
+            known = '`auto`, `none`, `required`, {"type": "function", "function": {"name": …}} or `allowed_tools`'
             raise InvalidRequest(f"`tool_choice` is {known}", param="tool_choice")
 
 

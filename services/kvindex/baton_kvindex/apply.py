@@ -57,7 +57,7 @@ def apply_events(
                         index.clear(worker)
                     else:
                         index.load(worker, (), tier)
-                    if tier is not Tier.POOL:
+                    if tier in (None, Tier.DEVICE):
                         speculation.drop(worker)
                     journal.rewrite(worker)
         except Cold as cold:

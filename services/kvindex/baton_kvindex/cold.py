@@ -128,7 +128,7 @@ class ColdIndex(RadixIndex):
             if not self.has_forgotten(worker):
                 raise
             names = [[worker] if each is tier else list[str]() for each in Tier]
-            return self.add([Branch(parent, blocks, *names)])
+            return self.add([Branch(parent, blocks, names)])
 
     def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         if self._stubs and (worker, tier) in self._sums:

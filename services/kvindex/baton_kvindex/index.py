@@ -76,8 +76,8 @@ class Index(Protocol):
         """Return the leading blocks that each worker holds on `tier` or a nearer one; those with none are left out."""
         ...
 
-    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
-        """Return both answers of `match` at once: leading blocks on the device, and on device or in the pool."""
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int, int]]:
+        """Return the answers of `match` for every tier at once, the nearest first."""
         ...
 
     def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:

@@ -77,8 +77,8 @@ class IndexedWorker:
         self._named_sequence = 0
         """Outstanding event that a heartbeat named at `_named_s`; 0: none."""
         self._named_s = 0.0
-        self._claim: tuple[Fingerprint, Fingerprint] | None = None
-        """Fingerprints of device and pool that a heartbeat claims for event `_claim_sequence`, until compared."""
+        self._claim: tuple[Fingerprint, ...] | None = None
+        """Fingerprints of all tiers that a heartbeat claims for event `_claim_sequence`, until compared."""
         self._claim_sequence = 0
         self._block_tokens = 0
         """Tokens of an engine block or a canonical block, whichever is larger."""
@@ -121,7 +121,7 @@ class IndexedWorker:
             self._named_sequence = heartbeat.events_sequence if heartbeat.events_sequence > self.sequence else 0
             self._named_s = now_s
         if self._claim is None or self.sequence >= self._claim_sequence:
-            self._claim = (heartbeat.held, heartbeat.pooled) if heartbeat.held is not None else None
+            self._claim = heartbeat.fingerprints
             self._claim_sequence = heartbeat.held_sequence
 
     def on_tick(self, now_s: float) -> None:
@@ -204,9 +204,9 @@ class IndexedWorker:
         """Retry later, unless the missing events arrive meanwhile."""
         self.state = SyncState.NEEDED
 
-    def on_fingerprint(self, held: Fingerprint, pooled: Fingerprint) -> bool:
-        """Compare the fingerprints of device and pool, as held here, with the worker's; return whether they agree."""
-        if (held, pooled) == self._claim:
+    def on_fingerprint(self, held: tuple[Fingerprint, ...]) -> bool:
+        """Compare the fingerprints of all tiers, as held here, with the worker's; return whether they agree."""
+        if held == self._claim:
             self._claim = None
             self.agreed_sequence, self.drifts = self.sequence, 0
             return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Final
 
 import msgspec
@@ -25,8 +26,8 @@ class _Shape(msgspec.Struct, frozen=True, array_like=True):
 
     rows: list[tuple[bytes, int, int]]
     """(parent, number of blocks, index in `holders`) of each row."""
-    holders: list[tuple[list[str], list[str]]]
-    """(workers with the row in the active cache, workers with it in the history)."""
+    holders: list[list[list[str]]]
+    """Workers with the row on each tier; tiers that a version did not know are left out at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +40,23 @@ class EvictedBranch:
 
     def packed(self) -> bytes:
         """Return the number of ids, the ids, and their holders, as bytes."""
-        sets: dict[tuple[tuple[str, ...], tuple[str, ...]], int] = {}
+        sets: dict[tuple[tuple[str, ...], ...], int] = {}
         rows = [
             (
                 row.parent,
                 len(row.blocks) // ID_BYTES,
-                sets.setdefault((tuple(row.active), tuple(row.history)), len(sets)),
+                sets.setdefault(tuple(map(tuple, row.holders)), len(sets)),
             )
             for row in self.rows
         ]
-        shape = _Shape(rows, [(list(active), list(history)) for active, history in sets])
+        shape = _Shape(rows, [[list(workers) for workers in tiers] for tiers in sets])
         return (
             (len(self.blocks) // ID_BYTES).to_bytes(COUNT_BYTES, "little") + self.blocks + msgspec.msgpack.encode(shape)
         )
 
 
 def holders_of(row: Branch) -> frozenset[Holder]:
-    return frozenset(
-        [*((worker, Tier.DEVICE) for worker in row.active), *((worker, Tier.POOL) for worker in row.history)]
-    )
+    return frozenset((worker, tier) for tier, workers in zip(Tier, row.holders, strict=True) for worker in workers)
 
 
 def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
@@ -74,15 +73,9 @@ def unpack(packed: bytes, alive: frozenset[Holder]) -> list[Branch]:
         raise DamagedBranch("some of the blocks have no holders")
     branches: list[Branch] = []
     for parent, length, number in shape.rows:
-        active, history = shape.holders[number]
-        branches.append(
-            Branch(
-                parent,
-                packed[at : at + length * ID_BYTES],
-                [worker for worker in active if (worker, Tier.DEVICE) in alive],
-                [worker for worker in history if (worker, Tier.POOL) in alive],
-            )
-        )
+        tiers = zip_longest(Tier, shape.holders[number], fillvalue=())
+        holders = [[worker for worker in workers if (worker, tier) in alive] for tier, workers in tiers]
+        branches.append(Branch(parent, packed[at : at + length * ID_BYTES], holders))
         at += length * ID_BYTES
     return branches
 

@@ -19,8 +19,8 @@ class Branch:
 
     parent: bytes
     blocks: bytes
-    active: Sequence[str]
-    history: Sequence[str]
+    holders: Sequence[Sequence[str]]
+    """Workers that hold it, by tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class NativeIndex:
 
     def store(self, worker: str, parent: bytes, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         try:
-            return self._native.store(worker, tier is Tier.POOL, parent, blocks)
+            return self._native.store(worker, tier, parent, blocks)
         except baton_native.UnknownBlock:
             raise UnknownParent(
                 f"worker {worker} stored blocks behind {parent.hex()}, which it does not hold here"
@@ -56,7 +56,7 @@ class NativeIndex:
 
     def remove(self, worker: str, blocks: bytes, tier: Tier = Tier.DEVICE) -> int:
         try:
-            return self._native.remove(worker, tier is Tier.POOL, blocks)
+            return self._native.remove(worker, tier, blocks)
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
@@ -65,27 +65,27 @@ class NativeIndex:
 
     def match(self, blocks: bytes, tier: Tier = Tier.DEVICE) -> dict[str, int]:
         try:
-            return self._native.match(blocks, tier is Tier.POOL)
+            return self._native.match(blocks, tier)
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
-    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int, int]]:
         try:
             return self._native.match_tiers(blocks)
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
 
     def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
-        runs = self._native.dump(worker, tier is Tier.POOL)
+        runs = self._native.dump(worker, tier)
         return [Run(parent=parent, blocks=blocks, tier=tier) for parent, blocks in runs]
 
     def fingerprint(self, worker: str, tier: Tier = Tier.DEVICE) -> Fingerprint:
-        ids, blocks = self._native.sum(worker, tier is Tier.POOL)
+        ids, blocks = self._native.sum(worker, tier)
         return Fingerprint(blocks=blocks, ids=ids)
 
     def load(self, worker: str, runs: Sequence[Run], tier: Tier = Tier.DEVICE) -> None:
         try:
-            self._native.load(worker, tier is Tier.POOL, [(run.parent, run.blocks) for run in runs])
+            self._native.load(worker, tier, [(run.parent, run.blocks) for run in runs])
         except baton_native.MalformedRun as error:
             raise MalformedMessage(str(error)) from None
         except baton_native.IndexFull as error:
@@ -114,7 +114,7 @@ class RadixIndex(NativeIndex):
 
     def add(self, branches: Sequence[Branch]) -> int:
         """Add branches from `dump_behind`; return how many blocks were new, summed over their holders."""
-        rows = [(branch.parent, branch.blocks, branch.active, branch.history) for branch in branches]
+        rows = [(branch.parent, branch.blocks, branch.holders) for branch in branches]
         try:
             return self._tree.add(rows)
         except baton_native.MalformedRun as error:

@@ -46,7 +46,8 @@ class LocalMatch(msgspec.Struct, frozen=True, gc=False):
 
     held: dict[str, int]
     pooled: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    """`held` and `pooled` are those of `Matched`."""
+    filed: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    """`held`, `pooled` and `filed` are those of `Matched`."""
     cold: Cold | None = None
 
 
@@ -67,12 +68,12 @@ class Reconciler:
 
     def match(self, model_digest: str, blocks: bytes) -> LocalMatch:
         """Return the leading blocks of a prompt by worker. Raises MalformedMessage for an invalid run."""
-        held, pooled = self._trees.match_tiers(model_digest, blocks)
+        held, pooled, filed = self._trees.match_tiers(model_digest, blocks)
         index = self._trees.models().get(model_digest)
-        reach = max((*held.values(), *pooled.values()), default=0)
+        reach = max((*held.values(), *pooled.values(), *filed.values()), default=0)
         if isinstance(index, ColdIndex) and (wanted := index.behind(blocks, reach)):
-            return LocalMatch(held, pooled, Cold(index, wanted))
-        return LocalMatch(held, pooled)
+            return LocalMatch(held, pooled, filed, Cold(index, wanted))
+        return LocalMatch(held, pooled, filed)
 
     def speculative(self, model_digest: str, blocks: bytes, held: Mapping[str, int]) -> dict[str, int]:
         """Return the speculative leading blocks of the workers for which they are more than `held`."""
@@ -338,10 +339,10 @@ class Reconciler:
     def _compare(self, worker: IndexedWorker) -> None:
         """Compare the fingerprints of index and worker, once both are for the same event."""
         if worker.fingerprint_is_due:
-            held, pooled = (self._trees.fingerprint(worker.name, tier) for tier in Tier)
-            if not worker.on_fingerprint(held, pooled):
+            held = tuple(self._trees.fingerprint(worker.name, tier) for tier in Tier)
+            if not worker.on_fingerprint(held):
                 logger.warning(
-                    "resyncing %s: the fingerprints of its %d blocks here, and of %d in its pool, differ from its own "
-                    "after event %d",
-                    *(worker.name, held.blocks, pooled.blocks, worker.sequence),
+                    "resyncing %s: the fingerprints of its %d blocks here, %d in its pool and %d in its file differ "
+                    "from its own after event %d",
+                    *(worker.name, *(each.blocks for each in held), worker.sequence),
                 )

@@ -34,6 +34,7 @@ async def make_report(
             sequence=known.sequence,
             held=reconciler.fingerprint(worker),
             pooled=reconciler.fingerprint(worker, Tier.POOL),
+            filed=reconciler.fingerprint(worker, Tier.FILE),
             agreed_sequence=known.agreed_sequence,
             state=known.state,
             resync_reason=known.reason or "",
@@ -53,6 +54,7 @@ async def make_report(
         left_out=max(0, len(known_workers) - WORKERS_MAX),
         held=found.held,
         pooled=found.pooled,
+        filed=found.filed,
         speculative=reconciler.speculative(query.model_digest, query.blocks, found.held),
     )
     trees = {digest: tree for digest, tree in reconciler.models().items() if isinstance(tree, ColdIndex)}

@@ -194,7 +194,7 @@ class IndexService:
 
     def _matched(self, message: Match, found: LocalMatch) -> Matched:
         speculative = self.reconciler.speculative(message.model_digest, message.blocks, found.held)
-        return Matched(held=found.held, pooled=found.pooled, speculative=speculative)
+        return Matched(held=found.held, pooled=found.pooled, filed=found.filed, speculative=speculative)
 
     async def _on_notice(self, delivery: Delivery) -> None:
         match delivery.message:

@@ -13,8 +13,8 @@ class Trees:
         self._new_index = new_index
         self._indexes: dict[str, Index] = {}
         self._model_of: dict[str, str] = {}
-        self._pooled: set[str] = set()
-        """Models of which a worker has stored blocks in its pool."""
+        self._tiered: set[str] = set()
+        """Models of which a worker has stored blocks beyond its device."""
 
     def assign(self, worker: str, model_digest: str) -> Index:
         """Return the index of the worker's model; its blocks of another model are dropped."""
@@ -34,7 +34,7 @@ class Trees:
         self._indexes[model_digest].clear(worker)
         if model_digest not in self._model_of.values():
             del self._indexes[model_digest]
-            self._pooled.discard(model_digest)
+            self._tiered.discard(model_digest)
 
     def load(self, worker: str, model_digest: str, runs: Sequence[Run]) -> None:
         """Replace all that a worker holds. Raises what `Index.load` does; it must then be called again."""
@@ -46,7 +46,7 @@ class Trees:
     def note_tiers(self, model_digest: str, stored: Sequence[object]) -> None:
         """Note which tiers the runs among some events are on."""
         if any(isinstance(each, Run) and each.tier is not Tier.DEVICE for each in stored):
-            self._pooled.add(model_digest)
+            self._tiered.add(model_digest)
 
     def dump(self, worker: str) -> list[Run]:
         """Return all that a worker holds, on every tier."""
@@ -65,18 +65,19 @@ class Trees:
         index = self._indexes.get(model_digest)
         return {} if index is None else index.match(blocks)
 
-    def match_tiers(self, model_digest: str, blocks: bytes) -> tuple[dict[str, int], dict[str, int]]:
-        """Return the leading blocks of each worker on its device, and on device or in its pool where that is more.
+    def match_tiers(self, model_digest: str, blocks: bytes) -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+        """Return the leading blocks of each worker on each tier or a nearer one, where that is more than on the latter.
 
         Raises MalformedMessage for an invalid run.
         """
-        # Without pools, the second answer costs nothing.
-        if model_digest not in self._pooled:
-            return self.match(model_digest, blocks), {}
+        # Without pools, the further answers cost nothing.
+        if model_digest not in self._tiered:
+            return self.match(model_digest, blocks), {}, {}
         check_ids(blocks)
         reaches = self._indexes[model_digest].match_tiers(blocks)
-        held = {worker: device for worker, (device, _) in reaches.items() if device}
-        return held, {worker: either for worker, (device, either) in reaches.items() if either > device}
+        held = {worker: device for worker, (device, _, _) in reaches.items() if device}
+        pooled = {worker: pool for worker, (device, pool, _) in reaches.items() if pool > device}
+        return held, pooled, {worker: file for worker, (_, pool, file) in reaches.items() if file > pool}
 
     def models(self) -> Mapping[str, Index]:
         """Return the indexes by model."""

@@ -277,6 +277,7 @@ def _check(heartbeat: Heartbeat) -> None:
         steps.kv_s,
         *(each.bytes_per_s for each in heartbeat.transfers),
         heartbeat.promotion.bytes_per_s if heartbeat.promotion else 1.0,
+        heartbeat.loading.bytes_per_s if heartbeat.loading else 1.0,
     )
     # Whatever is no number must be found first: it is neither the least nor the most.
     possible = all(map(math.isfinite, (*counts, *rates))) and min(sizes) > 0 and min(counts) >= 0

@@ -86,6 +86,7 @@ class Placer:
         context = Context(request=place.context.request, attempt=place.context.attempt, budget_s=timeout_s, trace=trace)
         held: dict[str, int] = {}
         pooled: dict[str, int] = {}
+        filed: dict[str, int] = {}
         speculative: dict[str, int] = {}
         until_s = self._clock.now_s() + timeout_s
         try:
@@ -98,11 +99,12 @@ class Placer:
                     raise MalformedMessage(f"the index answered a Match with {type(answer).__name__}")
                 held |= answer.held
                 pooled |= answer.pooled
+                filed |= answer.filed
                 speculative |= answer.speculative
         except BatonError as error:
             logger.warning("placing %s without the index: %s", place.context.request, error)
             return None
-        return PrefixMatch(held, speculative, pooled)
+        return PrefixMatch(held, speculative, pooled, filed)
 
     async def _match(self, match: Match, until_s: float) -> AnyMessage:
         """Ask one index, and all of them if that one is late. Raises DeadlineExceeded at `until_s`.

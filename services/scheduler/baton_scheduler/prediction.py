@@ -8,7 +8,8 @@ The prediction is plain time, which is reported and compared with what happens:
 
 The tail of a pull is what is left of it when the prompt is computed: KV moves while prefill computes.
 
-What a worker has in its pool only is promoted where that takes less time than to compute it, or to pull it.
+What a worker has in its pool only is promoted, and what it has in the pool's file only is read and promoted, where
+that takes less time than to compute it, or to pull it.
 
 The cost adds what the placement does to other requests, in seconds as well; its weights are in `worker_load.py`. It
 leaves out the half step, with which placements were no better (`docs/replay.md`).
@@ -17,7 +18,7 @@ leaves out the half step, with which placements were no better (`docs/replay.md`
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -73,6 +74,17 @@ class PrefixMatch(msgspec.Struct, frozen=True):
     """Speculative leading blocks: prompts already placed there; their prefill time is in its queue already."""
     pooled: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
     """Leading blocks on the device or in the pool, where the pool adds some."""
+    filed: Mapping[str, int] = msgspec.field(default_factory=dict[str, int])
+    """Leading blocks on the device, in the pool or in its file, where the file adds some."""
+
+
+class Stored(NamedTuple):
+    """What workers have beyond their devices, down to a tier: one element per worker."""
+
+    tokens: Vector
+    """Prompt tokens that the device lacks."""
+    fetching_s: Vector
+    """Time to bring them to the device."""
 
 
 class Room(msgspec.Struct, frozen=True, eq=False):
@@ -89,15 +101,15 @@ class Room(msgspec.Struct, frozen=True, eq=False):
     pressure_s: Vector
     cached_tokens: Vector
     """Prompt tokens on the device, now or once speculative blocks are computed."""
-    pooled_tokens: Vector | None
-    """Further ones in the pool; None: no worker has any."""
+    stored: tuple[Stored, ...]
+    """Further ones in the pool, then in pool and file; empty: no worker has any."""
 
 
 class Leg(Room, frozen=True, eq=False):
     """Part of each worker of a team in a placement: one element per worker. `cached_tokens` has what is promoted."""
 
     promoted_tokens: Vector | None
-    """Part of `cached_tokens` that is promoted from the pool; None: no worker has any."""
+    """Part of `cached_tokens` that is promoted from the pool or its file; None: no worker has any."""
     cost_s: Vector
     """Cost of this part; without the pull where KV is pulled."""
 
@@ -119,13 +131,14 @@ class Computing(Leg, frozen=True, eq=False):
     """Time until the prompt's turn: of the prompts that are placed there already, or of the present step."""
     own_s: Vector
     """Time of the prompt itself: of the promotion, and of computing the rest."""
+    promotion_s: Vector | None
+    """Part of `own_s` in which tokens are promoted, and read for that."""
 
     def terms(self) -> dict[str, Vector]:
         """Return the parts of the cost by name."""
         own = {"waiting_s": self.waiting_s, "queue_s": self.queue_s, "own_s": self.own_s}
-        if self.promoted_tokens is not None:
-            promotion_s = self.promoted_tokens * self.figures.promoted_token_s
-            own |= {"own_s": self.own_s - promotion_s, "promotion_s": promotion_s}
+        if self.promotion_s is not None:
+            own |= {"own_s": self.own_s - self.promotion_s, "promotion_s": self.promotion_s}
         others_s = self.cost_s - sum(own.values()) - self.pressure_s
         return {**own, "others_s": others_s, "pressure_s": self.pressure_s}
 
@@ -154,7 +167,7 @@ class Prediction:
         if match.speculative:
             longer = {worker: max(blocks, match.held.get(worker, 0)) for worker, blocks in match.speculative.items()}
             self._blocks = {**match.held, **longer}
-        self._pooled = match.pooled
+        self._known = {Tier.DEVICE: self._blocks, Tier.POOL: match.pooled, Tier.FILE: match.filed}
         self._blocks_of: dict[tuple[Role, Tier], Vector] = {}
         """Blocks that each worker of a role holds, down to a tier."""
         self._output_tokens = min(demand.output_tokens_max, output_headroom_tokens)
@@ -168,31 +181,45 @@ class Prediction:
     def room(self, team: Team, rows: Rows, role: Role) -> Room:
         figures = team.figures(rows)
         cached_tokens = self._cached_tokens(team, rows, figures, role, Tier.DEVICE)
-        pooled_tokens = None
-        if self._pooled:
+        stored: list[Stored] = []
+        if self._known[Tier.POOL] or self._known[Tier.FILE]:
             reach = self._cached_tokens(team, rows, figures, role, Tier.POOL)
             pooled_tokens = np.maximum(reach - cached_tokens, 0.0)
+            stored.append(Stored(pooled_tokens, pooled_tokens * figures.promoted_token_s))
+            if self._known[Tier.FILE]:
+                reach = self._cached_tokens(team, rows, figures, role, Tier.FILE)
+                filed_tokens = np.maximum(reach - cached_tokens - pooled_tokens, 0.0)
+                fetching_s = stored[0].fetching_s + filed_tokens * figures.filed_token_s
+                stored.append(Stored(pooled_tokens + filed_tokens, fetching_s))
         shared_tokens = cached_tokens * figures.shared_share
         waiting_s = self._waiting_s(figures, role, shared_tokens)
         pressure_s = _pressure_s(figures, shared_tokens) if role is Role.DECODE else np.zeros(len(rows))
-        return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens, pooled_tokens)
+        return Room(team, rows, figures, waiting_s, pressure_s, cached_tokens, tuple(stored))
 
     def compute(self, room: Room) -> Computing:
         figures, prompt_tokens = room.figures, self.demand.prompt_tokens
         # A prompt enters with the next step: on average, half of the present one is left.
         queue_s = np.maximum(figures.computes_until_s - self._now_s, figures.half_interval_s)
         prompt_s, own_s = prefill_s(figures, prompt_tokens - room.cached_tokens, prompt_tokens)
-        promoted_tokens = None
-        if room.pooled_tokens is not None:
-            uncached_tokens = prompt_tokens - room.cached_tokens - room.pooled_tokens
+        promoted_tokens = promotion_s = None
+        for tokens, fetching_s in room.stored:
+            uncached_tokens = prompt_tokens - room.cached_tokens - tokens
             rest_prompt_s, rest_s = prefill_s(figures, uncached_tokens, prompt_tokens)
-            promoting_s = room.pooled_tokens * figures.promoted_token_s + rest_s
-            is_faster = promoting_s < own_s
-            promoted_tokens = np.where(is_faster, room.pooled_tokens, 0.0)
-            prompt_s, own_s = np.where(is_faster, rest_prompt_s, prompt_s), np.where(is_faster, promoting_s, own_s)
+            is_faster = fetching_s + rest_s < own_s
+            promoted_tokens = np.where(is_faster, tokens, 0.0 if promoted_tokens is None else promoted_tokens)
+            promotion_s = np.where(is_faster, fetching_s, 0.0 if promotion_s is None else promotion_s)
+            prompt_s = np.where(is_faster, rest_prompt_s, prompt_s)
+            own_s = np.where(is_faster, fetching_s + rest_s, own_s)
         cost_s = room.waiting_s + queue_s + own_s + figures.compute_weight * prompt_s + room.pressure_s
         found = astuple(_promoting(room, promoted_tokens))
-        return Computing(*found, promoted_tokens=promoted_tokens, cost_s=cost_s, queue_s=queue_s, own_s=own_s)
+        return Computing(
+            *found,
+            promoted_tokens=promoted_tokens,
+            cost_s=cost_s,
+            queue_s=queue_s,
+            own_s=own_s,
+            promotion_s=promotion_s,
+        )
 
     def free(self, leg: Computing) -> int:
         """Return the number of workers that have room for the attempt, and no prompt ahead."""
@@ -201,9 +228,12 @@ class Prediction:
     def receive(self, room: Room) -> Receiving:
         figures = room.figures
         promoted_tokens = None
-        if room.pooled_tokens is not None:
-            is_faster = figures.promoted_token_s * figures.bandwidth < figures.kv_bytes_per_token
-            promoted_tokens = np.where(is_faster, room.pooled_tokens, 0.0)
+        saved_s: Vector | float = 0.0
+        for tokens, fetching_s in room.stored:
+            here_s = tokens * figures.kv_bytes_per_token / figures.bandwidth - fetching_s
+            is_faster = here_s > saved_s
+            promoted_tokens = np.where(is_faster, tokens, 0.0 if promoted_tokens is None else promoted_tokens)
+            saved_s = np.maximum(here_s, saved_s)
         found = _promoting(room, promoted_tokens)
         missing_bytes = (self.demand.prompt_tokens - found.cached_tokens) * figures.kv_bytes_per_token
         cost_s = room.waiting_s + figures.next_interval_s + room.pressure_s
@@ -259,7 +289,7 @@ class Prediction:
     def _cached_tokens(self, team: Team, rows: Rows, figures: Figures, role: Role, tier: Tier) -> Vector:
         """Return the prompt tokens that workers hold down to a tier, on the device speculative ones included."""
         if (role, tier) not in self._blocks_of:
-            places, known = team.rows, self._blocks if tier is Tier.DEVICE else self._pooled
+            places, known = team.rows, self._known[tier]
             counts = {places[worker]: count for worker, count in known.items() if worker in places}
             held = self._blocks_of[role, tier] = np.zeros(len(team.loads))
             held[list(counts)] = list(counts.values())

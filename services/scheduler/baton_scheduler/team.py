@@ -31,6 +31,7 @@ class Figures(NamedTuple):
     next_interval_s: Vector
     pair_s: Vector
     promoted_token_s: Vector
+    filed_token_s: Vector
     ready: Vector
     shared_share: Vector
     slots_lacking: Vector

@@ -52,6 +52,7 @@ class WorkerLoad:
         "compute_weight",
         "computes_until_s",
         "context_tokens_max",
+        "filed_token_s",
         "half_interval_s",
         "heard_s",
         "heartbeat",
@@ -129,6 +130,10 @@ class WorkerLoad:
         self.step_s, self.token_s, self.pair_s = steps.prompt_step_s, steps.prompt_token_s, steps.prompt_pair_s
         rate = self.promotion_bytes_per_s
         self.promoted_token_s = heartbeat.kv_bytes_per_token / rate if rate else NEVER_S
+        self.filed_token_s = NEVER_S
+        """Time per token that is read from the pool's file, and promoted."""
+        if heartbeat.loading is not None:
+            self.filed_token_s = heartbeat.kv_bytes_per_token / heartbeat.loading.bytes_per_s + self.promoted_token_s
         self._decoding = heartbeat.running if self.role is Role.DECODE else 0
         self.compute_weight = COMPUTE_WEIGHT + COMPUTE_WEIGHT_PER_SEQUENCE * self._decoding
         # Free by the heartbeat.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 from baton_gateway.parsing.formats import FormatName, read_family
+from baton_gateway.parsing.parser import AnswerFormat
 
 FAMILIES: Final = tuple(name for name in FormatName if name not in (FormatName.AUTO, FormatName.NONE))
 FOLDER: Final = Path(__file__).parents[2] / "samples" / "answers"
@@ -71,3 +73,9 @@ def chat_template(family: FormatName) -> str:
 def marks_of(family: FormatName) -> tuple[str, ...]:
     """Return the marks of a family that are special tokens in its models."""
     return _SPECIAL.get(family, ())
+
+
+@cache
+def form_of(family: FormatName) -> AnswerFormat:
+    """Return a family's answer format, made once for all tests: it loads transformers."""
+    return AnswerFormat(read_family(family))

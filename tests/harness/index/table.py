@@ -57,9 +57,9 @@ class TableIndex:
                 leading[worker] = count
         return leading
 
-    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int]]:
-        active = self.match(blocks)
-        return {worker: (active.get(worker, 0), reach) for worker, reach in self.match(blocks, Tier.POOL).items()}
+    def match_tiers(self, blocks: bytes) -> dict[str, tuple[int, int, int]]:
+        device, pool, file = (self.match(blocks, tier) for tier in Tier)
+        return {worker: (device.get(worker, 0), pool.get(worker, 0), reach) for worker, reach in file.items()}
 
     def dump(self, worker: str, tier: Tier = Tier.DEVICE) -> list[Run]:
         held = self._held.get((worker, tier), {})

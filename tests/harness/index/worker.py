@@ -51,6 +51,8 @@ class Cache:
     """Block on the device → the block before it."""
     pooled: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
     """The same of the blocks in the pool."""
+    filed: dict[bytes, bytes] = field(default_factory=dict[bytes, bytes])
+    """The same of the blocks in the pool's file."""
 
     @property
     def address(self) -> WorkerAddress:
@@ -59,10 +61,10 @@ class Cache:
     def restart(self) -> None:
         self.generation += 1
         self.sequence = 0
-        self.held, self.pooled = {}, {}
+        self.held, self.pooled, self.filed = {}, {}, {}
 
     def on(self, tier: Tier) -> dict[bytes, bytes]:
-        return self.held if tier is Tier.DEVICE else self.pooled
+        return (self.held, self.pooled, self.filed)[tier]
 
     def stored(self, path: str, tier: Tier = Tier.DEVICE) -> KvEvents:
         self.on(tier).update(link(b"", chain(path)))
@@ -74,7 +76,7 @@ class Cache:
         return self.changed(BlocksRemoved(blocks=blocks, tier=tier))
 
     def cleared(self) -> KvEvents:
-        self.held, self.pooled = {}, {}
+        self.held, self.pooled, self.filed = {}, {}, {}
         return self.changed(BlocksCleared())
 
     def changed(self, *events: BlockEvent) -> KvEvents:
@@ -95,6 +97,7 @@ class Cache:
             events_sequence=self.sequence,
             held=self.fingerprint(),
             pooled=self.fingerprint(Tier.POOL),
+            filed=self.fingerprint(Tier.FILE),
             held_sequence=self.sequence,
         )
 

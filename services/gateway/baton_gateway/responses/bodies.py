@@ -220,13 +220,12 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
 
 
-class Wrapped(msgspec.Struct, frozen=True, kw_only=True):
-    """A body with what an intake process needs beside it."""
+class ResponseContext(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request for a response needs beside its body."""
 
     request: str
-    history: msgspec.Raw
+    history: bytes = b"[]"
     """Items before the request's own, oldest first, as a JSON array."""
-    body: msgspec.Raw
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,7 +238,6 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _decode_envelope = msgspec.json.Decoder(Envelope).decode
-_decode_wrapped = msgspec.json.Decoder(Wrapped).decode
 _history = TypeAdapter[Any](Items)
 
 
@@ -257,31 +255,22 @@ def read_envelope(payload: bytes | bytearray) -> Envelope:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
-def wrap(payload: bytes | bytearray, history: bytes, request: str) -> bytes:
-    """Return a valid body with its history, for `ResponseRequest`."""
-    return b'{"request":"%b","history":%b,"body":%b}' % (request.encode(), history, payload)
-
-
 class ResponseRequest:
-    """A request for a response, read from its wrapped body."""
+    """A request for a response, read from its body."""
 
-    def __init__(self, payload: bytes | bytearray) -> None:
+    def __init__(self, payload: bytes | bytearray, context: ResponseContext) -> None:
         """Raises InvalidRequest that names the field and its fault."""
-        try:
-            wrapped = _decode_wrapped(payload)
-        except (RecursionError, UnicodeDecodeError, msgspec.DecodeError) as error:
-            raise InvalidRequest(f"the body is not valid JSON, or nested too deeply: {error}") from error
-        self._body = body = parse(ResponsesBody, bytes(wrapped.body))
+        self._body = body = parse(ResponsesBody, payload)
         self._conversation = conversation = Conversation()
         if body.instructions is not None:
             conversation.add_text("system", body.instructions, "instructions")
         self._first = len(conversation.messages)
-        conversation.add(_history.validate_json(bytes(wrapped.history)), None)
+        conversation.add(_history.validate_json(context.history), None)
         if isinstance(body.input, str):
             conversation.add_text("user", body.input, "input")
         else:
             conversation.add(body.input, "input")
-        self.asked = Asked(echo=_encoded(body.echo()), items=stored(body.input, wrapped.request))
+        self.asked = Asked(echo=_encoded(body.echo()), items=stored(body.input, context.request))
         self.truncates = body.truncation == "auto"
 
     def chat(self) -> ChatBody:

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from baton.errors import BatonError, ClientGone, InvalidRequest, StoreUnavailable
 from baton_gateway.answers import SSE_DONE, sse_event, to_json
-from baton_gateway.generate import Job, RequestFacts, prepare, prepare_here
+from baton_gateway.generate import Job, RequestFacts, envelope_of, prepare, prepare_here
 from baton_gateway.respond import (
     ABORT_EXTENSION,
     KEEP_ALIVE,
@@ -23,7 +23,7 @@ from baton_gateway.respond import (
     watching,
     while_connected,
 )
-from baton_gateway.responses.bodies import Envelope, read_envelope, wrap
+from baton_gateway.responses.bodies import Envelope, ResponseContext, read_envelope
 from baton_gateway.responses.events import ResponseEvents, sse_of, with_output
 from baton_gateway.responses.generation import Generation
 from baton_gateway.responses.service import GATHER_S, Responses
@@ -35,7 +35,8 @@ log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/responses"
 ITEMS_PAGE_MAX: Final = 100
-NO_ITEMS: Final = b"[]"
+ENVELOPE_BYTES_MAX: Final = 64 << 10
+"""Longest body whose envelope is read in this process."""
 
 
 class ResponseCreation:
@@ -48,17 +49,28 @@ class ResponseCreation:
         self._trace = trace
         self._created_s = int(gateway.clock.wall_s())
         self._key = Key(facts.access.tenant, f"resp_{facts.request}")
+        self._envelope = Envelope()
 
-    async def answer(self, payload: bytes | bytearray, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a body. Raises what is an answer of its own as long as nothing was sent."""
-        responses, envelope = self._responses, read_envelope(payload)
-        previous, background = envelope.previous_response_id or "", bool(envelope.background)
-        history = await responses.history(self._facts.access.tenant, previous) if previous else NO_ITEMS
-        body = wrap(payload, history, self._facts.request)
-        job = prepare_here(self._gateway, body, self._facts)
+    async def prepare(self, payload: bytes | bytearray, receive: Receive) -> Job:
+        """Return the job of a body, with its stored history. Raises what is an answer of its own."""
+        gateway, facts = self._gateway, self._facts
+        if len(payload) <= ENVELOPE_BYTES_MAX:
+            self._envelope = read_envelope(payload)
+        else:
+            self._envelope = await while_connected(receive, envelope_of(gateway, payload, facts))
+        context = ResponseContext(request=facts.request)
+        if previous := self._envelope.previous_response_id:
+            history = await self._responses.history(facts.access.tenant, previous)
+            context = ResponseContext(request=facts.request, history=history)
+        job = prepare_here(gateway, payload, facts, context)
         if job is None:
-            job = await while_connected(receive, prepare(self._gateway, body, self._facts))
-        plan = job.plan
+            job = await while_connected(receive, prepare(gateway, payload, facts, context))
+        return job
+
+    async def answer(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the prepared request. Raises what is an answer of its own as long as nothing was sent."""
+        responses, envelope, plan = self._responses, self._envelope, job.plan
+        background = bool(envelope.background)
         assert plan.response is not None, "the intake read another kind of body"
         self._trace.accept(
             job.model, plan, request=job.request, response=self._key.response, prompt_tokens=job.prompt_tokens
