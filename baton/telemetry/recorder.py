@@ -77,9 +77,10 @@ class Recorder:
 
     def end(self, span: Recorded) -> None:
         """Keep a span that has ended, and export it if its trace is sampled or was wanted before."""
-        self._open.pop(span.trace[36:52], None)
-        part = self._touch(trace_id(span))
-        part.sampled = part.sampled or span.trace[-1] == "1"
+        trace = span.trace
+        self._open.pop(trace[36:52], None)
+        part = self._touch(trace[3:35])
+        part.sampled = part.sampled or trace[-1] == "1"
         if len(part.spans) < TRACE_SPANS_MAX:
             part.spans.append(span)
             self._spans += 1

@@ -15,8 +15,7 @@ import random
 import re
 import socket
 import time
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from os import getpid
 from typing import TYPE_CHECKING, Final
@@ -44,7 +43,10 @@ _ID_BITS: Final = 64
 
 
 class Span:
-    """A piece of work in a trace. `trace` goes into the messages that this work sends."""
+    """A piece of work in a trace. `trace` goes into the messages that this work sends.
+
+    As a context, it ends with its body.
+    """
 
     __slots__ = (
         "_attributes",
@@ -76,7 +78,7 @@ class Span:
         self._recorder = recorder
         """None once the span has ended, and where nothing is recorded."""
         self._name = name
-        self._attributes: dict[str, AttributeValue] = dict(attributes or {})
+        self._attributes: dict[str, AttributeValue] = {**attributes} if attributes else {}
         self._parent = parent
         self._kind = kind
         self._links = links
@@ -106,6 +108,16 @@ class Span:
         if recorder is not None:
             self._end_ns = time.time_ns() if at_s is None else _wall_ns(at_s)
             recorder.end(self)
+
+    def __enter__(self) -> Span:
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, asyncio.CancelledError):
+            self.set({"baton.cancelled": True})
+        elif isinstance(error, Exception):
+            self.fail(error)
+        self.end()
 
     def is_called(self, name: str) -> bool:
         return any(self._attributes.get(key) == name for key in NAMES)
@@ -164,7 +176,6 @@ class Tracing:
         self._recorder = Recorder(export) if settings.tracing else None
         self._sampled_below = round(settings.trace_share * 2**_ID_BITS)
 
-    @contextmanager
     def span(
         self,
         name: str,
@@ -172,19 +183,9 @@ class Tracing:
         *,
         parent: str = "",
         kind: SpanKind = SpanKind.INTERNAL,
-    ) -> Generator[Span]:
-        """Trace the body; an error is noted and raised. See `start`."""
-        span = self.start(name, attributes, parent=parent, kind=kind)
-        try:
-            yield span
-        except asyncio.CancelledError:
-            span.set({"baton.cancelled": True})
-            raise
-        except Exception as error:
-            span.fail(error)
-            raise
-        finally:
-            span.end()
+    ) -> Span:
+        """Return a span as a context, which traces its body; an error is noted and raised. See `start`."""
+        return self.start(name, attributes, parent=parent, kind=kind)
 
     def start(
         self,
