@@ -23,6 +23,8 @@ from baton.transfer import AgentOptions, TransferFaults
 ADDRESS_VARIABLE: Final = "BATON_ENGINE_LINK"
 HANDOFF_PARAMETER: Final = "baton"
 """Key of a request's `Handoff`, as JSON, in the parameters that SGLang passes on unread (`custom_params`)."""
+TOKEN_TIME_PARAMETER: Final = "baton_computing_token_s"
+"""Key of `EngineRequest.computing_token_s` there."""
 DELIVERED_PARAMETER: Final = "baton_delivered_tokens"
 """Key of `Sampling.delivered_tokens` there."""
 KV_DID_NOT_ARRIVE: Final = "the prompt's KV did not arrive"
@@ -38,6 +40,9 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     model_digest: str
     kv_pool_bytes: int = 0
     """0: no KV pool."""
+    kv_file: str = ""
+    """Path of the pool's file; empty: none."""
+    kv_file_bytes: int = 0
 
 
 class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):

@@ -43,7 +43,7 @@ from baton.connectors.link import (
     StepReport,
 )
 from baton.connectors.place import RankPlace
-from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
@@ -146,9 +146,17 @@ class BatonScheduler(Scheduler):
         rank.watch(copier.fileno())
         if self.idle_sleeper is not None:
             self.idle_sleeper.poller.register(copier.fileno(), zmq.POLLIN)
-        block_bytes = cache.block_bytes * len(cache.layer_addresses)
-        scheduler = PoolScheduler(block_tokens=self.page_size, block_bytes=block_bytes, blocks=cache.blocks, ranks=1)
-        return SglangPool(self.tree_cache, scheduler, PoolRank(pool.slots, copier), setup.model_digest)
+        file = open_file(setup.kv_file, setup.kv_file_bytes, pool, RankPlace())
+        if file is not None:
+            rank.watch(file.fileno())
+        scheduler = PoolScheduler(
+            block_tokens=self.page_size,
+            block_bytes=cache.block_bytes * len(cache.layer_addresses),
+            blocks=cache.blocks,
+            ranks=1,
+            has_file=file is not None,
+        )
+        return SglangPool(self.tree_cache, scheduler, PoolRank(pool.slots, copier, file=file), setup.model_digest)
 
     def make_agent(self, setup: Setup) -> NativeAgent:
         """Return this process's agent; tests may bring their own."""

@@ -4,6 +4,8 @@ decode    parked ──room for its KV──▶ pulling ──all of it is here�
                                          └──failed, aborted──▶ slots freed once nothing writes them
 pooled    the same for any request with a prefix in the KV pool: what is there is promoted, and a decode leg pulls
           the rest. Without room, or if the copy fails, it enters SGLang's queue at once
+filed     waits until what the pool's file holds is in the pool, or does not come in time; then pooled. A decode leg
+          does not wait, it pulls
 prefill   SGLang's queue ──chosen──▶ leased, each layer posted as it is written ──▶ held until no peer reads
 """
 
@@ -70,7 +72,7 @@ class Handoffs:
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
         self._new: deque[Req] = deque()
-        """Other requests, of which the pool may hold a prefix."""
+        """Other requests, of which the pool or its file may hold a prefix."""
         self._pulling: dict[str, _Pulling] = {}
         self._leased_pages: dict[str, torch.Tensor] = {}
         self._moved: list[LeaseStep] = []
@@ -106,7 +108,7 @@ class Handoffs:
                 self._parked.append(req)
                 return True
         # Asked again once its cached prefix is known.
-        if self.kv_pool is None or not self.kv_pool.offer(req, 0):
+        if self.kv_pool is None or not (self.kv_pool.offer(req, 0) or self.kv_pool.may_load(req)):
             return False
         self._new.append(req)
         return True
@@ -170,9 +172,12 @@ class Handoffs:
             self._decisions.freed(rid)
             self._leased_pages.pop(rid, None)
             self._cache.free_leased(rid)
-        while self._new:
+        for _ in range(len(self._new)):
             req = self._new.popleft()
-            if not self._start_promotion(req):
+            cached_tokens = self._cache.match_prompt(req)
+            if kv_pool is not None and kv_pool.loads(req, cached_tokens):
+                self._new.append(req)
+            elif not self._start_promotion(req, cached_tokens):
                 self._enqueue(req)
         while self._parked and self._start_pull(self._parked[0]):
             self._parked.popleft()
@@ -218,10 +223,9 @@ class Handoffs:
             self._enqueue(req)
         return True
 
-    def _start_promotion(self, req: Req) -> bool:
+    def _start_promotion(self, req: Req, cached_tokens: int) -> bool:
         """Promote what the pool holds beyond the cache; return False if that is nothing, or has no room."""
         assert self.kv_pool is not None
-        cached_tokens = self._cache.match_prompt(req)
         promoted = self.kv_pool.offer(req, cached_tokens)
         spare = self._spare_tokens(req)
         arrival = self._make_room(req, cached_tokens + promoted, spare) if promoted else None

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
+from baton.blocks import BLOCK_TOKENS_DEFAULT
+from baton.connectors.link import TOKEN_TIME_PARAMETER
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import RankResults
-from baton.engines.kv_events import POOL_MEDIUM
+from baton.engines.kv_events import FILE_MEDIUM, POOL_MEDIUM
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -51,7 +53,17 @@ class SglangPool:
         """Note a new request."""
         # Block ids know tokens and salts only.
         if req.multimodal_inputs is None and req.lora_id is None:
-            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "")
+            parameters = req.sampling_params.custom_params or {}
+            token_s = float(parameters.get(TOKEN_TIME_PARAMETER, 0.0))
+            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", token_s=token_s)
+
+    def may_load(self, req: Req) -> bool:
+        """Return whether the file holds the beginning of a prompt."""
+        return self._scheduler.filed(req.rid, req.origin_input_ids)
+
+    def loads(self, req: Req, cached_tokens: int) -> bool:
+        """Return whether a request waits for what the file holds beyond `cached_tokens`."""
+        return self._scheduler.loads(req.rid, req.origin_input_ids, cached_tokens)
 
     def offer(self, req: Req, cached_tokens: int) -> int:
         """Return how many tokens of the prompt the pool holds beyond `cached_tokens`, but for the last one."""
@@ -92,7 +104,8 @@ class SglangPool:
         return self._rank.slots
 
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """Yield what the pool has stored and dropped, in SGLang's own form."""
+        """Yield what the pool and its file have stored and dropped, in SGLang's own form."""
+        yield from self._file_events()
         # SGLang's hashes are numbers; on their way they may be bytes as well.
         runs, removed = self._scheduler.take_changes()
         if removed:
@@ -106,6 +119,22 @@ class SglangPool:
                 lora_id=None,
                 medium=POOL_MEDIUM,
                 cache_salt=run.salt or None,
+            )
+
+    def _file_events(self) -> Iterator[KVCacheEvent]:
+        if self._scheduler.filing is None:
+            return
+        runs, removed = self._scheduler.filing.take_changes()
+        if removed:
+            yield BlockRemoved(block_hashes=list(removed), medium=FILE_MEDIUM)
+        for run in runs:
+            yield BlockStored(
+                block_hashes=list(run.ids),
+                parent_block_hash=run.parent or None,
+                token_ids=[],
+                block_size=BLOCK_TOKENS_DEFAULT,
+                lora_id=None,
+                medium=FILE_MEDIUM,
             )
 
     def report(self) -> PoolReport | None:

@@ -14,6 +14,7 @@ from baton.connectors.link import (
     DELIVERED_PARAMETER,
     HANDOFF_PARAMETER,
     KV_DID_NOT_ARRIVE,
+    TOKEN_TIME_PARAMETER,
     AskStats,
     EndLease,
     Opened,
@@ -233,6 +234,8 @@ class SglangEngine:
             custom[HANDOFF_PARAMETER] = msgspec.json.encode(handoff).decode()
         if sampling.constraint is not None and request.leg is not Leg.PREFILL:
             custom[DELIVERED_PARAMETER] = sampling.delivered_tokens
+        if request.computing_token_s and self._own.kv_file:
+            custom[TOKEN_TIME_PARAMETER] = request.computing_token_s
         params["custom_params"] = custom or None
         asked = sampling.logprobs is not None and request.leg is not Leg.PREFILL
         return {

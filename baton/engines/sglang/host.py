@@ -101,7 +101,11 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
             here = Device.CUDA if torch.cuda.is_available() else Device.CPU
         hands_off = choose_handoff(self._own.handoff, self._role, here)
         setup = Setup(
-            agent=self._agent if hands_off else None, model_digest=self.digest, kv_pool_bytes=self._own.kv_pool_bytes
+            agent=self._agent if hands_off else None,
+            model_digest=self.digest,
+            kv_pool_bytes=self._own.kv_pool_bytes,
+            kv_file=self._own.kv_file,
+            kv_file_bytes=self._own.kv_file_bytes,
         )
         connecting = threading.Thread(target=self._connect, args=(setup,), name="baton-sglang-link", daemon=True)
         connecting.start()
