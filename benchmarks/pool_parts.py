@@ -39,7 +39,7 @@ BLOCK_BYTES: Final = 128 << 10
 """One block of one layer: 32 tokens, K and V, 8 heads of 128, 16 bits."""
 BLOCK_TOKENS: Final = 32
 BLOCKS: Final = 48
-PROMPT_BLOCKS: Final = 47
+PROMPT_BLOCKS: Final = 46
 """Full blocks of 1,500 tokens."""
 OPERATIONS: Final = 10_000
 FILE_SLOTS: Final = 30_000
