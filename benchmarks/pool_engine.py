@@ -123,6 +123,8 @@ async def measure_elsewhere(engines: Engines, borrower: VllmEngine, repeats: int
     computed: list[float] = []
     lent: list[float] = []
     root = root_key(engines.on_facts.model_digest)
+    # An engine's pool is known to its scheduler from the first step on.
+    await engines.first_token_s(borrower, engines.prompt(LONG_TOKENS))
     for _ in range(repeats):
         tokens = engines.prompt(LONG_TOKENS)
         computed.append(await engines.first_token_s(engines.on, tokens))
