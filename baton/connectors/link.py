@@ -25,6 +25,8 @@ HANDOFF_PARAMETER: Final = "baton"
 """Key of a request's `Handoff`, as JSON, in the parameters that SGLang passes on unread (`custom_params`)."""
 LOAN_PARAMETER: Final = "baton_loan"
 """Key of a request's `Loan` there, as JSON."""
+TOKEN_TIME_PARAMETER: Final = "baton_computing_token_s"
+"""Key of `EngineRequest.computing_token_s` there."""
 DELIVERED_PARAMETER: Final = "baton_delivered_tokens"
 """Key of `Sampling.delivered_tokens` there."""
 KV_DID_NOT_ARRIVE: Final = "the prompt's KV did not arrive"
@@ -42,6 +44,9 @@ class Setup(msgspec.Struct, tag="setup", frozen=True, kw_only=True):
     """0: no KV pool."""
     staging_tokens: int | None = None
     """Tokens of hand-offs that are staged at a time, 0 for the default; None: KV is not staged."""
+    kv_file: str = ""
+    """Path of the pool's file; empty: none."""
+    kv_file_bytes: int = 0
 
 
 class EndLease(msgspec.Struct, tag="end_lease", frozen=True, kw_only=True):

@@ -276,9 +276,13 @@ class PoolFiling:
             else:
                 runs.append(NamedRun(parent=block.parent, ids=block.units))
         removed = tuple(unit for key in changes.removed for unit in self._names[key].units)
+        free = SlotState.FREE
         for key in changes.removed:
-            if self.directory.state(key) is SlotState.FREE:
+            if self.directory.state(key) is free:
                 del self._names[key]
+        if len(self._names) > 2 * self.directory.slots:
+            # Of blocks that came and went between two calls, or could not be written.
+            self._names = {key: name for key, name in self._names.items() if self.directory.state(key) is not free}
         return runs, removed
 
     def report(self) -> FileReport | None:

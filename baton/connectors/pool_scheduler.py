@@ -247,6 +247,14 @@ class PoolScheduler:
         sequence.loan = None
         return False
 
+    def filed(self, request: str, tokens: Sequence[int]) -> bool:
+        """Return whether the file holds the first block of a request's prompt."""
+        sequence = self._sequences.get(request)
+        if sequence is None or self.filing is None or self.filing.directory is None:
+            return False
+        sequence.chain.extend(tokens)
+        return self.filing.directory.match(sequence.chain.keys[:1]) > 0
+
     def loads(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
         """Return whether a request waits for blocks from the file. Asked until it does not, before `borrows`."""
         sequence = self._sequences.get(request)

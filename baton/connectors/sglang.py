@@ -46,7 +46,7 @@ from baton.connectors.link import (
 )
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S
-from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank
 from baton.connectors.sglang_cache import HandoffCache
@@ -166,9 +166,17 @@ class BatonScheduler(Scheduler):
             rank.watch(source.fileno())
             if self.idle_sleeper is not None:
                 self.idle_sleeper.poller.register(source.fileno(), zmq.POLLIN)
-        block_bytes = cache.block_bytes * len(cache.layer_addresses)
-        scheduler = PoolScheduler(block_tokens=self.page_size, block_bytes=block_bytes, blocks=cache.blocks, ranks=1)
-        pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place))
+        file = open_file(setup.kv_file, setup.kv_file_bytes, pool, RankPlace())
+        if file is not None:
+            rank.watch(file.fileno())
+        scheduler = PoolScheduler(
+            block_tokens=self.page_size,
+            block_bytes=cache.block_bytes * len(cache.layer_addresses),
+            blocks=cache.blocks,
+            ranks=1,
+            has_file=file is not None,
+        )
+        pool_rank = PoolRank(pool.slots, copier, HandoffRank(agent, place), file)
         return SglangPool(self.tree_cache, scheduler, pool_rank, setup.model_digest)
 
     def make_agent(self, options: AgentOptions) -> NativeAgent:

@@ -5,6 +5,8 @@ decode    parked ──room for its KV──▶ pulling ──all of it is here�
 pooled    the same for any request with a prefix in the KV pool: what is there is promoted, and a decode leg pulls
           the rest. Without room, or if the copy fails, it enters SGLang's queue at once
 borrows   parked until what another worker's pool lends is in this one, or does not come in time; then pooled
+filed     waits until what the pool's file holds is in the pool, or does not come in time; then pooled. A decode leg
+          does not wait, it pulls
 prefill   SGLang's queue ──chosen──▶ leased, each layer posted as it is written ──▶ held until no peer reads
 """
 
@@ -72,7 +74,7 @@ class Handoffs:
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
         self._new: deque[Req] = deque()
-        """Other requests, of which the pool may hold a prefix, or may borrow one."""
+        """Other requests, of which the pool or its file may hold a prefix, or may borrow one."""
         self._pulling: dict[str, _Pulling] = {}
         self._leased_pages: dict[str, torch.Tensor] = {}
         self._moved: list[LeaseStep] = []
@@ -106,7 +108,8 @@ class Handoffs:
                 self._parked.append(req)
                 return True
         # Asked again once its cached prefix is known.
-        if self.kv_pool is None or (loan is None and not self.kv_pool.offer(req, 0)):
+        pool = self.kv_pool
+        if pool is None or not (loan is not None or pool.offer(req, 0) or pool.may_load(req)):
             return False
         self._new.append(req)
         return True
@@ -174,7 +177,7 @@ class Handoffs:
         for _ in range(len(self._new)):
             req = self._new.popleft()
             cached_tokens = self._cache.match_prompt(req)
-            if self.kv_pool is not None and self.kv_pool.borrows(req, cached_tokens):
+            if kv_pool is not None and (kv_pool.loads(req, cached_tokens) or kv_pool.borrows(req, cached_tokens)):
                 self._new.append(req)
             elif not self._start_promotion(req, cached_tokens):
                 self._enqueue(req)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
+from baton.connectors.link import TOKEN_TIME_PARAMETER
 from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_rank import PoolRank
@@ -52,7 +53,9 @@ class SglangPool:
         """Note a new request."""
         # Block ids know tokens and salts only.
         if req.multimodal_inputs is None and req.lora_id is None:
-            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", loan)
+            parameters = req.sampling_params.custom_params or {}
+            token_s = float(parameters.get(TOKEN_TIME_PARAMETER, 0.0))
+            self._scheduler.admit(req.rid, self._digest, req.cache_salt or "", loan, token_s)
 
     def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
         return self._scheduler.lend(key, blocks, sink_ranks)
@@ -60,6 +63,14 @@ class SglangPool:
     def borrows(self, req: Req, cached_tokens: int) -> bool:
         """Return whether a request waits for what another worker's pool lends beyond `cached_tokens`."""
         return self._scheduler.borrows(req.rid, req.origin_input_ids, cached_tokens)
+
+    def may_load(self, req: Req) -> bool:
+        """Return whether the file holds the beginning of a prompt."""
+        return self._scheduler.filed(req.rid, req.origin_input_ids)
+
+    def loads(self, req: Req, cached_tokens: int) -> bool:
+        """Return whether a request waits for what the file holds beyond `cached_tokens`."""
+        return self._scheduler.loads(req.rid, req.origin_input_ids, cached_tokens)
 
     def offer(self, req: Req, cached_tokens: int) -> int:
         """Return how many tokens of the prompt the pool holds beyond `cached_tokens`, but for the last one."""
@@ -105,7 +116,7 @@ class SglangPool:
         return self._rank.lending.agent.endpoint if self._rank.lending is not None else ""
 
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """Return what the pool has stored and dropped, in SGLang's own form."""
+        """Return what the pool and its file have stored and dropped, in SGLang's own form."""
         # SGLang's hashes are numbers; on their way they may be bytes as well.
         return take_pool_events(
             self._scheduler,

@@ -9,12 +9,10 @@ import msgspec
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-from baton.blocks import BLOCK_TOKENS_DEFAULT
 from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import Loan
 from baton.connectors.pool_report import PoolReport
 from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
-from baton.engines.kv_events import FILE_MEDIUM
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -93,29 +91,11 @@ class VllmPool:
         return msgspec.structs.replace(report, ended=tuple(ended))
 
     def take_events(self) -> Iterator[KVCacheEvent]:
-        """Yield what the pool and its file have stored and dropped, in vLLM's own form."""
-        yield from self._file_events()
-        yield from take_pool_events(
+        """Return what the pool and its file have stored and dropped, in vLLM's own form."""
+        return take_pool_events(
             self.scheduler,
             self._block_tokens,
             BlockStored,
             BlockRemoved,
             lambda salt: {"extra_keys": [(salt,)] if salt else None},
         )
-
-    def _file_events(self) -> Iterator[KVCacheEvent]:
-        if self.scheduler.filing is None:
-            return
-        runs, removed = self.scheduler.filing.take_changes()
-        if removed:
-            yield BlockRemoved(block_hashes=list(removed), medium=FILE_MEDIUM)
-        for run in runs:
-            yield BlockStored(
-                block_hashes=list(run.ids),
-                parent_block_hash=run.parent or None,
-                token_ids=[],
-                block_size=BLOCK_TOKENS_DEFAULT,
-                lora_id=None,
-                medium=FILE_MEDIUM,
-                lora_name=None,
-            )

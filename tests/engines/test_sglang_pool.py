@@ -75,6 +75,8 @@ async def ask(
         cache_salt=salt,
         source=None if source is None else WorkerAddress(worker="p", generation=1, agents=source.facts.agents),
         budget_s=60.0,
+        # A busy machine does not make the file late.
+        computing_token_s=1.0,
     )
     deltas = [delta async for delta in running.engine.generate(request)]
     await settled(running)
@@ -234,3 +236,37 @@ async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
         assert shadow.ignored_blocks == 0
     finally:
         await small.close()
+
+
+@pytest.mark.nightly
+async def test_a_restarted_engine_finds_its_blocks_in_the_file(tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("filed")
+    file = {"kv_file": str(folder / "kv"), "kv_file_bytes": 64 * (2 * SLOT_BYTES + 4096)}
+    tokens = prompt(700, 70)
+    engines = Engines(folder, sglang=OPTIONS | file)
+    try:
+        running = await engines.get("sglang-64")
+        first = await ask(running, tokens, salt="tenant")
+        async with asyncio.timeout(30):
+            while True:
+                pool = running.engine.load().pool
+                if pool.file is not None and pool.file.ready == pool.ready:
+                    break
+                await asyncio.sleep(0.05)
+    finally:
+        await engines.close()
+    engines = Engines(folder, sglang=OPTIONS | file)
+    try:
+        running = await engines.get("sglang-64")
+        assert (await ask(running, tokens, salt="another")).first.promoted_tokens == 0
+        again = await ask(running, tokens, salt="tenant")
+        assert again.tokens == first.tokens
+        assert (again.first.promoted_tokens, again.first.loaded_tokens, again.computed) == (640, 640, 60)
+        shadow = ShadowMap(model_digest=running.facts.model_digest, engine_block_tokens=64, block_tokens=32)
+        async with asyncio.timeout(10):
+            while shadow.fingerprint(Tier.FILE).blocks < 2 * pool.ready:
+                await asyncio.sleep(0.05)
+                for batch in running.shadow.batches[shadow.batches :]:
+                    shadow.apply(batch)
+    finally:
+        await engines.close()

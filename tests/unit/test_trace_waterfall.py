@@ -159,3 +159,10 @@ def test_times_have_about_four_digits() -> None:
         "1000 ms",
         "12.3 s",
     ]
+
+
+def test_what_came_from_the_pools_file_is_told() -> None:
+    loaded: dict[str, AttributeValue] = {"baton.promoted_tokens": 96, "baton.loaded_tokens": 64}
+    spans = span("request", "", 0, 90), span("leg", "request", 10, 80, name="whole", who="decode-0", attributes=loaded)
+    text = "\n".join(draw(tree(*spans), Look()))
+    assert "whole (decode-0): 64 of the promoted tokens were in the pool's file." in text

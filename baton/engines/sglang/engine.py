@@ -15,6 +15,7 @@ from baton.connectors.link import (
     HANDOFF_PARAMETER,
     KV_DID_NOT_ARRIVE,
     LOAN_PARAMETER,
+    TOKEN_TIME_PARAMETER,
     AskStats,
     EndLease,
     LendPrefix,
@@ -255,6 +256,8 @@ class SglangEngine:
             custom[LOAN_PARAMETER] = msgspec.json.encode(request.loan).decode()
         if sampling.constraint is not None and request.leg is not Leg.PREFILL:
             custom[DELIVERED_PARAMETER] = sampling.delivered_tokens
+        if request.computing_token_s and self._own.kv_file:
+            custom[TOKEN_TIME_PARAMETER] = request.computing_token_s
         params["custom_params"] = custom or None
         asked = sampling.logprobs is not None and request.leg is not Leg.PREFILL
         return {

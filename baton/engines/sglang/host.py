@@ -106,6 +106,8 @@ class SglangHost(EngineHost[tuple[Opened, ...]]):
             model_digest=self.digest,
             kv_pool_bytes=self._own.kv_pool_bytes,
             staging_tokens=self._own.kv_staging_tokens if path is KvPath.STAGED else None,
+            kv_file=self._own.kv_file,
+            kv_file_bytes=self._own.kv_file_bytes,
         )
         connecting = threading.Thread(target=self._connect, args=(setup,), name="baton-sglang-link", daemon=True)
         connecting.start()
