@@ -482,6 +482,7 @@ class World:
             case "allocate" if alive and number >= 3 and number not in self.allocated:
                 self.allocated.add(number)
                 external = self.scheduler.tokens_from_source(str(number), 0)
+                assert external is not None
                 self.scheduler.allocated(str(number), [1, 2, 3], external)
                 self.waiting.add(number)
             case "pull_done" | "pull_failed" if part in self.agent.pulls:
