@@ -115,6 +115,8 @@ async def test_a_client_that_leaves_costs_no_process(tmp_path: Path) -> None:
     async with rig() as opened, asyncio.TaskGroup() as group:
         leaving = await opened.occupy(group, f"until {tmp_path}/done")
         (process,) = opened.processes()
+        # A process that has only parsed the body by then would be free at once.
+        await opened.stage.wait_for((tmp_path / "done.begun").exists, 20.0)
         leaving.cancel()
         next_one = group.create_task(opened.post("hello"))
         await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)

@@ -2,8 +2,8 @@
 
     python -m tests.harness.gateway.stub_intake
 
-A prompt that begins with `hang` is never tokenised, one with `exit` ends the process, one with `until PATH` waits
-for a file. All others are `TOKENS`.
+A prompt that begins with `hang` is never tokenised, one with `exit` ends the process, one with `until PATH` makes
+the file `PATH.begun` and waits for PATH. All others are `TOKENS`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class StubTokenizer(ModelTokenizer):
             case ["exit", *_]:
                 os._exit(3)
             case ["until", path, *_]:
+                Path(f"{path}.begun").touch()
                 while not Path(path).exists():
                     time.sleep(0.01)
             case _:
