@@ -23,6 +23,7 @@ from transfer_rig import (
     wait_until,
 )
 
+from baton.pool.staging import StagedAgent
 from baton.transfer import Cause, EventKind, TransferFaults, lease_key
 
 
@@ -150,6 +151,8 @@ def test_pulls_do_not_wait_for_a_delayed_one(make_node: MakeNode) -> None:
     slow, short, fast = (lease_key(name, 0) for name in ("slow", "short", "fast"))
     source.offer(slow, SOURCE_BLOCKS)
     source.offer(short, [1])
+    if isinstance(source.agent, StagedAgent):  # What is asked for before it is ready is delayed by later faults.
+        source.wait(EventKind.LEASE_STAGED, key=slow)
     source.agent.set_faults(TransferFaults(delay_s=60.0))
     pull(sink, source, slow)
     pull(sink, source, short)
