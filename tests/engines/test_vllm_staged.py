@@ -165,15 +165,16 @@ def test_a_post_before_the_copies_end_shows(pair: Pair, source: Gpu) -> None:
 def test_blocks_freed_before_the_copies_end_show(pair: Pair, source: Gpu) -> None:
     """The peer reads after the copies; they have read blocks that hold another prompt by then."""
     ids, name = prompt(LONG_TOKENS, seed=11), pair.name()
+    before = source.copied(pair.prefill)
+    pair.disaggregated(prompt(LONG_TOKENS, seed=15), 2)
+    copies = source.copied(pair.prefill) - before
     source.plant("to_host")
     source.set(hold_copies=1)
     pair.send_prefill(name, ids).wait()
     until(lambda: is_free(pair.prefill), 10)
     overwrite(pair.prefill)
-    copied = source.copied(pair.prefill)
     source.set(hold_copies=0)
-    until(lambda: source.copied(pair.prefill) > copied, 10)
-    until(lambda: source.copied(pair.prefill) == source.copied(pair.prefill), 10)
+    until(lambda: source.copied(pair.prefill) == before + 2 * copies, 10)
     source.heal()
     assert pair.send_decode(name, ids, 16).tokens() != pair.aggregated(ids, 16)
 
