@@ -104,6 +104,11 @@ async def test_a_forced_call_is_valid_and_continues_exactly(pair: Pair, engines:
     await pair.settled()
 
 
+@over("vllm-128-to-sglang-1", "sglang-1-to-vllm-128")
+async def test_neither_engine_tells_a_tenant_of_anothers_prompts(pair: Pair) -> None:
+    await EngineSuite().test_a_salt_keeps_tenants_apart(pair)
+
+
 @over(*PAIRS)
 async def test_an_engine_refuses_a_constraint_and_serves_on(pair: Pair) -> None:
     unknown = replace(CONSTRAINED, constraint=Constraint(kind=ConstraintKind.REGEX, text="(?=a)b"))
