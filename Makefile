@@ -161,14 +161,15 @@ define build-native
 	@.venv/bin/cmake --build native/build/$(1) --target $(3) >native/build/$(1)/log || { cat native/build/$(1)/log; exit 1; }
 endef
 
-# $(1): the folder. The tests say every name; only those that failed are of interest. UCX's patches of `mmap` do not go
-# together with sanitizers.
+# $(1): the folder. Most tests wait, so four parts run side by side. They say every name; only those that failed are of
+# interest. UCX's patches of `mmap` do not go together with sanitizers.
 define cpp-tests
   ucx=$$(echo $(CURDIR)/.venv-ucx/lib/python*/site-packages/libucx/lib/libucp.so.0); \
   if test -e $$ucx; then export BATON_UCX_LIBRARY=$$ucx UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none \
     LSAN_OPTIONS=suppressions=native/tests/ucx_leaks.txt:print_suppressions=0; \
   else mkdir -p .cache; echo 'C++ tests: 3 skipped: UCX is not installed here: `make environment-ucx`' | tee -a $(NOT_RUN); fi; \
-  native/build/$(1)/baton_tests >native/build/$(1)/tests.log 2>&1 || { grep -v '^ok' native/build/$(1)/tests.log; exit 1; }
+  seq 0 3 | xargs -P 4 -I{} sh -c 'native/build/$(1)/baton_tests {}/4 >native/build/$(1)/tests.{}.log 2>&1' \
+    || { grep -hv '^ok' native/build/$(1)/tests.?.log; exit 1; }
 endef
 fuzz = for target in $(FUZZED); do native/build/asan/fuzz_$$target $(1)/$$target $(2) || exit 1; done
 

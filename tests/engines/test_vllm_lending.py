@@ -29,7 +29,7 @@ OPTIONS = {
 }
 WORKERS = ("decode-0", "decode-1")
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -65,7 +65,6 @@ async def test_a_worker_answers_from_a_prefix_that_only_another_one_computed(
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
     async with asyncio.TaskGroup() as group:
         for number in range(2):
@@ -74,7 +73,6 @@ async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
     """The lender's pool holds about six prompts; it computes eight others while it lends."""
     filling: list[asyncio.Task[object]] = []
@@ -90,7 +88,6 @@ async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending:
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lending: Lending) -> None:
     """The delay is at most the time to compute what is lent."""
     for _ in range(3):
@@ -106,7 +103,6 @@ async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lendin
 
 
 # This comes last: a killed worker is not replaced.
-@pytest.mark.nightly
 async def test_a_killed_lender_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
     async def kill(worker: str) -> None:
         cluster.services[worker].signal(signal.SIGKILL)
