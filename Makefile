@@ -116,16 +116,17 @@ test:
 	@$(MAKE) test-fast test-engines PYTEST_FLAGS='--not-run $(NOT_RUN)'
 	@test ! -e $(NOT_RUN) || { echo 'Not run here:'; cat $(NOT_RUN); }
 
-# A tracing back end for one test, which is skipped where it cannot be had.
+# A tracing back end for one nightly test, which is skipped where it cannot be had.
 environment-phoenix:
 	@$(ENVIRONMENT) .venv-phoenix phoenix
 
 # UCX's library for the tests of the transfer agent's backend, which are skipped where it cannot be had.
-environment-libcachesim:
-	@$(ENVIRONMENT) .venv-libcachesim libcachesim
-
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
+
+# libCacheSim for one nightly test, which is skipped where it cannot be had.
+environment-libcachesim:
+	@$(ENVIRONMENT) .venv-libcachesim libcachesim
 
 # Frameworks for agents, for one nightly test, which is skipped where they cannot be had.
 environment-agents:
@@ -133,7 +134,6 @@ environment-agents:
 
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
-	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
 	@.venv/bin/python -m benchmarks.flat_index || echo 'baton: going on without the baseline of the index: its tests are skipped'
 	@.venv/bin/python -m tests.contract.fake_library
@@ -196,6 +196,7 @@ test-nightly: test-native environment-vllm environment-sglang environment-libcac
 	$(call build-native,tsan,thread,baton_tests)
 	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
 	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
+	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(ENVIRONMENT) .venv-agents agents || echo 'baton: going on without frameworks for agents: their tests are skipped'
 	$(call timed,integration tests of the night,.venv/bin/$(PYTEST) -n 2 -m nightly tests/integration)
 	@cp -r native/fuzz/corpus native/build/asan
