@@ -50,6 +50,12 @@ class Leg:
     """Instant at which that has ended."""
     promotion_s: float = 0.0
     """Time that it takes, with the promotions before it."""
+    is_borrowing: bool = False
+    """Whether it waits for a loan of another worker's pool."""
+    borrowed_tokens: int = 0
+    """Tokens that a loan has brought into the pool."""
+    borrowing_s: float = 0.0
+    """Time that this took."""
 
 
 class Listener(Protocol):
@@ -229,7 +235,25 @@ class Worker:
             self._count(self._run, self._run.steps_at(now_s))
         self._meter.events.append(Event(now_s, "entered", leg.request))
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
-        self._proceed(cut=len(self._waiting) == 1 and self._run is not None and not self._run.chunks)
+        self._proceed(cut=len(self._waiting) == 1 and not leg.is_borrowing and self._takes_prompts())
+
+    def loan_ended(
+        self, leg: Leg, lender: str = "", size_bytes: int = 0, moving_s: float = 0.0, *, waited_s: float = 0.0
+    ) -> None:
+        """A loan is in the pool, or comes to nothing (0 bytes): the leg that waited for it can run."""
+        self._listener.before_change(self)
+        leg.is_borrowing = False
+        if size_bytes:
+            leg.borrowing_s = waited_s
+            now_s = self._queue.now_s
+            self._meter.events.append(
+                Event(now_s, "borrowed", leg.request, peer=lender, size_bytes=size_bytes, elapsed_s=moving_s)
+            )
+        self._proceed(cut=self._takes_prompts())
+
+    def _takes_prompts(self) -> bool:
+        """Return whether the next step could take a prompt that the present run does without."""
+        return self._run is not None and not self._run.chunks
 
     def pulled(self, leg: Leg, peer: str, size_bytes: int, moving_s: float) -> None:
         """The KV of an admitted pull is here: the sequence joins the next step."""
@@ -311,8 +335,8 @@ class Worker:
             tokens = min(leg.prompt_tokens - leg.position, budget)
             chunks.append((leg, tokens))
             budget -= tokens
-        while budget and self._waiting and self._fits(self._waiting[0]):
-            leg = self._waiting.popleft()
+        while budget and (leg := self._next_waiting()) is not None and self._fits(leg):
+            self._waiting.remove(leg)
             self._waiting_tokens -= leg.prompt_tokens - leg.cached_tokens
             self._admit(leg)
             if leg.promoted_tokens:
@@ -323,6 +347,9 @@ class Worker:
             chunks.append((leg, tokens))
             budget -= tokens
         return chunks
+
+    def _next_waiting(self) -> Leg | None:
+        return next((leg for leg in self._waiting if not leg.is_borrowing), None)
 
     def _admit_pulls(self) -> None:
         while self._waiting_pulls and self._fits(self._waiting_pulls[0]):
@@ -368,7 +395,7 @@ class Worker:
         self._meter.events.append(event)
         if self._promoting.pop(leg.request, None) is not None:
             self._prompts.append(leg)
-            self._proceed(cut=self._run is not None and not self._run.chunks)
+            self._proceed(cut=self._takes_prompts())
 
     def _save(self, leg: Leg) -> None:
         """Save a prompt in the pool."""
@@ -412,7 +439,7 @@ class Worker:
                 leg.request,
                 computed_tokens,
                 leg.prompt_tokens,
-                elapsed_s=leg.promotion_s,
+                elapsed_s=leg.borrowing_s + leg.promotion_s,
                 promoted_tokens=leg.promoted_tokens,
             )
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from itertools import product
 from pathlib import Path
 
 import openai
@@ -13,6 +14,8 @@ import pytest_asyncio
 from serving import PATIENCE, wait_idle
 
 from baton.messages.workers import Role
+from tests.faults.fingerprints import Fingerprints
+from tests.faults.record import Fault
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.lending import IN_TURN, Lending, Loan
 
@@ -27,7 +30,10 @@ OPTIONS = {
     "block_size": 32,
     "kv_pool_bytes": 300 * SLOT_BYTES,
 }
+FILE_BYTES = 600 * (SLOT_BYTES + 4096)
 WORKERS = ("decode-0", "decode-1")
+
+STOPPED_S = 2.0
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
 
@@ -38,8 +44,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
         await cluster.start_control_plane(
             gateway_flags=(*PATIENCE, "--routing-headers"), scheduler_flags=IN_TURN, disaggregation="never"
         )
+        file = ("--kv-folder", str(cluster.folder), "--kv-file-bytes", str(FILE_BYTES))
         for name in WORKERS:
-            await cluster.start_worker(Role.DECODE, name, "--digest-s", "0.1", engine="vllm", options=OPTIONS)
+            await cluster.start_worker(Role.DECODE, name, "--digest-s", "0.1", *file, engine="vllm", options=OPTIONS)
             await cluster.wait_worker(name, timeout_s=300)
         await cluster.wait_ready()
         yield cluster
@@ -99,6 +106,35 @@ async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lendin
         assert loan.second.ttft_s <= 2 * alone.ttft_s + 0.5
         await cluster.wait_ready()
     check_borrowed(await lending.borrow())
+    await wait_idle(cluster)
+
+
+async def test_the_index_agrees_about_all_tiers_after_each_fault(cluster: Cluster, lending: Lending) -> None:
+    assert cluster.bus is not None
+    fingerprints = Fingerprints(cluster.bus, cluster.observer, WORKERS, back_s=300.0)
+    prompts = [lending.prompt() for _ in range(4)]
+    said = [await lending.computed(prompt) for prompt in prompts]
+    beats = cluster.observer.heartbeats
+    await cluster.observer.until(lambda: all(beats[name].filed.blocks for name in WORKERS))
+    for how, victim in product(("stop", "kill"), ("decode-0", "kvindex")):
+        service = cluster.services[victim]
+        if how == "kill":
+            service.signal(signal.SIGKILL)
+            await service.end()
+        else:
+            async with lending.stopping() as stop:
+                await stop(victim)
+                await asyncio.sleep(STOPPED_S)
+        judging = asyncio.create_task(fingerprints.await_equal(Fault(how=how, victim=victim, at_s=0.0)))
+        await asyncio.sleep(0)
+        if how == "kill":
+            await service.start()
+        await judging
+    print(fingerprints.summary())
+    assert fingerprints.good, fingerprints.equal_s
+    await cluster.wait_ready()
+    for prompt, before in zip(prompts, said, strict=True):
+        assert (await lending.ask(prompt)).text == before.text
     await wait_idle(cluster)
 
 

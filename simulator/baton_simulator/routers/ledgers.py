@@ -190,6 +190,10 @@ class Ledgers:
         for worker in attempt.workers:
             self._books[worker].take(attempt)
 
+    def prefill_s(self, worker: str, tokens: int, prompt_tokens: int) -> float:
+        """Return the time in which a worker computes the last `tokens` of a prompt, by its own rates."""
+        return self._books[worker].rates.prefill_s(tokens, prompt_tokens)
+
     # ------------------------------------------------------------ heartbeats
 
     def beat(self, state: WorkerState, now_s: float) -> Heartbeat:
@@ -215,6 +219,8 @@ def _measure(book: _Book, measured: Measured) -> None:
                 rates.transfer_ended(event.peer, BACKEND, event.size_bytes, event.elapsed_s)
                 pulled_tokens = event.size_bytes // book.spec.kv_bytes_per_token
                 book.computed(event.request, pulled_tokens + event.promoted_tokens)
+            case "borrowed":
+                rates.transfer_ended(event.peer, BACKEND, event.size_bytes, event.elapsed_s)
             case "promoted":
                 rates.promotion_ended(event.size_bytes, event.elapsed_s)
             case "first_token":
