@@ -32,7 +32,6 @@ OPTIONS = {
 }
 FILE_BYTES = 600 * (SLOT_BYTES + 4096)
 WORKERS = ("decode-0", "decode-1")
-
 STOPPED_S = 2.0
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
