@@ -40,7 +40,9 @@ class Rig:
         children = psutil.Process().children()
         return [child for child in children if is_alive(child) and COMMAND[-1] in child.cmdline()]
 
-    async def post(self, prompt: str, *, chars: int = LONG, deadline_s: float = 20.0, key: str = "") -> httpx.Response:
+    async def post(
+        self, prompt: str, *, chars: int = LONG, deadline_s: float = 20.0, key: str = "any"
+    ) -> httpx.Response:
         headers = {"x-baton-deadline-s": str(deadline_s), "authorization": f"Bearer {key}"}
         body = {"model": MODEL, "prompt": prompt + " " + "x" * chars, "max_tokens": 4}
         return await self.client.post(COMPLETIONS, json=body, headers=headers)
