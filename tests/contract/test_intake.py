@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import psutil
 import pytest
 from baton_gateway.detokenise import Vocabulary
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
@@ -143,6 +144,24 @@ async def test_a_process_that_meets_its_model_in_a_body_freezes_it_too(tmp_path:
                 await worker.parse("text_completion", b'{"model": "tiny", "prompt": "x"}')
                 await worker.plan(model(), model_defaults=True)
         assert max(map(int, (tmp_path / "frozen").read_text().split())) > 10_000
+    finally:
+        await pool.close()
+
+
+async def test_a_process_drops_a_long_body_that_is_not_planned() -> None:
+    """The gateway refuses some bodies once they are parsed, by their model or parameters."""
+    pool = ProcessPool(clock=SystemClock(), processes_max=1, waiting_bytes_max=1 << 20)
+    held_bytes: list[int] = []
+    try:
+        for lists in (10, 500_000):
+            body = b'{"model": "tiny", "prompt": "x", "x": [' + b"[]," * lists + b"0]}"
+            async with pool.lend(body, None) as worker:
+                await worker.parse("text_completion", body)
+            async with pool.lend(b"", None):  # The process is lent again once it has dropped the body.
+                children = psutil.Process().children()
+                (process,) = (child for child in children if "baton_gateway.intake_process" in child.cmdline())
+                held_bytes.append(process.memory_info().rss)
+        assert held_bytes[1] - held_bytes[0] < len(body) * 8, "the lists take 25 times their length"
     finally:
         await pool.close()
 

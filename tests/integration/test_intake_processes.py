@@ -13,7 +13,8 @@ import httpx
 import psutil
 import pytest
 from baton_gateway.config import Settings
-from baton_gateway.intake_pool import BEGINNING_BYTES, LARGE_BYTES, ProcessPool
+from baton_gateway.intake_messages import LARGE_BYTES
+from baton_gateway.intake_pool import BEGINNING_BYTES, ProcessPool
 
 from baton.clock import SystemClock
 from baton.messages.attempts import DecodeTask

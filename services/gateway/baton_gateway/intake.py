@@ -119,7 +119,7 @@ class Intake:
         context: ResponseContext | None = None,
     ) -> Parsed:
         """Parse and keep a body. Raises InvalidRequest if `payload` is no valid body. `context`: for responses."""
-        self._request = self._body = self._converted = None
+        self.drop()
         if operation == "tokenize" or operation == "detokenize":
             converted = self._converted = parse_conversion(operation, payload)
             own_template = isinstance(converted, TokenizeBody) and converted.chat_template is not None
@@ -133,6 +133,10 @@ class Intake:
         request = self._request = ResponseRequest(payload, context)
         with request.naming():
             return self._parse(request.chat())
+
+    def drop(self) -> None:
+        """Forget the body parsed last."""
+        self._request = self._body = self._converted = self._constraint = None
 
     def _parse(self, body: ChatBody | CompletionBody) -> Parsed:
         self._body = body

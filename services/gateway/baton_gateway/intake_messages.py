@@ -6,6 +6,7 @@ gateway                                  intake process
   ReadEnvelope, then the body ───────────▶ EnvelopeRead | Failed
   Convert ───────────────────────────────▶ Converted | Failed
   MakePlan ──────────────────────────────▶ Plan without prompts, then one frame for each | Failed
+  DropBody ──────────────────────────────▶ BodyDropped, once its memory is free
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from baton_gateway.tokenise import ModelFacts
 from baton_gateway.workers import Model
 
 LENGTH_BYTES: Final = 4
+LARGE_BYTES: Final = 256 << 10
+"""Length from which a body is large: large ones leave one process to the others, which drops them when all is done."""
 
 
 class LoadModel(msgspec.Struct, frozen=True, tag=True):
@@ -53,12 +56,20 @@ class Convert(msgspec.Struct, frozen=True, tag=True):
     salt: str
 
 
+class DropBody(msgspec.Struct, frozen=True, tag=True):
+    """Ends the work on a body: it was long, or was parsed and will not be planned."""
+
+
+class BodyDropped(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     error: ErrorReport
 
 
-Request = LoadModel | ParseBody | ReadEnvelope | MakePlan | Convert
-Reply = ModelFacts | Parsed | EnvelopeRead | Plan | Converted | Failed
+Request = LoadModel | ParseBody | ReadEnvelope | MakePlan | Convert | DropBody
+Reply = ModelFacts | Parsed | EnvelopeRead | Plan | Converted | BodyDropped | Failed
 
 encode: Final = msgspec.msgpack.Encoder().encode
 decode_request: Final = msgspec.msgpack.Decoder(Request).decode

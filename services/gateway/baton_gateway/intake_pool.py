@@ -21,8 +21,10 @@ from baton_gateway.byte_shares import ByteShares
 from baton_gateway.conversion import Conversion, Converted
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
 from baton_gateway.intake_messages import (
+    LARGE_BYTES,
     LENGTH_BYTES,
     Convert,
+    DropBody,
     EnvelopeRead,
     Failed,
     LoadModel,
@@ -41,14 +43,14 @@ from baton_gateway.responses.bodies import Envelope, ResponseContext, read_envel
 from baton_gateway.tokenise import ModelFacts, ModelTokenizer
 from baton_gateway.workers import Model
 
-LARGE_BYTES: Final = 256 << 10
-"""Length from which a body is large: large bodies leave one process to the others."""
 BEGINNING_BYTES: Final = 1024
 """Length of a body's beginning. Bodies that come here are longer, and a conversation's next one begins alike."""
 BEGINNINGS_MAX: Final = 1024
 WRITE_BYTES: Final = 256 << 10
 """Bytes of a body copied at a time."""
 READ_BYTES: Final = 1 << 20
+DROP_S: Final = 10.0
+"""Time in which a process frees a body's memory."""
 
 Awaited = TypeVar("Awaited", bound=Reply)
 
@@ -164,7 +166,8 @@ class ProcessPool:
         try:
             yield process
         finally:
-            if process.is_busy:  # The borrower is gone. The process is lent again once it is done.
+            # The borrower may be gone before the work is done. The process is lent again once it is free.
+            if process.is_busy or process.holds_body or large:
                 task = asyncio.create_task(self._recover(process, until_s, large=large))
                 self._recovering.add(task)
                 task.add_done_callback(self._recovering.discard)
@@ -197,9 +200,12 @@ class ProcessPool:
             self.waiting.take(tenant, -size_bytes)
 
     async def _recover(self, process: IntakeProcess, until_s: float | None, *, large: bool) -> None:
-        """Wait until a process has finished abandoned work; kill it if that takes too long."""
+        """Wait until a process has finished its work and dropped the body; kill it if that takes too long."""
         try:
             async with self._clock.timeout(None if until_s is None else max(0.0, until_s - self._clock.now_s())):
+                await process.settle()
+            process.drop_body()
+            async with self._clock.timeout(DROP_S):
                 await process.settle()
         except TimeoutError:
             await process.kill()
@@ -231,6 +237,8 @@ class IntakeProcess:
         self._exchange: asyncio.Task[Reply] | None = None
         self._is_broken = False
         self._prompts = 0
+        self.holds_body = False
+        """Whether a body was parsed, and neither planned nor converted."""
         self.beginnings: dict[int, None] = {}
         """Checksums of the beginnings of bodies, oldest first."""
 
@@ -292,6 +300,7 @@ class IntakeProcess:
             if body is not None:
                 await self._write(body)
             reply = decode_reply(await self._read())
+            self.holds_body = isinstance(reply, Parsed)
             if isinstance(reply, Plan):
                 prompts = [decode_prompt(await self._read()) for _ in range(self._prompts)]
                 reply = msgspec.structs.replace(reply, prompts=tuple(prompts))
@@ -318,6 +327,11 @@ class IntakeProcess:
         assert self._process is not None and self._process.stdout is not None
         pipe = self._process.stdout
         return await pipe.readexactly(frame_length(await pipe.readexactly(LENGTH_BYTES)))
+
+    def drop_body(self) -> None:
+        """Begin to have the body dropped, unless the process is dead."""
+        if self.is_alive:
+            self._exchange = asyncio.create_task(self._converse(DropBody(), None))
 
     async def settle(self) -> None:
         """Wait for the end of the exchange, whether it succeeds or fails."""

@@ -23,8 +23,11 @@ from baton.errors import BatonError
 from baton.messages.base import ErrorReport
 from baton_gateway.intake import Intake, Parsed, Plan
 from baton_gateway.intake_messages import (
+    LARGE_BYTES,
     LENGTH_BYTES,
+    BodyDropped,
     Convert,
+    DropBody,
     EnvelopeRead,
     Failed,
     LoadModel,
@@ -59,7 +62,7 @@ def serve(
     load: Callable[[str], ModelTokenizer],
     trim: Callable[[], object],
 ) -> None:
-    """Answer requests for ever. `trim`: called when a long body is done, to give free memory back."""
+    """Answer requests for ever. `trim`: called when a long body is dropped, to give free memory back."""
 
     @lru_cache(MODELS_MAX)
     def tokenizer_of(path: str, digest: str) -> ModelTokenizer:
@@ -75,6 +78,14 @@ def serve(
         body_bytes = len(body)
         return body
 
+    def drop_body() -> None:
+        nonlocal body_bytes
+        intake.drop()
+        gc.collect()
+        if body_bytes >= TRIMMED_BYTES:
+            trim()
+        body_bytes = 0
+
     def answer(request: Request) -> Reply:
         match request:
             case LoadModel(path, digest):
@@ -88,6 +99,9 @@ def serve(
             case MakePlan(model, model_defaults, salt):
                 tokenizer = tokenizer_of(model.path, model.digest)
                 return intake.plan(tokenizer, model, model_defaults=model_defaults, salt=salt)
+            case DropBody():
+                drop_body()
+                return BodyDropped()
 
     def respond() -> Reply:
         try:
@@ -106,13 +120,11 @@ def serve(
                 send(encode(prompt))
         else:
             send(encode(reply))
-        is_done, reply = not isinstance(reply, Parsed), None
-        # Garbage is collected between requests only: while a long body is decoded, the collector would visit its many
-        # objects again and again.
-        gc.collect()
-        if is_done and body_bytes >= TRIMMED_BYTES:
-            body_bytes = 0
-            trim()
+        is_done, reply = not isinstance(reply, Parsed | BodyDropped), None
+        # Garbage is collected between bodies only: while a long one is decoded, the collector would visit its many
+        # objects again and again. A long one is dropped first: this process is not lent again before.
+        if is_done and body_bytes < LARGE_BYTES:
+            gc.collect()
 
 
 def main(load: Callable[[str], ModelTokenizer]) -> None:
