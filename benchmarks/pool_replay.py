@@ -1,4 +1,4 @@
-"""What a KV pool under every worker brings: replays with and without it, and its eviction policies beside LRU.
+"""What a KV pool under every worker brings: replays without it, with it and with loans, and its policy beside LRU.
 
 Replays are those of `baton replay`: the scheduler's placement, the pool's directory and its policies are the product's
 own code, engines and copies are simulated. Hit rates are of the directory alone, under an engine's cache. Writes
@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any, Final
 
@@ -66,23 +66,26 @@ def main() -> int:
 
 
 def compare(name: str, fleet: Fleet) -> Iterator[dict[str, Any]]:
-    """Replay a trace at the same times without a pool, and with pools of each size and policy."""
+    """Replay a trace at the same times without a pool, and with pools of each size and policy, which lend or not."""
     trace = at_load(load(name, SEED), fleet, LOAD)
-    yield play(trace, fleet, 0, PolicyName.S3_FIFO)
-    for pool_bytes in POOL_BYTES:
-        for policy in POLICIES:
-            yield play(trace, fleet, pool_bytes, policy)
+    yield play(trace, fleet)
+    for pool_bytes, policy, loans in product(POOL_BYTES, POLICIES, (False, True)):
+        yield play(trace, replace(fleet, kv_pool_bytes=pool_bytes, kv_pool_policy=policy, kv_loans=loans))
 
 
-def play(trace: Trace, fleet: Fleet, pool_bytes: int, policy: PolicyName) -> dict[str, Any]:
-    on, new_router = on_fleet("baton", replace(fleet, kv_pool_bytes=pool_bytes, kv_pool_policy=policy))
+def play(trace: Trace, fleet: Fleet) -> dict[str, Any]:
+    on, new_router = on_fleet("baton", fleet)
     summary = summarise(Replay(trace, on, new_router, seed=SEED).run(), on)
-    print(f"{trace.name}, {fleet}, {pool_bytes / 1e9:.0f} GB, {policy}: {summary.goodput:.1%}", file=sys.stderr)
+    pool_bytes, policy = fleet.kv_pool_bytes, fleet.kv_pool_policy
+    loans = bool(pool_bytes) and fleet.kv_loans
+    told = f"{trace.name}, {fleet}, {pool_bytes / 1e9:.0f} GB, {policy}, loans {'on' if loans else 'off'}"
+    print(f"{told}: {summary.goodput:.1%}", file=sys.stderr)
     return {
         "trace": trace.name,
         "fleet": str(fleet),
         "pool_bytes": pool_bytes,
         "policy": str(policy) if pool_bytes else "",
+        "loans": loans,
         **asdict(summary),
     }
 
@@ -105,7 +108,7 @@ def hit_rate(prompts: Sequence[Sequence[int]], slots: int, policy: PolicyName, *
 
     The engine keeps the blocks used last, of a prompt its tail first to leave.
     """
-    pool = WorkerPool(slots=slots, policy=policy, block_bytes=1, bytes_per_s=1.0)
+    pool = WorkerPool(slots=slots, policy=policy, block_tokens=1, block_bytes=1, bytes_per_s=1.0)
     engine: OrderedDict[int, None] = OrderedDict()
     found = 0
     for prompt in scanned(prompts) if scans else prompts:
@@ -128,14 +131,18 @@ def hit_rate(prompts: Sequence[Sequence[int]], slots: int, policy: PolicyName, *
 
 
 def _replay_table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "| trace, workers | pool | goodput | cached | promoted | TTFT p50 | p90 | p99, s | TPOT p99, ms | refused |"
-    yield "|---" * 10 + "|"
+    yield (
+        "| trace, workers | pool | goodput | cached | promoted | borrowed | TTFT p50 | p90 | p99, s | TPOT p99, ms | "
+        "refused |"
+    )
+    yield "|---" * 11 + "|"
     for row in rows:
         pool = f"{row['pool_bytes'] / 1e9:.0f} GB, {row['policy']}" if row["pool_bytes"] else "none"
+        pool += ", loans" if row["loans"] else ""
         yield (
             f"| {row['trace']}, {row['fleet']} | {pool} | {row['goodput']:.1%} | {row['cached_share']:.3f} | "
-            f"{row['promoted_share']:.3f} | {row['ttft_p50_s']:.2f} | {row['ttft_p90_s']:.2f} | "
-            f"{row['ttft_p99_s']:.2f} | {row['tpot_p99_ms']:.0f} | {row['refused']} |"
+            f"{row['promoted_share']:.3f} | {row['borrowed_share']:.3f} | {row['ttft_p50_s']:.2f} | "
+            f"{row['ttft_p90_s']:.2f} | {row['ttft_p99_s']:.2f} | {row['tpot_p99_ms']:.0f} | {row['refused']} |"
         )
 
 

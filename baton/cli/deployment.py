@@ -369,7 +369,7 @@ def worker_programs(
             *("--model", settings.model, "--model-name", settings.model_name),
             *("--engine", settings.engine, "--device", settings.device),
         ]
-        if deployment.kv_file_bytes and engine != "simulated":
+        if deployment.kv_file_bytes:
             folder = deployment.kv_folder or deployment.folder / ".cache" / "kv"
             flags += ["--kv-folder", str(folder), "--kv-file-bytes", str(deployment.kv_file_bytes)]
         return Program(

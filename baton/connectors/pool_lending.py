@@ -69,6 +69,8 @@ class PoolLending:
         self._lent: dict[bytes, _Lent] = {}
         self._borrowed: dict[bytes, tuple[bytes, ...]] = {}
         """Reserved keys by the key of a loan that is being pulled."""
+        self._coming: dict[bytes, bytes] = {}
+        """Key of the loan by key of a block that it pulls."""
         self._ended = Counter[bytes]()
         """Ranks on which a loan has ended that still runs on others."""
         self._failed: set[bytes] = set()
@@ -124,6 +126,7 @@ class PoolLending:
         if not run:
             return range(0)
         self._borrowed[loan.key] = tuple(chain[first : first + run])
+        self._coming |= dict.fromkeys(chain[first : first + run], loan.key)
         step = PullStep(
             request=loan.key.hex(),
             key=loan.key,
@@ -136,8 +139,16 @@ class PoolLending:
         self._pulls.append(step)
         return range(first, first + run)
 
-    def pulls(self, loan: Loan) -> bool:
-        return loan.key in self._borrowed
+    def pulls(self, loan: bytes) -> bool:
+        return loan in self._borrowed
+
+    @property
+    def is_borrowing(self) -> bool:
+        return bool(self._borrowed)
+
+    def coming(self, key: bytes) -> bytes:
+        """Return the key of the loan that is bringing a block; empty: none is."""
+        return self._coming.get(key, b"")
 
     def cancel(self, loan: Loan) -> None:
         """Note that the request that borrows is gone."""
@@ -181,6 +192,8 @@ class PoolLending:
         if key in self._failed or key in self._cancelled:
             self._arrived.pop(key, None)
         self._cancelled.discard(key)
+        for block in keys:
+            del self._coming[block]
         if key in self._failed:
             self._failed.remove(key)
             self.borrows_failed += 1

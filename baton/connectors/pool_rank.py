@@ -13,8 +13,8 @@ from typing import Final
 from baton.connectors.handoff import PullOutcome, StepPlan
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_filing import FilePlan, FileProgress
+from baton.connectors.pool_plan import PoolPlan, PoolProgress
 from baton.connectors.pool_report import Borrowed
-from baton.connectors.pool_scheduler import PoolPlan, PoolProgress
 from baton.connectors.rank import HandoffRank, RankResults
 from baton.errors import ConfigurationError
 from baton.pool.copier import Copier, CopyJob

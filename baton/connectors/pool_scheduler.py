@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
@@ -20,84 +20,16 @@ import msgspec
 from baton.blocks import BLOCK_TOKENS_DEFAULT, root_key, split_ids
 from baton.connectors.pool_filing import FilePlan, FileProgress, PoolFiling
 from baton.connectors.pool_lending import LendingPlan, Loan, PoolLending
+from baton.connectors.pool_plan import PoolPlan, PoolProgress, PromoteStep
 from baton.connectors.pool_report import Borrowed, PoolReport, Promotion
+from baton.connectors.pool_runs import StoredRun, StoredRuns
 from baton.pool.chain import BlockChain
 from baton.pool.copier import CopyJob
-from baton.pool.directory import PoolDirectory, SlotState
+from baton.pool.directory import PoolDirectory
 from baton.pool.policy import PolicyName, make_policy
 
 SAVING_SHARE_MAX: Final = 0.5
 """Share of the engine's blocks that saves may hold; what is full beyond that is saved later, or not at all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromoteStep:
-    request: str
-    copy: CopyJob
-    with_pull: bool
-    """Whether further blocks of the request come from a peer; it has its KV when both are here."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolPlan:
-    """One step's orders."""
-
-    promotions: tuple[PromoteStep, ...] = ()
-    saves: tuple[CopyJob, ...] = ()
-    """Copies of blocks that are written once this step has computed."""
-    lending: LendingPlan = field(default_factory=LendingPlan)
-    filing: FilePlan = field(default_factory=FilePlan)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolProgress:
-    """What ranks have done since their last step."""
-
-    slots: tuple[int, ...] = ()
-    """Slots of the pools that are now ready for use, one number for each rank."""
-    jobs: Counter[int] = field(default_factory=Counter[int])
-    """Number of ranks on which a job has ended."""
-    failed: frozenset[int] = frozenset()
-    copying_s: dict[int, float] = field(default_factory=dict[int, float])
-    """Time that each promotion took, by job."""
-    loans: Counter[bytes] = field(default_factory=Counter[bytes])
-    """Number of ranks on which a loan has ended, by its key."""
-    failed_loans: frozenset[bytes] = frozenset()
-    borrowed: dict[bytes, Borrowed] = field(default_factory=dict[bytes, Borrowed])
-    """What has arrived, by the key of its loan."""
-    filing: FileProgress = field(default_factory=FileProgress)
-
-    def joined(self, other: PoolProgress) -> PoolProgress:
-        return PoolProgress(
-            slots=self.slots + other.slots,
-            jobs=self.jobs + other.jobs,
-            failed=self.failed | other.failed,
-            copying_s={
-                job: max(self.copying_s.get(job, 0.0), other.copying_s.get(job, 0.0))
-                for job in self.copying_s | other.copying_s
-            },
-            loans=self.loans + other.loans,
-            failed_loans=self.failed_loans | other.failed_loans,
-            borrowed={
-                **self.borrowed,
-                **{
-                    key: self.borrowed[key].joined(each) if key in self.borrowed else each
-                    for key, each in other.borrowed.items()
-                },
-            },
-            filing=self.filing.joined(other.filing),
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredRun:
-    """Blocks that the pool holds now, each the successor of the one before."""
-
-    parent: bytes
-    """Key of the block before the first; empty at the start of a prompt."""
-    keys: tuple[bytes, ...]
-    tokens: tuple[int, ...]
-    salt: str
 
 
 @dataclass(slots=True)
@@ -114,6 +46,8 @@ class _Sequence:
     loan: Loan | None = None
     """None once it was used, or turned out to be of no use."""
     borrowing: bool = False
+    others_loan: bytes = b""
+    """Loan of another request that was to bring part of its prefix. It waits for one, so that it waits once."""
     borrowed: Borrowed | None = None
     """What the loan has brought, until it is told with the promotion."""
     token_s: float = 0.0
@@ -183,8 +117,7 @@ class PoolScheduler:
         """By request."""
         self._copying_s: dict[int, float] = {}
         self._promotions_ended: list[Promotion] = []
-        self._described: dict[bytes, StoredRun] = {}
-        """Runs of one block, for keys that are FILLING or have just become READY."""
+        self._runs = StoredRuns(block_tokens)
         self._ended = Counter[int]()
         """Ranks on which a save has ended that runs on others."""
         self._failed: set[int] = set()
@@ -225,26 +158,38 @@ class PoolScheduler:
         per_block = self._block_tokens // BLOCK_TOKENS_DEFAULT
         return self.lending.lend(key, split_ids(blocks)[per_block - 1 :: per_block], sink_ranks)
 
-    def has_loan(self, request: str) -> bool:
+    def may_borrow(self, request: str) -> bool:
         """Return whether `borrows` has to be asked."""
-        return (sequence := self._sequences.get(request)) is not None and sequence.loan is not None
+        if (sequence := self._sequences.get(request)) is None or self.lending is None:
+            return False
+        return sequence.loan is not None or self.lending.is_borrowing
 
     def borrows(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
-        """Return whether a request waits for blocks that another worker's pool lends. Asked until it does not."""
+        """Return whether a request waits for blocks that another worker's pool lends. Asked until it does not.
+
+        It may be another request whose loan brings them.
+        """
         sequence = self._sequences.get(request)
-        if sequence is None or sequence.loan is None or self.directory is None or self.lending is None:
+        if sequence is None or self.directory is None or self.lending is None or not self.may_borrow(request):
             return False
+        loan = sequence.loan
         if not sequence.borrowing:
+            if self.lending.pulls(sequence.others_loan):
+                return True
             sequence.chain.extend(tokens)
             keys, first = sequence.chain.keys, computed_tokens // self._block_tokens
             first += self.directory.match(keys[first:])
-            borrowed = self.lending.borrow(sequence.loan, keys, first)
+            if not sequence.others_loan and first < len(keys):
+                sequence.others_loan = self.lending.coming(keys[first])
+                if sequence.others_loan:
+                    return True
+            borrowed = self.lending.borrow(loan, keys, first) if loan is not None else range(0)
             sequence.borrowing = bool(borrowed)
-            self._describe(sequence, tokens, borrowed)
-        if sequence.borrowing and self.lending.pulls(sequence.loan):
-            return True
-        sequence.borrowed = self.lending.take_borrowed(sequence.loan)
-        sequence.loan = None
+            self._runs.describe(keys, sequence.salt, tokens, borrowed)
+        if loan is None or (sequence.borrowing and self.lending.pulls(loan.key)):
+            return sequence.borrowing
+        sequence.borrowed = self.lending.take_borrowed(loan)
+        sequence.loan, sequence.borrowing = None, False
         return False
 
     def filed(self, request: str, tokens: Sequence[int]) -> bool:
@@ -254,6 +199,12 @@ class PoolScheduler:
             return False
         sequence.chain.extend(tokens)
         return self.filing.directory.match(sequence.chain.keys[:1]) > 0
+
+    def may_load(self, request: str) -> bool:
+        """Return whether `loads` has to be asked."""
+        if self.filing is None or self.filing.directory is None:
+            return False
+        return (sequence := self._sequences.get(request)) is not None and sequence.loads
 
     def loads(self, request: str, tokens: Sequence[int], computed_tokens: int) -> bool:
         """Return whether a request waits for blocks from the file. Asked until it does not, before `borrows`."""
@@ -269,7 +220,7 @@ class PoolScheduler:
             first = computed_tokens // self._block_tokens
             first += self.directory.match(sequence.chain.keys[first:])
             sequence.load, added = self.filing.load(sequence.chain, first, sequence.token_s)
-            self._describe(sequence, tokens, added)
+            self._runs.describe(sequence.chain.keys, sequence.salt, tokens, added)
             sequence.loaded = added or sequence.loaded
             if not sequence.load:
                 break
@@ -363,7 +314,7 @@ class PoolScheduler:
         sequence.saved = full
         if not reserved:
             return ()
-        self._describe(sequence, tokens, [index for index, _ in reserved])
+        self._runs.describe(sequence.chain.keys, sequence.salt, tokens, [index for index, _ in reserved])
         job = CopyJob(
             job=next(self._numbers),
             promotes=False,
@@ -433,30 +384,7 @@ class PoolScheduler:
 
     def take_changes(self) -> tuple[list[StoredRun], tuple[bytes, ...]]:
         """Return the blocks that the pool has stored since the last call, and the keys of those it has dropped."""
-        if self.directory is None:
-            return [], ()
-        changes = self.directory.take_changes()
-        runs: list[StoredRun] = []
-        for key in changes.stored:
-            block = self._described[key]
-            if runs and runs[-1].keys[-1] == block.parent and runs[-1].salt == block.salt:
-                last = runs.pop()
-                block = replace(last, keys=last.keys + block.keys, tokens=last.tokens + block.tokens)
-            runs.append(block)
-        filling = SlotState.FILLING
-        self._described = {key: run for key, run in self._described.items() if self.directory.state(key) is filling}
-        return runs, changes.removed
-
-    def _describe(self, sequence: _Sequence, tokens: Sequence[int], indexes: Sequence[int]) -> None:
-        """Remember what blocks hold until they are READY and told."""
-        keys, size = sequence.chain.keys, self._block_tokens
-        for index in indexes:
-            self._described[keys[index]] = StoredRun(
-                parent=keys[index - 1] if index else b"",
-                keys=(keys[index],),
-                tokens=tuple(tokens[index * size : (index + 1) * size]),
-                salt=sequence.salt,
-            )
+        return ([], ()) if self.directory is None else self._runs.take(self.directory)
 
     def report(self) -> PoolReport | None:
         """Return the figures if they have changed since the last report."""

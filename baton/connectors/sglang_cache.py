@@ -74,10 +74,16 @@ class HandoffCache(UnifiedRadixCache):
         self._held: dict[str, _Held] = {}
         self.pool_events: Callable[[], Iterable[KVCacheEvent]] = tuple
         """Returns events about the KV pool, which SGLang publishes with its own."""
+        self._has_published = False
         super().__init__(params)
 
     def take_events(self) -> list[KVCacheEvent]:
-        return [*super().take_events(), *self.pool_events()]
+        own = super().take_events()
+        if not self._has_published:
+            # SGLang's first batch comes before anything listens, and a file's blocks are told once.
+            self._has_published = bool(own)
+            return own
+        return [*own, *self.pool_events()]
 
     # Decode.
 

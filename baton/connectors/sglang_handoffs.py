@@ -5,8 +5,8 @@ decode    parked ──room for its KV──▶ pulling ──all of it is here�
 pooled    the same for any request with a prefix in the KV pool: what is there is promoted, and a decode leg pulls
           the rest. Without room, or if the copy fails, it enters SGLang's queue at once
 borrows   parked until what another worker's pool lends is in this one, or does not come in time; then pooled
-filed     waits until what the pool's file holds is in the pool, or does not come in time; then pooled. A decode leg
-          does not wait, it pulls
+filed     waits until what the pool's file holds is in the pool, or does not come in time; then pooled, or on the decode
+          leg parked
 prefill   SGLang's queue ──chosen──▶ leased, each layer posted as it is written ──▶ held until no peer reads
 """
 
@@ -73,6 +73,8 @@ class Handoffs:
         self._decisions = HandoffScheduler(cache.page_size, staging_slots=staging_slots)
         self._parked: deque[Req] = deque()
         """Requests on the decode leg without room for their KV."""
+        self._reading: deque[Req] = deque()
+        """Those of which the pool's file may hold a prefix."""
         self._new: deque[Req] = deque()
         """Other requests, of which the pool or its file may hold a prefix, or may borrow one."""
         self._pulling: dict[str, _Pulling] = {}
@@ -82,7 +84,7 @@ class Handoffs:
 
     @property
     def waiting(self) -> int:
-        return len(self._parked) + len(self._new) + len(self._pulling)
+        return len(self._parked) + len(self._reading) + len(self._new) + len(self._pulling)
 
     @property
     def is_idle(self) -> bool:
@@ -105,18 +107,20 @@ class Handoffs:
             handoff = msgspec.json.decode(text, type=Handoff)
             self._decisions.admit(req.rid, handoff, len(req.origin_input_ids))
             if handoff.leg is HandoffLeg.DECODE:
-                self._parked.append(req)
+                may_load = self.kv_pool is not None and self.kv_pool.may_load(req)
+                (self._reading if may_load else self._parked).append(req)
                 return True
         # Asked again once its cached prefix is known.
         pool = self.kv_pool
-        if pool is None or not (loan is not None or pool.offer(req, 0) or pool.may_load(req)):
+        if pool is None or not (pool.may_borrow(req) or pool.offer(req, 0) or pool.may_load(req)):
             return False
         self._new.append(req)
         return True
 
     def aborted(self, matches: Callable[[Req], bool]) -> list[Req]:
         """Forget the matching requests that wait for KV; slots that a pull writes stay until it has ended."""
-        ended = [req for req in (*self._parked, *self._new) if matches(req)]
+        ended = [req for req in (*self._parked, *self._reading, *self._new) if matches(req)]
+        self._reading = deque(req for req in self._reading if not matches(req))
         self._parked = deque(req for req in self._parked if not matches(req))
         self._new = deque(req for req in self._new if not matches(req))
         for pulling in self._pulling.values():
@@ -181,6 +185,10 @@ class Handoffs:
                 self._new.append(req)
             elif not self._start_promotion(req, cached_tokens):
                 self._enqueue(req)
+        for _ in range(len(self._reading)):
+            req = self._reading.popleft()
+            waits = kv_pool is not None and kv_pool.loads(req, self._cache.match_prompt(req))
+            (self._reading if waits else self._parked).append(req)
         while self._parked and self._start_pull(self._parked[0]):
             self._parked.popleft()
         return failed

@@ -60,6 +60,9 @@ class SglangPool:
     def lend(self, key: bytes, blocks: bytes, sink_ranks: int) -> int:
         return self._scheduler.lend(key, blocks, sink_ranks)
 
+    def may_borrow(self, req: Req) -> bool:
+        return self._scheduler.may_borrow(req.rid)
+
     def borrows(self, req: Req, cached_tokens: int) -> bool:
         """Return whether a request waits for what another worker's pool lends beyond `cached_tokens`."""
         return self._scheduler.borrows(req.rid, req.origin_input_ids, cached_tokens)

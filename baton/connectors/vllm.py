@@ -34,8 +34,9 @@ from vllm.v1.request import RequestStatus
 from baton.connectors.handoff import Handoff, HandoffScheduler, LeaseStep, StepPlan, TransferReport
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S, Loan
+from baton.connectors.pool_plan import PoolPlan, PoolProgress
 from baton.connectors.pool_rank import PoolRank, open_file
-from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import ALL_LAYERS, HandoffRank
 from baton.connectors.vllm_kv import read_kv
 from baton.connectors.vllm_pool import ProgressMetadata, VllmPool

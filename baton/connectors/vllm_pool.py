@@ -11,8 +11,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerM
 
 from baton.connectors.pool_events import take_pool_events
 from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_plan import PoolPlan, PoolProgress
 from baton.connectors.pool_report import PoolReport
-from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
+from baton.connectors.pool_scheduler import PoolScheduler
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager

@@ -137,11 +137,16 @@ def split_options(options: Mapping[str, object], dialect: Dialect) -> tuple[OwnO
         kv_file=kv_file,
         kv_file_bytes=_number(options, "kv_file_bytes", "bytes"),
     )
-    if bool(own.kv_file) != bool(own.kv_file_bytes):
-        raise ConfigurationError("engine options kv_file and kv_file_bytes need each other", param="kv_file")
-    if own.kv_file and not own.kv_pool_bytes:
-        raise ConfigurationError("engine option kv_file needs a KV pool: kv_pool_bytes", param="kv_file")
+    check_kv_file(own.kv_file, own.kv_file_bytes, own.kv_pool_bytes)
     return own, engine_options
+
+
+def check_kv_file(path: str, file_bytes: int, pool_bytes: int) -> None:
+    """Raise ConfigurationError unless the options of the KV pool's file fit together."""
+    if bool(path) != bool(file_bytes):
+        raise ConfigurationError("engine options kv_file and kv_file_bytes need each other", param="kv_file")
+    if path and not pool_bytes:
+        raise ConfigurationError("engine option kv_file needs a KV pool: kv_pool_bytes", param="kv_file")
 
 
 def _number(options: Mapping[str, object], name: str, unit: str) -> int:

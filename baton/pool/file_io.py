@@ -83,6 +83,8 @@ class FileIo:
         self._ended: list[FileEnd] = []
         self._found: deque[PlacedBlock] = deque()
         self._scanned = False
+        self._found_taken = False
+        self._is_readable = False
         self._failures: dict[bool, str] = {}
         """The last failure of reads and of writes, so that the log has each kind once."""
         self._changed = threading.Condition()
@@ -107,8 +109,7 @@ class FileIo:
     def poll(self) -> list[FileEnd]:
         with self._changed:
             ended, self._ended = self._ended, []
-            if ended:
-                os.eventfd_read(self._eventfd)
+            self._tell()
             return ended
 
     def take_found(self, count_max: int) -> tuple[list[PlacedBlock], bool]:
@@ -118,7 +119,9 @@ class FileIo:
             found = list(islice(self._found, count_max))
             for _ in found:
                 self._found.popleft()
-            return found, not self._found
+            self._found_taken = not self._found
+            self._tell()
+            return found, self._found_taken
 
     def close(self) -> None:
         with self._changed:
@@ -141,6 +144,7 @@ class FileIo:
                 self._found.append(placed)
         with self._changed:
             self._scanned = True
+            self._tell()
         self._serve(writes=False)
 
     def _write(self) -> None:
@@ -154,9 +158,17 @@ class FileIo:
                     break
                 done += 1
             with self._changed:
-                if not self._ended:
-                    os.eventfd_write(self._eventfd, 1)
                 self._ended.append(FileEnd(job=job, done=done, moving_s=time.monotonic() - began_s))
+                self._tell()
+
+    def _tell(self) -> None:
+        """Make the eventfd readable while there is something to take."""
+        is_readable = bool(self._ended) or (self._scanned and not self._found_taken)
+        if is_readable and not self._is_readable:
+            os.eventfd_write(self._eventfd, 1)
+        elif self._is_readable and not is_readable:
+            os.eventfd_read(self._eventfd)
+        self._is_readable = is_readable
 
     def _move(self, block: FileBlock, slot: int, pool_slot: int, *, writes: bool) -> bool:
         try:

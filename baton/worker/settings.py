@@ -174,7 +174,8 @@ def create_engine(role: Role, settings: WorkerSettings) -> Engine:
 
             if settings.tensor_parallel > 1:
                 raise ConfigurationError("the simulated engine has one rank", param="tensor_parallel")
-            return SimulatedEngine(settings.model, options=settings.engine_options, agent=agent)
+            options = {**settings.file_options(role), **settings.engine_options}
+            return SimulatedEngine(settings.model, options=options, agent=agent)
         if settings.engine == "sglang":
             from baton.engines.sglang.engine import SglangEngine
 

@@ -70,6 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=PolicyName.S3_FIFO.value,
         help="which block leaves a full pool first; default: %(default)s",
     )
+    add("--no-kv-loans", dest="kv_loans", action="store_false", help="pools do not lend to other workers")
     add(
         "--load",
         type=float,
@@ -155,6 +156,7 @@ def parse_fleet(parsed: argparse.Namespace) -> Fleet:
         decode=decode,
         kv_pool_bytes=parsed.kv_pool_bytes,
         kv_pool_policy=PolicyName(parsed.kv_pool_policy),
+        kv_loans=parsed.kv_loans,
     )
 
 

@@ -51,6 +51,10 @@ class Links:
         pull.tail_exists = True
         self._enter(pull)
 
+    def cancel(self, pull: Pull) -> None:
+        """End a pull before all of it has moved; `done` is not called."""
+        self._leave(pull)
+
     def _enter(self, pull: Pull) -> None:
         pull.updated_s = self._queue.now_s
         self._out.setdefault(pull.source, {})[pull] = None

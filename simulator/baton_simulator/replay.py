@@ -16,6 +16,7 @@ from baton_simulator.bound import SharedCache
 from baton_simulator.cache import PrefixCache
 from baton_simulator.events import EventQueue
 from baton_simulator.links import Links, Pull
+from baton_simulator.loans import Loans
 from baton_simulator.pool import WorkerPool
 from baton_simulator.routers.protocol import Arrival, HoldingRouter, Role, Route, Router, TieredRouter, WorkerSpec
 from baton_simulator.steps import StepModel, mocker_steps
@@ -45,6 +46,8 @@ class Fleet:
     kv_pool_bytes: int = 0
     """Host memory of each worker's KV pool; 0: there is none."""
     kv_pool_policy: PolicyName = PolicyName.S3_FIFO
+    kv_loans: bool = True
+    """Whether pools lend to other workers."""
     promotion_bytes_per_s: float = 25e9
     """Bandwidth from host memory to the device: of PCIe 4, 16 lanes."""
     shared_cache: bool = False
@@ -71,7 +74,8 @@ class Fleet:
                 block_tokens=block_tokens,
                 kv_bytes_per_token=self.kv_bytes_per_token,
                 step_tokens_max=self.prefill_chunk_tokens if role == "prefill" else self.chunk_tokens,
-                pool_blocks=self.kv_pool_bytes // (block_tokens * self.kv_bytes_per_token),
+                pool_blocks=(slots := self.kv_pool_bytes // (block_tokens * self.kv_bytes_per_token)),
+                lends=self.kv_loans and slots > 0,
             )
             for role, count in counts
             for n in range(count)
@@ -104,6 +108,8 @@ class Outcome:
     """Prompt tokens that the worker which computed the prompt had in its cache or its pool."""
     promoted_tokens: int = 0
     """Part of them that it promoted from its pool."""
+    borrowed_tokens: int = 0
+    """Tokens that another worker's pool lent for it."""
     first_s: float | None = None
     last_s: float | None = None
     refused: str = ""
@@ -155,6 +161,7 @@ class Replay:
         self._seen: set[int] = set()
         self._queue = EventQueue()
         self._links = Links(self._queue, fleet.link_bytes_per_s)
+        self._loans = Loans(self._queue, self._links, self._tell_pool)
         self.workers: dict[str, Worker] = {}
         self._phases_s: dict[str, float] = {}
         specs = fleet.specs(trace.block_tokens)
@@ -195,6 +202,7 @@ class Replay:
         return WorkerPool(
             slots=spec.pool_blocks,
             policy=fleet.kv_pool_policy,
+            block_tokens=spec.block_tokens,
             block_bytes=spec.block_tokens * spec.kv_bytes_per_token,
             bytes_per_s=fleet.promotion_bytes_per_s,
         )
@@ -275,12 +283,15 @@ class Replay:
             self._router.ended(flight.arrival, self._queue.now_s)
             self._refuse(flight, ContextLengthExceeded("the worker can never hold this request"))
         elif route.prefill is None or route.prefill == route.decode:
-            decode.submit(leg)
+            self._submit(leg, decode, route)
         else:
             outcome.prefill = route.prefill
             leg.is_pull = True
             flight.source = self._leg(flight, 0)
-            self.workers[route.prefill].submit(flight.source)
+            self._submit(flight.source, self.workers[route.prefill], route)
+
+    def _submit(self, leg: Leg, worker: Worker, route: Route) -> None:
+        self._loans.submit(leg, worker, self.workers[route.lender] if route.lender else None, route.loan_s)
 
     def _leg(self, flight: _Flight, output_tokens: int) -> Leg:
         request, block_tokens = flight.outcome.request, self._trace.block_tokens
@@ -314,7 +325,9 @@ class Replay:
             self._router.cached(worker.spec.name, (), evicted, self._queue.now_s)
         flight = self._flights[leg.request]
         if not leg.is_pull:
-            flight.outcome.cached_tokens, flight.outcome.promoted_tokens = leg.cached_tokens, leg.promoted_tokens
+            outcome = flight.outcome
+            outcome.cached_tokens, outcome.promoted_tokens = leg.cached_tokens, leg.promoted_tokens
+            outcome.borrowed_tokens = leg.borrowed_tokens
             if leg is flight.source and flight.sink is not None:
                 # Only now, so that no memory of decode waits for a queue of prompts.
                 self.workers[flight.outcome.decode].submit(flight.sink)
@@ -353,6 +366,12 @@ class Replay:
     def on_saved(self, worker: Worker, stored: Sequence[int], evicted: Sequence[int]) -> None:
         if self._tiered is not None:
             self._tiered.pooled(worker.spec.name, stored, evicted, self._queue.now_s)
+
+    def _tell_pool(self, worker: Worker) -> None:
+        assert worker.pool is not None
+        stored, evicted = worker.pool.take_changes()
+        if stored or evicted:
+            self.on_saved(worker, stored, evicted)
 
     def on_first_token(self, worker: Worker, leg: Leg) -> None:
         flight = self._flights[leg.request]

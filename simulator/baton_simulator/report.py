@@ -33,6 +33,8 @@ class Summary:
     """Prompt tokens that were cached or pooled where the prompt was computed, as a share of all prompt tokens."""
     promoted_share: float
     """Part of `cached_share` that was promoted from pools."""
+    borrowed_share: float
+    """Prompt tokens that other workers' pools lent, as a share of all prompt tokens."""
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
@@ -72,6 +74,7 @@ def summarise(outcomes: Sequence[Outcome], fleet: Fleet) -> Summary:
         duration_s=duration_s,
         cached_share=sum(outcome.cached_tokens for outcome in served) / prompt_tokens if prompt_tokens else 0.0,
         promoted_share=sum(outcome.promoted_tokens for outcome in served) / prompt_tokens if prompt_tokens else 0.0,
+        borrowed_share=sum(outcome.borrowed_tokens for outcome in served) / prompt_tokens if prompt_tokens else 0.0,
         ttft_p50_s=percentile(ttfts, 0.5),
         ttft_p90_s=percentile(ttfts, 0.9),
         ttft_p99_s=percentile(ttfts, 0.99),
@@ -141,6 +144,7 @@ COLUMNS: Final = (
     ("good/s", "{0.good_per_s:.2f}"),
     ("cached", "{0.cached_share:.3f}"),
     ("promoted", "{0.promoted_share:.3f}"),
+    ("borrowed", "{0.borrowed_share:.3f}"),
     ("TTFT p50", "{0.ttft_p50_s:.2f}"),
     ("p90", "{0.ttft_p90_s:.2f}"),
     ("p99 s", "{0.ttft_p99_s:.2f}"),

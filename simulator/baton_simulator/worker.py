@@ -50,6 +50,12 @@ class Leg:
     """Instant at which that has ended."""
     promotion_s: float = 0.0
     """Time that it takes, with the promotions before it."""
+    is_borrowing: bool = False
+    """Whether it waits for a loan of another worker's pool."""
+    borrowed_tokens: int = 0
+    """Tokens that a loan has brought into the pool."""
+    borrowing_s: float = 0.0
+    """Time that this took."""
 
 
 class Listener(Protocol):
@@ -186,28 +192,31 @@ class Worker:
     def report(self, now_s: float) -> WorkerState:
         """Return the state at `now_s` with the measurements since the last report. Nothing may have changed since."""
         run = self._run
-        computing = 0
+        computing = joiners = 0
         if run is not None:
             done = run.steps_at(now_s)
             self._count(run, done)
-            computing = sum(tokens * done for _, tokens in run.chunks)
-        prompts = [*self._prompts, *self._promoting.values()]
-        queued = self._waiting_tokens + sum(leg.prompt_tokens - leg.position for leg in prompts) - computing
+            for _, tokens in run.chunks:
+                computing += tokens * done
+            joiners = len(run.joiners)
+        queued = self._waiting_tokens - computing
+        for prompts in (self._prompts, self._promoting.values()):
+            for leg in prompts:
+                queued += leg.prompt_tokens - leg.position
+        computed_here = len(self._prompts) + len(self._promoting)
         measured, self._meter = self._meter.read(), _Meter()
+        spec, used = self.spec, self.cache.in_use
         return WorkerState(
-            name=self.spec.name,
-            role=self.spec.role,
-            running=len(prompts) + len(self._sequences) + len(self._joiners) + self._run_joiners() + self._held,
+            name=spec.name,
+            role=spec.role,
+            running=computed_here + len(self._sequences) + len(self._joiners) + joiners + self._held,
             waiting=len(self._waiting) + len(self._waiting_pulls) + self._pulling,
             prefill_tokens_queued=queued,
-            kv_blocks_used=self.cache.in_use,
-            kv_blocks_total=self.spec.kv_blocks_total,
-            active_decode_blocks=min(self._decode_blocks, self.cache.in_use),
+            kv_blocks_used=used,
+            kv_blocks_total=spec.kv_blocks_total,
+            active_decode_blocks=min(self._decode_blocks, used),
             measured=measured,
         )
-
-    def _run_joiners(self) -> int:
-        return len(self._run.joiners) if self._run else 0
 
     # ------------------------------------------------------------ what comes from outside
 
@@ -229,7 +238,25 @@ class Worker:
             self._count(self._run, self._run.steps_at(now_s))
         self._meter.events.append(Event(now_s, "entered", leg.request))
         # Behind other prompts it changes nothing: those wait for memory, or for their turn in the chunks.
-        self._proceed(cut=len(self._waiting) == 1 and self._run is not None and not self._run.chunks)
+        self._proceed(cut=len(self._waiting) == 1 and not leg.is_borrowing and self._takes_prompts())
+
+    def loan_ended(
+        self, leg: Leg, lender: str = "", size_bytes: int = 0, moving_s: float = 0.0, *, waited_s: float = 0.0
+    ) -> None:
+        """A loan is in the pool, or comes to nothing (0 bytes): the leg that waited for it can run."""
+        self._listener.before_change(self)
+        leg.is_borrowing = False
+        if size_bytes:
+            leg.borrowing_s = waited_s
+            now_s = self._queue.now_s
+            self._meter.events.append(
+                Event(now_s, "borrowed", leg.request, peer=lender, size_bytes=size_bytes, elapsed_s=moving_s)
+            )
+        self._proceed(cut=self._takes_prompts())
+
+    def _takes_prompts(self) -> bool:
+        """Return whether the next step could take a prompt that the present run does without."""
+        return self._run is not None and not self._run.chunks
 
     def pulled(self, leg: Leg, peer: str, size_bytes: int, moving_s: float) -> None:
         """The KV of an admitted pull is here: the sequence joins the next step."""
@@ -311,8 +338,8 @@ class Worker:
             tokens = min(leg.prompt_tokens - leg.position, budget)
             chunks.append((leg, tokens))
             budget -= tokens
-        while budget and self._waiting and self._fits(self._waiting[0]):
-            leg = self._waiting.popleft()
+        while budget and (leg := self._next_waiting()) is not None and self._fits(leg):
+            self._waiting.remove(leg)
             self._waiting_tokens -= leg.prompt_tokens - leg.cached_tokens
             self._admit(leg)
             if leg.promoted_tokens:
@@ -323,6 +350,9 @@ class Worker:
             chunks.append((leg, tokens))
             budget -= tokens
         return chunks
+
+    def _next_waiting(self) -> Leg | None:
+        return next((leg for leg in self._waiting if not leg.is_borrowing), None)
 
     def _admit_pulls(self) -> None:
         while self._waiting_pulls and self._fits(self._waiting_pulls[0]):
@@ -368,7 +398,7 @@ class Worker:
         self._meter.events.append(event)
         if self._promoting.pop(leg.request, None) is not None:
             self._prompts.append(leg)
-            self._proceed(cut=self._run is not None and not self._run.chunks)
+            self._proceed(cut=self._takes_prompts())
 
     def _save(self, leg: Leg) -> None:
         """Save a prompt in the pool."""
@@ -412,7 +442,7 @@ class Worker:
                 leg.request,
                 computed_tokens,
                 leg.prompt_tokens,
-                elapsed_s=leg.promotion_s,
+                elapsed_s=leg.borrowing_s + leg.promotion_s,
                 promoted_tokens=leg.promoted_tokens,
             )
         )

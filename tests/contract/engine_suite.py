@@ -66,7 +66,7 @@ class Shadow:
         self.batches.append(batch)
         for event in batch.events:
             match event:
-                case EngineBlocksStored(tier=Tier.POOL) | EngineBlocksRemoved(tier=Tier.POOL):
+                case EngineBlocksStored(tier=tier) | EngineBlocksRemoved(tier=tier) if tier is not Tier.DEVICE:
                     pass
                 case EngineBlocksStored():
                     assert len(event.tokens) == len(event.hashes) * event.block_tokens

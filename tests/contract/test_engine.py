@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from baton.connectors.pool_report import FileReport
 from baton.engines.engine import Leg
 from baton.engines.simulated.engine import SimulatedEngine
 from baton.errors import ConfigurationError, ModelMismatch, TransferFailed
+from baton.messages.index import Tier
 from baton.transfer import AgentOptions, Cause, Corruption, NativeAgent, TransferAgent, TransferFaults
 from baton.transfer.memory import MemoryFabric
-from tests.contract.engine_suite import GREEDY, EngineSuite, Pair, changed, collect, shadowed
+from baton.worker.shadow import ShadowMap
+from tests.contract.engine_suite import GREEDY, Answer, EngineSuite, Pair, changed, collect, eventually, shadowed
 from tests.contract.lending_suite import LendingSuite
 
 MakeAgent = Callable[[AgentOptions], TransferAgent]
@@ -32,14 +37,14 @@ async def open_pair(
     prefill_agent: AgentOptions = AGENT,
     decode_agent: AgentOptions = AGENT,
     prefill_options: Mapping[str, object] | None = None,
-    **decode_options: object,
+    decode_options: Mapping[str, object] | None = None,
 ) -> AsyncGenerator[Pair]:
     options: dict[str, object] = {"step_tokens_max": 512}
     prefill = SimulatedEngine(
         "a model", options={**options, **(prefill_options or {})}, agent=prefill_agent, make_agent=make_agent
     )
     decode = SimulatedEngine(
-        "a model", options={**options, **decode_options}, agent=decode_agent, make_agent=make_agent
+        "a model", options={**options, **(decode_options or {})}, agent=decode_agent, make_agent=make_agent
     )
     gone = make_agent(AGENT)
     gone.close()
@@ -81,7 +86,7 @@ async def test_without_checksums_a_corrupted_transfer_gives_another_answer(make_
 
 @pytest.mark.parametrize("block_tokens", [8, 128])
 async def test_engines_with_blocks_of_different_size_hand_over(make_agent: MakeAgent, block_tokens: int) -> None:
-    async with open_pair(make_agent, block_tokens=block_tokens) as pair:
+    async with open_pair(make_agent, decode_options={"block_tokens": block_tokens}) as pair:
         for tokens in (300, 77):
             prompt = pair.prompt(tokens)
             answer = await pair.hand_off(prompt)
@@ -91,7 +96,7 @@ async def test_engines_with_blocks_of_different_size_hand_over(make_agent: MakeA
 
 
 async def test_engines_that_do_not_fit_refuse_each_other(make_agent: MakeAgent) -> None:
-    async with open_pair(make_agent, layers=2) as pair:
+    async with open_pair(make_agent, decode_options={"layers": 2}) as pair:
         with pytest.raises(ModelMismatch, match=r"the sink has 'layers=2 dim=64', the source has 'layers=4 dim=32'"):
             await pair.hand_off(pair.prompt(100))
         assert pair.decode.transfers().pulls.failed == {Cause.MODEL: 1}
@@ -122,31 +127,35 @@ async def test_a_lease_that_expires_is_freed_and_its_late_sink_is_told(make_agen
             await collect(pair.decode, pair.request(prompt, leg=Leg.DECODE, name=prefill.request))
 
 
-POOL_BYTES = 300 * 32 * 512
-"""Three hundred blocks of 32 tokens, 512 bytes each."""
+BLOCK_BYTES = 32 * 512
+POOL_BYTES = 300 * BLOCK_BYTES
+
+
+FILE_BYTES = 4096 + 500 * (4096 + BLOCK_BYTES)
+PATIENT_S = 1.0
+"""Time that computing a token is said to take: a busy machine does not make the file late."""
 
 
 @asynccontextmanager
-async def open_pools(make_agent: MakeAgent, *, blocks: int = 1024, block_tokens: int = 32) -> AsyncGenerator[Pair]:
-    """Start a pair with KV pools; the options are of the decode engine."""
-    prefill_options = {"kv_pool_bytes": POOL_BYTES}
+async def open_pools(
+    make_agent: MakeAgent, *, folder: Path | None = None, **decode_options: int
+) -> AsyncGenerator[Pair]:
+    """Start a pair with KV pools, and with files under them where there is a `folder`."""
+    files: list[dict[str, object]] = [
+        {"kv_file": str(folder / name), "kv_file_bytes": FILE_BYTES} if folder else {} for name in ("prefill", "decode")
+    ]
+    options: list[dict[str, object]] = [{"kv_pool_bytes": POOL_BYTES} | file for file in files]
     async with (
-        open_pair(
-            make_agent,
-            prefill_options=prefill_options,
-            kv_pool_bytes=POOL_BYTES,
-            blocks=blocks,
-            block_tokens=block_tokens,
-        ) as pair,
+        open_pair(make_agent, prefill_options=options[0], decode_options=options[1] | decode_options) as pair,
         shadowed(pair),
     ):
         yield pair
 
 
-class TestSimulatedWithPool(EngineSuite):
+class TestSimulatedWithPoolAndFile(EngineSuite):
     @pytest.fixture
-    async def pair(self) -> AsyncGenerator[Pair]:
-        async with open_pools(NativeAgent) as pair:
+    async def pair(self, tmp_path: Path) -> AsyncGenerator[Pair]:
+        async with open_pools(NativeAgent, folder=tmp_path) as pair:
             yield pair
 
 
@@ -192,6 +201,78 @@ async def test_device_pool_and_hand_off_serve_one_request(make_agent: MakeAgent)
         assert answer.tokens == expected.tokens
         assert (first.cached_tokens, first.promoted_tokens, first.transferred_tokens) == (640, 384, 359)
         await pair.settled()
+
+
+def file_of(pair: Pair) -> FileReport:
+    return pair.decode.load().pool.file or FileReport()
+
+
+async def written(pair: Pair) -> None:
+    """Wait until the decode engine's file has all that its pool has, and its events have told so."""
+    await pair.settled()
+    await eventually(lambda: pair.decode.load().pool.ready == file_of(pair).ready == told(pair, Tier.FILE))
+
+
+def told(pair: Pair, tier: Tier) -> int:
+    """Return how many blocks of a tier the decode engine's events have told of."""
+    facts = pair.decode_facts
+    shadow = ShadowMap(model_digest=facts.model_digest, engine_block_tokens=facts.block_tokens, block_tokens=32)
+    for batch in pair.decode_shadow.batches:
+        shadow.apply(batch)
+    assert not shadow.ignored_blocks
+    return shadow.fingerprint(tier).blocks
+
+
+async def test_a_restarted_engine_answers_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "decode"
+    async with open_pools(NativeAgent, folder=tmp_path) as pair:
+        prompts = [pair.prompt(700) for _ in range(3)]
+        before: list[Answer] = []
+        for tokens in prompts:
+            before.append(await collect(pair.decode, pair.request(tokens, salt="tenant")))
+            await written(pair)
+        blocks = file_of(pair).ready
+    slot_bytes = 4096 + BLOCK_BYTES
+    starts = [4096 + slot_bytes * (blocks // 3 * number + 3) for number in range(3)]
+    with file.open("r+b") as disk:
+        disk.seek(starts[1] + 4096 + 1234)
+        byte = disk.read(1)[0]
+        disk.seek(starts[1] + 4096 + 1234)
+        disk.write(bytes([byte ^ 1]))
+        # Of the third prompt's fourth block, the second half was not written.
+        disk.seek(starts[2] + slot_bytes // 2)
+        disk.write(bytes(slot_bytes // 2))
+    async with open_pools(NativeAgent, folder=tmp_path) as pair:
+        await eventually(lambda: told(pair, Tier.FILE) == blocks)
+        assert told(pair, Tier.POOL) == 0
+        for tokens, expected, promoted_tokens in zip(prompts, before, (672, 96, 96), strict=True):
+            request = replace(pair.request(tokens, salt="tenant"), computing_token_s=PATIENT_S)
+            again = await collect(pair.decode, request)
+            first = again.deltas[0]
+            assert again.tokens == expected.tokens
+            assert first.loaded_tokens == first.promoted_tokens == first.cached_tokens == promoted_tokens
+        stranger = await collect(pair.decode, pair.request(prompts[0], salt="another tenant"))
+        assert stranger.deltas[0].cached_tokens == 0
+        await written(pair)
+        assert file_of(pair).failed_blocks == 2
+        assert pair.decode.load().pool.pinned == 0
+
+
+async def test_the_file_has_what_the_pool_evicted(tmp_path: Path) -> None:
+    """A decode leg reads what the file has, and pulls the rest."""
+    async with open_pools(NativeAgent, folder=tmp_path, blocks=64, kv_pool_bytes=96 * BLOCK_BYTES) as pair:
+        tokens = pair.prompt(1000)
+        expected = await collect(pair.prefill, pair.request(tokens, salt="alone"))
+        await collect(pair.decode, pair.request(tokens[:641]))
+        await written(pair)
+        while pair.decode.load().pool.evicted_blocks < 96:
+            await collect(pair.decode, pair.request(pair.prompt(1500)))
+            await pair.settled()
+        answer = await pair.hand_off(tokens)
+        first = answer.deltas[0]
+        assert answer.tokens == expected.tokens
+        assert first.loaded_tokens > 0
+        assert (first.cached_tokens, first.transferred_tokens) == (640, 359)
 
 
 async def test_blocks_that_a_pool_cannot_store_stop_the_start() -> None:

@@ -15,13 +15,14 @@ import pytest
 from tiny_models import make_model
 from tokenizers import Tokenizer
 
-from baton.engines.engine import EngineFacts, EngineLoad
+from baton.engines.engine import EngineFacts, EngineLoad, Leg
+from baton.errors import PeerUnreachable, TransferFailed
 from baton.messages.attempts import Sampling
 from baton.messages.workers import Role
 from baton.transfer import AgentOptions, NativeAgent
 from benchmarks.remote_engine.engine import RemoteEngine
 from benchmarks.remote_engine.settings import engine_environ, engine_options, engine_python
-from tests.contract.engine_suite import Pair, Shadow, collect
+from tests.contract.engine_suite import EngineSuite, Pair, Shadow, collect
 
 AGENT = {
     "secret": "tests",
@@ -131,6 +132,17 @@ class Engines:
             raise
         stack.callback(asyncio.create_task(shadow.follow(remote)).cancel)
         return Running(remote, facts, shadow, stack)
+
+
+class RealEngineSuite(EngineSuite):
+    @pytest.mark.parametrize("endpoint", ["malformed"])
+    async def test_an_unreachable_source_is_named_as_such(self, pair: Pair, endpoint: str) -> None:
+        """Real engines refuse a malformed endpoint instead of connecting to it."""
+        with pytest.raises(TransferFailed, match="is not an endpoint"):
+            await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=("no endpoint",)))
+        with pytest.raises(PeerUnreachable):
+            await collect(pair.decode, pair.request(pair.prompt(50), leg=Leg.DECODE, agents=(pair.dead_agent,)))
+        await pair.settled()
 
 
 async def make_pair(engines: Engines, prefill: str, decode: str) -> Pair:

@@ -10,8 +10,9 @@ from random import Random
 from typing import Any
 
 from baton.connectors.place import RankPlace
+from baton.connectors.pool_plan import PoolProgress
 from baton.connectors.pool_rank import PoolRank
-from baton.connectors.pool_scheduler import PoolProgress, PoolScheduler
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.connectors.vllm import BatonConnector
 from baton.pool.copier import Copier, CopyJob, ThreadCopier

@@ -1,6 +1,6 @@
 """The KV pool behind real SGLang: what the engine forgot comes back from the pool, and what is there is not pulled.
 
-vLLM and SGLang lend prefixes to each other, too; all pairs and what can go wrong are in `test_lending_pairs.py`.
+vLLM and SGLang lend prefixes to each other, too; all pairs and what can go wrong are in `test_pool_pairs.py`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import signal
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 import pytest
@@ -22,6 +22,7 @@ from baton.messages.attempts import Sampling
 from baton.messages.base import WorkerAddress
 from baton.messages.index import Tier
 from baton.worker.shadow import ShadowMap
+from tests.contract.engine_suite import collect
 from tests.contract.lending_suite import check_borrowed
 
 PAGE_TOKENS = 32
@@ -209,6 +210,7 @@ async def test_an_aborted_promotion_leaves_nothing(sglang: Running) -> None:
     assert (again.tokens, again.first.promoted_tokens > 0) == (first.tokens, True)
 
 
+@pytest.mark.nightly
 async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
@@ -242,11 +244,12 @@ async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
 async def test_a_restarted_engine_finds_its_blocks_in_the_file(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("filed")
     file = {"kv_file": str(folder / "kv"), "kv_file_bytes": 64 * (2 * SLOT_BYTES + 4096)}
-    tokens = prompt(700, 70)
+    tokens, other = prompt(700, 70), prompt(700, 71)
     engines = Engines(folder, sglang=OPTIONS | file)
     try:
         running = await engines.get("sglang-64")
         first = await ask(running, tokens, salt="tenant")
+        second = await ask(running, other)
         async with asyncio.timeout(30):
             while True:
                 pool = running.engine.load().pool
@@ -262,6 +265,14 @@ async def test_a_restarted_engine_finds_its_blocks_in_the_file(tmp_path_factory:
         again = await ask(running, tokens, salt="tenant")
         assert again.tokens == first.tokens
         assert (again.first.promoted_tokens, again.first.loaded_tokens, again.computed) == (640, 640, 60)
+        pair = await make_pair(engines, "vllm-32", "sglang-64")
+        sampling = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
+        prefill = pair.request(other, sampling, leg=Leg.PREFILL)
+        decode = pair.request(other, sampling, leg=Leg.DECODE, name=prefill.request)
+        legs = collect(pair.prefill, prefill), collect(pair.decode, replace(decode, computing_token_s=1.0))
+        _, handed = await asyncio.gather(*legs)
+        assert handed.tokens == second.tokens
+        assert (handed.deltas[0].loaded_tokens, handed.deltas[0].transferred_tokens) == (640, 59)
         shadow = ShadowMap(model_digest=running.facts.model_digest, engine_block_tokens=64, block_tokens=32)
         async with asyncio.timeout(10):
             while shadow.fingerprint(Tier.FILE).blocks < 2 * pool.ready:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from itertools import product
 from pathlib import Path
 
 import openai
@@ -13,6 +14,8 @@ import pytest_asyncio
 from serving import PATIENCE, wait_idle
 
 from baton.messages.workers import Role
+from tests.faults.fingerprints import Fingerprints
+from tests.faults.record import Fault
 from tests.harness.cluster import Cluster, running_cluster
 from tests.harness.lending import IN_TURN, Lending, Loan
 
@@ -27,9 +30,11 @@ OPTIONS = {
     "block_size": 32,
     "kv_pool_bytes": 300 * SLOT_BYTES,
 }
+FILE_BYTES = 600 * (SLOT_BYTES + 4096)
 WORKERS = ("decode-0", "decode-1")
+STOPPED_S = 2.0
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -38,8 +43,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) ->
         await cluster.start_control_plane(
             gateway_flags=(*PATIENCE, "--routing-headers"), scheduler_flags=IN_TURN, disaggregation="never"
         )
+        file = ("--kv-folder", str(cluster.folder), "--kv-file-bytes", str(FILE_BYTES))
         for name in WORKERS:
-            await cluster.start_worker(Role.DECODE, name, "--digest-s", "0.1", engine="vllm", options=OPTIONS)
+            await cluster.start_worker(Role.DECODE, name, "--digest-s", "0.1", *file, engine="vllm", options=OPTIONS)
             await cluster.wait_worker(name, timeout_s=300)
         await cluster.wait_ready()
         yield cluster
@@ -65,7 +71,6 @@ async def test_a_worker_answers_from_a_prefix_that_only_another_one_computed(
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
     async with asyncio.TaskGroup() as group:
         for number in range(2):
@@ -74,7 +79,6 @@ async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
     """The lender's pool holds about six prompts; it computes eight others while it lends."""
     filling: list[asyncio.Task[object]] = []
@@ -90,7 +94,6 @@ async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending:
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lending: Lending) -> None:
     """The delay is at most the time to compute what is lent."""
     for _ in range(3):
@@ -105,8 +108,36 @@ async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lendin
     await wait_idle(cluster)
 
 
+async def test_the_index_agrees_about_all_tiers_after_each_fault(cluster: Cluster, lending: Lending) -> None:
+    assert cluster.bus is not None
+    fingerprints = Fingerprints(cluster.bus, cluster.observer, WORKERS, back_s=300.0)
+    prompts = [lending.prompt() for _ in range(4)]
+    said = [await lending.computed(prompt) for prompt in prompts]
+    beats = cluster.observer.heartbeats
+    await cluster.observer.until(lambda: all(beats[name].filed.blocks for name in WORKERS))
+    for how, victim in product(("stop", "kill"), ("decode-0", "kvindex")):
+        service = cluster.services[victim]
+        if how == "kill":
+            service.signal(signal.SIGKILL)
+            await service.end()
+        else:
+            async with lending.stopping() as stop:
+                await stop(victim)
+                await asyncio.sleep(STOPPED_S)
+        judging = asyncio.create_task(fingerprints.await_equal(Fault(how=how, victim=victim, at_s=0.0)))
+        await asyncio.sleep(0)
+        if how == "kill":
+            await service.start()
+        await judging
+    print(fingerprints.summary())
+    assert fingerprints.good, fingerprints.equal_s
+    await cluster.wait_ready()
+    for prompt, before in zip(prompts, said, strict=True):
+        assert (await lending.ask(prompt)).text == before.text
+    await wait_idle(cluster)
+
+
 # This comes last: a killed worker is not replaced.
-@pytest.mark.nightly
 async def test_a_killed_lender_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
     async def kill(worker: str) -> None:
         cluster.services[worker].signal(signal.SIGKILL)

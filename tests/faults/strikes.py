@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import PurePath
 from random import Random
 
@@ -33,6 +34,13 @@ def plan(names: Sequence[str], random: Random, *, every_s: float, until_s: float
         lasts_s = random.uniform(STOP_S_MIN, stop_s_max) if how == "stop" else 0.0
         yield Fault(how=how, victim=victim, at_s=at_s, lasts_s=lasts_s)
         at_s += every_s
+
+
+def plan_each(names: Sequence[str], random: Random, *, stop_s: float) -> list[Fault]:
+    """Return a kill and a stop of every process, in random order, each as soon as the one before is over."""
+    blows = list(product(("kill", "stop"), names))
+    random.shuffle(blows)
+    return [Fault(how=how, victim=victim, at_s=0.0, lasts_s=stop_s if how == "stop" else 0.0) for how, victim in blows]
 
 
 def find(launcher_pid: int, victim: str) -> psutil.Process | None:
@@ -80,11 +88,27 @@ async def strike(fault: Fault, process: psutil.Process) -> None:
 
 
 async def strike_all(
-    faults: Iterator[Fault], launcher_pid: int, struck: list[Fault], now_s: Callable[[], float]
+    faults: Iterable[Fault],
+    launcher_pid: int,
+    struck: list[Fault],
+    now_s: Callable[[], float],
+    judge: Callable[[Fault], Coroutine[None, None, None]],
+    *,
+    is_patient: bool,
 ) -> None:
-    """Inject all faults at their times, and append each to `struck` as it begins."""
-    for fault in faults:
-        await asyncio.sleep(max(0.0, fault.at_s - now_s()))
-        process = await _find_soon(launcher_pid, fault.victim)
-        struck.append(replace(fault, at_s=now_s()))
-        await strike(fault, process)
+    """Inject all faults at their times, and append each to `struck` as it begins.
+
+    `judge` runs after each of them: to its end if `is_patient`, else until the next fault begins.
+    """
+    running: list[asyncio.Task[None]] = []
+    async with asyncio.TaskGroup() as judges:
+        for fault in faults:
+            await asyncio.sleep(max(0.0, fault.at_s - now_s()))
+            process = await _find_soon(launcher_pid, fault.victim)
+            for judging in running:
+                judging.cancel()
+            struck.append(replace(fault, at_s=now_s()))
+            await strike(fault, process)
+            running = [judges.create_task(judge(struck[-1]))]
+            if is_patient:
+                await asyncio.wait(running)

@@ -15,7 +15,7 @@ from typing import Final
 
 from baton_decode.config import DecodeSettings
 
-from baton.engines.simulated.engine import SimulatedEngine
+from baton.engines.simulated.core import EngineCore
 from baton.engines.simulated.scheduler import Step
 from baton.messages.workers import Role
 from baton.worker.process import run_worker
@@ -24,14 +24,14 @@ FOLDER: Final = "FAILING_WORKER_FOLDER"
 DEADLY: Final = [7, 11, 13, 17, 19, 23]
 POLL_S: Final = 0.05
 
-_compute: Final = SimulatedEngine._compute  # pyright: ignore[reportPrivateUsage]
+_compute: Final = EngineCore._compute  # pyright: ignore[reportPrivateUsage]
 
 
 def stuck_file(folder: Path, worker: str) -> Path:
     return folder / f"{worker}.stuck"
 
 
-async def _fail_or_compute(self: SimulatedEngine, step: Step) -> None:
+async def _fail_or_compute(self: EngineCore, step: Step) -> None:
     if any(chunk.attempt.tokens[: len(DEADLY)] == DEADLY for chunk in step.chunks):
         os.kill(os.getpid(), signal.SIGKILL)
     stuck = stuck_file(Path(os.environ[FOLDER]), sys.argv[sys.argv.index("--worker") + 1])
@@ -41,5 +41,5 @@ async def _fail_or_compute(self: SimulatedEngine, step: Step) -> None:
 
 
 if __name__ == "__main__":
-    SimulatedEngine._compute = _fail_or_compute  # pyright: ignore[reportPrivateUsage]
+    EngineCore._compute = _fail_or_compute  # pyright: ignore[reportPrivateUsage]
     run_worker(Role.DECODE, DecodeSettings)

@@ -10,8 +10,8 @@ from random import Random
 import pytest
 
 from baton.connectors.pool_filing import FileProgress, PoolFiling
+from baton.connectors.pool_plan import PoolProgress
 from baton.connectors.pool_rank import PoolRank
-from baton.connectors.pool_scheduler import PoolProgress
 from baton.pool.chain import BlockChain
 from baton.pool.directory import PoolDirectory, SlotState
 from baton.pool.file import KvFile, PlacedBlock

@@ -17,9 +17,10 @@ import pytest
 
 from baton.blocks import hash_blocks, root_key, split_ids
 from baton.connectors.pool_lending import Loan
+from baton.connectors.pool_plan import PoolPlan, PoolProgress
 from baton.connectors.pool_rank import PoolRank
 from baton.connectors.pool_report import Borrowed
-from baton.connectors.pool_scheduler import PoolPlan, PoolProgress, PoolScheduler
+from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import RankResults
 from baton.errors import ConfigurationError
 from baton.pool.copier import CopyEnd, CopyJob, copy
@@ -352,8 +353,8 @@ def test_more_than_half_of_the_pool_is_not_lent() -> None:
     assert [pool.lending.lend(bytes([number]), pool.keys, 1) for number in range(3)] == [128, 0, 0]
 
 
-def loan(tokens: int) -> Loan:
-    return Loan(key=b"k", endpoints=("a",), tokens=tokens, deadline_s=1.0)
+def loan(tokens: int, key: bytes = b"k") -> Loan:
+    return Loan(key=key, endpoints=("a",), tokens=tokens, deadline_s=1.0)
 
 
 def test_a_borrowed_prefix_is_promoted_once_it_is_here() -> None:
@@ -385,6 +386,37 @@ def test_a_loan_that_fails_leaves_what_was_here() -> None:
     assert not pool.scheduler.borrows("r", tokens, 0)
     assert pool.scheduler.offer("r", tokens, 0) == 128
     assert pool.directory.filling == 0
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_a_request_waits_for_another_ones_loan(failed: bool) -> None:
+    pool = Lending()
+    tokens = [*pool.tokens, *[2] * 100]
+    pool.scheduler.admit("r", "digest", loan=loan(224))
+    pool.scheduler.admit("behind", "digest")
+    pool.scheduler.admit("other", "digest")
+    assert not pool.scheduler.borrows("behind", tokens, 0), "nothing is coming"
+    assert pool.scheduler.borrows("r", tokens, 0)
+    assert pool.scheduler.borrows("behind", tokens, 0)
+    assert not pool.scheduler.borrows("other", [3] * 200, 0)
+    pool.end(b"k", failed=failed)
+    assert not pool.scheduler.borrows("behind", tokens, 0)
+    assert pool.scheduler.offer("behind", tokens, 0) == (128 if failed else 224)
+    assert not pool.scheduler.may_borrow("behind")
+
+
+def test_a_request_waits_for_one_loan_of_others() -> None:
+    pool = Lending()
+    tokens = [*pool.tokens, *[2] * 100]
+    pool.scheduler.admit("behind", "digest")
+    for name, waits in (("first", True), ("second", False)):
+        pool.scheduler.admit(name, "digest", loan=loan(224, name.encode()))
+        assert pool.scheduler.borrows(name, tokens, 0)
+        assert pool.scheduler.borrows("behind", tokens, 0) is waits
+        # As after a preemption.
+        assert pool.scheduler.borrows("first", tokens, 0), "its own loan, then the second's"
+        pool.end(name.encode(), failed=True)
+        assert not pool.scheduler.borrows(name, tokens, 0)
 
 
 def test_a_loan_of_nothing_new_is_not_pulled() -> None:

@@ -28,8 +28,8 @@ def turns(prompts: list[tuple[int, ...]], *, gap_s: float = 30.0) -> Trace:
     return Trace("turns", BLOCK_TOKENS, requests)
 
 
-def play(trace: Trace, fleet: Fleet) -> tuple[list[Outcome], Replay]:
-    on, new_router = on_fleet("baton", fleet)
+def play(trace: Trace, fleet: Fleet, policy: str = "baton") -> tuple[list[Outcome], Replay]:
+    on, new_router = on_fleet(policy, fleet)
     replay = Replay(trace, on, new_router, seed=1)
     return replay.run(), replay
 
@@ -74,6 +74,43 @@ def test_a_pool_smaller_than_one_prompt_keeps_its_beginning() -> None:
     assert all(outcome.last_s is not None for outcome in outcomes)
 
 
+def play_burst(fleet: Fleet) -> tuple[list[Outcome], Replay]:
+    """Let two workers get prompts with one long beginning, which only the first has computed, at the same time."""
+    begin = tuple(range(120))
+    requests = [Request(0.0, begin, len(begin) * BLOCK_TOKENS, 2)]
+    requests += [
+        Request(30.0 + 0.01 * n, (*begin, *range(1000 + 20 * n, 1020 + 20 * n)), 140 * BLOCK_TOKENS, 2)
+        for n in range(8)
+    ]
+    outcomes, replay = play(Trace("burst", BLOCK_TOKENS, requests), fleet, "baton-without-objectives")
+    assert all(outcome.last_s is not None for outcome in outcomes)
+    assert all(worker.pool and worker.pool.directory.pinned == 0 for worker in replay.workers.values())
+    assert all(worker.pool and worker.pool.directory.filling == 0 for worker in replay.workers.values())
+    return outcomes, replay
+
+
+def test_a_worker_borrows_what_only_another_one_has() -> None:
+    fleet = Fleet(aggregated=2, kv_pool_bytes=400 * BLOCK_BYTES)
+    alone, _ = play_burst(replace(fleet, kv_loans=False))
+    assert not any(outcome.borrowed_tokens for outcome in alone)
+    lent, replay = play_burst(fleet)
+    borrowers = [outcome for outcome in lent if outcome.borrowed_tokens]
+    (one, *_) = borrowers
+    assert one.decode != lent[0].decode
+    assert one.borrowed_tokens == one.cached_tokens == 120 * BLOCK_TOKENS
+    assert max(outcome.ttft_s or 0.0 for outcome in lent) < max(outcome.ttft_s or 0.0 for outcome in alone)
+    pools = [worker.pool.lending for worker in replay.workers.values() if worker.pool]
+    assert sum(pool.lent_tokens for pool in pools) >= sum(outcome.borrowed_tokens for outcome in lent)
+
+
+def test_a_loan_that_is_late_is_given_up() -> None:
+    # The link is far slower than the guess that placement starts with.
+    fleet = Fleet(aggregated=2, kv_pool_bytes=400 * BLOCK_BYTES, link_bytes_per_s=1e8)
+    outcomes, replay = play_burst(fleet)
+    assert not any(outcome.borrowed_tokens for outcome in outcomes)
+    assert sum(worker.pool.lending.borrows_failed for worker in replay.workers.values() if worker.pool) > 0
+
+
 def test_without_a_pool_nothing_changes() -> None:
     trace = turns([tuple(range(n, n + 12)) for n in range(0, 60, 6)], gap_s=0.3)
     plain, _ = play(trace, FLEET)
@@ -114,7 +151,7 @@ def test_a_match_of_both_tiers_equals_a_recount(changes: list[tuple[str, Tier, i
 
 
 def test_promotions_follow_each_other() -> None:
-    pool = WorkerPool(slots=8, policy=PolicyName.LRU, block_bytes=100, bytes_per_s=50.0)
+    pool = WorkerPool(slots=8, policy=PolicyName.LRU, block_tokens=512, block_bytes=100, bytes_per_s=50.0)
     stored, evicted = pool.save([1, 2, 3])
     assert (set(stored), evicted) == ({1, 2, 3}, [])
     assert pool.match([1, 2, 3, 4], 1) == 3

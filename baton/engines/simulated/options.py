@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.engines.options import check_kv_file
 from baton.errors import ConfigurationError
 from baton.messages.base import PARAMETERS_MAX, ParameterName
 
@@ -42,6 +43,9 @@ class SimulatedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Extension parameters that the engine accepts and ignores: name → accepted values; null: any."""
     kv_pool_bytes: Annotated[int, Meta(ge=0)] = 0
     """Size of the KV pool (`docs/kv-pool.md`); 0: none."""
+    kv_file: str = ""
+    """Path of the file under it; empty: none."""
+    kv_file_bytes: Annotated[int, Meta(ge=0)] = 0
     seed: int | None = None
     """Seed of everything random: unseeded sampling and the root of the block hashes. Default: fresh each start."""
 
@@ -78,6 +82,7 @@ def parse_options(options: Mapping[str, object]) -> SimulatedOptions:
         parsed = msgspec.convert(dict(options), type=SimulatedOptions)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"an option of the simulated engine is malformed: {error}") from error
+    check_kv_file(parsed.kv_file, parsed.kv_file_bytes, parsed.kv_pool_bytes)
     if parsed.kv_bytes_per_token % (parsed.layers * WORD_BYTES):
         raise ConfigurationError(
             f"kv_bytes_per_token = {parsed.kv_bytes_per_token} is no multiple of {WORD_BYTES} bytes × "

@@ -8,15 +8,19 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from baton.blocks import BLOCK_TOKENS_DEFAULT
+from baton.clock import Clock
 from baton.connectors.place import RankPlace
 from baton.connectors.pool_lending import UNCLAIMED_LOAN_TTL_S
-from baton.connectors.pool_rank import PoolRank
+from baton.connectors.pool_rank import PoolRank, open_file
 from baton.connectors.pool_report import PoolReport, Promotion
 from baton.connectors.pool_scheduler import PoolScheduler
 from baton.connectors.rank import HandoffRank, RankResults
 from baton.engines.engine import EngineBlockEvent, EngineBlocksRemoved, EngineBlocksStored
+from baton.engines.simulated.options import SimulatedOptions
 from baton.messages.index import Tier
-from baton.pool.copier import ThreadCopier
+from baton.pool.copier import Copier, ThreadCopier
+from baton.pool.file_io import FileTier
 from baton.pool.memory import KvPool
 from baton.transfer import AgentOptions, Pool, TransferAgent
 from baton.transfer.layout import read_layout
@@ -39,27 +43,32 @@ class SimulatedPool:
     def __init__(
         self,
         cache: Pool,
-        budget_bytes: int,
+        options: SimulatedOptions,
         *,
         agent: AgentOptions,
         make_agent: Callable[[AgentOptions], TransferAgent],
-        now_s: Callable[[], float],
+        clock: Clock,
     ) -> None:
         """Reserve the pool beside the engine's `cache`. Raises ConfigurationError if there is no memory for it."""
-        memory = KvPool(cache, budget_bytes)
+        memory = KvPool(cache, options.kv_pool_bytes)
         self.report = PoolReport()
         self._block_tokens = cache.block_tokens
         self._copier = ThreadCopier(memory)
         self._agent = make_agent(replace(agent, port=0, rails=(), unclaimed_ttl_s=UNCLAIMED_LOAN_TTL_S))
         self._agent.set_pool(memory.pool)
-        lending = HandoffRank(self._agent, RankPlace(layout=read_layout(cache.layout)), now_s)
-        self._rank = PoolRank(memory.slots, self._copier, lending)
+        place = RankPlace(layout=read_layout(cache.layout))
+        self._clock = clock
+        self._changed: Callable[[], None] | None = None
+        self._file = open_file(options.kv_file, options.kv_file_bytes, memory, place)
+        lending = HandoffRank(self._agent, place, clock.now_s)
+        self._rank = PoolRank(memory.slots, self._copier, lending, self._file, clock.now_s)
         self._results = RankResults()
         self.decisions = PoolScheduler(
             block_tokens=cache.block_tokens,
             block_bytes=cache.block_bytes * len(cache.layer_addresses),
             blocks=cache.blocks,
             ranks=1,
+            has_file=self._file is not None,
         )
         self.settle()
 
@@ -72,17 +81,30 @@ class SimulatedPool:
         return self._agent.endpoint
 
     def watch(self, loop: asyncio.AbstractEventLoop, changed: Callable[[], None]) -> None:
-        """Call `changed` when a copy or a loan may have ended."""
-        for source in (self._copier, self._agent):
+        """Call `changed` when a copy, a loan or a job of the file may have ended, or is late."""
+        self._changed = changed
+        for source in self._sources:
             loop.add_reader(source.fileno(), changed)
 
     def unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
-        for source in (self._copier, self._agent):
+        self._changed = None
+        for source in self._sources:
             loop.remove_reader(source.fileno())
+
+    @property
+    def _sources(self) -> tuple[Copier | TransferAgent | FileTier, ...]:
+        return (self._copier, self._agent, *filter(None, (self._file,)))
 
     def begin(self) -> None:
         """Start what was ordered since the last call. What is saved has been computed by now."""
-        self._rank.begin(self.decisions.plan())
+        plan = self.decisions.plan()
+        self._rank.begin(plan)
+        for load in plan.filing.loads:
+            self._clock.call_later(load.budget_s, self._late)
+
+    def _late(self) -> None:
+        if self._changed is not None:
+            self._changed()
 
     def pulled(self, request: str, *, failed: bool) -> None:
         """Note the end of a request's hand-off; the next `settle` says whether its KV is here in full."""
@@ -110,9 +132,23 @@ class SimulatedPool:
         return report.ended
 
     def take_events(self) -> list[EngineBlockEvent]:
-        """Return what the pool has stored and dropped since the last call."""
-        runs, removed = self.decisions.take_changes()
+        """Return what the pool and its file have stored and dropped since the last call."""
         events: list[EngineBlockEvent] = []
+        if self.decisions.filing is not None:
+            filed, ids = self.decisions.filing.take_changes()
+            if ids:
+                events.append(EngineBlocksRemoved(hashes=ids, tier=Tier.FILE))
+            events += [
+                EngineBlocksStored(
+                    parent=run.parent or None,
+                    hashes=run.ids,
+                    tokens=(),
+                    block_tokens=BLOCK_TOKENS_DEFAULT,
+                    tier=Tier.FILE,
+                )
+                for run in filed
+            ]
+        runs, removed = self.decisions.take_changes()
         if removed:
             events.append(EngineBlocksRemoved(hashes=removed, tier=Tier.POOL))
         events += [

@@ -189,7 +189,7 @@ class Scheduler:
         pulls: list[Pull] = []
         # After a preemption the blocks are reserved: the preempted attempt is the next to come back.
         while budget and not preempted and len(self._running) + len(self._pulling) < self._running_max:
-            waiting = next((attempt for attempt in self._waiting if not self._borrows(attempt)), None)
+            waiting = next((attempt for attempt in self._waiting if not self._is_parked(attempt)), None)
             admitted = self._admit(waiting, budget, pulls) if waiting is not None else None
             if admitted is None:
                 break
@@ -235,12 +235,14 @@ class Scheduler:
         # The last token is computed here whatever the cache holds, since the next one is sampled from it.
         return self._cache.match(attempt.hashes[: (len(attempt.tokens) - 1) // self._cache.block_tokens])
 
-    def _borrows(self, attempt: SimulatedAttempt) -> bool:
-        """Return whether an attempt waits for blocks that another worker's KV pool lends."""
-        if self._pool is None or not self._pool.has_loan(attempt.name):
+    def _is_parked(self, attempt: SimulatedAttempt) -> bool:
+        """Return whether an attempt waits for blocks from the KV pool's file, or that another worker's pool lends."""
+        pool = self._pool
+        if pool is None or not (pool.may_load(attempt.name) or pool.may_borrow(attempt.name)):
             return False
         cached_tokens = len(self._cached(attempt)) * self._cache.block_tokens
-        return self._pool.borrows(attempt.name, attempt.tokens, cached_tokens)
+        question = attempt.name, attempt.tokens, cached_tokens
+        return pool.loads(*question) or pool.borrows(*question)
 
     def _admit(self, attempt: SimulatedAttempt, budget: int, pulls: list[Pull]) -> SimulatedAttempt | None:
         """Give a waiting attempt its first blocks; None: there are too few."""

@@ -75,6 +75,7 @@ class Stream:
             finish=self.finish,
             cached_tokens=self.attempt.cached_tokens,
             promoted_tokens=promotion.tokens if promotion else 0,
+            loaded_tokens=promotion.loaded_tokens if promotion else 0,
             promoted_bytes=promotion.copied_bytes if promotion else 0,
             promotion_s=promotion.copying_s if promotion else 0.0,
             borrowed=promotion.borrowed if promotion else None,

@@ -55,13 +55,15 @@ class BatonOptions:
     """Objectives by which requests are admitted."""
     held_max: int = 4096
     age_s: float = 5.0
-    placement: PlacementOptions = field(default_factory=lambda: PlacementOptions(loans=False))
-    """Replayed workers do not lend."""
+    output_headroom_tokens: int = PlacementOptions().output_headroom_tokens
 
 
 class BatonRouter:
     def __init__(self, workers: Sequence[WorkerSpec], options: BatonOptions, random: Random) -> None:
         self._options = options
+        self._placement = PlacementOptions(
+            output_headroom_tokens=options.output_headroom_tokens, loans=any(spec.lends for spec in workers)
+        )
         self._random = random
         self._policy = ObservedPolicy(POLICIES[options.policy]())
         self._loads = Loads(LoadsOptions(leased_share_max=LEASED_SHARE_MAX))
@@ -102,7 +104,7 @@ class BatonRouter:
         started, self._started = self._started, []
         for attempt in started:
             arrival, predicted, placed_s = self._placed[attempt.request]
-            answers.append((arrival, _route(predicted, placed_s)))
+            answers.append((arrival, self._route(predicted, placed_s)))
         return answers
 
     def _begins_soon(self, arrival: Arrival, placement: Placement) -> bool:
@@ -124,7 +126,7 @@ class BatonRouter:
         )
         match: PrefixMatch = self._index.match(arrival.blocks, now_s)
         serving = self._loads.serving(MODEL, now_s)
-        return choose(demand, serving, match, self._policy, options.placement, self._random, now_s)
+        return choose(demand, serving, match, self._policy, self._placement, self._random, now_s)
 
     def _commit(self, arrival: Arrival, placement: Placement, now_s: float) -> Route | None:
         """Count a placement where schedulers, indexes and ledgers do; return None if it waits at its workers."""
@@ -138,7 +140,7 @@ class BatonRouter:
             output_tokens_max=arrival.output_tokens_max,
             predicted=predicted,
         )
-        soft = soft_placements(placed, self._loads, now_s=now_s, options=options.placement)
+        soft = soft_placements(placed, self._loads, now_s=now_s, options=self._placement)
         self._loads.place(arrival.id, soft)
         self._placed[arrival.id] = arrival, predicted, now_s
         for address in placement.addresses:
@@ -150,13 +152,27 @@ class BatonRouter:
             prefill=predicted.prefill,
             prompt_tokens=arrival.prompt_tokens,
             uncached_tokens=arrival.prompt_tokens - predicted.cached_tokens,
-            output_tokens=min(arrival.output_tokens_max, options.placement.output_headroom_tokens),
+            output_tokens=min(arrival.output_tokens_max, options.output_headroom_tokens),
             until_s=now_s + options.worker_wait_s_max,
         )
         if self._ledgers.place(attempt):
-            return _route(predicted, now_s)
+            return self._route(predicted, now_s)
         self._judge_at_s = min(self._judge_at_s, now_s + JUDGE_S)
         return None
+
+    def _route(self, predicted: Candidate, placed_s: float) -> Route:
+        loan_s = 0.0
+        if predicted.lender:
+            reach = predicted.cached_tokens + predicted.borrowed_tokens
+            loan_s = self._ledgers.prefill_s(predicted.prefill or predicted.decode, predicted.borrowed_tokens, reach)
+        return Route(
+            predicted.decode,
+            predicted.prefill or None,
+            predicted.predicted_ttft_s,
+            placed_s,
+            lender=predicted.lender,
+            loan_s=loan_s,
+        )
 
     def _hold(self, arrival: Arrival, predicted: Candidate, now_s: float) -> None:
         """Queue a request. Raises Overloaded if the queue is full."""
@@ -236,8 +252,4 @@ class BatonRouter:
 
 def _tokens(arrival: Arrival, options: BatonOptions) -> int:
     """Return what a placement costs its tenant."""
-    return arrival.prompt_tokens + min(arrival.output_tokens_max, options.placement.output_headroom_tokens)
-
-
-def _route(predicted: Candidate, placed_s: float) -> Route:
-    return Route(predicted.decode, predicted.prefill or None, predicted.predicted_ttft_s, placed_s)
+    return arrival.prompt_tokens + min(arrival.output_tokens_max, options.output_headroom_tokens)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from baton.errors import BatonError
 
 Role = Literal["prefill", "decode", "aggregated"]
@@ -40,6 +42,10 @@ class Route:
     """The router's own prediction; None where it makes none."""
     predicted_at_s: float = 0.0
     """Instant of the prediction, from which it counts."""
+    lender: str = ""
+    """Worker whose KV pool lends a prefix to the one that computes the prompt."""
+    loan_s: float = 0.0
+    """Time that computing what it lends is predicted to take, the longest that the loan may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,15 +62,17 @@ class WorkerSpec:
     """Most prompt tokens that a step computes."""
     pool_blocks: int = 0
     """Blocks in the worker's KV pool."""
+    lends: bool = False
+    """Whether the pool lends to other workers."""
 
 
 class Event(NamedTuple):
     """Something that a worker can measure."""
 
     at_s: float
-    kind: Literal["entered", "computed", "pulled", "promoted", "first_token", "decoded", "ended"]
-    """A prompt to compute entered the engine, was computed, or its KV pulled or promoted; a sequence has its first
-    token, tokens after it, or its last one."""
+    kind: Literal["entered", "computed", "pulled", "promoted", "borrowed", "first_token", "decoded", "ended"]
+    """A prompt to compute entered the engine, was computed, or its KV pulled, promoted or borrowed; a sequence has its
+    first token, tokens after it, or its last one."""
     request: str = ""
     """Empty where it is of several."""
     tokens: int = 0
@@ -72,16 +80,16 @@ class Event(NamedTuple):
     prompt_tokens: int = 0
     """All tokens of the prompt that was computed."""
     peer: str = ""
-    """Worker from which KV was pulled."""
+    """Worker from which KV was pulled or borrowed."""
     size_bytes: int = 0
     elapsed_s: float = 0.0
-    """Time in which the bytes of a pull or a promotion moved, or for which a computed prompt waited for one."""
+    """Time in which the bytes of a pull, promotion or loan moved; of a computed prompt, for which it waited for loan
+    and promotion."""
     promoted_tokens: int = 0
     """Tokens of the prompt that were promoted from the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """What a worker measured since its last heartbeat."""
 
     events: Sequence[Event] = ()
@@ -89,8 +97,7 @@ class Measured:
     """Tokens after the first of all sequences."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
+class WorkerState(msgspec.Struct, frozen=True):
     """One worker's load at its heartbeat."""
 
     name: str

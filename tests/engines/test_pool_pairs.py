@@ -1,4 +1,4 @@
-"""Real engines that lend prefixes to each other: vLLM and SGLang, each alone and both ways, of different block sizes.
+"""Real engines with KV pools hand off and lend to each other: vLLM and SGLang, each alone and both ways.
 
 All of it is for `make test-nightly`; `test_vllm_pool.py` and `test_sglang_pool.py` have the cases of `make test`.
 """
@@ -10,9 +10,11 @@ from collections.abc import AsyncGenerator
 
 import pytest
 import pytest_asyncio
-from cross_engines import Engines, make_pair
+from cross_engines import Engines, RealEngineSuite, make_pair
+from struck_handoffs import check_struck_handoff
 from struck_lenders import check_struck
 
+from baton.engines.engine import Leg
 from tests.contract.engine_suite import Pair
 from tests.contract.lending_suite import LendingSuite
 
@@ -39,11 +41,24 @@ async def pair(request: pytest.FixtureRequest, engines: Engines) -> Pair:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True, scope="module")
+class TestHandoffs(RealEngineSuite):
+    pass
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str, indirect=True, scope="module")
 class TestLoans(LendingSuite):
     pass
 
 
-# These come last: the lender ends.
+# These come last: engines end.
+@pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("leg", [Leg.PREFILL, Leg.DECODE])
+@pytest.mark.parametrize("names", PAIRS)
+async def test_a_struck_engine_changes_no_answer(engines: Engines, names: str, leg: Leg, how: signal.Signals) -> None:
+    source, sink = names.split("-to-")
+    print("the struck attempt", await check_struck_handoff(engines, (source, sink), leg, how))
+
+
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 @pytest.mark.parametrize("names", PAIRS)
 async def test_a_struck_lender_changes_no_answer(engines: Engines, names: str, how: signal.Signals) -> None:

@@ -1,0 +1,95 @@
+"""Engines that are stopped or killed in the midst of a hand-off, for every pair of engines with KV pools."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from random import Random
+
+import psutil
+from cross_engines import GREEDY, Engines, make_pair
+
+from baton.engines.engine import Engine, EngineRequest, Leg
+from baton.errors import BatonError
+from benchmarks.remote_engine.engine import RemoteEngine
+from tests.contract.engine_suite import Answer, collect, eventually
+
+BEGIN_TOKENS = 257
+"""Part of the prompt that the sink has already."""
+PROMPT_TOKENS = 1200
+BUDGET_S = 12.0
+STRUCK_WITHIN_S = 0.3
+"""A prompt takes about as long to be computed and pulled."""
+FREED_S = 30.0
+
+
+async def check_struck_handoff(engines: Engines, names: tuple[str, str], leg: Leg, how: signal.Signals) -> str:
+    """Strike one side of a hand-off; whatever comes of it, and of the attempts after it, is the same answer.
+
+    Returns what became of the struck attempt.
+    """
+    pair = await make_pair(engines, *names)
+    tokens, salt = pair.prompt(PROMPT_TOKENS), f"{leg} struck by {how.name}"
+    expected = (await collect(pair.decode, pair.request(tokens, GREEDY, salt=f"{salt}, alone"))).tokens
+    await collect(pair.decode, pair.request(tokens[:BEGIN_TOKENS], GREEDY, salt=salt))
+    prefill = pair.request(tokens, GREEDY, leg=Leg.PREFILL, salt=salt, budget_s=BUDGET_S)
+    decode = pair.request(tokens, GREEDY, leg=Leg.DECODE, name=prefill.request, salt=salt, budget_s=BUDGET_S)
+    name, victim = (names[0], pair.prefill) if leg is Leg.PREFILL else (names[1], pair.decode)
+    legs = [asyncio.create_task(_answer(pair.prefill, prefill)), asyncio.create_task(_answer(pair.decode, decode))]
+    await asyncio.sleep(Random(f"{names} {leg} {how}").uniform(0.0, STRUCK_WITHIN_S))
+    async with _struck(victim, how):
+        # A process that is stopped cannot even fail: its side is heard of once it goes on.
+        await asyncio.wait(legs, timeout=BUDGET_S)
+        if leg is Leg.PREFILL:
+            await legs[1]
+            # The next attempt runs without the struck engine, on what decode's pool has.
+            whole = replace(pair.request(tokens, GREEDY, salt=salt), attempt=2)
+            assert (await collect(pair.decode, whole)).tokens == expected
+        else:
+            whole = replace(pair.request(tokens, GREEDY, salt=salt), attempt=2)
+            assert (await collect(pair.prefill, whole)).tokens == expected
+    if how is signal.SIGKILL:
+        await engines.lose(name)
+    answer = (await asyncio.gather(*legs))[1]
+    assert answer is None or answer.tokens == expected
+    pair = await make_pair(engines, *names)
+    for engine in (pair.prefill, pair.decode):
+        with suppress(BatonError):
+            await engine.abort(prefill.request, prefill.attempt)
+    await eventually(lambda: _is_free(pair.prefill) and _is_free(pair.decode), timeout_s=FREED_S)
+    again = await pair.hand_off(tokens, GREEDY, salt=salt)
+    assert again.tokens == expected
+    await eventually(lambda: _is_free(pair.prefill) and _is_free(pair.decode), timeout_s=FREED_S)
+    return "failed" if answer is None else "answered"
+
+
+async def _answer(engine: Engine, request: EngineRequest) -> Answer | None:
+    """Return an answer; None: the attempt failed, as it may."""
+    try:
+        return await collect(engine, request)
+    except BatonError:
+        return None
+
+
+@asynccontextmanager
+async def _struck(engine: Engine, how: signal.Signals) -> AsyncGenerator[None]:
+    """Strike an engine with all its processes; those that are stopped go on at the end."""
+    assert isinstance(engine, RemoteEngine)
+    worker = psutil.Process(engine.pid)
+    struck = [worker, *worker.children(recursive=True)]
+    for process in struck:
+        process.send_signal(how)
+    try:
+        yield
+    finally:
+        for process in struck:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGCONT)
+
+
+def _is_free(engine: Engine) -> bool:
+    load = engine.load()
+    return not (load.kv_usage or load.running or load.waiting or load.leased_blocks or load.pool.pinned)
