@@ -40,8 +40,10 @@ class Rig:
         children = psutil.Process().children()
         return [child for child in children if is_alive(child) and COMMAND[-1] in child.cmdline()]
 
-    async def post(self, prompt: str, *, chars: int = LONG, deadline_s: float = 20.0) -> httpx.Response:
-        headers = {"x-baton-deadline-s": str(deadline_s)}
+    async def post(
+        self, prompt: str, *, chars: int = LONG, deadline_s: float = 20.0, key: str = "any"
+    ) -> httpx.Response:
+        headers = {"x-baton-deadline-s": str(deadline_s), "authorization": f"Bearer {key}"}
         body = {"model": MODEL, "prompt": prompt + " " + "x" * chars, "max_tokens": 4}
         return await self.client.post(COMPLETIONS, json=body, headers=headers)
 
@@ -61,12 +63,14 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 @asynccontextmanager
-async def rig(*, processes_max: int = 1, waiting_bytes_max: int = 1 << 20) -> AsyncGenerator[Rig]:
+async def rig(
+    settings: Settings | None = None, *, processes_max: int = 1, waiting_bytes_max: int = 1 << 20
+) -> AsyncGenerator[Rig]:
     async with AsyncExitStack() as stack:
         pool = ProcessPool(
             clock=SystemClock(), processes_max=processes_max, waiting_bytes_max=waiting_bytes_max, command=COMMAND
         )
-        stage = await stack.enter_async_context(open_stage(Settings(port=0), pool))
+        stage = await stack.enter_async_context(open_stage(settings or Settings(port=0), pool))
         stage.say("ok")
         client = httpx.AsyncClient(base_url=stage.base_url, timeout=30.0)
         opened = Rig(stage, pool, await stack.enter_async_context(client))
@@ -88,7 +92,7 @@ async def test_the_queue_is_bounded_and_short_bodies_pass_it() -> None:
     async with rig(waiting_bytes_max=LONG * 3 // 2) as opened, asyncio.TaskGroup() as group:
         hanging = await opened.occupy(group, "hang")
         waiting = group.create_task(opened.post("hello"))
-        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
         refused = await opened.post("hello")
         assert refused.status_code == 429, refused.text
         assert refused.json()["error"]["code"] == "overloaded"
@@ -103,9 +107,9 @@ async def test_a_client_that_leaves_takes_its_waiting_body_along(tmp_path: Path)
     async with rig() as opened, asyncio.TaskGroup() as group:
         working = await opened.occupy(group, f"until {tmp_path}/done")
         leaving = group.create_task(opened.post("hello"))
-        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
         leaving.cancel()
-        await opened.stage.wait_for(lambda: not opened.pool.waiting_bytes)
+        await opened.stage.wait_for(lambda: not opened.pool.waiting.held_bytes)
         assert not working.done()
         (tmp_path / "done").touch()
         assert (await working).status_code == 200
@@ -119,7 +123,7 @@ async def test_a_client_that_leaves_costs_no_process(tmp_path: Path) -> None:
         await opened.stage.wait_for((tmp_path / "done.begun").exists, 20.0)
         leaving.cancel()
         next_one = group.create_task(opened.post("hello"))
-        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
         (tmp_path / "done").touch()
         assert (await next_one).status_code == 200
         assert opened.processes() == [process]
@@ -159,12 +163,30 @@ async def test_large_bodies_leave_a_process_to_others() -> None:
         (process,) = opened.processes()
         first = await opened.occupy(group, "hang", chars=LARGE_BYTES)
         second = group.create_task(opened.post("hello", chars=LARGE_BYTES))
-        await opened.stage.wait_for(lambda: opened.pool.waiting_bytes)
+        await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
         assert (await opened.post("hello")).status_code == 200
         assert not second.done()
         process.kill()
         assert (await first).status_code == 503
         assert (await second).status_code == 200
+
+
+async def test_a_tenants_bodies_leave_room_for_those_of_another() -> None:
+    """Both where long bodies are received and where they wait for a process."""
+    settings = Settings(port=0, api_keys=("greedy", "other"), bodies_bytes_max=6 * LARGE_BYTES)
+    async with rig(settings, waiting_bytes_max=4 * LONG) as opened, asyncio.TaskGroup() as group:
+        hanging = group.create_task(opened.post("hang", key="greedy"))
+        await opened.stage.wait_for(lambda: opened.at_work() == 1, 20.0)
+        posts = [group.create_task(opened.post("hello", key="greedy"))]
+        await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes)
+        refused = await opened.post("hello", key="greedy")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        posts.append(group.create_task(opened.post("hello", key="other")))
+        await opened.stage.wait_for(lambda: opened.pool.waiting.held_bytes > 2 * LONG)
+        assert not posts[0].done()
+        opened.processes()[0].kill()
+        assert (await hanging).status_code == 503
+        assert [(await post).status_code for post in posts] == [200, 200]
 
 
 async def test_a_conversation_stays_with_the_process_that_knows_its_beginning() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from baton_gateway.request_body import SMALL_BYTES, BodyReader
+from baton_gateway.tenants.tenant import Access
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.requests import Request
@@ -26,7 +27,7 @@ def reader(timeout_s: float = 5.0) -> BodyReader:
     )
 
 
-def request(parts: Sequence[bytes], *, ends: str = "", **headers: str) -> Request:
+def request(parts: Sequence[bytes], *, ends: str = "", tenant: str = "", **headers: str) -> Request:
     """Return a request whose body comes in these parts; it ends then, or the client leaves (`gone`) or waits."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
     if not ends:
@@ -40,7 +41,7 @@ def request(parts: Sequence[bytes], *, ends: str = "", **headers: str) -> Reques
             await asyncio.Event().wait()
         return messages.pop()
 
-    return Request({"type": "http", "state": {"headers": headers}}, receive)
+    return Request({"type": "http", "state": {"headers": headers, "access": Access(tenant=tenant)}}, receive)
 
 
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=8))
@@ -52,20 +53,32 @@ def test_a_body_is_its_parts(parts: list[bytes]) -> None:
 
 
 async def test_long_bodies_share_their_bytes_until_they_are_released() -> None:
-    bodies, half = reader(), b"x" * SMALL_BYTES
+    bodies, half, anyone = reader(), b"x" * SMALL_BYTES, request([b""])
     first = await bodies.read(request([half, half]))
     second = await bodies.read(request([half, half]))
-    assert bodies.held_bytes == BODIES_BYTES_MAX
+    assert bodies.shares.held_bytes == BODIES_BYTES_MAX
     with pytest.raises(Overloaded):
         await bodies.read(request([half, b"x"]))
     small = await bodies.read(request([half[:-1], b"x"]))
     assert len(small) == SMALL_BYTES, "a short body is always received"
-    assert bodies.held_bytes == BODIES_BYTES_MAX
+    assert bodies.shares.held_bytes == BODIES_BYTES_MAX
     for body in (small, first):
-        bodies.release(body)
-    bodies.release(await bodies.read(request([half, half])))
-    bodies.release(second)
-    assert bodies.held_bytes == 0
+        bodies.release(anyone, body)
+    bodies.release(anyone, await bodies.read(request([half, half])))
+    bodies.release(anyone, second)
+    assert bodies.shares.held_bytes == 0
+
+
+async def test_a_tenant_with_many_long_bodies_leaves_room_for_another() -> None:
+    bodies, half = reader(), b"x" * SMALL_BYTES
+    long = [half, half]
+    greedy, other = request(long, tenant="greedy"), request(long, tenant="other")
+    first = await bodies.read(greedy)
+    with pytest.raises(Overloaded):
+        await bodies.read(request(long, tenant="greedy"))
+    await bodies.read(other)
+    bodies.release(greedy, first)
+    assert len(await bodies.read(request(long, tenant="greedy"))) == 2 * SMALL_BYTES
 
 
 @pytest.mark.parametrize(
@@ -86,4 +99,4 @@ async def test_a_body_that_is_not_received_holds_nothing(
     asked.scope["state"]["headers"] = headers
     with pytest.raises(error):
         await bodies.read(asked)
-    assert bodies.held_bytes == 0
+    assert bodies.shares.held_bytes == 0

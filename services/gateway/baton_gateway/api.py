@@ -157,7 +157,7 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: Answ
             work = answer_conversion(gateway, conversion, payload, request.state.access)
             return Response(await while_connected(request.receive, work), media_type="application/json")
         finally:
-            gateway.bodies.release(payload)
+            gateway.bodies.release(request, payload)
 
     @app.post("/v1/tokenize", include_in_schema=False)
     @app.post("/tokenize", openapi_extra=_body_reference(TokenizeBody))
@@ -190,11 +190,12 @@ def make_app(gateway: Gateway, store: ResponseStore | None = None, answers: Answ
             return
         # Fed with each part as it comes: a body of 16 MiB at once would hold up every stream for 13 ms.
         digest = hashlib.sha256(scope["path"].encode() + b"\0")
-        payload = await gateway.bodies.read(Request(scope, receive), digest.update)
+        request = Request(scope, receive)
+        payload = await gateway.bodies.read(request, digest.update)
         try:
             await Once(gateway, answers, answer).answer(payload, digest.hexdigest(), scope, receive, send)
         finally:
-            gateway.bodies.release(payload)
+            gateway.bodies.release(request, payload)
 
     guard = Guard(
         route,
@@ -243,7 +244,7 @@ class GenerationResponse(Response):
                     if job is None:
                         job = await while_connected(receive, prepare(gateway, payload, facts))
             finally:
-                gateway.bodies.release(payload)
+                gateway.bodies.release(request, payload)
                 del payload  # An answer takes longer than its request.
             if creation is not None:
                 await creation.answer(job, scope, receive, send)

@@ -132,7 +132,7 @@ class Settings(NodeSettings, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="Total length of bodies over 256 KiB that are being received, or not yet tokenised; beyond "
-            "this, 429.",
+            "this, 429. With more than one such body, a tenant gets no more than stays free.",
         ),
     ] = 256 << 20
     body_read_s: Annotated[Seconds, Meta(description="Time for a request's head to arrive, then for its body.")] = 30.0

@@ -120,7 +120,7 @@ async def prepare(
     try:
         async with clock.timeout(facts.deadline_at_s - clock.now_s()):
             with gateway.tracing.span("tokenise", parent=facts.trace):
-                async with models.intake.lend(payload, facts.deadline_at_s) as worker:
+                async with models.intake.lend(payload, facts.deadline_at_s, tenant=facts.access.tenant) as worker:
                     model = _accept(gateway, await worker.parse(facts.operation, payload, context), facts.access)
                     if models.prepare(model.path, model.digest).done():
                         await models.get(model.path, model.digest)  # Raises where the model does not load.
@@ -145,7 +145,7 @@ async def envelope_of(gateway: Gateway, payload: bytes | bytearray, facts: Reque
     try:
         async with (
             clock.timeout(facts.deadline_at_s - clock.now_s()),
-            gateway.models.intake.lend(payload, facts.deadline_at_s) as worker,
+            gateway.models.intake.lend(payload, facts.deadline_at_s, tenant=facts.access.tenant) as worker,
         ):
             return await worker.read_envelope(payload)
     except TimeoutError as error:
@@ -160,7 +160,7 @@ async def answer_conversion(
     try:
         async with (
             clock.timeout(deadline_s),
-            gateway.models.intake.lend(payload, clock.now_s() + deadline_s) as worker,
+            gateway.models.intake.lend(payload, clock.now_s() + deadline_s, tenant=access.tenant) as worker,
         ):
             model = _accept(gateway, await worker.parse(conversion, payload), access)
             return (await worker.convert(model, salt=access.salt)).answer

@@ -17,6 +17,7 @@ import msgspec
 
 from baton.clock import Clock
 from baton.errors import Overloaded, Unavailable
+from baton_gateway.byte_shares import ByteShares
 from baton_gateway.conversion import Conversion, Converted
 from baton_gateway.intake import Intake, Operation, Parsed, Plan
 from baton_gateway.intake_messages import (
@@ -71,10 +72,13 @@ class IntakePool(Protocol):
         """Have a worker load a model, and return its facts. Raises ConfigurationError."""
         ...
 
-    def lend(self, body: bytes | bytearray, until_s: float | None) -> AbstractAsyncContextManager[IntakeWorker]:
+    def lend(
+        self, body: bytes | bytearray, until_s: float | None, *, tenant: str = ""
+    ) -> AbstractAsyncContextManager[IntakeWorker]:
         """Lend a worker for `body`, if possible one that has read a body with the same beginning. Raises Overloaded.
 
-        Work that a borrower leaves unfinished may run until the clock reaches `until_s`; then it is ended.
+        Work that a borrower leaves unfinished may run until the clock reaches `until_s`; then it is ended. Tenants
+        share the room for bodies that wait.
         """
         ...
 
@@ -92,8 +96,10 @@ class LocalPool:
         return self._load(path).facts
 
     @asynccontextmanager
-    async def lend(self, body: bytes | bytearray, until_s: float | None) -> AsyncGenerator[IntakeWorker]:
-        del body, until_s
+    async def lend(
+        self, body: bytes | bytearray, until_s: float | None, *, tenant: str = ""
+    ) -> AsyncGenerator[IntakeWorker]:
+        del body, until_s, tenant
         yield LocalWorker(self._load)
 
     async def close(self) -> None:
@@ -135,8 +141,8 @@ class ProcessPool:
         self._command = command
         self._slots = asyncio.Semaphore(processes_max)
         self._large_slots = asyncio.Semaphore(max(1, processes_max - 1))
-        self._waiting_bytes_max = waiting_bytes_max
-        self.waiting_bytes = 0
+        self.waiting = ByteShares(waiting_bytes_max)
+        """Lengths of the bodies that wait for a process."""
         self._idle: list[IntakeProcess] = []
         self.lent: set[IntakeProcess] = set()
         self._recovering: set[asyncio.Task[None]] = set()
@@ -146,9 +152,11 @@ class ProcessPool:
             return await process.load(path, digest)
 
     @asynccontextmanager
-    async def lend(self, body: bytes | bytearray, until_s: float | None) -> AsyncGenerator[IntakeProcess]:
+    async def lend(
+        self, body: bytes | bytearray, until_s: float | None, *, tenant: str = ""
+    ) -> AsyncGenerator[IntakeProcess]:
         large = len(body) >= LARGE_BYTES
-        await self._wait_turn(len(body), large=large)
+        await self._wait_turn(tenant, len(body), large=large)
         beginning = crc32(body[:BEGINNING_BYTES])
         process = self._take_idle(beginning) or IntakeProcess(self._command)
         process.note_beginning(beginning)
@@ -171,11 +179,11 @@ class ProcessPool:
             idle.remove(chosen)
         return chosen
 
-    async def _wait_turn(self, size_bytes: int, *, large: bool) -> None:
+    async def _wait_turn(self, tenant: str, size_bytes: int, *, large: bool) -> None:
         must_wait = self._slots.locked() or (large and self._large_slots.locked())
-        if must_wait and self.waiting_bytes + size_bytes > self._waiting_bytes_max:
+        if must_wait and not self.waiting.fits(tenant, size_bytes):
             raise Overloaded("too many long prompts are waiting to be read", retry_after_s=1.0)
-        self.waiting_bytes += size_bytes
+        self.waiting.take(tenant, size_bytes)
         try:
             if large:
                 await self._large_slots.acquire()
@@ -186,7 +194,7 @@ class ProcessPool:
                     self._large_slots.release()
                 raise
         finally:
-            self.waiting_bytes -= size_bytes
+            self.waiting.take(tenant, -size_bytes)
 
     async def _recover(self, process: IntakeProcess, until_s: float | None, *, large: bool) -> None:
         """Wait until a process has finished abandoned work; kill it if that takes too long."""

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from baton.clock import Clock
 from baton.errors import ClientGone, InvalidRequest, Overloaded, PayloadTooLarge
+from baton_gateway.byte_shares import ByteShares
 
 SMALL_BYTES: Final = 256 << 10
 """Length up to which a body is always received, however many long ones there are."""
@@ -22,10 +23,9 @@ class BodyReader:
     def __init__(self, clock: Clock, *, body_bytes_max: int, bodies_bytes_max: int, timeout_s: float) -> None:
         self._clock = clock
         self._body_bytes_max = body_bytes_max
-        self._bodies_bytes_max = bodies_bytes_max
         self._timeout_s = timeout_s
-        self.held_bytes = 0
-        """Length of all long bodies, as far as they have arrived."""
+        self.shares = ByteShares(bodies_bytes_max)
+        """Lengths of all long bodies, as far as they have arrived."""
 
     async def read(self, request: Request, note: Callable[[Part], object] | None = None) -> Part:
         """Return the request's body, which is held until `release`; `note` gets each part as it comes.
@@ -33,6 +33,7 @@ class BodyReader:
         Raises ClientGone, InvalidRequest, Overloaded, and PayloadTooLarge as soon as it is certain.
         """
         self._check_head(request.state.headers)
+        tenant = request.state.access.tenant
         body, more = b"", True
         try:
             async with self._clock.timeout(self._timeout_s):
@@ -43,17 +44,17 @@ class BodyReader:
                     part, more = message.get("body", b""), message.get("more_body", False)
                     if note is not None:
                         note(part)
-                    body = self._joined(body, part)
+                    body = self._joined(tenant, body, part)
         except TimeoutError as error:
-            self.release(body)
+            self.release(request, body)
             raise InvalidRequest(f"the body did not arrive within {self._timeout_s:g} s") from error
         except BaseException:
-            self.release(body)
+            self.release(request, body)
             raise
         return body
 
-    def release(self, body: Part) -> None:
-        self.held_bytes -= _counted(body)
+    def release(self, request: Request, body: Part) -> None:
+        self.shares.take(request.state.access.tenant, -_counted(body))
 
     def _check_head(self, headers: Mapping[str, str]) -> None:
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
@@ -62,15 +63,15 @@ class BodyReader:
         if announced.isdecimal() and int(announced[:20]) > self._body_bytes_max:
             raise self._too_large()
 
-    def _joined(self, body: Part, part: Part) -> Part:
+    def _joined(self, tenant: str, body: Part, part: Part) -> Part:
         """Return the body with its next part, counted. A body of one part is not copied."""
         length = len(body) + len(part)
         if length > self._body_bytes_max:
             raise self._too_large()
         more_bytes = (length if length > SMALL_BYTES else 0) - _counted(body)
-        if self.held_bytes + more_bytes > self._bodies_bytes_max and more_bytes:
+        if more_bytes and not self.shares.fits(tenant, more_bytes, of_bytes=_counted(body)):
             raise Overloaded("too many long bodies are being received", retry_after_s=1.0)
-        self.held_bytes += more_bytes
+        self.shares.take(tenant, more_bytes)
         if not body:
             return part
         joined = body if isinstance(body, bytearray) else bytearray(body)
