@@ -116,16 +116,17 @@ test:
 	@$(MAKE) test-fast test-engines PYTEST_FLAGS='--not-run $(NOT_RUN)'
 	@test ! -e $(NOT_RUN) || { echo 'Not run here:'; cat $(NOT_RUN); }
 
-# A tracing back end for one test, which is skipped where it cannot be had.
+# A tracing back end for one nightly test, which is skipped where it cannot be had.
 environment-phoenix:
 	@$(ENVIRONMENT) .venv-phoenix phoenix
 
 # UCX's library for the tests of the transfer agent's backend, which are skipped where it cannot be had.
-environment-libcachesim:
-	@$(ENVIRONMENT) .venv-libcachesim libcachesim
-
 environment-ucx:
 	@$(ENVIRONMENT) .venv-ucx ucx
+
+# libCacheSim for one nightly test, which is skipped where it cannot be had.
+environment-libcachesim:
+	@$(ENVIRONMENT) .venv-libcachesim libcachesim
 
 # Frameworks for agents, for one nightly test, which is skipped where they cannot be had.
 environment-agents:
@@ -133,7 +134,6 @@ environment-agents:
 
 test-fast: environment
 	@$(ENVIRONMENT) .venv core test
-	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(MAKE) test-native
 	@.venv/bin/python -m benchmarks.flat_index || echo 'baton: going on without the baseline of the index: its tests are skipped'
 	@.venv/bin/python -m tests.contract.fake_library
@@ -161,14 +161,15 @@ define build-native
 	@.venv/bin/cmake --build native/build/$(1) --target $(3) >native/build/$(1)/log || { cat native/build/$(1)/log; exit 1; }
 endef
 
-# $(1): the folder. The tests say every name; only those that failed are of interest. UCX's patches of `mmap` do not go
-# together with sanitizers.
+# $(1): the folder. Most tests wait, so four parts run side by side. They say every name; only those that failed are of
+# interest. UCX's patches of `mmap` do not go together with sanitizers.
 define cpp-tests
   ucx=$$(echo $(CURDIR)/.venv-ucx/lib/python*/site-packages/libucx/lib/libucp.so.0); \
   if test -e $$ucx; then export BATON_UCX_LIBRARY=$$ucx UCX_MEM_EVENTS=n UCX_MEM_MMAP_HOOK_MODE=none \
     LSAN_OPTIONS=suppressions=native/tests/ucx_leaks.txt:print_suppressions=0; \
   else mkdir -p .cache; echo 'C++ tests: 3 skipped: UCX is not installed here: `make environment-ucx`' | tee -a $(NOT_RUN); fi; \
-  native/build/$(1)/baton_tests >native/build/$(1)/tests.log 2>&1 || { grep -v '^ok' native/build/$(1)/tests.log; exit 1; }
+  seq 0 3 | xargs -P 4 -I{} sh -c 'native/build/$(1)/baton_tests {}/4 >native/build/$(1)/tests.{}.log 2>&1' \
+    || { grep -hv '^ok' native/build/$(1)/tests.?.log; exit 1; }
 endef
 fuzz = for target in $(FUZZED); do native/build/asan/fuzz_$$target $(1)/$$target $(2) || exit 1; done
 
@@ -195,6 +196,7 @@ test-nightly: test-native environment-vllm environment-sglang environment-libcac
 	$(call build-native,tsan,thread,baton_tests)
 	$(call timed,C++ tests with the thread sanitizer,$(call cpp-tests,tsan))
 	$(call timed,many examples,.venv/bin/$(PYTEST) -n 3 --timeout 900 --hypothesis-profile many -m 'hypothesis or nightly' tests/unit tests/contract)
+	@$(ENVIRONMENT) .venv-phoenix phoenix || echo 'baton: going on without Phoenix: its test is skipped'
 	@$(ENVIRONMENT) .venv-agents agents || echo 'baton: going on without frameworks for agents: their tests are skipped'
 	$(call timed,integration tests of the night,.venv/bin/$(PYTEST) -n 2 -m nightly tests/integration)
 	@cp -r native/fuzz/corpus native/build/asan

@@ -31,12 +31,12 @@ from tests.contract.engine_suite import Pair, changed, collect, first_delta
 BFLOAT16_TOLERANCE = 0.25
 """Tolerance of a log-probability: logits of 8 to 16 are rounded to sixteenths. 120 prompts: median 0.06, most 0.18."""
 PAIRS = (
-    "sglang-1-to-sglang-64x2",
+    "sglang-1-to-sglang-64",
     "vllm-32-to-vllm-128",
     "vllm-128-to-sglang-1",
     "sglang-1-to-vllm-128",
 )
-"""Engines, each with its block or page size in tokens; `x2`: with two tensor-parallel ranks."""
+"""Engines, each with its block or page size in tokens."""
 STAGED = (
     "vllm-staged-32-to-vllm-staged-128",
     "vllm-staged-32-to-sglang-staged-1",

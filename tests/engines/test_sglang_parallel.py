@@ -17,6 +17,7 @@ from benchmarks.remote_engine.engine import RemoteEngine
 from tests.contract.engine_suite import EngineSuite, Pair, changed, collect, eventually, first_delta
 
 PAIRS = (
+    "sglang-1-to-sglang-64x2",
     "sglang-32x2-to-sglang-64x2",
     "sglang-64x2-to-sglang-1",
     "vllm-32x2-to-sglang-64x2",
@@ -24,7 +25,7 @@ PAIRS = (
     "sglang-64x2-to-vllm-128",
     "vllm-128-to-sglang-64x2",
 )
-"""Engines with their block sizes; `x2`: with two ranks. `make test` has one rank to two, in `test_cross_engine.py`."""
+"""Engines with their block sizes; `x2`: with two ranks."""
 pytestmark = [pytest.mark.nightly, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
 
 

@@ -210,6 +210,7 @@ async def test_an_aborted_promotion_leaves_nothing(sglang: Running) -> None:
     assert (again.tokens, again.first.promoted_tokens > 0) == (first.tokens, True)
 
 
+@pytest.mark.nightly
 async def test_a_small_pool_serves_what_it_has_and_its_events_tell_what(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

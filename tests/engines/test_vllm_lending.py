@@ -32,10 +32,9 @@ OPTIONS = {
 }
 FILE_BYTES = 600 * (SLOT_BYTES + 4096)
 WORKERS = ("decode-0", "decode-1")
-
 STOPPED_S = 2.0
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(700), pytest.mark.nightly]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -72,7 +71,6 @@ async def test_a_worker_answers_from_a_prefix_that_only_another_one_computed(
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
     async with asyncio.TaskGroup() as group:
         for number in range(2):
@@ -81,7 +79,6 @@ async def test_a_busy_lender_lends(cluster: Cluster, lending: Lending) -> None:
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
     """The lender's pool holds about six prompts; it computes eight others while it lends."""
     filling: list[asyncio.Task[object]] = []
@@ -97,7 +94,6 @@ async def test_a_lender_that_evicts_changes_no_answer(cluster: Cluster, lending:
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lending: Lending) -> None:
     """The delay is at most the time to compute what is lent."""
     for _ in range(3):
@@ -112,7 +108,6 @@ async def test_a_stopped_lender_costs_time_and_no_token(cluster: Cluster, lendin
     await wait_idle(cluster)
 
 
-@pytest.mark.nightly
 async def test_the_index_agrees_about_all_tiers_after_each_fault(cluster: Cluster, lending: Lending) -> None:
     assert cluster.bus is not None
     fingerprints = Fingerprints(cluster.bus, cluster.observer, WORKERS, back_s=300.0)
@@ -143,7 +138,6 @@ async def test_the_index_agrees_about_all_tiers_after_each_fault(cluster: Cluste
 
 
 # This comes last: a killed worker is not replaced.
-@pytest.mark.nightly
 async def test_a_killed_lender_changes_no_answer(cluster: Cluster, lending: Lending) -> None:
     async def kill(worker: str) -> None:
         cluster.services[worker].signal(signal.SIGKILL)

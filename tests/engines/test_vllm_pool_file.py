@@ -44,6 +44,7 @@ def told(engine: PoolEngine, blocks: int) -> ShadowMap:
     return shadow
 
 
+@pytest.mark.nightly
 def test_a_killed_engine_finds_its_blocks_again(tiny_model: Path, tmp_path: Path) -> None:
     options = {"kv_file": str(tmp_path / "kv"), "kv_file_bytes": FILE_BYTES}
     tokens, other, salt = prompt(700, 1), prompt(500, 2), "tenant"

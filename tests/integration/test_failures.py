@@ -44,6 +44,10 @@ class Case:
     disaggregation: str = "always"
 
 
+ENDINGS = (
+    pytest.param(signal.SIGKILL, id="kill"),
+    pytest.param(signal.SIGSTOP, id="stop", marks=pytest.mark.nightly),
+)
 CASES = [
     # Without a source, decode computes the prompt itself, and says QUEUED until its first token.
     Case(Role.DECODE, AttemptState.QUEUED, "never"),
@@ -88,7 +92,7 @@ def strike(cluster: Cluster, worker: str, how: signal.Signals) -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("how", ENDINGS)
 async def test_answer_survives_a_lost_worker_in_every_state(cluster: Cluster, how: signal.Signals) -> None:
     """Two workers of each role. The fault hits the one with the attempt; it is replaced before the next case."""
     for role in Role:
@@ -130,7 +134,7 @@ async def test_a_task_for_a_worker_that_has_just_been_lost_goes_elsewhere(
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("how", ENDINGS)
 async def test_decode_lost_while_the_attempt_is_reserved(cluster: Cluster, how: signal.Signals) -> None:
     await start_worker(cluster, Role.PREFILL, 0)
     await start_worker(cluster, Role.DECODE, 0, "--enter-timeout-s", "20", module="tests.integration.reluctant_worker")
@@ -144,7 +148,7 @@ async def test_decode_lost_while_the_attempt_is_reserved(cluster: Cluster, how: 
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("how", ENDINGS)
 async def test_prefill_lost_with_an_attempt_in_its_engines_queue(cluster: Cluster, how: signal.Signals) -> None:
     for role in Role:
         for number in range(2):
@@ -158,7 +162,7 @@ async def test_prefill_lost_with_an_attempt_in_its_engines_queue(cluster: Cluste
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("how", ENDINGS)
 async def test_a_worker_lost_behind_its_last_frame_changes_nothing(cluster: Cluster, how: signal.Signals) -> None:
     """Decode is RETAINED: its tokens are delivered, only the acknowledgement is missing."""
     await start_worker(cluster, Role.PREFILL, 0)
@@ -174,7 +178,7 @@ async def test_a_worker_lost_behind_its_last_frame_changes_nothing(cluster: Clus
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("role", list(Role))
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("how", ENDINGS)
 async def test_without_another_worker_the_client_gets_a_typed_error_in_time(
     cluster: Cluster, role: Role, how: signal.Signals
 ) -> None:

@@ -206,6 +206,7 @@ async def test_sighup_restarts_one_after_the_other_and_cuts_no_stream(nats_url: 
         assert all(stream.is_whole for each in streams.values() for stream, _ in each)
 
 
+@pytest.mark.nightly
 async def test_sigterm_during_a_restart_in_turn_cuts_no_stream(nats_url: str) -> None:
     async with two_processes(nats_url) as world:
         world.worker.script.interval_s = SLOW_S
@@ -220,6 +221,7 @@ async def test_sigterm_during_a_restart_in_turn_cuts_no_stream(nats_url: str) ->
         assert await asyncio.wait_for(world.process.wait(), 30.0) == 0
 
 
+@pytest.mark.nightly
 async def test_a_second_signal_ends_both_at_once_and_tells_the_workers(nats_url: str) -> None:
     async with two_processes(nats_url) as world:
         world.worker.script.stall_at = 2
@@ -233,6 +235,7 @@ async def test_a_second_signal_ends_both_at_once_and_tells_the_workers(nats_url:
         await world.until(lambda: len(world.worker.got(Cancel)) == sum(map(len, streams.values())))
 
 
+@pytest.mark.nightly
 async def test_processes_end_with_their_parent_however_it_ends(nats_url: str) -> None:
     async with two_processes(nats_url) as world:
         processes = world.parent.children(recursive=True)

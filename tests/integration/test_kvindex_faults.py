@@ -163,8 +163,10 @@ async def until_equal(pair: Pair, workers: list[Worker]) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("seed", "flags"),
-    [(20260917, ()), (20261121, ("--memory-bytes-max", "1", "--cold-patience-s", "1"))],
-    ids=["in memory", "cold"],
+    [
+        pytest.param(20260917, (), id="in memory", marks=pytest.mark.nightly),
+        pytest.param(20261121, ("--memory-bytes-max", "1", "--cold-patience-s", "1"), id="cold"),
+    ],
 )
 async def test_the_index_equals_the_truth_soon_after_the_last_fault(
     tmp_path: Path, seed: int, flags: tuple[str, ...]

@@ -1,6 +1,6 @@
 """Traces in a real back end: Arize Phoenix, queried over REST.
 
-Phoenix has an environment of its own, `.venv-phoenix`, which `make test` creates if the packages are available.
+Phoenix has an environment of its own, `.venv-phoenix`, which `make test-nightly` creates if the packages are available.
 """
 
 from __future__ import annotations
@@ -43,9 +43,12 @@ def _is_installed() -> bool:
     return stamps.exists() and "phoenix" in json.loads(stamps.read_text())
 
 
-pytestmark = pytest.mark.skipif(
-    not _is_installed(), reason="Phoenix is not installed here: `make environment-phoenix` installs it, given PyPI"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        not _is_installed(), reason="Phoenix is not installed here: `make environment-phoenix` installs it, given PyPI"
+    ),
+]
 
 
 @dataclass

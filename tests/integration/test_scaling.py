@@ -125,6 +125,7 @@ async def test_workers_that_join_and_leave_take_and_lose_their_share(tmp_path: P
         assert sum(load.tasks[f"decode-{number}"] for number in range(3)) == load.answered, "each ran once"
 
 
+@pytest.mark.nightly
 async def test_conversations_stay_on_their_prefill_worker(tmp_path: Path, model: Path) -> None:
     conversations, turns = 12, 6
     at_once = asyncio.Semaphore(3)

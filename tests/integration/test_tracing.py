@@ -156,6 +156,7 @@ async def test_of_unsampled_requests_the_failed_are_exported_by_every_service(
     assert len({span.trace for span in collector.spans}) == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(120)
 async def test_a_collector_that_is_down_loses_traces_and_nothing_else(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch

@@ -45,7 +45,7 @@ def node(backend: str, fabric: Fabric) -> Generator[Node]:
         secret="shared",
         backends=backends_of(backend),
         lease_ttl_s=0.6,
-        connect_timeout_s=0.5,
+        connect_timeout_s=2.0,
         stall_timeout_s=1.0,
         **fabric,
     )
