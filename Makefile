@@ -33,7 +33,7 @@ CPP_SOURCES = $(shell find native -path native/build -prune -o \( -name '*.cpp' 
 LOCK        = .venv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes \
               --no-header --no-annotate --no-emit-index-url $(LOCK_FLAGS)
 
-.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-hostile bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-pool-parts bench-prediction bench-replay bench-replay-ablation bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tool-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
+.PHONY: help up doctor trace explain index test test-fast test-engines test-compose check format lock clean environment environment-sglang environment-vllm bench-burst bench-engines bench-fairness bench-gateway bench-gateway-processes bench-hostile bench-index bench-intake bench-interference bench-layout bench-overlap bench-peer-routing bench-placement bench-pool bench-pool-engine bench-pool-parts bench-prediction bench-replay bench-replay-ablation bench-replay-speed bench-roles bench-scheduler bench-separation bench-streams bench-tenant-timing bench-tool-streams bench-tracing bench-transfer bench-transfer-wake bench-worker environment-vllm-cuda environment-sglang-cuda environment-nvcc environment-agents environment-phoenix environment-ucx environment-libcachesim test-gpu test-faults test-native test-nightly bench-index-restart
 
 help:
 	@echo 'make up            set up everything and serve: the address is printed when it is ready'
@@ -260,6 +260,9 @@ bench-pool: environment
 
 bench-replay: environment
 	.venv/bin/python -m benchmarks.replay $(REPLAY_FLAGS)
+
+bench-replay-speed: environment
+	.venv/bin/python -m benchmarks.replay_speed
 
 bench-replay-ablation: environment
 	.venv/bin/python -m benchmarks.replay_ablation $(REPLAY_FLAGS)

@@ -43,7 +43,7 @@ class Measure:
     """The measure of whose rate this one has half, in an open loop."""
 
 
-def measure(name: str, *, continues: str = "", half_of: str = "", **fields: int | bool) -> Measure:
+def measure(name: str, *, continues: str = "", half_of: str = "", **fields: float | bool) -> Measure:
     def job(port: int, model: str, seed: int, **limits: float) -> Job:
         return msgspec.structs.replace(Job(port=port, model=model, seed=seed), **(limits | fields))
 
@@ -57,6 +57,7 @@ MEASURES: Final[Sequence[Measure]] = (
     measure("8 clients", concurrency=8),
     measure("32 clients", concurrency=32),
     measure("half the rate of 32 clients, open loop", half_of="32 clients"),
+    measure("100 requests/s", rate_per_s=100),
     measure("3,000 words", words=3000),
     measure("3,000 words, second turn", words=3000, turn=2, continues="3,000 words"),
     measure("8,000 words", words=8000),

@@ -18,6 +18,7 @@ OFF_PATH: Final = "workers"
 SHORT, SATURATED, STREAMING, PACED = "1 client", "32 clients", "64 streams", "64 paced streams"
 
 OPEN_LOOP: Final = "half the rate of 32 clients, open loop"
+STEADY: Final = "100 requests/s"
 
 Figures = dict[str, float]
 Medians = Mapping[str, Mapping[str, Figures]]
@@ -79,7 +80,7 @@ def _requests(medians: Medians) -> Iterator[str]:
         return digits(value * 1e3) + (f" ({digits(value / floor)} ×)" if floor else "")
 
     def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
-        yield from (against_floor(measures[each][GATEWAY], each) for each in (SHORT, SATURATED))
+        yield from (against_floor(measures[each][GATEWAY], each) for each in (SHORT, STEADY, SATURATED))
         yield against_floor(path_s(measures[SATURATED]), SATURATED)
         shares = (measures[SATURATED].get(CPU + role) for role in (*roles[1:], OFF_PATH))
         yield from (digits(share and share * 1e3) for share in shares)
@@ -87,7 +88,10 @@ def _requests(medians: Medians) -> Iterator[str]:
 
     yield from _table(
         "Processor time per request of 100 words and 1 token, ms",
-        (f"gateway, {SHORT}", f"gateway, {SATURATED}", "whole path", *roles[1:], "engines", "memory of the path, MB"),
+        (
+            *(f"gateway, {each}" for each in (SHORT, STEADY, SATURATED)),
+            *("whole path", *roles[1:], "engines", "memory of the path, MB"),
+        ),
         {name: cells(measures) for name, measures in medians.items()},
     )
 
@@ -114,7 +118,7 @@ def _tokens(medians: Medians, tokens: int) -> Iterator[str]:
 
 
 def _latencies(medians: Medians) -> Iterator[str]:
-    kinds = (SHORT, "1 client, delayed acknowledgements", "8 clients", SATURATED, OPEN_LOOP)
+    kinds = (SHORT, "1 client, delayed acknowledgements", "8 clients", SATURATED, OPEN_LOOP, STEADY)
 
     def cells(measures: Mapping[str, Figures]) -> Iterator[str]:
         for each in (measures[kind] for kind in kinds):

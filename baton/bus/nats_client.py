@@ -2,8 +2,8 @@
 
 nats-py reads into a buffer, parses that in one task, and queues each message for the task of its subscription. Here a
 `Mailbox` is that queue, and whole messages go to their receivers as they come from the socket. Everything else (long
-messages that are cut, those with headers, the server's own) goes nats-py's way up to the receiver, and so do messages
-that follow while it is there: the order is kept.
+messages that are cut, those with headers that are cut, the server's own) goes nats-py's way up to the receiver, and so
+do messages that follow while it is there: the order is kept.
 
 nats-py wakes a task of its own to write. Here messages of one turn of the event loop leave together without one, as
 long as the socket takes all; otherwise nats-py's task writes them, and publishers wait for it as ever.
@@ -18,7 +18,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 from urllib.parse import ParseResult
 
@@ -35,6 +35,10 @@ Receiver = Callable[[Msg], None]
 
 _MESSAGE: Final = re.compile(rb"MSG (\S+) (\d+) (?:(\S+) )?(\d+)\r\n")
 """The line before a message without headers: subject, number of the subscription, reply subject, length."""
+_WITH_HEADERS: Final = re.compile(rb"HMSG (\S+) (\d+) (?:(\S+) )?(\d+) (\d+)\r\n")
+"""The same of a message with headers, whose length comes before that of both together."""
+_HEADERS: Final = b"NATS/1.0\r\n"
+"""Beginning of headers; those of the server's own messages have a status before the end of the line."""
 _LINE_END: Final = b"\r\n"
 _CUT_BYTES_MAX: Final = 1 << 16
 """Longest message that may arrive in parts; the parts of longer ones are joined by nats-py, which copies them once."""
@@ -46,7 +50,7 @@ class DirectClient(Client):
         self._receivers: dict[int, Receiver] = {}
         self._writes_soon = False
 
-    def post(self, subject: str, payload: bytes, reply: str = "") -> bool:
+    def post(self, subject: str, payload: bytes, reply: str = "", headers: Mapping[str, str] | None = None) -> bool:
         """Write a message at the end of this turn of the event loop.
 
         Return False if `publish` has to: there is no connection, or the socket does not take all that it gets.
@@ -54,7 +58,13 @@ class DirectClient(Client):
         transport = self._transport
         if not (isinstance(transport, _DirectTransport) and self._status == Client.CONNECTED and transport.is_idle):
             return False
-        command = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + _LINE_END
+        if headers:
+            lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+            block = _HEADERS + lines.encode() + _LINE_END
+            line = f"HPUB {subject} {reply} {len(block)} {len(block) + len(payload)}\r\n"
+            command = line.encode() + block + payload + _LINE_END
+        else:
+            command = f"PUB {subject} {reply} {len(payload)}\r\n".encode() + payload + _LINE_END
         if self._pending_data_size + len(command) > self._max_pending_size:
             return False
         self._pending.append(command)
@@ -91,14 +101,24 @@ class DirectClient(Client):
         return bool(self._ps.buf) or self._ps.state != AWAITING_CONTROL_LINE
 
     def take_whole_messages(self, data: bytes) -> int:
-        """Deliver the messages without headers that `data` begins with; return their length."""
+        """Deliver the messages that `data` begins with, but for the server's own; return their length."""
         at = 0
-        while line := _MESSAGE.match(data, at):
-            subject, number, reply, size = line.groups(b"")
-            end = line.end() + int(size)
+        while True:
+            headers = None
+            if line := _MESSAGE.match(data, at):
+                subject, number, reply, size = line.groups(b"")
+                begin, end = line.end(), line.end() + int(size)
+            elif line := _WITH_HEADERS.match(data, at):
+                subject, number, reply, headers_size, size = line.groups(b"")
+                begin, end = line.end() + int(headers_size), line.end() + int(size)
+                if not data.startswith(_HEADERS, line.end()):
+                    break
+                headers = self._parse_header_lines(data[line.end() + len(_HEADERS) : begin])
+            else:
+                break
             if len(data) < end + len(_LINE_END):
                 break
-            self._deliver(int(number), subject, reply, data[line.end() : end], None)
+            self._deliver(int(number), subject, reply, data[begin:end], headers)
             at = end + len(_LINE_END)
         return at
 

@@ -66,7 +66,7 @@ class Requests:
         # Cheaper than `asyncio.timeout`. Publishing, which it does not end, has a limit of its own (`flush_timeout`).
         timer = loop.call_later(timeout_s, _give_up, answer)
         try:
-            if headers or not self.client.post(subject, payload, reply):
+            if not self.client.post(subject, payload, reply, headers):
                 await self.client.publish(subject, payload, reply=reply, headers=headers)
             message = await answer
         except (nats.errors.Error, OSError) as error:

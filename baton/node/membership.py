@@ -128,10 +128,13 @@ class Membership(Generic[Beat]):
 
     def hear(self, name: str, generation: int, beat: Beat, now_s: float, *, leaving: bool = False) -> list[Event]:
         """Take a member's heartbeat and return the events; the heartbeat of an ended generation changes nothing."""
-        events = self.meet(name, generation, now_s)
-        if not self.is_live(name, generation):
-            return events
-        member = self._live[name]
+        events: list[Event] = []
+        member = self._live.get(name)
+        if member is None or member.generation != generation:
+            events = self.meet(name, generation, now_s)
+            member = self._live.get(name)
+            if member is None or member.generation != generation:
+                return events
         member.beat, member.heard_s = beat, now_s
         if leaving and not member.leaving:
             events.append(Leaving(name, generation))

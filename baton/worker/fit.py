@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from operator import mul
+from operator import mul, sub
 from typing import Final
 
 MEMORY_SAMPLES: Final = 64
@@ -55,26 +55,26 @@ class LinearFit:
 
     def add(self, features: Sequence[float], seconds: float) -> None:
         """Learn from one sample; one without duration or features says nothing."""
-        predicted = self.predict(features)
+        shares_s = list(map(mul, self.coefficients, features))
+        predicted = sum(shares_s)
         if not (predicted > 0 and 0 < seconds < math.inf):
             return
         self.samples += 1
         # In units of the spread: what each coefficient contributes, how much is still unknown of that, and the error.
-        direction = [
-            value * each / (predicted * self.spread) for value, each in zip(self.coefficients, features, strict=True)
-        ]
+        unit_s = predicted * self.spread
+        direction = [share_s / unit_s for share_s in shares_s]
         pull = [sum(map(mul, row, direction)) for row in self._covariance]
         doubt = sum(map(mul, direction, pull))
         # The guess may be wrong by any factor.
         limit = _CLIP * math.sqrt(1 + doubt) if self.samples > 1 else math.inf
         error = (math.log(seconds) - math.log(predicted)) / self.spread
         clipped = min(max(error, -limit), limit)
-        self._logarithms = [
-            value + each * clipped / (1 + doubt) for value, each in zip(self._logarithms, pull, strict=True)
-        ]
-        if not max(map(abs, self._logarithms)) <= _LOGARITHM_MAX:
-            self._logarithms = [min(max(each, -_LOGARITHM_MAX), _LOGARITHM_MAX) for each in self._logarithms]
-        self.coefficients = tuple(map(math.exp, self._logarithms))
+        gain = 1 + doubt
+        logarithms = [value + each * clipped / gain for value, each in zip(self._logarithms, pull, strict=True)]
+        if not max(map(abs, logarithms)) <= _LOGARITHM_MAX:
+            logarithms = [min(max(each, -_LOGARITHM_MAX), _LOGARITHM_MAX) for each in logarithms]
+        self._logarithms = logarithms
+        self.coefficients = tuple(map(math.exp, logarithms))
         self._forget(pull, doubt)
         seen = clipped * clipped / (1 + doubt) / _CLIPPED_VARIANCE
         self.spread *= math.sqrt(1 - _SPREAD_SHARE + _SPREAD_SHARE * seen)
@@ -86,9 +86,10 @@ class LinearFit:
         if not doubt > 0:
             return
         shrink = (_FORGETTING - (1 - _FORGETTING) / doubt) / (_FORGETTING * (1 + doubt))
+        factors = [shrink * left for left in pull]
         self._covariance = [
-            [value - factor * right for value, right in zip(row, pull, strict=True)]
-            for row, factor in zip(self._covariance, (shrink * left for left in pull), strict=True)
+            list(map(sub, row, [factor * right for right in pull]))
+            for row, factor in zip(self._covariance, factors, strict=True)
         ]
 
     def _note_change(self, error: float, limit: float) -> None:

@@ -192,28 +192,31 @@ class Worker:
     def report(self, now_s: float) -> WorkerState:
         """Return the state at `now_s` with the measurements since the last report. Nothing may have changed since."""
         run = self._run
-        computing = 0
+        computing = joiners = 0
         if run is not None:
             done = run.steps_at(now_s)
             self._count(run, done)
-            computing = sum(tokens * done for _, tokens in run.chunks)
-        prompts = [*self._prompts, *self._promoting.values()]
-        queued = self._waiting_tokens + sum(leg.prompt_tokens - leg.position for leg in prompts) - computing
+            for _, tokens in run.chunks:
+                computing += tokens * done
+            joiners = len(run.joiners)
+        queued = self._waiting_tokens - computing
+        for prompts in (self._prompts, self._promoting.values()):
+            for leg in prompts:
+                queued += leg.prompt_tokens - leg.position
+        computed_here = len(self._prompts) + len(self._promoting)
         measured, self._meter = self._meter.read(), _Meter()
+        spec, used = self.spec, self.cache.in_use
         return WorkerState(
-            name=self.spec.name,
-            role=self.spec.role,
-            running=len(prompts) + len(self._sequences) + len(self._joiners) + self._run_joiners() + self._held,
+            name=spec.name,
+            role=spec.role,
+            running=computed_here + len(self._sequences) + len(self._joiners) + joiners + self._held,
             waiting=len(self._waiting) + len(self._waiting_pulls) + self._pulling,
             prefill_tokens_queued=queued,
-            kv_blocks_used=self.cache.in_use,
-            kv_blocks_total=self.spec.kv_blocks_total,
-            active_decode_blocks=min(self._decode_blocks, self.cache.in_use),
+            kv_blocks_used=used,
+            kv_blocks_total=spec.kv_blocks_total,
+            active_decode_blocks=min(self._decode_blocks, used),
             measured=measured,
         )
-
-    def _run_joiners(self) -> int:
-        return len(self._run.joiners) if self._run else 0
 
     # ------------------------------------------------------------ what comes from outside
 

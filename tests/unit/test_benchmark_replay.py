@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from baton_simulator.traffic.trace import Request, Trace
+
 from benchmarks.replay import Point, merged
+from benchmarks.replay_speed import twice
 
 
 def row(workers: int, load: float, policy: str, code: str) -> dict[str, Any]:
@@ -22,4 +25,19 @@ def test_new_rows_replace_those_of_the_same_points_and_the_others_stay() -> None
         (8, 0.9, "baton", "new"),
         (8, 0.9, "sglang", "old"),
         (64, 0.9, "bound", "old"),
+    ]
+
+
+def test_a_half_hour_twice_shares_nothing() -> None:
+    first = [
+        Request(0.0, (0, 1), 1200, 5, session="s"),
+        Request(9.0, (0, 1, 2), 1700, 5, session="s", after=0, gap_s=3.0),
+        Request(1799.0, (), 100, 5, session="t"),
+    ]
+    requests = twice(Trace("trace", 512, first)).requests
+    assert list(requests[:3]) == first
+    assert [(each.at_s, each.blocks, each.session, each.after, each.gap_s) for each in requests[3:]] == [
+        (1800.0, (3, 4), "s/2", None, 0.0),
+        (1809.0, (3, 4, 5), "s/2", 3, 3.0),
+        (3599.0, (), "t/2", None, 0.0),
     ]

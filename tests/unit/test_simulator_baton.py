@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import inf
 from random import Random
 
+import msgspec
 import pytest
 from baton_scheduler.admission import Objectives
 from baton_scheduler.loads import Loads, LoadsOptions
@@ -46,7 +47,7 @@ def make_arrival(name: str, blocks: int, *, first: int = 0) -> Arrival:
 
 
 def idle(spec: WorkerSpec, **changes: int) -> WorkerState:
-    return replace(WorkerState(spec.name, spec.role, 0, 0, 0, 0, BLOCKS, 0), **changes)
+    return msgspec.structs.replace(WorkerState(spec.name, spec.role, 0, 0, 0, 0, BLOCKS, 0), **changes)
 
 
 def as_baton_beats(state: WorkerState) -> Heartbeat:
@@ -230,7 +231,7 @@ def test_a_worker_fits_its_rates_to_what_it_measures() -> None:
         ]
         # It may have ended before the heartbeat.
         ledgers.end(str(number))
-        ledgers.beat(replace(idle(spec), measured=Measured(events)), began_s + 0.9)
+        ledgers.beat(msgspec.structs.replace(idle(spec), measured=Measured(events)), began_s + 0.9)
     beat = ledgers.beat(idle(spec), 41.0)
     per_token_s = beat.steps.prompt_step_s / 2048 + beat.steps.prompt_token_s + beat.steps.prompt_pair_s * 1000
     assert per_token_s == pytest.approx(speed_s, rel=0.25)

@@ -64,6 +64,8 @@ def find_lenders(serving: Serving, held: Mapping[str, int], pooled: Mapping[str,
     reach = dict(held)
     for name, blocks in pooled.items():
         reach[name] = max(blocks, reach.get(name, 0))
+    if not reach:
+        return []
     teams = serving.teams.values()
     wanted = Counter({identity: LENDERS_MAX for team in teams for identity in team.identities if identity})
     lenders: list[Lender] = []

@@ -128,24 +128,24 @@ class Loads:
     # ------------------------------------------------------------ bookkeeping
 
     def _hear(self, beat: Heartbeat, now_s: float) -> None:
-        worker, load = beat.address.worker, self._loads.get(beat.address.worker)
-        if load is not None and _group(load.heartbeat) != _group(beat):
+        worker, group = beat.address.worker, _group(beat)
+        load = self._loads.get(worker)
+        if load is not None and _group(load.heartbeat) != group:
             self._drop(worker)
             load = None
         if load is None:
             load = self._loads[worker] = WorkerLoad(beat, now_s, leased_share_max=self._options.leased_share_max)
             self._serving.setdefault(beat.model, Serving()).teams[load.role].add(load)
-            self._kinds.setdefault(_group(beat), _Kind()).loads[worker] = load
+            self._kinds.setdefault(group, _Kind()).loads[worker] = load
         if load.soft:
             listed = set(beat.attempts)
             for request, each in list(load.soft.items()):
                 late = now_s >= min(each.until_s, each.placed_s + self._options.listed_after_s)
                 if late or (request, each.attempt) in listed:
                     self._forget_soft(load, request)
-        kind = self._kinds[_group(beat)]
+        kind = self._kinds[group]
         self._pool(kind, now_s)
-        bandwidths = [each.bytes_per_s for each in beat.transfers]
-        load.bandwidth = median(bandwidths) if bandwidths else kind.bandwidth
+        load.bandwidth = median(each.bytes_per_s for each in beat.transfers) if beat.transfers else kind.bandwidth
         load.promotion_bytes_per_s = 0.0
         if (promotion := beat.promotion) is not None:
             own = promotion.bytes_per_s
@@ -279,7 +279,7 @@ def _check(heartbeat: Heartbeat) -> None:
         heartbeat.promotion.bytes_per_s if heartbeat.promotion else 1.0,
         heartbeat.loading.bytes_per_s if heartbeat.loading else 1.0,
     )
-    # Whatever is no number must be found first: it is neither the least nor the most.
-    possible = all(map(math.isfinite, (*counts, *rates))) and min(sizes) > 0 and min(counts) >= 0
+    # Whatever is no number must be found first: it is neither the least nor the most. It makes the sum none, too.
+    possible = math.isfinite(sum(counts) + sum(rates)) and min(sizes) > 0 and min(counts) >= 0
     if not (possible and min(rates) > RATE_MIN and max(rates) < RATE_MAX):
         raise MalformedMessage(f"the heartbeat of {heartbeat.address.worker} has impossible figures")

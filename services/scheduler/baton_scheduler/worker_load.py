@@ -151,9 +151,10 @@ class WorkerLoad:
         self.refresh()
 
     def _age_prompts(self, now_s: float) -> None:
-        passed_s = max(0.0, now_s - self._prompts_at_s)
-        self._prompts_s *= exp(-passed_s / PROMPTS_S)
-        self._prompts_at_s += passed_s
+        passed_s = now_s - self._prompts_at_s
+        if passed_s > 0:
+            self._prompts_s *= exp(-passed_s / PROMPTS_S)
+            self._prompts_at_s += passed_s
 
     def refresh(self) -> None:
         """Compute what decisions read, after a heartbeat or a change of the soft placements."""

@@ -70,10 +70,12 @@ class _Book:
     waiting: deque[Attempt] = field(default_factory=deque[Attempt])
     kv: KvBook = field(default_factory=KvBook)
     address: WorkerAddress = field(init=False)
+    role: Role = field(init=False)
     holdings: dict[str, Holding] = field(default_factory=dict[str, Holding])
     """Blocks by request, of those that hold a slot, too."""
 
     def __post_init__(self) -> None:
+        self.role = Role.PREFILL if self.spec.role == "prefill" else Role.DECODE
         self.address = WorkerAddress(worker=self.spec.name, generation=1, agents=(self.spec.name,))
 
     def enter(self, attempt: Attempt) -> None:
@@ -233,11 +235,19 @@ def _measure(book: _Book, measured: Measured) -> None:
 
 def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
     spec, rates = book.spec, book.rates
-    prompts = [(attempt.uncached_tokens, attempt.prompt_tokens) for attempt in book.prompts.values()]
-    elapsed_s = min(rates.prefill_elapsed_s(now_s), rates.prefill_s(*prompts[0])) if prompts else 0.0
+    tokens_queued = pairs_queued = lacking_blocks = 0
+    elapsed_s = 0.0
+    for attempt in book.prompts.values():
+        if not tokens_queued:
+            predicted_s = rates.prefill_s(attempt.uncached_tokens, attempt.prompt_tokens)
+            elapsed_s = min(rates.prefill_elapsed_s(now_s), predicted_s)
+        tokens_queued += attempt.uncached_tokens
+        pairs_queued += prompt_pairs(attempt.prompt_tokens, attempt.uncached_tokens)
+    for attempt in book.waiting:
+        lacking_blocks += book.kv.lacking(book.holding(attempt))
     return Heartbeat(
         address=book.address,
-        role=Role.PREFILL if spec.role == "prefill" else Role.DECODE,
+        role=book.role,
         model=MODEL,
         model_path=MODEL,
         model_digest=MODEL,
@@ -248,8 +258,7 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         running=state.running,
         waiting=state.waiting,
         overbooked=len(book.waiting),
-        overbooked_kv_tokens=sum(book.kv.lacking(book.holding(attempt)) for attempt in book.waiting)
-        * spec.block_tokens,
+        overbooked_kv_tokens=lacking_blocks * spec.block_tokens,
         pulling=len(book.pulls),
         pulling_kv_blocks=sum(book.pulls.values()),
         running_max=RUNNING_MAX,
@@ -257,8 +266,8 @@ def _heartbeat(book: _Book, state: WorkerState, now_s: float) -> Heartbeat:
         kv_blocks_total=spec.kv_blocks_total,
         kv_shared_share=book.kv.shared_share,
         engine_block_tokens=spec.block_tokens,
-        prefill_tokens_queued=sum(uncached_tokens for uncached_tokens, _ in prompts),
-        prefill_pairs_queued=sum(prompt_pairs(prompt_tokens, uncached) for uncached, prompt_tokens in prompts),
+        prefill_tokens_queued=tokens_queued,
+        prefill_pairs_queued=pairs_queued,
         prefill_elapsed_s=elapsed_s,
         step_tokens_max=spec.step_tokens_max,
         steps=rates.steps(),

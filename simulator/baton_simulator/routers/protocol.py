@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
+import msgspec
+
 from baton.errors import BatonError
 
 Role = Literal["prefill", "decode", "aggregated"]
@@ -87,8 +89,7 @@ class Event(NamedTuple):
     """Tokens of the prompt that were promoted from the pool."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(msgspec.Struct, frozen=True):
     """What a worker measured since its last heartbeat."""
 
     events: Sequence[Event] = ()
@@ -96,8 +97,7 @@ class Measured:
     """Tokens after the first of all sequences."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerState:
+class WorkerState(msgspec.Struct, frozen=True):
     """One worker's load at its heartbeat."""
 
     name: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace as replaced
 from random import Random
 from typing import Final
 
@@ -45,7 +44,7 @@ class RolesRouter(BatonRouter):
         return super().route(arrival, now_s)
 
     def beat(self, state: WorkerState, now_s: float) -> None:
-        self._states[state.name] = replaced(state, measured=Measured())
+        self._states[state.name] = replace(state, measured=Measured())
         role = self._roles[state.name]
         if role.step(now_s, is_idle=state.running + state.waiting == 0):
             self.changes.append((now_s, state.name, role.role))
